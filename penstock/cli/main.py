@@ -1,0 +1,34 @@
+"""`penstock COMMAND`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from penstock import __version__
+from penstock.cli import bench, chat, serve
+from penstock.core.errors import PenstockError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="penstock", description="LLM serving that keeps a latency promise.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in (serve, chat, bench):
+        command.add_parser(subparsers)
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args))
+    except PenstockError as error:
+        print(f"penstock: {error.message}", file=sys.stderr)
+        return 1
+    except ModuleNotFoundError as error:
+        print(f"penstock: {error.name} is not installed; pip install 'penstock[serve]'", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Settings: frozen, nested, validated. One YAML file or a handful of flags; everything else is derived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar, get_args
+
+from penstock.core.errors import StartupError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+T = TypeVar("T")
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def _check(condition: bool, name: str, message: str) -> None:
+    if not condition:
+        raise StartupError(f"{name} {message}", param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Where the model runs and how much it holds at once. None means: derived from the model and the machine."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    max_model_len: int | None = None  # prompt plus output of one request; default: the model's own limit
+    max_seqs: int = 256  # sequences in one step
+    max_step_tokens: int | None = None  # tokens in one step; default: 512 on CPU, 8192 on CUDA
+    kv_memory_gib: float | None = None  # default: most of the free memory
+    block_size: int = 16
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _check(self.device in get_args(Device), "device", f"must be one of {', '.join(get_args(Device))}")
+        _check(self.dtype in get_args(Dtype), "dtype", f"must be one of {', '.join(get_args(Dtype))}")
+        _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "must be at least 2")
+        _check(1 <= self.max_seqs <= 4096, "max_seqs", "must be between 1 and 4096")
+        _check(self.max_step_tokens is None or self.max_step_tokens >= 1, "max_step_tokens", "must be at least 1")
+        _check(self.kv_memory_gib is None or self.kv_memory_gib > 0, "kv_memory_gib", "must be above 0")
+        _check(
+            1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
+            "block_size",
+            "must be a power of two up to 256",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """The HTTP side."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None  # default: the model's short name
+    max_body_mib: float = 16.0
+    drain_seconds: float = 30.0  # how long running requests may finish after SIGTERM
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
+        _check(self.max_body_mib > 0, "max_body_mib", "must be above 0")
+        _check(self.drain_seconds >= 0, "drain_seconds", "must not be negative")
+        levels = ("debug", "info", "warning", "error")
+        _check(self.log_level in levels, "log_level", f"must be one of {', '.join(levels)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    model: str = DEFAULT_MODEL
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+
+def _typed(name: str, annotation: str, value: Any) -> Any:
+    """Accept exactly what YAML should give for a field; an int stands for a float, nothing else is converted."""
+    options = [part.strip() for part in annotation.split("|")]
+    if value is None:
+        _check("None" in options, name, "must not be empty")
+        return None
+    if "bool" in options or isinstance(value, bool):
+        _check("bool" in options and isinstance(value, bool), name, f"must be {annotation}, not {value!r}")
+        return value
+    if "float" in options and isinstance(value, int):
+        return float(value)
+    expected: dict[str, type] = {"int": int, "float": float, "str": str, "Device": str, "Dtype": str}
+    kinds = tuple(expected.get(o, str) for o in options if o != "None")
+    _check(isinstance(value, kinds), name, f"must be {annotation}, not {value!r}")
+    return value
+
+
+def _section(cls: type[T], name: str, values: Any) -> T:
+    _check(isinstance(values, dict), name, "must be a mapping")
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
+    for key in values:
+        _check(key in known, f"{name}.{key}", f"is not a setting; known: {', '.join(known)}")
+    return cls(**{k: _typed(f"{name}.{k}", str(known[k].type), v) for k, v in values.items()})
+
+
+def settings_from_mapping(values: Any) -> Settings:
+    """Parse what a YAML file holds: `model`, `engine: {...}`, `server: {...}`."""
+    _check(isinstance(values, dict), "settings", "must be a mapping with model, engine and server")
+    for key in values:
+        _check(key in ("model", "engine", "server"), key, "is not a setting; known: model, engine, server")
+    model = values.get("model", DEFAULT_MODEL)
+    _check(isinstance(model, str) and bool(model), "model", "must be a name or a path")
+    return Settings(
+        model=model,
+        engine=_section(EngineConfig, "engine", values.get("engine") or {}),
+        server=_section(ServerConfig, "server", values.get("server") or {}),
+    )

@@ -1,0 +1,62 @@
+"""The seam everything composes by: an in-process engine and a client of a worker process are both `Engine`s."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.core.request import Chunk, GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What a caller must know to build requests that an engine can hold."""
+
+    model: str
+    max_model_len: int  # prompt plus output tokens of one request
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A reading of the engine, sent along with chunks at most a few times a second. Counters only ever grow."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks: int = 0
+    kv_blocks_used: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    batch_tokens: int = 0  # tokens computed over all steps
+    batch_sequences: int = 0  # sequences advanced over all steps
+    seconds_since_step: float = 0.0  # while there is work; 0 when idle
+
+
+class Engine(Protocol):
+    def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        """Yield chunks until one has a finish reason. Closing the iterator aborts the request and frees its memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Healthy means: idle, or a step finished lately. `detail` is a short phrase for people."""
+
+    ok: bool
+    detail: str
+
+
+class ServedEngine(Engine, Protocol):
+    """An engine that a gateway can stand in front of."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    def health(self) -> Health: ...

@@ -1,0 +1,47 @@
+"""What this process may use of the machine: CPUs by affinity and cgroup quota, memory by cgroup limit and free pages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        cpus = len(os.sched_getaffinity(0))
+    else:
+        cpus = os.cpu_count() or 1
+    return max(1, min(cpus, _cgroup_cpus() or cpus))
+
+
+def _cgroup_cpus() -> int | None:
+    fields = (_read(_CGROUP / "cpu.max") or "max").split()
+    if len(fields) == 2 and fields[0] != "max":
+        return max(1, int(fields[0]) // int(fields[1]))
+    return None
+
+
+def free_memory() -> int:
+    """Bytes that can be taken now without pushing anything out."""
+    free = _meminfo("MemAvailable")
+    limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
+    if limit and used and limit != "max":
+        free = min(free, int(limit) - int(used))
+    return max(0, free)
+
+
+def _meminfo(field: str) -> int:
+    for line in (_read(Path("/proc/meminfo")) or "").splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return pages * size // 2  # no /proc (macOS): half of what is installed
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,121 @@
+"""What goes into an engine and what comes out of it: `SamplingParams`, `GenerateRequest`, `Chunk`."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.core.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_STOP_STRINGS = 16
+
+
+def _require(condition: bool, param: str, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{param} {message}", param=param)
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to turn logits into tokens and when to stop. Valid by construction."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: the whole vocabulary
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = None  # None: until the context is full
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()  # applied to text, outside the engine
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1  # fanned out into one GenerateRequest each, outside the engine
+    logprobs: int | None = None  # alternatives beside each output token; None: off
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require(_finite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "must be between 0 and 100")
+        _require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
+        _require(self.top_k >= 0, "top_k", "must be 0 (all tokens) or positive")
+        _require(0 <= self.min_p <= 1, "min_p", "must be between 0 and 1")
+        _require(
+            _finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "must be above 0"
+        )
+        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", "must be between -2 and 2")
+        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be between -2 and 2")
+        _require(all(-100 <= v <= 100 for v in self.logit_bias.values()), "logit_bias", "values must be in -100..100")
+        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in 64 bits")
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(self.min_tokens >= 0, "min_tokens", "must not be negative")
+        if self.max_tokens is not None:
+            _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
+        _require(all(self.stop), "stop", "must not contain an empty string")
+        _require(1 <= self.n <= MAX_CHOICES, "n", f"must be between 1 and {MAX_CHOICES}")
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One sequence for an engine. Text, choices and stop strings have been dealt with before."""
+
+    id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int = 0  # decided by whoever builds the request, so that any engine continues the same stream
+    priority: int = 0  # lower runs first
+    cache_salt: str = ""  # prefixes are shared only between equal salts
+
+
+def choice_seed(seed: int | None, choice: int) -> int:
+    """63 bits. Choices of one request differ; the same seed and choice always give the same stream."""
+    if seed is None:
+        return secrets.randbits(63)
+    mask = 2**64 - 1
+    mixed = (seed + (choice + 1) * 0x9E3779B97F4A7C15) & mask  # splitmix64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return (mixed ^ (mixed >> 31)) >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token under the unmodified model, with the likeliest alternatives."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one engine step produced for one request. The last chunk of a request has a finish reason."""
+
+    request_id: str
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first chunk, when asked for
+    cached_tokens: int = 0  # prompt tokens not computed because their KV was there; with the first chunk
+    queue_seconds: float = 0.0  # from arrival at the engine to the first step; with the first chunk
+    error: str | None = None  # with finish_reason "error"

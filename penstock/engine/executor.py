@@ -1,0 +1,58 @@
+"""The seam between decisions and tensors: the scheduler describes a `Step`, an `Executor` computes it.
+
+`launch` returns at once and `collect` waits, so step N+1 is on its way before the tokens of step N are read back.
+Steps execute in the order of their launch, and within a step every layer writes its keys and values before any
+sequence attends. Hence a block may be shared as soon as the step that fills it is scheduled, even within that step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.core.request import SamplingParams, TokenLogprob
+
+SAMPLED = -1  # in Step.tokens: the token this row sampled last, which only the device knows yet
+
+
+@dataclass(frozen=True, slots=True)
+class RowSetup:
+    """A row of device state taken into use by a sequence (new, or resumed after preemption)."""
+
+    row: int
+    params: SamplingParams
+    seed: int
+    tokens: Sequence[int]  # prompt and output known so far, for penalties
+    prompt_len: int
+    stop_ids: Sequence[int]  # forbidden until min_tokens
+
+
+@dataclass(slots=True)
+class Step:
+    """Which tokens of which rows to compute. Parallel lists, one entry per sequence; those that decode come first."""
+
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)  # position of the first token computed
+    counts: list[int] = field(default_factory=list)  # how many tokens
+    samples: list[bool] = field(default_factory=list)  # whether the last token's logits are sampled
+    tokens: list[int] = field(default_factory=list)  # all sequences' tokens, one after the other; may be SAMPLED
+    setups: list[RowSetup] = field(default_factory=list)
+    blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, index in its table, block ids)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Parallel to the step's lists; token -1 where nothing was sampled."""
+
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index of the sequence in the step
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # for positions start+1 … start+count
+
+
+class Executor(Protocol):
+    num_blocks: int
+
+    def launch(self, step: Step) -> Any: ...
+
+    def collect(self, handle: Any) -> StepResult: ...

@@ -1,0 +1,74 @@
+"""An engine in this process: the loop on a thread of its own, its chunks handed to whoever asked."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable
+
+from penstock.core.engine import EngineInfo, EngineStats, Health
+from penstock.core.errors import EngineFailure
+from penstock.core.request import Chunk, GenerateRequest
+from penstock.engine.executor import Executor
+from penstock.engine.loop import EngineLoop
+from penstock.engine.scheduler import Scheduler
+
+
+class LocalEngine:
+    def __init__(self, scheduler: Scheduler, executor: Executor, info: EngineInfo) -> None:
+        self.info = info
+        self._sinks: dict[str, Callable[[Chunk], None]] = {}
+        self._loop = EngineLoop(scheduler, executor, self._deliver)
+        self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
+        self._thread.start()
+
+    def start(self, request: GenerateRequest, sink: Callable[[Chunk], None]) -> None:
+        """Run a request; `sink` is called on the engine's thread."""
+        self._sinks[request.id] = sink
+        try:
+            self._loop.submit(request)
+        except BaseException:
+            del self._sinks[request.id]
+            raise
+
+    def abort(self, request_id: str) -> None:
+        if self._sinks.pop(request_id, None) is not None:
+            self._loop.abort(request_id)
+
+    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def deliver(chunk: Chunk) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        self.start(request, deliver)
+        try:
+            while True:
+                chunk = await chunks.get()
+                if chunk.finish_reason == "error":
+                    raise EngineFailure(chunk.error or "the step failed")
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            self.abort(request.id)
+
+    def _deliver(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            ended = chunk.finish_reason is not None
+            sink = self._sinks.pop(chunk.request_id, None) if ended else self._sinks.get(chunk.request_id)
+            if sink is not None:
+                sink(chunk)
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._loop.stats
+
+    def health(self) -> Health:
+        return self._loop.health()
+
+    def close(self) -> None:
+        self._loop.stop()
+        self._thread.join()

@@ -1,0 +1,106 @@
+"""The engine's heartbeat: drain inbox, schedule, launch, collect the previous step, emit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from penstock.core.engine import EngineStats, Health
+from penstock.core.request import Chunk, GenerateRequest
+from penstock.engine.executor import Executor
+from penstock.engine.scheduler import PlannedStep, Scheduler
+
+log = logging.getLogger(__name__)
+
+STALLED_AFTER_SECONDS = 60.0
+IDLE_CHECK_SECONDS = 1.0
+
+
+class EngineLoop:
+    """Owns scheduler and executor. `submit`, `abort` and `stop` may be called from any thread; one thread steps."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, emit: Callable[[list[Chunk]], None]) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._emit = emit
+        self._inbox: deque[GenerateRequest | str] = deque()  # requests to add, ids to abort
+        self._wake = threading.Event()
+        self._stopping = False
+        self._in_flight: tuple[PlannedStep, Any] | None = None
+        self._last_progress = time.monotonic()
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Raises InvalidRequest for what could never run."""
+        self._scheduler.validate(request)
+        self._inbox.append(request)
+        self._wake.set()
+
+    def abort(self, request_id: str) -> None:
+        self._inbox.append(request_id)
+        self._wake.set()
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._wake.set()
+
+    def run(self) -> None:
+        """Step while there is work, sleep while there is none, until stopped."""
+        checked = True
+        while not self._stopping:
+            if self.step():
+                checked = False
+            elif not self._wake.wait(None if checked else IDLE_CHECK_SECONDS):
+                self._scheduler.check_integrity()
+                checked = True
+
+    def step(self) -> bool:
+        """One turn. False when there is nothing left to do."""
+        self._drain_inbox()
+        if not self._scheduler.has_work and self._in_flight is None:
+            return False
+        previous, self._in_flight = self._in_flight, None
+        planned = None
+        try:
+            planned = self._scheduler.schedule(time.monotonic())
+            if planned is not None:
+                self._in_flight = (planned, self._executor.launch(planned.step))
+            if previous is not None:
+                chunks = self._scheduler.complete(previous[0], self._executor.collect(previous[1]))
+                if chunks:
+                    self._emit(chunks)
+        except Exception as error:
+            log.exception("a step failed; its requests are lost")
+            lost = [step for step in (previous and previous[0], planned) if step is not None]
+            self._in_flight = None  # steps run in order, so its result may be left unread
+            self._emit(self._scheduler.fail(lost, f"{type(error).__name__}: {error}"))
+        self._last_progress = time.monotonic()
+        return True
+
+    def _drain_inbox(self) -> None:
+        self._wake.clear()
+        if not self._scheduler.has_work:
+            self._last_progress = time.monotonic()
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, str):
+                self._scheduler.abort(item)
+            else:
+                self._scheduler.add(item, time.monotonic())
+
+    @property
+    def stats(self) -> EngineStats:
+        busy = self._scheduler.has_work
+        return self._scheduler.stats(time.monotonic() - self._last_progress if busy else 0.0)
+
+    def health(self) -> Health:
+        return health_of(self.stats)
+
+
+def health_of(stats: EngineStats) -> Health:
+    if stats.seconds_since_step > STALLED_AFTER_SECONDS:
+        return Health(False, f"no step finished for {stats.seconds_since_step:.0f} s with requests waiting")
+    return Health(True, "busy" if stats.running or stats.waiting else "idle")

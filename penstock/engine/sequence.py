@@ -1,0 +1,50 @@
+"""One request on its way through the engine.
+
+There are no phases. A sequence has `known` tokens (prompt, then what was sampled) and `computed` tokens (their keys
+and values are in the cache, or in a step already launched). A step lets computed catch up with known; when it does,
+the last token's logits are sampled and known grows by one. Prefill, decoding, chunks, prefix hits and recomputation
+after preemption are all this one rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
+from penstock.engine.block_pool import block_hash, root_hash
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    request: GenerateRequest
+    order: tuple[int, int]  # (priority, arrival number): smaller runs first
+    arrival: float
+    max_len: int  # prompt plus output tokens
+    stop_ids: frozenset[int]
+    tokens: list[int]  # prompt and output as far as this side knows
+    pending: int = 0  # tokens sampled in launched steps and not read back yet
+    computed: int = 0
+    row: int = -1  # device row while running
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)  # chain over the full blocks of `tokens`
+    shared: int = 0  # leading blocks that have been offered for sharing
+    started: float | None = None  # when it was first scheduled
+    cached_tokens: int = 0
+    finished: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def known(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    def block_hashes(self, block_size: int, blocks: int) -> list[bytes]:
+        """Hashes of the first `blocks` full blocks, extended as tokens become known."""
+        while len(self.hashes) < blocks:
+            start = len(self.hashes) * block_size
+            parent = self.hashes[-1] if self.hashes else root_hash(self.request.cache_salt)
+            self.hashes.append(block_hash(parent, self.tokens[start : start + block_size]))
+        return self.hashes[:blocks]

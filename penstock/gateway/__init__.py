@@ -1,0 +1,1 @@
+"""The HTTP side: OpenAI endpoints over any `ServedEngine`, health, metrics, draining."""

@@ -1,0 +1,197 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from penstock.core.errors import InvalidRequest
+from penstock.core.request import MAX_LOGPROBS
+from penstock.gateway.errors import require
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.generation import Choice, Generation, Prompt, build_choices
+from penstock.gateway.logprobs import chat_logprobs, prompt_logprobs
+from penstock.gateway.openai_types import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatMessage,
+    ChatRequest,
+    Message,
+    TokenizeRequest,
+)
+from penstock.gateway.sampling import output_limit, sampling_params
+from penstock.gateway.serving import DONE, Serving, encode_json, event, off_loop_if_long
+from penstock.text.chat_template import ChatTemplate
+from penstock.text.stream import TextDelta
+from penstock.text.template_sandbox import RESERVED_NAMES
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+
+
+class ChatCompletions:
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.template = ChatTemplate(serving.tokenizer.chat_template)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self.serving.traffic.admit()
+        body = await self.serving.read(exchange, _decoder)
+        self.serving.check_model(body.model)
+        _refuse_unsupported(body)
+        prompt = await self.tokenize(body)
+        generation = self._start(exchange, body, prompt)
+        if body.stream:
+            await self._stream(exchange, body, generation)
+        else:
+            await self._answer(exchange, body, generation)
+
+    async def tokenize(self, body: ChatRequest | TokenizeRequest) -> Prompt:
+        """Render the conversation and encode it; special tokens come from the template."""
+        messages = body.messages or []
+        size = sum(_characters(message) for message in messages)
+
+        def work() -> list[int]:
+            return self.serving.tokenizer.encode(self._render(body, messages), add_special_tokens=False)
+
+        return Prompt(await off_loop_if_long(size, work, "messages"))
+
+    def _render(self, body: ChatRequest | TokenizeRequest, messages: list[Message]) -> str:
+        variables = dict(body.chat_template_kwargs or {})
+        if reserved := sorted(RESERVED_NAMES & variables.keys()):
+            raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
+        continued = bool(body.continue_final_message)
+        require(
+            not (continued and body.add_generation_prompt),
+            "add_generation_prompt",
+            "must be false with continue_final_message: the last message is itself the beginning of the answer",
+        )
+        add_prompt = not continued if body.add_generation_prompt is None else body.add_generation_prompt
+        tools = None if isinstance(body, ChatRequest) and body.tool_choice == "none" else body.tools
+        tokenizer = self.serving.tokenizer
+        rendered = self.template.render(
+            [_as_dict(message, f"messages[{position}]") for position, message in enumerate(messages)],
+            tools=tools,
+            add_generation_prompt=add_prompt,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            **variables,
+        )
+        return _cut_after_last_message(rendered, messages[-1]) if continued else rendered
+
+    def _start(self, exchange: Exchange, body: ChatRequest, prompt: Prompt) -> Generation:
+        info = self.serving.engine.info
+        param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+        limit = output_limit(
+            getattr(body, param), None, len(prompt.token_ids), info, prompt_param="messages", param=param
+        )
+        params = sampling_params(
+            body, info, max_tokens=limit, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs
+        )
+        choices = build_choices(exchange, self.serving.tokenizer, body, [(prompt, params)])
+        return Generation(self.serving.engine, self.serving.metrics, exchange, choices)
+
+    async def _answer(self, exchange: Exchange, body: ChatRequest, generation: Generation) -> None:
+        await generation.collect()
+        answer = ChatCompletion(
+            id=f"chatcmpl-{exchange.unique}",
+            created=int(time.time()),
+            model=body.model,
+            choices=[self._choice(choice, bool(body.logprobs)) for choice in generation.choices],
+            usage=generation.usage(),
+        )
+        if body.prompt_logprobs is not None:
+            entries = generation.choices[0].prompt_logprobs or []
+            answer.prompt_logprobs = prompt_logprobs(self.serving.tokenizer, entries, body.prompt_logprobs)
+        await exchange.send(200, encode_json(answer))
+
+    def _choice(self, choice: Choice, with_logprobs: bool) -> ChatChoice:
+        assert choice.finish_reason is not None
+        logprobs = chat_logprobs(self.serving.tokenizer, choice.logprobs) if with_logprobs else None
+        return ChatChoice(choice.index, ChatMessage("assistant", choice.stream.text), logprobs, choice.finish_reason)
+
+    async def _stream(self, exchange: Exchange, body: ChatRequest, generation: Generation) -> None:
+        completion_id, created, model = f"chatcmpl-{exchange.unique}", int(time.time()), body.model
+        include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        usage = None if include_usage else UNSET
+        tokenizer = self.serving.tokenizer
+
+        def one(choice: ChatChunkChoice) -> bytes:
+            return event(ChatChunk(completion_id, created, model, [choice], usage))
+
+        async def emit(choice: Choice, delta: TextDelta) -> None:
+            index = choice.index
+            events = b""
+            if not choice.opened:
+                choice.opened = True
+                events = one(ChatChunkChoice(index, ChatDelta("assistant", "")))
+            if delta.text or delta.logprobs:
+                logprobs = chat_logprobs(tokenizer, delta.logprobs) if delta.logprobs else None
+                events += one(ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs))
+            if delta.finish_reason is not None:
+                events += one(ChatChunkChoice(index, ChatDelta(), None, delta.finish_reason))
+            if events:
+                await exchange.send_events(events)
+
+        await generation.run(emit)
+        last = event(ChatChunk(completion_id, created, model, [], generation.usage())) if include_usage else b""
+        await exchange.end_events(last + DONE)
+
+
+def _refuse_unsupported(body: ChatRequest) -> None:
+    for name in ("audio", "functions", "function_call", "web_search_options"):
+        require(getattr(body, name) is None, name, "is not supported" + ("; use tools" if "function" in name else ""))
+    require(body.modalities in (None, [], ["text"]), "modalities", 'must be ["text"]: other outputs are not supported')
+    kind = body.response_format.type if body.response_format else "text"
+    require(kind == "text", "response_format", f'of type {kind[:40]!r} is not supported; only "text" is')
+    require(
+        body.tool_choice in (None, "none", "auto"), "tool_choice", 'must be "none" or "auto": a call cannot be forced'
+    )
+    top = body.top_logprobs
+    require(not top or bool(body.logprobs), "top_logprobs", "needs logprobs to be true")
+    require(top is None or 0 <= top <= MAX_LOGPROBS, "top_logprobs", f"must be between 0 and {MAX_LOGPROBS}")
+    require(not (body.stream and body.prompt_logprobs is not None), "prompt_logprobs", "cannot be streamed")
+
+
+def _logprobs(body: ChatRequest) -> int | None:
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+def _characters(message: Message) -> int:
+    if isinstance(message.content, list):
+        return sum(len(part.text or "") for part in message.content)
+    return len(message.content or "")
+
+
+def _as_dict(message: Message, where: str) -> dict[str, Any]:
+    """What a template sees: only the fields that were sent."""
+    require(message.role in ROLES, f"{where}.role", f"must be one of {', '.join(ROLES)}")
+    fields: dict[str, Any] = msgspec.to_builtins(message)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _cut_after_last_message(rendered: str, last: Message) -> str:
+    """Without what the template puts after a finished message, so that the model goes on writing it."""
+    text = last.content if isinstance(last.content, str) else ""
+    require(
+        last.role == "assistant" and bool(text.strip()),
+        "continue_final_message",
+        "needs a last message of the assistant with text",
+    )
+    for wording in (text, text.strip()):  # templates often strip
+        start = rendered.rfind(wording)
+        if start >= 0:
+            return rendered[: start + len(wording)]
+    raise InvalidRequest(
+        "continue_final_message cannot find the last message in what the chat template made of it",
+        param="continue_final_message",
+    )

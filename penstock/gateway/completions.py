@@ -1,0 +1,153 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.core.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, TokenLogprob
+from penstock.gateway.errors import require
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.generation import Choice, Generation, Prompt, build_choices
+from penstock.gateway.logprobs import completion_logprobs, prompt_logprobs
+from penstock.gateway.openai_types import Completion, CompletionChoice, CompletionRequest, TokenIds, Usage
+from penstock.gateway.sampling import output_limit, sampling_params
+from penstock.gateway.serving import DONE, Serving, encode_json, event, off_loop_if_long
+from penstock.text.stream import TextDelta
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_SEQUENCES = 1024  # prompts times n of one request
+
+_decoder = msgspec.json.Decoder(CompletionRequest)
+
+
+class Completions:
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+
+    async def __call__(self, exchange: Exchange) -> None:
+        self.serving.traffic.admit()
+        body = await self.serving.read(exchange, _decoder)
+        self.serving.check_model(body.model)
+        _check(body)
+        prompts = [(prompt, self._params(body, prompt)) for prompt in await self._tokenize(body)]
+        prompt_only = body.max_tokens == 0
+        choices = build_choices(exchange, self.serving.tokenizer, body, prompts, prompt_only=prompt_only)
+        generation = Generation(self.serving.engine, self.serving.metrics, exchange, choices)
+        shape = _Shape(self.serving, body, exchange)
+        if body.stream:
+            await _stream(exchange, generation, shape)
+        else:
+            await _answer(exchange, generation, shape)
+
+    async def _tokenize(self, body: CompletionRequest) -> list[Prompt]:
+        prompts = _split_prompts(body.prompt)
+        require(
+            len(prompts) * min(body.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
+            "prompt",
+            f"times n must be at most {MAX_SEQUENCES} sequences; send several requests",
+        )
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encode = self.serving.tokenizer.encode
+        encoded = await off_loop_if_long(
+            sum(map(len, texts)), lambda: [encode(p) if isinstance(p, str) else p for p in prompts], "prompt"
+        )
+        for position, token_ids in enumerate(encoded):
+            param = "prompt" if len(prompts) == 1 else f"prompt[{position}]"
+            require(len(token_ids) > 0, param, "must not be empty")
+            self.serving.check_token_ids(token_ids, param)
+        return [
+            Prompt(ids, prompt if isinstance(prompt, str) else None)
+            for prompt, ids in zip(prompts, encoded, strict=True)
+        ]
+
+    def _params(self, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
+        info = self.serving.engine.info
+        requested = 1 if body.max_tokens == 0 else body.max_tokens  # scoring a prompt still takes a step
+        limit = output_limit(
+            requested, DEFAULT_MAX_TOKENS, len(prompt.token_ids), info, prompt_param="prompt", param="max_tokens"
+        )
+        wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
+        return sampling_params(
+            body, info, max_tokens=limit, logprobs=body.logprobs, prompt_logprobs=max(wanted, default=None)
+        )
+
+
+class _Shape:
+    """Turns what was generated into the JSON of choices, whole or piece by piece."""
+
+    def __init__(self, serving: Serving, body: CompletionRequest, exchange: Exchange) -> None:
+        self.tokenizer = serving.tokenizer
+        self.body = body
+        self.id = f"cmpl-{exchange.unique}"
+        self.created = int(time.time())
+        self.offsets: dict[int, int] = {}  # by choice: where its next token begins in its text
+
+    def completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+        return Completion(self.id, self.created, self.body.model, choices, usage)
+
+    def choice(self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob]) -> CompletionChoice:
+        """The next piece of a choice; its first one begins with the prompt when echo was asked for."""
+        echoed = bool(self.body.echo) and not choice.opened
+        choice.opened = True
+        shaped = None
+        if self.body.logprobs is not None:
+            entries = [*(choice.prompt_logprobs or ()), *logprobs] if echoed else logprobs
+            offset = self.offsets.get(choice.index, 0)
+            shaped = completion_logprobs(self.tokenizer, entries, choice.prompt.token_ids, self.body.logprobs, offset)
+            self.offsets[choice.index] = offset + sum(map(len, shaped.tokens))
+        text = self._prompt_text(choice.prompt) + text if echoed else text
+        return CompletionChoice(choice.index, text, shaped, choice.finish_reason)
+
+    def _prompt_text(self, prompt: Prompt) -> str:
+        return self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+
+async def _answer(exchange: Exchange, generation: Generation, shape: _Shape) -> None:
+    await generation.collect()
+    choices = []
+    for choice in generation.choices:
+        choices.append(shape.choice(choice, choice.stream.text, choice.logprobs))
+        if shape.body.prompt_logprobs is not None:
+            entries = choice.prompt_logprobs or []
+            choices[-1].prompt_logprobs = prompt_logprobs(shape.tokenizer, entries, shape.body.prompt_logprobs)
+    await exchange.send(200, encode_json(shape.completion(choices, generation.usage())))
+
+
+async def _stream(exchange: Exchange, generation: Generation, shape: _Shape) -> None:
+    include_usage = bool(shape.body.stream_options and shape.body.stream_options.include_usage)
+    usage = None if include_usage else UNSET
+
+    async def emit(choice: Choice, delta: TextDelta) -> None:
+        opens = bool(shape.body.echo) and not choice.opened
+        if delta.text or delta.logprobs or delta.finish_reason is not None or opens:
+            piece = shape.choice(choice, delta.text, delta.logprobs or ())
+            await exchange.send_events(event(shape.completion([piece], usage)))
+
+    await generation.run(emit)
+    last = event(shape.completion([], generation.usage())) if include_usage else b""
+    await exchange.end_events(last + DONE)
+
+
+def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | TokenIds]:
+    """OpenAI's four forms: a text, token ids, texts, lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    require(len(prompt) > 0, "prompt", "must not be empty")
+    token_ids = [item for item in prompt if isinstance(item, int)]
+    if not token_ids:
+        return [item for item in prompt if not isinstance(item, int)]
+    require(len(token_ids) == len(prompt), "prompt", "must not mix token ids with texts or lists")
+    return [token_ids]
+
+
+def _check(body: CompletionRequest) -> None:
+    require(body.suffix is None, "suffix", "is not supported")
+    require(body.best_of is None or body.best_of == (body.n or 1), "best_of", "is only supported equal to n")
+    require(body.max_tokens != 0 or bool(body.echo), "max_tokens", "must be at least 1, or 0 with echo")
+    top = body.logprobs
+    require(top is None or 0 <= top <= MAX_LOGPROBS, "logprobs", f"must be between 0 and {MAX_LOGPROBS}")
+    require(not (body.stream and body.prompt_logprobs is not None), "prompt_logprobs", "cannot be streamed")

@@ -1,0 +1,103 @@
+"""Every error leaves the gateway in OpenAI's shape: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from penstock.core.errors import InvalidRequest, NotFound, Overloaded, PenstockError, Unavailable
+
+T = TypeVar("T")
+
+UNAVAILABLE_RETRY_SECONDS = 1  # such an error does not know when its cause ends
+
+_AT_PATH = re.compile(r"^(?P<what>.*?) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$")
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
+
+
+class InternalError(PenstockError):
+    """Stands in for an exception nobody foresaw; its details are in the log, not in the response."""
+
+
+class MethodNotAllowed(PenstockError):
+    status = 405
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message, code="method_not_allowed")
+        self.allow = allow
+
+
+class ClientGone(PenstockError):
+    """Nobody is left to answer. The status is only ever seen in logs and metrics."""
+
+    status = 499
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def error_body(error: PenstockError) -> bytes:
+    return _encode(ErrorBody(ErrorDetail(error.message, error.kind, error.param, error.code)))
+
+
+def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:
+    if isinstance(error, MethodNotAllowed):
+        return [(b"allow", error.allow.encode())]
+    if isinstance(error, Overloaded):
+        return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+    if isinstance(error, Unavailable):
+        return [(b"retry-after", b"%d" % UNAVAILABLE_RETRY_SECONDS)]
+    return []
+
+
+def from_http_exception(error: HTTPException, method: str, path: str) -> PenstockError:
+    """What the router raises for an unknown path or a wrong method."""
+    if error.status_code == 405:
+        return MethodNotAllowed(f"{method} is not allowed on {path}", allow=(error.headers or {}).get("Allow", ""))
+    return NotFound(f"unknown path: {method} {path}", code="unknown_path")
+
+
+def require(condition: bool, param: str, message: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{param} {message}", param=param)
+
+
+def _from_validation(error: msgspec.ValidationError) -> InvalidRequest:
+    """`Expected `str`, got `int` - at `$.messages[0].content`` becomes a message and a `param`."""
+    located = _AT_PATH.match(str(error))
+    what, path = (located["what"], located["path"]) if located else (str(error), "")
+    missing = _MISSING.match(what)
+    if missing:
+        path = f"{path}.{missing['name']}" if path else missing["name"]
+        what = "is required"
+    what = what.replace("`", "")
+    return InvalidRequest(f"{path}: {what}" if path else f"body: {what}", param=path or None)
+
+
+def decode_json(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _from_validation(error) from None
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"body is not valid JSON: {error}", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise InvalidRequest("body is not valid UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("body is nested too deeply", code="invalid_json") from None

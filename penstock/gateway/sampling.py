@@ -1,0 +1,90 @@
+"""From the fields of a request to `SamplingParams`, output limits and seeds."""
+
+from __future__ import annotations
+
+import secrets
+
+from penstock.core.engine import EngineInfo
+from penstock.core.errors import ContextTooLong
+from penstock.core.request import SamplingParams
+from penstock.gateway.errors import require
+from penstock.gateway.openai_types import SamplingFields
+
+_MASK64 = 2**64 - 1
+
+
+def sampling_params(
+    body: SamplingFields, info: EngineInfo, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    stop_ids = body.stop_token_ids or []
+    for position, token in enumerate(stop_ids):
+        require(0 <= token < info.vocab_size, f"stop_token_ids[{position}]", f"must be below {info.vocab_size}")
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    return SamplingParams(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=_top_k(body.top_k, info.vocab_size),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(body.logit_bias or {}, info.vocab_size),
+        seed=body.seed,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=bool(body.ignore_eos),
+        n=1 if body.n is None else body.n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def _top_k(value: int | None, vocab_size: int) -> int:
+    """-1 is a common spelling of "all tokens"; more than the vocabulary means the same."""
+    if value is None or value == -1 or value >= vocab_size:
+        return 0
+    return value
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        token = int(key) if key.isascii() and key.isdigit() and len(key) < 12 else -1
+        require(0 <= token < vocab_size, "logit_bias", f"keys must be token ids below {vocab_size}, not {key[:40]!r}")
+        bias[token] = value
+    return bias
+
+
+def output_limit(
+    requested: int | None, default: int | None, prompt_tokens: int, info: EngineInfo, *, prompt_param: str, param: str
+) -> int:
+    """How many tokens a prompt may be answered with. What was asked for explicitly must fit; a default is clamped."""
+    room = info.max_model_len - prompt_tokens
+    if room < 1:
+        raise ContextTooLong(
+            f"{prompt_param}: the prompt has {prompt_tokens} tokens, but max_model_len is {info.max_model_len} "
+            "and at least one token must be left for the output; shorten the prompt",
+            param=prompt_param,
+        )
+    if requested is None:
+        return room if default is None else min(default, room)
+    require(requested >= 1, param, "must be at least 1")
+    if requested > room:
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens and {param} is {requested}, but max_model_len is "
+            f"{info.max_model_len}; shorten the prompt or ask for at most {room} tokens",
+            param=param,
+        )
+    return requested
+
+
+def choice_seed(seed: int | None, choice: int) -> int:
+    """63 bits. Choices of one request differ; the same seed and choice always give the same stream."""
+    if seed is None:
+        return secrets.randbits(63)
+    mixed = (seed + (choice + 1) * 0x9E3779B97F4A7C15) & _MASK64  # splitmix64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (mixed ^ (mixed >> 31)) >> 1

@@ -1,0 +1,291 @@
+"""A lean HTTP/1.1 client over asyncio streams: keep-alive, JSON in, JSON or server-sent events out.
+
+Load generators share the machine with the server they measure, so this client does little per chunk: no redirects,
+no compression, no cookies. Every transport problem is an `Unavailable` whose `code` says which:
+`connect`, `timeout`, `closed` (the server hung up early) or `protocol` (what came is not HTTP).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from penstock.core.errors import InvalidRequest, Unavailable
+
+T = TypeVar("T")
+
+LINE_LIMIT = 1 << 20  # bytes in one header or chunk-size line
+NO_BODY = (204, 304)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A complete answer. Header names are in lower case."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise Unavailable(f"the answer is not JSON: {self.body[:80]!r}", code="protocol") from error
+
+    @property
+    def error_message(self) -> str:
+        return _error_message(self.body)
+
+
+class _Connection:
+    """One socket. Reads raise `Unavailable` after `timeout` seconds without progress."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._timeout = timeout
+        self.fresh = True  # nothing has been answered on it yet
+
+    @property
+    def usable(self) -> bool:
+        return not (self._reader.at_eof() or self._writer.is_closing())
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._within_timeout(self._writer.drain())
+
+    async def line(self) -> bytes:
+        """One line without its end."""
+        line = await self._within_timeout(self._reader.readline())
+        if not line.endswith(b"\n"):
+            raise Unavailable("the server closed the connection", code="closed")
+        return line.rstrip(b"\r\n")
+
+    async def exactly(self, count: int) -> bytes:
+        return await self._within_timeout(self._reader.readexactly(count))
+
+    async def some(self) -> bytes:
+        """Whatever is there, b"" at the end of the connection."""
+        return await self._within_timeout(self._reader.read(1 << 16))
+
+    async def _within_timeout(self, work: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await work
+        except TimeoutError as error:
+            raise Unavailable(f"nothing came for {self._timeout:g} s", code="timeout") from error
+        except asyncio.IncompleteReadError as error:
+            raise Unavailable("the server closed the connection in mid-answer", code="closed") from error
+        except OSError as error:
+            raise Unavailable(f"the connection broke: {error}", code="closed") from error
+        except ValueError as error:
+            raise Unavailable(f"a line of the answer exceeds {LINE_LIMIT} bytes", code="protocol") from error
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class StreamingResponse:
+    """An answer whose body is still on its way. Read it once, by one of `read`, `body` or `events`."""
+
+    def __init__(self, connection: _Connection, status: int, headers: dict[str, str]) -> None:
+        self.status = status
+        self.headers = headers
+        self.complete = False  # the body was read to its end, so the connection may carry another request
+        self._connection = connection
+
+    async def read(self) -> bytes:
+        return b"".join([part async for part in self.body()])
+
+    async def read_error(self) -> str:
+        return _error_message(await self.read())
+
+    async def body(self) -> AsyncGenerator[bytes, None]:
+        """The body in the pieces the server sent."""
+        if self.status in NO_BODY:
+            pass
+        elif "chunked" in self.headers.get("transfer-encoding", "").lower():
+            async for part in self._chunks():
+                yield part
+        elif "content-length" in self.headers:
+            remaining = _number(self.headers["content-length"], 10)
+            while remaining:
+                part = await self._connection.exactly(min(remaining, 1 << 16))
+                remaining -= len(part)
+                yield part
+        else:
+            while part := await self._connection.some():
+                yield part
+        self.complete = True
+
+    async def _chunks(self) -> AsyncGenerator[bytes, None]:
+        connection = self._connection
+        while size := _number((await connection.line()).partition(b";")[0], 16):
+            data = await connection.exactly(size + 2)
+            if data[size:] != b"\r\n":
+                raise Unavailable("a chunk of the answer has no end", code="protocol")
+            yield data[:size]
+        while await connection.line():  # trailers
+            pass
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """The data of each server-sent event. Lines, events and characters may span any number of chunks."""
+        data: list[bytes] = []
+        rest = b""
+        async for part in self.body():
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                line = line.removesuffix(b"\r")
+                if line.startswith(b"data:"):
+                    data.append(line[5:].removeprefix(b" "))
+                elif not line and data:
+                    yield b"\n".join(data).decode("utf-8", "replace")
+                    data.clear()
+
+
+def _error_message(body: bytes) -> str:
+    """What the server says went wrong: the message of an OpenAI error envelope, else the start of the body."""
+    try:
+        value = json.loads(body)
+        value = value.get("error", value)
+        message = value.get("message") or value.get("detail")
+    except (ValueError, AttributeError):
+        message = None
+    return str(message) if message else body[:200].decode("utf-8", "replace").strip()
+
+
+def _number(text: str | bytes, base: int) -> int:
+    try:
+        value = int(text, base)
+    except ValueError as error:
+        raise Unavailable(f"{text!r} is not a length", code="protocol") from error
+    if value < 0:
+        raise Unavailable(f"{text!r} is not a length", code="protocol")
+    return value
+
+
+def openai_base(url: str) -> str:
+    """The root of an OpenAI-compatible server, which people give with or without its `/v1`."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
+class HttpClient:
+    """Requests to one server. Connections are kept and reused; as many are opened as there are requests at once."""
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, timeout: float = 600.0, connect_timeout: float = 10.0
+    ) -> None:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise InvalidRequest(f"url {url!r} has a bad port", param="url") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidRequest(f"url {url!r} must look like http://HOST:PORT", param="url")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._host, self._prefix = parts.hostname, parts.path.rstrip("/")
+        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = port or (443 if self._ssl else 80)
+        self._timeout, self._connect_timeout = timeout, connect_timeout
+        headers = {"Host": parts.netloc.rpartition("@")[2], "Accept": "*/*", "Content-Type": "application/json"}
+        if api_key:
+            headers["Authorization"] = f"Bearer {api_key}"
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self._idle: list[_Connection] = []
+
+    async def __aenter__(self) -> HttpClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+        await asyncio.sleep(0)  # lets the transports drop their sockets before the loop may end
+
+    async def get(self, path: str) -> Response:
+        return await self._whole("GET", path, None)
+
+    async def post(self, path: str, payload: object) -> Response:
+        return await self._whole("POST", path, payload)
+
+    async def _whole(self, method: str, path: str, payload: object) -> Response:
+        async with self.stream(method, path, payload) as response:
+            return Response(response.status, response.headers, await response.read())
+
+    @asynccontextmanager
+    async def stream(self, method: str, path: str, payload: object = None) -> AsyncIterator[StreamingResponse]:
+        """Leaving the block before the body has ended closes the connection, which servers take as an abort."""
+        connection, response = await self._exchange(self._encode(method, path, payload))
+        try:
+            yield response
+        finally:
+            if response.complete and response.headers.get("connection", "").lower() != "close" and connection.usable:
+                connection.fresh = False
+                self._idle.append(connection)
+            else:
+                connection.close()
+
+    def _encode(self, method: str, path: str, payload: object) -> bytes:
+        body = b"" if payload is None else json.dumps(payload).encode()
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+        return head.encode("latin-1") + body
+
+    async def _exchange(self, request: bytes) -> tuple[_Connection, StreamingResponse]:
+        """Send and read the head of the answer. A kept connection that the server has since closed is replaced."""
+        while True:
+            connection = await self._acquire()
+            try:
+                await connection.send(request)
+                return connection, await _read_head(connection)
+            except Unavailable as error:
+                connection.close()
+                if connection.fresh or error.code != "closed":
+                    raise Unavailable(f"{self.url}: {error.message}", code=error.code) from error
+            except BaseException:
+                connection.close()
+                raise
+
+    async def _acquire(self) -> _Connection:
+        while self._idle:
+            if (connection := self._idle.pop()).usable:
+                return connection
+            connection.close()
+        try:
+            async with asyncio.timeout(self._connect_timeout):
+                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl, limit=LINE_LIMIT)
+        except TimeoutError as error:
+            raise Unavailable(f"no connection to {self.url} in {self._connect_timeout:g} s", code="connect") from error
+        except OSError as error:
+            raise Unavailable(f"cannot connect to {self.url}: {error}", code="connect") from error
+        return _Connection(reader, writer, self._timeout)
+
+
+async def _read_head(connection: _Connection) -> StreamingResponse:
+    status = 100
+    while 100 <= status < 200:  # interim answers precede the real one
+        version, _, rest = (await connection.line()).partition(b" ")
+        if not version.startswith(b"HTTP/1.") or not rest[:3].isdigit():
+            raise Unavailable("the answer is not HTTP/1", code="protocol")
+        status = int(rest[:3])
+        headers: dict[str, str] = {}
+        while line := await connection.line():
+            name, _, value = line.decode("latin-1").partition(":")
+            headers[name.strip().lower()] = value.strip()
+    return StreamingResponse(connection, status, headers)
+
+
+async def first_model(http: HttpClient) -> str:
+    """The name of the first model that an OpenAI-compatible server lists."""
+    response = await http.get("/v1/models")
+    try:
+        return str(response.json()["data"][0]["id"])
+    except (LookupError, TypeError) as error:
+        raise Unavailable(f"{http.url}/v1/models names no model ({response.status})", code="protocol") from error

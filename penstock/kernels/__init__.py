@@ -1,0 +1,1 @@
+"""Fast operators, each beside its plain reference."""

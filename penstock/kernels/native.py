@@ -1,0 +1,347 @@
+"""The native CPU kernels: a whole dense Llama-family model run by one C++ call per step.
+
+The shared library is built by setup.py where a C++ compiler exists and picks its instruction set at run time
+(portable, AVX2, AVX-512 VNNI). ctypes releases the GIL during a call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.core.errors import EngineFailure, StartupError
+
+Scheme = Literal["none", "int8", "int4"]
+Isa = Literal["portable", "avx2", "avx512vnni"]
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+LIBRARY = Path(__file__).with_name("_native.so")
+SCHEMES: dict[Scheme, int] = {"none": 0, "int8": 1, "int4": 2}
+LAYOUT_VERSION = 1  # of packed files; raise it whenever the order or packing of weights changes
+MAGIC = b"PENSTOCK"
+ALIGNMENT = 4096  # of the weights in a packed file, so that they can be mapped
+
+# In the order of the enum in model.h.
+TENSORS = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.norm.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "self_attn.q_proj.bias",
+    "self_attn.k_proj.bias",
+    "self_attn.v_proj.bias",
+    "self_attn.o_proj.bias",
+    "mlp.gate_proj.bias",
+    "mlp.up_proj.bias",
+    "mlp.down_proj.bias",
+)
+
+
+class ModelShape(Protocol):
+    """The part of a model's configuration that the kernels need."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def output_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def windows(self) -> tuple[int, ...]: ...
+    @property
+    def moe(self) -> object | None: ...
+
+
+class _Spec(ctypes.Structure):
+    """ModelSpec of model.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
+        *((name, ctypes.c_int32) for name in ("vocab", "tied", "qk_norm", "attention_bias", "output_bias", "mlp_bias")),
+        *((name, ctypes.c_int32) for name in ("scheme", "block_size", "num_blocks", "threads")),
+        ("norm_eps", ctypes.c_float),
+        ("rope_magnitude", ctypes.c_float),
+    ]
+
+
+class _Step(ctypes.Structure):
+    """Step of model.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "table_width", "num_logits")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "tables", "query_starts", "contexts")),
+        *((name, ctypes.c_void_p) for name in ("logit_rows", "logits", "argmax")),
+    ]
+
+
+@cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    if not LIBRARY.exists():
+        return f"{LIBRARY.name} was not built; reinstall with a C++20 compiler (g++ 11 or newer) present"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        return f"cannot load {LIBRARY.name}: {error}"
+    pointer, message = ctypes.c_void_p, ctypes.c_char_p
+    signatures: dict[str, tuple[Any, list[Any]]] = {
+        "penstock_isa": (message, []),
+        "penstock_set_isa": (ctypes.c_bool, [message]),
+        "penstock_model_new": (pointer, [pointer, pointer, pointer, ctypes.POINTER(message)]),
+        "penstock_model_free": (None, [pointer]),
+        "penstock_model_set": (
+            message,
+            [pointer, ctypes.c_int32, ctypes.c_int32, pointer, ctypes.c_int64, ctypes.c_int64],
+        ),
+        "penstock_model_forward": (message, [pointer, pointer]),
+        "penstock_model_weights": (pointer, [pointer]),
+        "penstock_model_weight_bytes": (ctypes.c_uint64, [pointer]),
+        "penstock_model_cache": (pointer, [pointer]),
+        "penstock_model_block_bytes": (ctypes.c_uint64, [pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _library() -> ctypes.CDLL:
+    library = _load()
+    if isinstance(library, str):
+        raise StartupError(library)
+    return library
+
+
+def available() -> bool:
+    return not isinstance(_load(), str)
+
+
+def unavailable_reason() -> str | None:
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+def isa() -> str:
+    """The instruction set in use: the best this CPU has, unless `set_isa` chose another."""
+    return bytes(_library().penstock_isa()).decode()
+
+
+def set_isa(name: Isa) -> None:
+    """Use these kernels for models made from now on."""
+    if not _library().penstock_set_isa(name.encode()):
+        raise StartupError(f"this CPU or build has no {name} kernels", param="isa")
+
+
+def usable_cpus() -> int:
+    """CPUs this process may really use: its affinity mask, cut by the quota of its control group."""
+    allowed = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return allowed
+    return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
+
+
+def _check_supported(config: ModelShape, block_size: int) -> None:
+    if config.moe is not None:
+        raise StartupError("the native kernels run dense models only; this one has experts")
+    if config.head_dim % 16:
+        raise StartupError(f"the native kernels need a head size that is a multiple of 16, not {config.head_dim}")
+    if config.num_heads // config.num_kv_heads > 64:
+        raise StartupError("the native kernels let at most 64 query heads share a key/value head")
+    if block_size % 16:
+        raise StartupError(f"the native kernels need blocks of a multiple of 16 tokens, not {block_size}", param="block_size")
+
+
+def _tensor_kind(name: str) -> tuple[int, int]:
+    """Its place in TENSORS, and its layer (0 for those outside the layers)."""
+    layer, kind = 0, name
+    if name.startswith("model.layers."):
+        number, _, kind = name.removeprefix("model.layers.").partition(".")
+        layer = int(number)
+    if kind not in TENSORS:
+        raise StartupError(f"tensor {name} is not part of a dense Llama-family model")
+    return TENSORS.index(kind), layer
+
+
+def _tensor_names(config: ModelShape) -> Iterator[str]:
+    """All a checkpoint must hold."""
+    expected = {
+        "q_norm.weight": config.qk_norm,
+        "k_norm.weight": config.qk_norm,
+        "q_proj.bias": config.attention_bias,
+        "k_proj.bias": config.attention_bias,
+        "v_proj.bias": config.attention_bias,
+        "o_proj.bias": config.output_bias,
+        "gate_proj.bias": config.mlp_bias,
+        "up_proj.bias": config.mlp_bias,
+        "down_proj.bias": config.mlp_bias,
+    }
+    yield from (name for name in TENSORS[:3] if name != "lm_head.weight" or not config.tie_embeddings)
+    for layer in range(config.num_layers):
+        for name in TENSORS[3:]:
+            if expected.get(name.partition(".")[2], True):
+                yield f"model.layers.{layer}.{name}"
+
+
+def _check_lengths(tokens: Ints, positions: Ints, slots: Ints, tables: Ints, starts: Ints, contexts: Ints) -> None:
+    if not len(tokens) == len(positions) == len(slots):
+        raise EngineFailure("native step: tokens, positions and slots must have one entry per token")
+    if tables.ndim != 2 or not len(tables) == len(contexts) == len(starts) - 1:
+        raise EngineFailure("native step: tables, contexts and query_starts must describe the same sequences")
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """One step, all int32. T tokens of S sequences one after the other, M blocks in the longest table, R logit rows."""
+
+    tokens_T: Ints
+    positions_T: Ints
+    slots_T: Ints  # block * block_size + offset where each token's key and value go
+    tables_SM: Ints
+    query_starts: Ints  # S + 1 offsets into T
+    contexts_S: Ints  # tokens of the sequence after this step
+    logit_rows_R: Ints  # the tokens whose logits are wanted
+
+
+class NativeModel:
+    """A model and its paged cache in native memory. Not for use by two threads at once."""
+
+    def __init__(
+        self,
+        config: ModelShape,
+        inverse_frequencies: npt.NDArray[np.float32],
+        *,
+        scheme: Scheme,
+        block_size: int,
+        num_blocks: int,
+        threads: int | None = None,
+        rope_magnitude: float = 1.0,
+    ) -> None:
+        _check_supported(config, block_size)
+        self._library = _library()
+        self._handle: int | None = None
+        self.config, self.scheme = config, scheme
+        self.block_size, self.num_blocks = block_size, num_blocks
+        spec = _Spec(
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            tied=config.tie_embeddings,
+            qk_norm=config.qk_norm,
+            attention_bias=config.attention_bias,
+            output_bias=config.output_bias,
+            mlp_bias=config.mlp_bias,
+            scheme=SCHEMES[scheme],
+            block_size=block_size,
+            num_blocks=num_blocks,
+            threads=threads or usable_cpus(),
+            norm_eps=config.norm_eps,
+            rope_magnitude=rope_magnitude,
+        )
+        windows = np.array(config.windows, dtype=np.int32)
+        frequencies = np.ascontiguousarray(inverse_frequencies, dtype=np.float32)
+        if frequencies.shape != (config.head_dim // 2,):
+            raise StartupError(f"{config.head_dim // 2} rotary frequencies are needed, not {frequencies.shape}")
+        error = ctypes.c_char_p()
+        self._handle = self._library.penstock_model_new(
+            ctypes.byref(spec), windows.ctypes.data, frequencies.ctypes.data, ctypes.byref(error)
+        )
+        if not self._handle:
+            raise StartupError(f"cannot allocate the model: {(error.value or b'').decode()}")
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.penstock_model_free(self._handle)
+            self._handle = None
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one cache block over all layers."""
+        return int(self._library.penstock_model_block_bytes(self._handle))
+
+    @property
+    def weight_bytes(self) -> int:
+        return int(self._library.penstock_model_weight_bytes(self._handle))
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Quantise and pack a checkpoint's tensors, given in any order by their Hugging Face names."""
+        missing = set(_tensor_names(self.config))
+        for name, tensor in weights:
+            if name == "lm_head.weight" and self.config.tie_embeddings:
+                continue
+            kind, layer = _tensor_kind(name)
+            values = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+            rows, columns = values.shape if values.ndim == 2 else (values.shape[0], 1)
+            problem = self._library.penstock_model_set(self._handle, kind, layer, values.ctypes.data, rows, columns)
+            if problem:
+                raise StartupError(f"tensor {name} {problem.decode()}")
+            missing.discard(name)
+        if missing:
+            raise StartupError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
+
+    def forward(self, step: StepArrays) -> tuple[Floats, Ints]:
+        """Logits of the wanted rows, [R, V], and the token of the largest logit in each, [R]."""
+        arrays = [np.ascontiguousarray(getattr(step, name), dtype=np.int32) for name in StepArrays.__slots__]
+        tokens, positions, slots, tables, query_starts, contexts, logit_rows = arrays
+        _check_lengths(tokens, positions, slots, tables, query_starts, contexts)
+        logits = np.empty((len(logit_rows), self.config.vocab_size), dtype=np.float32)
+        argmax = np.empty(len(logit_rows), dtype=np.int32)
+        call = _Step(
+            len(tokens),
+            len(contexts),
+            tables.shape[1],
+            len(logit_rows),
+            *(array.ctypes.data for array in (*arrays, logits, argmax)),
+        )
+        problem = self._library.penstock_model_forward(self._handle, ctypes.byref(call))
+        if problem:
+            raise EngineFailure(f"native step: {problem.decode()}")
+        return logits, argmax

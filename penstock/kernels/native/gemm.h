@@ -1,0 +1,65 @@
+// The part all matrix products share: how rows are cut into register tiles and what happens to a finished tile.
+//
+// A thread walks its own panels; a panel (18 KiB for 576 inputs in int8) stays in L1 while the rows of activations
+// pass it from L2. One or a few rows read each weight once: the limit is memory bandwidth. From about a dozen
+// rows on it is the rate of the multiply unit.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace PENSTOCK_ISA {
+
+using namespace penstock;
+
+constexpr int PREFETCH_AHEAD = 2048;  // bytes
+
+PENSTOCK_INLINE void put(float* to, f32x16 v, int columns, bool add) {
+    if (columns >= 16) {
+        store(to, add ? load<f32x16>(to) + v : v);
+    } else {
+        for (int i = 0; i < columns; i++) to[i] = add ? to[i] + v[i] : v[i];
+    }
+}
+
+template <int MR>
+PENSTOCK_INLINE void finish_tile(const Matrix& w, int panel, const f32x16 (&y)[MR][2], int row, const Output& out) {
+    for (int r = 0; r < MR; r++) {
+        const int column = panel * PANEL;
+        f32x16 first = y[r][0], second = y[r][1];
+        float* to = out.data + (row + r) * out.stride;
+        if (w.bias) {
+            first += load<f32x16>(w.bias + column);
+            second += load<f32x16>(w.bias + column + 16);
+        }
+        if (out.epilogue == SILU_MUL) {
+            put(to + panel * 16, silu(first) * second, w.n / 2 - panel * 16, false);
+            continue;
+        }
+        put(to + column, first, w.n - column, out.epilogue == ADD);
+        put(to + column + 16, second, w.n - column - 16, out.epilogue == ADD);
+    }
+}
+
+// Tile::run<MR>(w, panel, x, row, out) computes MR rows of one panel, for MR up to Tile::ROWS.
+template <class Tile, int MR>
+PENSTOCK_INLINE void run_tile(int rows, const Matrix& w, int panel, const Activations& x, int row, const Output& out) {
+    if (rows == MR) {
+        Tile::template run<MR>(w, panel, x, row, out);
+    } else if constexpr (MR > 1) {
+        run_tile<Tile, MR - 1>(rows, w, panel, x, row, out);
+    }
+}
+
+template <class Tile>
+static void run_panels(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out) {
+    const int height = rows.end - rows.begin, tiles = (height + Tile::ROWS - 1) / Tile::ROWS;
+    for (int panel = panels.begin; panel < panels.end; panel++) {
+        for (int t = 0; t < tiles; t++) {  // tiles of nearly equal height: 13 rows are 7 + 6, not 12 + 1
+            const int begin = height * t / tiles, end = height * (t + 1) / tiles;
+            run_tile<Tile, Tile::ROWS>(end - begin, w, panel, x, rows.begin + begin, out);
+        }
+    }
+}
+
+}  // namespace PENSTOCK_ISA

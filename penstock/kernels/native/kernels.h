@@ -1,0 +1,117 @@
+// What the model asks of a kernel set; one `Kernels` table exists per instruction set.
+//
+// Plain data only: this header is compiled both with and without vector flags.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace penstock {
+
+enum Scheme : int32_t { BF16 = 0, INT8 = 1, INT4 = 2 };
+
+constexpr int PANEL = 32;  // output columns packed side by side
+constexpr int GROUP = 32;  // inputs that share one int4 scale; inputs are padded to a multiple of it
+
+constexpr size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
+
+// y = W x for W [n, k], stored as panels of 32 outputs so that one thread streams its bytes in order:
+//   INT8  k/4 steps of [32 outputs][4 inputs] bytes holding w + 128, and a float scale per output
+//   INT4  k/32 groups of [32 outputs](scale, minimum) bfloat16 pairs, then 4 x [32 outputs][4 inputs] bytes
+//         whose low nibbles are inputs 8j..8j+3 and high nibbles inputs 8j+4..8j+7
+//   BF16  k/2 steps of [32 outputs][2 inputs] bfloat16
+struct Matrix {
+    Scheme scheme;
+    int32_t n, k, padded_k;
+    uint8_t* panels;
+    float* scale;  // per output, padded to whole panels; INT8 only
+    float* bias;   // per output, padded; null when the layer has none
+    size_t panel_bytes() const {
+        const size_t weights = size_t(PANEL) * padded_k;
+        return scheme == BF16 ? weights * 2 : scheme == INT8 ? weights : weights / 2 + weights / GROUP * 4;
+    }
+    int num_panels() const { return int(round_up(n, PANEL) / PANEL); }
+};
+
+// The left operand: float rows, and the same rows as int8 with one scale each.
+struct Activations {
+    float* f;
+    int8_t* q;
+    float* scale;
+    float* sum;        // of the row's int8 values; undoes the +128 of INT8 weights
+    float* group_sum;  // of each 32 int8 values, [row][stride / 32]; multiplies the minima of INT4 weights
+    size_t stride;     // elements per row, a multiple of 64, zero beyond the width
+};
+
+enum Epilogue : int32_t {
+    STORE = 0,     // out = y
+    ADD = 1,       // out += y
+    SILU_MUL = 2,  // columns 0..15 of a panel are gates, 16..31 ups: out = silu(gate) * up, half as wide
+};
+
+struct Range {
+    int begin, end;
+};
+
+struct Output {
+    Epilogue epilogue;
+    float* data;
+    size_t stride;
+};
+
+// Keys and values of one layer. A block holds, per key/value head,
+//   K [head_dim/2][block_size][2] then V [block_size/2][head_dim][2], bfloat16:
+// in both the vector lanes run over what the dot product does not sum, so attention needs no horizontal sums.
+struct Cache {
+    uint16_t* data;
+    int32_t block_size, kv_heads, head_dim;
+    size_t head_elements() const { return size_t(2) * block_size * head_dim; }
+    uint16_t* keys(int32_t block, int head) const {
+        return data + (size_t(block) * kv_heads + head) * head_elements();
+    }
+    uint16_t* values(int32_t block, int head) const { return keys(block, head) + size_t(block_size) * head_dim; }
+};
+
+constexpr int KEY_CHUNK = 64;       // keys per softmax update
+constexpr int MAX_QUERY_ROWS = 64;  // (token, head) rows of one attention task
+
+// The queries of some consecutive tokens of one sequence, and the keys one pass over the cache covers.
+struct AttentionTask {
+    const int32_t* table;
+    int32_t first_token, num_tokens;   // rows of the step
+    int32_t first_position;            // of first_token; the others follow
+    int32_t key_begin, key_end;        // key_begin is a multiple of the key chunk
+    int32_t window;                    // keys visible to a query, 0 for all
+    int32_t partial;                   // -1: write the result; else the slot of unnormalised sums
+};
+
+struct AttentionBuffers {
+    const float* q;    // scaled and rotated queries: [token][q_stride], head h at h * head_dim
+    size_t q_stride;
+    float* out;        // [token][out_stride]
+    size_t out_stride;
+    float* partials;   // [slot][heads][head_dim + 2]: sums, running maximum, running denominator
+    float* scratch;    // of this thread, attention_scratch floats
+    int32_t heads;
+};
+
+struct Kernels {
+    const char* name;
+    void (*gemm)(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out);
+    void (*quantize_row)(const Activations& x, int row, int width);
+    void (*rms_norm)(const float* x, const float* weight, float eps, int width, float* out);
+    void (*rotate)(float* head, const float* cos_sin, int head_dim, float scale);
+    void (*write_cache)(const Cache& cache, int head, int32_t slot, const float* key, const float* value);
+    size_t (*attention_scratch)(int head_dim);
+    void (*attend)(const Cache& cache, int kv_head, const AttentionTask& task, const AttentionBuffers& buffers);
+    void (*merge_partials)(const float* partials, int count, int heads, int head_dim, float* out);
+    int32_t (*argmax)(const float* x, int n);
+};
+
+extern const Kernels portable_kernels;
+#if defined(__x86_64__)
+extern const Kernels avx2_kernels;
+extern const Kernels avx512vnni_kernels;
+#endif
+
+}  // namespace penstock

@@ -1,0 +1,30 @@
+// Compiled once per instruction set: the build defines PENSTOCK_ISA (the namespace and table name) and the -m flags.
+#include "attention.h"
+#include "gemm_float.h"
+#include "gemm_int4.h"
+#include "gemm_int8.h"
+#include "ops.h"
+
+namespace PENSTOCK_ISA {
+
+static void gemm(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out) {
+    switch (w.scheme) {
+        case INT8: return run_panels<Int8Tile>(w, x, rows, panels, out);
+        case INT4: return run_panels<Int4Tile>(w, x, rows, panels, out);
+        case BF16: return run_panels<FloatTile>(w, x, rows, panels, out);
+    }
+}
+
+}  // namespace PENSTOCK_ISA
+
+#define PENSTOCK_JOIN_(a, b) a##b
+#define PENSTOCK_JOIN(a, b) PENSTOCK_JOIN_(a, b)
+#define PENSTOCK_STRING_(a) #a
+#define PENSTOCK_STRING(a) PENSTOCK_STRING_(a)
+
+extern const penstock::Kernels penstock::PENSTOCK_JOIN(PENSTOCK_ISA, _kernels) = {
+    PENSTOCK_STRING(PENSTOCK_ISA),     PENSTOCK_ISA::gemm,    PENSTOCK_ISA::quantize_row,
+    PENSTOCK_ISA::rms_norm,            PENSTOCK_ISA::rotate,  PENSTOCK_ISA::write_cache,
+    PENSTOCK_ISA::attention_scratch,   PENSTOCK_ISA::attend,  PENSTOCK_ISA::merge_partials,
+    PENSTOCK_ISA::argmax,
+};

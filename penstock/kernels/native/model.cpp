@@ -1,0 +1,283 @@
+// A step, run by all threads together: each function below is one phase and ends where its caller puts a barrier.
+#include "model.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "pack.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr int ROW_BLOCK = 240;       // rows whose activations stay in L2 while panels pass
+constexpr int STREAMING_ROWS = 16;   // up to here weights are read once, in order, each thread its own run
+constexpr int TASK_ROWS = 48;        // (token, head) rows that share one unpacking of keys and values
+constexpr int MIN_SPLIT_KEYS = 128;  // shorter key ranges are not worth a merge
+
+// Rows of an operand start in different cache sets even where the width is a power of two.
+size_t operand_stride(size_t width) {
+    const size_t stride = round_up(width, 64);
+    return stride % 512 ? stride : stride + 64;
+}
+
+Range share(int count, int thread, int threads) {
+    return {int(int64_t(count) * thread / threads), int(int64_t(count) * (thread + 1) / threads)};
+}
+
+}  // namespace
+
+Model::Model(const ModelSpec& spec, const int32_t* windows, const float* inverse_frequencies, const Kernels& kernels)
+    : spec_(spec),
+      kernels_(&kernels),
+      pool_(spec.threads),
+      inverse_frequencies_(inverse_frequencies, inverse_frequencies + spec.head_dim / 2),
+      layers_(spec.layers),
+      counters_(size_t(spec.layers) * 5 + 1) {
+    weights_ = Region(lay_out(nullptr));
+    lay_out(weights_.data());
+    for (int i = 0; i < spec.layers; i++) layers_[i].window = windows[i];
+    cache_ = Region(block_bytes() * spec.num_blocks);
+    use(kernels);
+}
+
+void Model::use(const Kernels& kernels) {
+    kernels_ = &kernels;
+    scratch_stride_ = round_up(kernels.attention_scratch(spec_.head_dim), 64);
+    scratch_.assign(scratch_stride_ * spec_.threads, 0.f);
+}
+
+size_t Model::block_bytes() const {
+    return size_t(spec_.layers) * spec_.kv_heads * 2 * spec_.block_size * spec_.head_dim * sizeof(uint16_t);
+}
+
+void Model::reserve(const Step& step) {
+    const int rows = std::max(step.num_tokens, step.num_logits);
+    if (rows <= capacity_) return;
+    capacity_ = std::max(rows, std::min(2 * capacity_, 8192));
+    const size_t n = capacity_;
+    const size_t q_width = size_t(spec_.heads) * spec_.head_dim, kv_width = size_t(spec_.kv_heads) * spec_.head_dim;
+    hidden_stride_ = operand_stride(spec_.hidden);
+    qkv_stride_ = operand_stride(q_width + 2 * kv_width);
+    const size_t widths[3] = {hidden_stride_, operand_stride(q_width), operand_stride(spec_.intermediate)};
+    const size_t cos_sin = round_up(spec_.head_dim, 16);
+
+    size_t bytes = n * 4 * (hidden_stride_ + qkv_stride_ + cos_sin);
+    for (size_t width : widths) bytes += n * (width * 5 + width / GROUP * 4 + 8) + 5 * 64;
+    buffers_ = Region(bytes + 1024);
+    uint8_t* at = buffers_.data();
+    const auto take = [&](size_t size) { return std::exchange(at, at + round_up(size, 64)); };
+    x_ = reinterpret_cast<float*>(take(n * hidden_stride_ * 4));
+    qkv_ = reinterpret_cast<float*>(take(n * qkv_stride_ * 4));
+    cos_sin_ = reinterpret_cast<float*>(take(n * cos_sin * 4));
+    Activations* const operands[3] = {&hidden_, &attention_, &mlp_};
+    for (int i = 0; i < 3; i++) {
+        Activations& a = *operands[i];
+        a.stride = widths[i];
+        a.f = reinterpret_cast<float*>(take(n * a.stride * 4));
+        a.q = reinterpret_cast<int8_t*>(take(n * a.stride));
+        a.scale = reinterpret_cast<float*>(take(n * 4));
+        a.sum = reinterpret_cast<float*>(take(n * 4));
+        a.group_sum = reinterpret_cast<float*>(take(n * (a.stride / GROUP) * 4));
+    }
+}
+
+std::string Model::check(const Step& s) const {
+    const auto outside = [](const int32_t* values, int count, int64_t limit) {
+        return std::any_of(values, values + count, [&](int32_t v) { return v < 0 || v >= limit; });
+    };
+    if (s.num_tokens < 1) return "tokens must not be empty";
+    if (outside(s.tokens, s.num_tokens, spec_.vocab)) return "tokens holds an id outside the vocabulary";
+    if (outside(s.positions, s.num_tokens, INT32_MAX)) return "positions must not be negative";
+    if (outside(s.slots, s.num_tokens, int64_t(spec_.num_blocks) * spec_.block_size)) return "slots lie outside the cache";
+    if (outside(s.logit_rows, s.num_logits, s.num_tokens)) return "logit_rows must be indices of tokens";
+    if (s.query_starts[0] != 0 || s.query_starts[s.num_sequences] != s.num_tokens)
+        return "query_starts must run from 0 to the number of tokens";
+    for (int i = 0; i < s.num_sequences; i++) {
+        const int count = s.query_starts[i + 1] - s.query_starts[i];
+        if (count < 1) return "query_starts must rise";
+        if (s.contexts[i] < count || s.contexts[i] > int64_t(s.table_width) * spec_.block_size)
+            return "contexts must cover a sequence's own tokens and fit its table";
+        const int blocks = (s.contexts[i] + spec_.block_size - 1) / spec_.block_size;
+        if (outside(s.tables + size_t(i) * s.table_width, blocks, spec_.num_blocks)) return "tables name unknown blocks";
+    }
+    return "";
+}
+
+// Cut the step into tasks of similar size: tiles of queries, and for few long sequences also ranges of keys.
+void Model::plan_attention(const Step& s) {
+    tasks_.clear();
+    merges_.clear();
+    const int tile = std::max(1, TASK_ROWS / (spec_.heads / spec_.kv_heads));
+    const int wanted = (4 * spec_.threads + s.num_sequences * spec_.kv_heads - 1) / (s.num_sequences * spec_.kv_heads);
+    int slots = 0;
+    for (int i = 0; i < s.num_sequences; i++) {
+        const int first = s.query_starts[i], count = s.query_starts[i + 1] - first, start = s.contexts[i] - count;
+        const int32_t* table = s.tables + size_t(i) * s.table_width;
+        const int splits = count == 1 ? std::min(wanted, s.contexts[i] / MIN_SPLIT_KEYS) : 1;
+        if (splits > 1) {
+            const int chunks = (s.contexts[i] + KEY_CHUNK - 1) / KEY_CHUNK;
+            for (int p = 0; p < splits; p++) {
+                const Range keys = share(chunks, p, splits);
+                tasks_.push_back({table, first, 1, start, keys.begin * KEY_CHUNK,
+                                  std::min(keys.end * KEY_CHUNK, s.contexts[i]), 0, slots++});
+            }
+            merges_.push_back({first, splits});
+            continue;
+        }
+        for (int q = 0; q < count; q += tile) {
+            const int n = std::min(tile, count - q);
+            tasks_.push_back({table, first + q, n, start + q, 0, start + q + n, 0, -1});
+        }
+    }
+    std::stable_sort(tasks_.begin(), tasks_.end(), [](const AttentionTask& a, const AttentionTask& b) {
+        return int64_t(a.key_end - a.key_begin) * a.num_tokens > int64_t(b.key_end - b.key_begin) * b.num_tokens;
+    });
+    partials_.resize(size_t(slots) * spec_.heads * (spec_.head_dim + 2));
+}
+
+std::string Model::forward(const Step& step) {
+    if (std::string problem = check(step); !problem.empty()) return problem;
+    reserve(step);
+    plan_attention(step);
+    for (WorkCounter& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
+    pool_.run([&](int thread) { run(step, thread); });
+    return "";
+}
+
+void Model::run(const Step& step, int thread) {
+    const int tokens = step.num_tokens, q_width = spec_.heads * spec_.head_dim;
+    int phase = 0;  // of those that hand out work; the same in all threads
+    embed(step, thread);
+    for (int i = 0; i < spec_.layers; i++) {
+        const Layer& layer = layers_[i];
+        const size_t layer_bytes = block_bytes() / spec_.layers * spec_.num_blocks;
+        const Cache cache{reinterpret_cast<uint16_t*>(cache_.data() + i * layer_bytes), spec_.block_size,
+                          spec_.kv_heads, spec_.head_dim};
+        pool_.barrier();
+        normalize(x_, layer.input_norm, nullptr, tokens, thread);
+        pool_.barrier();
+        multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, phase);
+        pool_.barrier();
+        rotate_and_cache(step, layer, cache, thread);
+        pool_.barrier();
+        attend(layer, cache, thread, phase);
+        pool_.barrier();
+        merge_attention(tokens, thread);
+        quantize(attention_, tokens, q_width, thread);
+        pool_.barrier();
+        multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, phase);
+        pool_.barrier();
+        normalize(x_, layer.post_norm, nullptr, tokens, thread);
+        pool_.barrier();
+        multiply(layer.gate_up, hidden_, tokens, {SILU_MUL, mlp_.f, mlp_.stride}, thread, phase);
+        pool_.barrier();
+        quantize(mlp_, tokens, spec_.intermediate, thread);
+        pool_.barrier();
+        multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, thread, phase);
+    }
+    pool_.barrier();
+    normalize(x_, final_norm_, step.logit_rows, step.num_logits, thread);
+    pool_.barrier();
+    multiply(head_, hidden_, step.num_logits, {STORE, step.logits, size_t(spec_.vocab)}, thread, phase);
+    pool_.barrier();
+    const Range mine = share(step.num_logits, thread, pool_.size());
+    for (int r = mine.begin; r < mine.end; r++)
+        step.argmax[r] = kernels_->argmax(step.logits + size_t(r) * spec_.vocab, spec_.vocab);
+}
+
+void Model::embed(const Step& step, int thread) {
+    const int half = spec_.head_dim / 2;
+    const size_t width = round_up(spec_.head_dim, 16);
+    const Range mine = share(step.num_tokens, thread, pool_.size());
+    for (int t = mine.begin; t < mine.end; t++) {
+        const uint16_t* row = embedding_ + size_t(step.tokens[t]) * spec_.hidden;
+        for (int i = 0; i < spec_.hidden; i++) x_[t * hidden_stride_ + i] = bf16_value(row[i]);
+        for (int i = 0; i < half; i++) {
+            const float angle = float(step.positions[t]) * inverse_frequencies_[i];
+            cos_sin_[t * width + i] = std::cos(angle) * spec_.rope_magnitude;
+            cos_sin_[t * width + half + i] = std::sin(angle) * spec_.rope_magnitude;
+        }
+    }
+}
+
+// Norm rows of x (all, or those listed) into hidden_, and quantise them while they are in L1.
+void Model::normalize(const float* x, const float* weight, const int32_t* rows, int count, int thread) {
+    const Range mine = share(count, thread, pool_.size());
+    for (int r = mine.begin; r < mine.end; r++) {
+        const float* from = x + size_t(rows ? rows[r] : r) * hidden_stride_;
+        kernels_->rms_norm(from, weight, spec_.norm_eps, spec_.hidden, hidden_.f + r * hidden_.stride);
+        if (spec_.scheme != BF16) kernels_->quantize_row(hidden_, r, spec_.hidden);
+    }
+}
+
+void Model::quantize(const Activations& x, int count, int width, int thread) {
+    if (spec_.scheme == BF16) return;
+    const Range mine = share(count, thread, pool_.size());
+    for (int r = mine.begin; r < mine.end; r++) kernels_->quantize_row(x, r, width);
+}
+
+void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& phase) {
+    WorkCounter& counter = counters_[phase++];
+    if (rows <= STREAMING_ROWS) {
+        kernels_->gemm(w, x, {0, rows}, share(w.num_panels(), thread, pool_.size()), out);
+        return;
+    }
+    const int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    const int runs = std::min(w.num_panels(), 8 * pool_.size());
+    for (int i; (i = counter.take()) < blocks * runs;)
+        kernels_->gemm(w, x, share(rows, i / runs, blocks), share(w.num_panels(), i % runs, runs), out);
+}
+
+void Model::rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int thread) {
+    const int dim = spec_.head_dim;
+    const size_t width = round_up(dim, 16);
+    const float scale = 1.44269504f / std::sqrt(float(dim));  // attention works in powers of two
+    const Range mine = share(step.num_tokens, thread, pool_.size());
+    for (int t = mine.begin; t < mine.end; t++) {
+        const float* turn = cos_sin_ + t * width;
+        float* q = qkv_ + t * qkv_stride_;
+        float* k = q + size_t(spec_.heads) * dim;
+        float* v = k + size_t(spec_.kv_heads) * dim;
+        for (int h = 0; h < spec_.heads; h++) {
+            if (layer.q_norm) kernels_->rms_norm(q + h * dim, layer.q_norm, spec_.norm_eps, dim, q + h * dim);
+            kernels_->rotate(q + h * dim, turn, dim, scale);
+        }
+        for (int h = 0; h < spec_.kv_heads; h++) {
+            if (layer.k_norm) kernels_->rms_norm(k + h * dim, layer.k_norm, spec_.norm_eps, dim, k + h * dim);
+            kernels_->rotate(k + h * dim, turn, dim, 1.f);
+            kernels_->write_cache(cache, h, step.slots[t], k + h * dim, v + h * dim);
+        }
+    }
+}
+
+void Model::attend(const Layer& layer, const Cache& cache, int thread, int& phase) {
+    WorkCounter& counter = counters_[phase++];
+    const AttentionBuffers buffers{qkv_,          qkv_stride_,      attention_.f,
+                                   attention_.stride, partials_.data(), scratch_.data() + thread * scratch_stride_,
+                                   spec_.heads};
+    const int count = int(tasks_.size());
+    for (int i; (i = counter.take()) < count * spec_.kv_heads;) {
+        AttentionTask task = tasks_[i % count];
+        if (layer.window > 0) {
+            const int oldest = std::max(0, task.first_position - layer.window + 1) / KEY_CHUNK * KEY_CHUNK;
+            task.key_begin = std::max(task.key_begin, oldest);
+            task.window = layer.window;
+        }
+        kernels_->attend(cache, i / count, task, buffers);
+    }
+}
+
+void Model::merge_attention(int count, int thread) {
+    const Range mine = share(count, thread, pool_.size());
+    size_t slot = 0;
+    for (const auto& [token, parts] : merges_) {
+        if (token >= mine.begin && token < mine.end)
+            kernels_->merge_partials(partials_.data() + slot * spec_.heads * (spec_.head_dim + 2), parts, spec_.heads,
+                                     spec_.head_dim, attention_.f + token * attention_.stride);
+        slot += parts;
+    }
+}
+
+}  // namespace penstock

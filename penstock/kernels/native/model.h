@@ -1,0 +1,116 @@
+// A dense transformer of the Llama family: packed weights, the paged cache, and one call per step.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "threadpool.h"
+
+namespace penstock {
+
+// The C ABI's view of a model; mirrored field by field in native.py.
+struct ModelSpec {
+    int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab;
+    int32_t tied, qk_norm, attention_bias, output_bias, mlp_bias;
+    int32_t scheme;       // of the layers; the output projection is int8 where this is int4
+    int32_t block_size, num_blocks, threads;
+    float norm_eps;
+    float rope_magnitude;
+};
+
+enum Tensor : int32_t {
+    EMBEDDING, HEAD, FINAL_NORM, INPUT_NORM, POST_NORM, Q, K, V, O, GATE, UP, DOWN,
+    Q_NORM, K_NORM, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
+};
+
+// One step: tokens of several sequences, one after the other. All arrays belong to the caller.
+struct Step {
+    int32_t num_tokens, num_sequences, table_width, num_logits;
+    const int32_t *tokens, *positions, *slots;  // [num_tokens]
+    const int32_t* tables;                      // [num_sequences, table_width]
+    const int32_t* query_starts;                // [num_sequences + 1]
+    const int32_t* contexts;                    // [num_sequences]
+    const int32_t* logit_rows;                  // [num_logits]
+    float* logits;                              // [num_logits, vocab]
+    int32_t* argmax;                            // [num_logits]
+};
+
+// Zeroed memory in huge pages where the system grants them: a weight stream then misses the TLB 512 times less.
+class Region {
+  public:
+    Region() = default;
+    explicit Region(size_t bytes);
+    ~Region();
+    Region(Region&& other) noexcept;
+    Region& operator=(Region&& other) noexcept;
+    uint8_t* data() const { return data_; }
+    size_t size() const { return size_; }
+
+  private:
+    uint8_t* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+struct Layer {
+    float *input_norm, *post_norm, *q_norm, *k_norm;
+    Matrix qkv, o, gate_up, down;
+    int32_t window;
+};
+
+class Model {
+  public:
+    Model(const ModelSpec& spec, const int32_t* windows, const float* inverse_frequencies, const Kernels& kernels);
+
+    // Both return an empty string, or what is wrong with the arguments.
+    std::string set_tensor(Tensor kind, int layer, const float* data, int64_t rows, int64_t columns);
+    std::string forward(const Step& step);
+
+    uint8_t* weights() const { return weights_.data(); }
+    size_t weight_bytes() const { return weights_.size(); }
+    size_t block_bytes() const;
+    uint16_t* cache() const { return reinterpret_cast<uint16_t*>(cache_.data()); }
+    void use(const Kernels& kernels);
+
+  private:
+    struct Place;
+    size_t lay_out(uint8_t* base);
+    Place place_of(Tensor kind, int layer);
+    Activations make_activations(size_t width);
+    void reserve(const Step& step);
+    std::string check(const Step& step) const;
+    void plan_attention(const Step& step);
+
+    void run(const Step& step, int thread);
+    void embed(const Step& step, int thread);
+    void normalize(const float* x, const float* weight, const int32_t* rows, int count, int thread);
+    void quantize(const Activations& x, int count, int width, int thread);
+    void multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& phase);
+    void rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int thread);
+    void attend(const Layer& layer, const Cache& cache, int thread, int& phase);
+    void merge_attention(int count, int thread);
+
+    ModelSpec spec_;
+    const Kernels* kernels_;
+    ThreadPool pool_;
+    std::vector<float> inverse_frequencies_;
+    std::vector<Layer> layers_;
+    Matrix head_;
+    float* final_norm_ = nullptr;
+    uint16_t* embedding_ = nullptr;
+    Region weights_, cache_, buffers_;
+
+    // Buffers of a step, regrown when a step needs more; widths in floats, padded with zeros to 64.
+    int capacity_ = 0;
+    size_t hidden_stride_ = 0, qkv_stride_ = 0;
+    float *x_ = nullptr, *qkv_ = nullptr, *cos_sin_ = nullptr;
+    Activations hidden_{}, attention_{}, mlp_{};
+    std::vector<float> scratch_, partials_;
+    size_t scratch_stride_ = 0;
+    std::vector<AttentionTask> tasks_;
+    std::vector<std::pair<int32_t, int32_t>> merges_;  // (token, number of partials), in slot order
+    std::vector<WorkCounter> counters_;
+};
+
+}  // namespace penstock

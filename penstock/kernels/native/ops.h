@@ -1,0 +1,93 @@
+// Row operations between the matrix products. Each touches one token and is bound by L1 and L2.
+#pragma once
+
+#include "kernels.h"
+#include "simd.h"
+
+namespace PENSTOCK_ISA {
+
+using namespace penstock;
+
+// Widths are padded to 16 with zeros by every buffer of the model, so vectors may run past the end.
+
+static void rms_norm(const float* x, const float* weight, float eps, int width, float* out) {
+    f32x16 squares = {};
+    for (int i = 0; i < width; i += 16) squares += load<f32x16>(x + i) * load<f32x16>(x + i);
+    const float inverse = 1.f / __builtin_sqrtf(sum(squares) / width + eps);
+    for (int i = 0; i < width; i += 16) store(out + i, load<f32x16>(x + i) * inverse * load<f32x16>(weight + i));
+}
+
+// Symmetric int8 with one scale per row: q = round(x * 127 / max|x|).
+static void quantize_row(const Activations& x, int row, int width) {
+    const float* f = x.f + row * x.stride;
+    int8_t* q = x.q + row * x.stride;
+    float* group_sum = x.group_sum + row * (x.stride / GROUP);
+    f32x16 largest = {};
+    for (int i = 0; i < width; i += 16) largest = vmax(largest, vabs(load<f32x16>(f + i)));
+    const float peak = maximum(largest);
+    const float inverse = peak > 0 ? 127.f / peak : 0.f;
+    x.scale[row] = peak / 127.f;
+    float total = 0;
+    for (int i = 0; i < width; i += GROUP) {
+        i32x16 group = {};
+        for (int j = i; j < i + GROUP; j += 16) {
+            const i32x16 rounded = round_to_int(load<f32x16>(f + j) * inverse);
+            store(q + j, __builtin_convertvector(rounded, i8x16));
+            group += rounded;
+        }
+        group_sum[i / GROUP] = sum(to_float(group));
+        total += group_sum[i / GROUP];
+    }
+    x.sum[row] = total;
+}
+
+// Rotary embedding, half-split pairs (i, i + head_dim/2). cos_sin: head_dim/2 cosines, then as many sines.
+static void rotate(float* head, const float* cos_sin, int head_dim, float scale) {
+    const int half = head_dim / 2;
+    for (int i = 0; i < half; i += 16) {
+        const int lanes = half - i < 16 ? half - i : 16;
+        if (lanes == 16) {
+            const f32x16 a = load<f32x16>(head + i), b = load<f32x16>(head + half + i);
+            const f32x16 c = load<f32x16>(cos_sin + i) * scale, s = load<f32x16>(cos_sin + half + i) * scale;
+            store(head + i, a * c - b * s);
+            store(head + half + i, b * c + a * s);
+        } else {
+            for (int j = i; j < half; j++) {
+                const float a = head[j], b = head[half + j], c = cos_sin[j] * scale, s = cos_sin[half + j] * scale;
+                head[j] = a * c - b * s;
+                head[half + j] = b * c + a * s;
+            }
+        }
+    }
+}
+
+static void write_cache(const Cache& cache, int head, int32_t slot, const float* key, const float* value) {
+    const int32_t block = slot / cache.block_size, offset = slot % cache.block_size;
+    uint16_t* k = cache.keys(block, head) + 2 * offset;
+    uint16_t* v = cache.values(block, head) + size_t(offset / 2) * cache.head_dim * 2 + offset % 2;
+    for (int d = 0; d < cache.head_dim; d += 2) {
+        uint16_t* pair = k + size_t(d) * cache.block_size;
+        pair[0] = to_bf16(key[d]);
+        pair[1] = to_bf16(key[d + 1]);
+    }
+    for (int d = 0; d < cache.head_dim; d++) v[2 * d] = to_bf16(value[d]);
+}
+
+// The lowest index of the largest value.
+static int32_t argmax(const float* x, int n) {
+    int32_t best = 0;
+    int i = 0;
+    if (n >= 16) {
+        f32x16 top = load<f32x16>(x);
+        for (i = 16; i + 16 <= n; i += 16) top = vmax(top, load<f32x16>(x + i));
+        const float peak = maximum(top);
+        for (best = 0; best < i && x[best] != peak; best++) {
+        }
+        if (best == i) best = 0;  // only when the row holds NaN
+    }
+    for (; i < n; i++)
+        if (x[i] > x[best]) best = i;
+    return best;
+}
+
+}  // namespace PENSTOCK_ISA

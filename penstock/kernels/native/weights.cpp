@@ -1,0 +1,149 @@
+// Where weights lie: one region, in the order a step reads them, so that a packed file is this region as it is.
+#include <sys/mman.h>
+
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include "model.h"
+#include "pack.h"
+
+namespace penstock {
+
+Region::Region(size_t bytes) : size_(round_up(bytes, size_t(2) << 20)) {
+    void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<uint8_t*>(at);
+#if defined(MADV_HUGEPAGE)
+    madvise(at, size_, MADV_HUGEPAGE);
+#endif
+}
+
+Region::~Region() {
+    if (data_) munmap(data_, size_);
+}
+
+Region::Region(Region&& other) noexcept { *this = std::move(other); }
+
+Region& Region::operator=(Region&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+}
+
+namespace {
+
+// Hands out pieces of a region; with a null base it only measures.
+struct Cursor {
+    uint8_t* base;
+    size_t used = 0;
+
+    template <class T>
+    T* take(size_t count) {
+        T* at = base ? reinterpret_cast<T*>(base + used) : nullptr;
+        used += round_up(count * sizeof(T), 64);
+        return at;
+    }
+
+    Matrix matrix(int32_t scheme, int n, int k, bool bias) {
+        Matrix m{Scheme(scheme), n, k, int32_t(round_up(k, GROUP)), nullptr, nullptr, nullptr};
+        const size_t columns = size_t(m.num_panels()) * PANEL;
+        if (scheme == INT8) m.scale = take<float>(columns);
+        if (bias) m.bias = take<float>(columns);
+        m.panels = take<uint8_t>(m.num_panels() * m.panel_bytes());
+        if (base) clear(m);
+        return m;
+    }
+};
+
+}  // namespace
+
+size_t Model::lay_out(uint8_t* base) {
+    Cursor cursor{base};
+    const ModelSpec& s = spec_;
+    const size_t hidden = round_up(s.hidden, 64);
+    for (Layer& layer : layers_) {
+        layer.input_norm = cursor.take<float>(hidden);
+        layer.qkv = cursor.matrix(s.scheme, (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, s.attention_bias);
+        layer.q_norm = s.qk_norm ? cursor.take<float>(s.head_dim) : nullptr;
+        layer.k_norm = s.qk_norm ? cursor.take<float>(s.head_dim) : nullptr;
+        layer.o = cursor.matrix(s.scheme, s.hidden, s.heads * s.head_dim, s.output_bias);
+        layer.post_norm = cursor.take<float>(hidden);
+        layer.gate_up = cursor.matrix(s.scheme, 2 * int(round_up(s.intermediate, 16)), s.hidden, s.mlp_bias);
+        layer.down = cursor.matrix(s.scheme, s.hidden, s.intermediate, s.mlp_bias);
+    }
+    final_norm_ = cursor.take<float>(hidden);
+    head_ = cursor.matrix(s.scheme == INT4 ? INT8 : s.scheme, s.vocab, s.hidden, false);
+    embedding_ = cursor.take<uint16_t>(size_t(s.vocab) * s.hidden);
+    return cursor.used;
+}
+
+// The shape a tensor must have and where it goes: rows of a matrix, or floats.
+struct Model::Place {
+    int64_t rows, columns;
+    Matrix* matrix = nullptr;
+    int first = 0;        // output column of the first row
+    bool paired = false;  // gate and up alternate in runs of 16 outputs
+    float* floats = nullptr;
+};
+
+Model::Place Model::place_of(Tensor kind, int index) {
+    const ModelSpec& s = spec_;
+    const int64_t q = int64_t(s.heads) * s.head_dim, kv = int64_t(s.kv_heads) * s.head_dim;
+    Layer& layer = layers_[index];
+    const auto bias = [](int64_t rows, Matrix& m, int first, bool paired = false) {
+        return Place{rows, 1, nullptr, first, paired, m.bias};
+    };
+    switch (kind) {
+        case EMBEDDING: return {s.vocab, s.hidden, &head_};
+        case HEAD: return {s.vocab, s.hidden, &head_};
+        case FINAL_NORM: return {s.hidden, 1, nullptr, 0, false, final_norm_};
+        case INPUT_NORM: return {s.hidden, 1, nullptr, 0, false, layer.input_norm};
+        case POST_NORM: return {s.hidden, 1, nullptr, 0, false, layer.post_norm};
+        case Q: return {q, s.hidden, &layer.qkv};
+        case K: return {kv, s.hidden, &layer.qkv, int(q)};
+        case V: return {kv, s.hidden, &layer.qkv, int(q + kv)};
+        case O: return {s.hidden, q, &layer.o};
+        case GATE: return {s.intermediate, s.hidden, &layer.gate_up, 0, true};
+        case UP: return {s.intermediate, s.hidden, &layer.gate_up, 16, true};
+        case DOWN: return {s.hidden, s.intermediate, &layer.down};
+        case Q_NORM: return {s.head_dim, 1, nullptr, 0, false, layer.q_norm};
+        case K_NORM: return {s.head_dim, 1, nullptr, 0, false, layer.k_norm};
+        case Q_BIAS: return bias(q, layer.qkv, 0);
+        case K_BIAS: return bias(kv, layer.qkv, int(q));
+        case V_BIAS: return bias(kv, layer.qkv, int(q + kv));
+        case O_BIAS: return bias(s.hidden, layer.o, 0);
+        case GATE_BIAS: return bias(s.intermediate, layer.gate_up, 0, true);
+        case UP_BIAS: return bias(s.intermediate, layer.gate_up, 16, true);
+        case DOWN_BIAS: return bias(s.hidden, layer.down, 0);
+    }
+    return {-1, -1};
+}
+
+std::string Model::set_tensor(Tensor kind, int index, const float* data, int64_t rows, int64_t columns) {
+    if (index < 0 || index >= spec_.layers) return "layer " + std::to_string(index) + " does not exist";
+    const Place place = place_of(kind, index);
+    if (rows != place.rows || columns != place.columns)
+        return "has shape [" + std::to_string(rows) + ", " + std::to_string(columns) + "], expected [" +
+               std::to_string(place.rows) + ", " + std::to_string(place.columns) + "]";
+    if (!place.matrix && !place.floats) return "is not part of a model with this configuration";
+    const auto column = [&](int64_t row) {
+        return place.first + int(place.paired ? row / 16 * PANEL + row % 16 : row);
+    };
+    if (place.floats) {
+        for (int64_t row = 0; row < rows; row++) place.floats[column(row)] = data[row];
+        return "";
+    }
+    pool_.run([&](int thread) {
+        const int64_t last = rows * (thread + 1) / pool_.size();
+        for (int64_t row = rows * thread / pool_.size(); row < last; row++) {
+            const float* from = data + row * columns;
+            if (kind == EMBEDDING)
+                for (int64_t i = 0; i < columns; i++) embedding_[row * columns + i] = round_to_bf16(from[i]);
+            if (kind != EMBEDDING || spec_.tied) pack_row(*place.matrix, column(row), from, int(columns));
+        }
+    });
+    return "";
+}
+
+}  // namespace penstock

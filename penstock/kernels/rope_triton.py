@@ -1,0 +1,122 @@
+"""What lies between the qkv projection and attention, in one kernel for CUDA.
+
+Optional RMSNorm of query and key heads, rotary embedding of the first `rotary` elements of each (halves rotated
+against each other), and the write of keys and values into the paged cache.
+"""
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.kernels.overlap_triton import overlaps_launches
+
+
+@triton.jit
+def _rope_kernel(
+    qkv, q_weight, k_weight, cos_sin, positions, slots, k_cache, v_cache, eps,
+    stride_qkv, stride_block, stride_head, stride_token,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # queries, then keys, then values
+    dims = tl.arange(0, D_PAD)
+    HALF: tl.constexpr = ROTARY // 2
+    partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < ROTARY, dims - HALF, dims))
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    is_query = (heads < H)[:, None]
+    is_key = ((heads >= H) & (heads < H + K))[:, None]
+    is_value = ((heads >= H + K) & (heads < H + 2 * K))[:, None]
+    rotated = is_query | is_key
+    real = (heads < H + 2 * K)[:, None] & (dims < D)[None, :]
+    at = qkv + token * stride_qkv + heads[:, None] * D
+    raw = tl.load(at + dims[None, :], mask=real, other=0.0)
+    value = raw.to(tl.float32)
+    # The partner half is loaded again (from L1) rather than exchanged between threads.
+    other = tl.load(at + partner[None, :], mask=real & rotated, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+        here = dims < D
+        q_gain = tl.load(q_weight + dims, mask=here, other=0.0)[None, :]
+        k_gain = tl.load(k_weight + dims, mask=here, other=0.0)[None, :]
+        q_partner = tl.load(q_weight + partner, mask=here, other=0.0)[None, :]
+        k_partner = tl.load(k_weight + partner, mask=here, other=0.0)[None, :]
+        value = value * inverse * tl.where(is_query, q_gain, k_gain).to(tl.float32)
+        other = other * inverse * tl.where(is_query, q_partner, k_partner).to(tl.float32)
+    angle = cos_sin + tl.load(positions + token) * ROTARY + tl.where(dims < HALF, dims, dims - HALF)
+    turns = dims < ROTARY
+    cos = tl.load(angle, mask=turns, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(angle + HALF, mask=turns, other=0.0).to(tl.float32)[None, :]
+    sign = tl.where(dims < HALF, -1.0, 1.0)[None, :]
+    turned = (value * cos + sign * other * sin).to(qkv.dtype.element_ty)
+
+    tl.debug_barrier()  # in place: both halves are read before either is overwritten
+    tl.store(at + dims[None, :], turned, mask=real & is_query)
+    slot = tl.load(slots + token).to(tl.int64)
+    stored = real & (slot >= 0)
+    place = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
+    k_at = k_cache + place + (heads - H)[:, None] * stride_head + dims[None, :]
+    v_at = v_cache + place + (heads - H - K)[:, None] * stride_head + dims[None, :]
+    tl.store(k_at, turned.to(k_cache.dtype.element_ty), mask=stored & is_key)
+    tl.store(v_at, raw.to(v_cache.dtype.element_ty), mask=stored & is_value)
+
+
+def rope_and_cache(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    slots_T: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+    block_h: int = 8,
+) -> torch.Tensor:
+    """Rotate, store keys and values, and return the queries as a view [T, H, D] of `qkv`, which is overwritten.
+
+    `qkv` [T, (H + 2 K) * D]; `cos_sin` float32 [positions, rotary], cosines first; caches [N, K, B, D];
+    `norm_weights` are the gains of query and key heads. A negative slot (padding) writes nothing.
+    """
+    K, B, D = k_cache.shape[1:]
+    H = num_heads
+    pdl = overlaps_launches()
+    q_weight, k_weight = norm_weights if norm_weights else (cos_sin, cos_sin)
+    _rope_kernel[qkv.shape[0], triton.cdiv(H + 2 * K, block_h)](
+        qkv, q_weight, k_weight, cos_sin, positions_T, slots_T, k_cache, v_cache, eps,
+        qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        H=H, K=K, D=D, D_PAD=triton.next_power_of_2(D), ROTARY=cos_sin.shape[1], BLOCK_SIZE=B, BLOCK_H=block_h,
+        NORM=norm_weights is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return qkv[:, : H * D].view(-1, H, D)
+
+
+def rope_reference(
+    qkv: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values [T, heads, D] in float32."""
+    H, K, rotary = num_heads, num_kv_heads, cos_sin.shape[1]
+    q, k, v = qkv.float().view(qkv.shape[0], H + 2 * K, -1).split([H, K, K], 1)
+    cos, sin = cos_sin[positions_T.long()][:, None].float().chunk(2, -1)
+
+    def rotate(x: torch.Tensor, gain: torch.Tensor | None) -> torch.Tensor:
+        if gain is not None:
+            x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.float()
+        a, b, rest = x.split([rotary // 2, rotary // 2, x.shape[-1] - rotary], -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    q_gain, k_gain = norm_weights if norm_weights else (None, None)
+    return rotate(q, q_gain), rotate(k, k_gain), v

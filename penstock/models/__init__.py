@@ -1,0 +1,1 @@
+"""The transformer families Penstock runs: their configuration, layers and how checkpoints fill them."""

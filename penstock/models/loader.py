@@ -1,0 +1,110 @@
+"""Fills a model from its checkpoint: one stream of named tensors, each copied into its part of a fused parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from penstock.checkpoint.gguf import GGUFFile
+from penstock.checkpoint.source import Checkpoint, safetensors_files
+from penstock.core.errors import StartupError
+from penstock.models.base import CausalLM
+from penstock.models.config import ModelConfig
+from penstock.models.names import from_gguf
+from penstock.models.registry import build_model
+
+Progress = Callable[[int, int], None]
+
+DUMMY_SEED = 0
+DUMMY_SCALE = 0.02
+NAMED_AT_MOST = 8
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> CausalLM:
+    """`progress` is told how many bytes of the loaded model are in place, and of how many."""
+    with torch.device("meta"):
+        model = build_model(config)
+    model = model.to(dtype).to_empty(device=device)
+    parts = dict(model.checkpoint_tensors())
+    stream = random_weights(parts) if checkpoint.kind == "dummy" else weights(checkpoint, config)
+    fill(parts, stream, source=str(checkpoint.path), progress=progress or (lambda done, total: None))
+    return model
+
+
+def fill(
+    parts: dict[str, torch.Tensor], stream: Iterator[tuple[str, torch.Tensor]], *, source: str, progress: Progress
+) -> None:
+    """Copy each tensor of the stream to the part of its name: all parts once, and nothing else."""
+    missing, unexpected = dict(parts), []
+    done, total = 0, sum(part.nbytes for part in parts.values())
+    for name, tensor in stream:
+        part = missing.pop(name, None)
+        if part is None:
+            unexpected.append(name)
+            continue
+        if part.shape != tensor.shape:
+            raise StartupError(f"{source}: {name} has shape {tuple(tensor.shape)}, expected {tuple(part.shape)}")
+        part.copy_(tensor)
+        done += part.nbytes
+        progress(done, total)
+    if missing:
+        raise StartupError(f"{source} lacks {_some(list(missing))}")
+    if unexpected:
+        raise StartupError(f"{source} has tensors that its architecture does not know: {_some(unexpected)}")
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - NAMED_AT_MOST
+    return ", ".join(names[:NAMED_AT_MOST]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def weights(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of a checkpoint under its Hugging Face name, one at a time, on the CPU and in the stored precision
+    (float32 where it is quantised)."""
+    stream = _gguf_weights(checkpoint, config) if checkpoint.kind == "gguf" else _safetensors_weights(checkpoint)
+    for name, tensor in stream:
+        if not _redundant(name, config):
+            yield name, tensor
+
+
+def _redundant(name: str, config: ModelConfig) -> bool:
+    """What some checkpoints store although it follows from the rest."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_embeddings)
+
+
+def _safetensors_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in safetensors_files(checkpoint.path):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  (not a dict)
+                    yield name, file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"cannot read {path}: {error}. Download it again.") from error
+
+
+def _gguf_weights(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    file = GGUFFile(checkpoint.path)
+    for gguf_name in file.tensors:
+        for name, array in from_gguf(gguf_name, partial(file.read, gguf_name), config):
+            yield name, torch.from_numpy(array)
+
+
+def random_weights(parts: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Small values made on the device; norms are 1, so that activations keep a sane size through many layers."""
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, part in parts.items():
+        generator = generators.setdefault(part.device, torch.Generator(part.device).manual_seed(DUMMY_SEED))
+        if name.endswith("norm.weight"):
+            yield name, torch.ones_like(part)
+        else:
+            yield name, torch.empty_like(part).normal_(0.0, DUMMY_SCALE, generator=generator)

@@ -1,0 +1,51 @@
+"""Readable one-line logs: `time level message key=value ...`. Used by the gateway and the worker alike."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import TextIO
+
+_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.,:;/+@%#~*[](){}<>!?&|^$")
+
+
+class LineFormatter(logging.Formatter):
+    """`2031-05-06 07:08:09.123 INFO message`; a traceback follows on its own lines."""
+
+    _second = -1
+    _text = ""
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
+        second = int(record.created)
+        if second != self._second:
+            self._second = second
+            self._text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+        return f"{self._text}.{int(record.msecs):03d}"
+
+
+def configure_logging(level: str = "info", stream: TextIO | None = None) -> None:
+    """Send every logger of the process to one stream (stderr unless told), replacing what was set up before."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for noisy in ("asyncio", "uvicorn", "uvicorn.error"):
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def _quoted(value: object) -> str:
+    """A value that cannot break the line or pass for another key, whatever a client put in it."""
+    text = f"{value:.1f}" if isinstance(value, float) else str(value)
+    return text if text and _PLAIN.issuperset(text) else ascii(text)
+
+
+def log(
+    logger: logging.Logger, level: int, message: str, *, error: BaseException | None = None, **fields: object
+) -> None:
+    """Log `message` with `fields` as key=value; `error` adds its traceback. `message` must not hold client input."""
+    if logger.isEnabledFor(level):
+        pairs = [f"{key}={_quoted(value)}" for key, value in fields.items() if value is not None]
+        text = " ".join([message, *pairs])
+        trace = None if error is None else (type(error), error, error.__traceback__)
+        # not logger.log(): it walks the stack to find its caller, which costs more than all the rest
+        logger.handle(logger.makeRecord(logger.name, level, "", 0, text, (), trace))

@@ -1,0 +1,119 @@
+"""Prometheus metrics of a gateway and the engine behind it. One registry per app, no global state.
+
+The hot path only adds to plain numbers (an event loop is one thread, so no locks); text is made when scraped.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.core.engine import EngineStats
+
+SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
+)  # fmt: skip
+GAP_SECONDS = (
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0,
+)  # fmt: skip
+
+ENGINE_COUNTERS = (
+    ("steps", "Engine steps"),
+    ("prompt_tokens", "Prompt tokens of admitted sequences, cached ones included"),
+    ("cached_tokens", "Prompt tokens found in the prefix cache; over engine_prompt_tokens: the hit ratio"),
+    ("output_tokens", "Tokens sampled"),
+    ("preemptions", "Sequences put back to waiting for lack of KV memory"),
+    ("batch_tokens", "Tokens computed over all steps; over engine_steps: tokens per step"),
+    ("batch_sequences", "Sequences advanced over all steps; over engine_steps: batch size"),
+)
+
+
+class Histogram:
+    """Counts per bucket; a tenth of the cost of the client library's, which locks on every observation."""
+
+    __slots__ = ("bounds", "counts", "help", "name", "sum")
+
+    def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
+        self.name = name
+        self.help = help
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def family(self) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(self.name, self.help)
+        buckets: list[tuple[str, float]] = []
+        total = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
+        family.add_metric([], buckets, self.sum)
+        return family
+
+
+class GatewayMetrics(Collector):
+    """What the gateway counts itself, plus the engine's own figures read at the moment of the scrape."""
+
+    def __init__(self, engine_stats: Callable[[], EngineStats]) -> None:
+        self._engine_stats = engine_stats
+        self.requests: Counter[tuple[str, int]] = Counter()  # by (endpoint, status)
+        self.in_flight = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.output_tokens = 0
+        self.first_token = Histogram(
+            "penstock_time_to_first_token_seconds", "From arrival of a request to its first token", SECONDS
+        )
+        self.token_gap = Histogram(
+            "penstock_inter_token_seconds", "Between tokens of one choice, after the first", GAP_SECONDS
+        )
+        self.request_time = Histogram(
+            "penstock_request_seconds", "From arrival of a generation request to the end of its response", SECONDS
+        )
+        self.queue_time = Histogram("penstock_queue_seconds", "From arrival at the engine to the first step", SECONDS)
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(self)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def describe(self) -> list[Metric]:
+        return []  # the default would scrape once at registration, before the engine runs
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "penstock_requests", "HTTP requests finished; 499: the client left first", labels=["endpoint", "status"]
+        )
+        for (endpoint, status), count in sorted(self.requests.items()):
+            requests.add_metric([endpoint, str(status)], count)
+        yield requests
+        yield GaugeMetricFamily("penstock_requests_in_flight", "HTTP requests being answered", self.in_flight)
+        yield CounterMetricFamily("penstock_prompt_tokens", "Prompt tokens of finished choices", self.prompt_tokens)
+        yield CounterMetricFamily("penstock_cached_tokens", "Those of them served from cache", self.cached_tokens)
+        yield CounterMetricFamily("penstock_output_tokens", "Tokens sent to clients", self.output_tokens)
+        for histogram in (self.first_token, self.token_gap, self.request_time, self.queue_time):
+            yield histogram.family()
+        yield from self._collect_engine(self._engine_stats())
+
+    @staticmethod
+    def _collect_engine(stats: EngineStats) -> Iterator[Metric]:
+        yield GaugeMetricFamily("penstock_running_sequences", "Sequences in the batch", stats.running)
+        yield GaugeMetricFamily("penstock_waiting_sequences", "Sequences queued in the engine", stats.waiting)
+        yield GaugeMetricFamily("penstock_kv_blocks", "KV blocks of the engine", stats.kv_blocks)
+        yield GaugeMetricFamily("penstock_kv_blocks_used", "KV blocks held by sequences", stats.kv_blocks_used)
+        used = stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
+        yield GaugeMetricFamily("penstock_kv_utilisation", "KV blocks held over all, 0 to 1", used)
+        yield GaugeMetricFamily(
+            "penstock_seconds_since_step", "Age of the last step while there is work", stats.seconds_since_step
+        )
+        for name, help in ENGINE_COUNTERS:
+            yield CounterMetricFamily(f"penstock_engine_{name}", help, getattr(stats, name))

@@ -1,0 +1,146 @@
+"""Logits to tokens. Sampling is a pure function of (seed, position, logits).
+
+Random choice is the Gumbel-max trick: token = argmax(logits / temperature + g), with g drawn by Philox4x32-10, a
+counter-based generator, for each (seed, position, token). No state is carried from step to step, so the same request
+gives the same tokens whatever it is batched with and wherever it is resumed. N sequences, V vocabulary, C candidates.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.runner.row_state import Needs, RowState
+
+_MASK = 0xFFFFFFFF
+# Sorting a vocabulary is slow; the nucleus nearly always lies within this many of the likeliest tokens.
+_CANDIDATES = 1024
+
+
+def sample(
+    logits_NV: torch.Tensor, state: RowState, rows_N: torch.Tensor, rows: np.ndarray, positions_N: torch.Tensor
+) -> torch.Tensor:
+    """Choose one token per row and remember it there."""
+    needs = state.needs[rows]
+    if (needs & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS)).any():
+        logits_NV = _adjust(logits_NV.clone(), state, rows, needs, positions_N)
+    tokens_N = logits_NV.argmax(-1)
+    for which, filtered in ((_only(needs, Needs.RANDOM, Needs.FILTER), False), (_only(needs, Needs.FILTER), True)):
+        if len(which):
+            index = torch.from_numpy(which).to(logits_NV.device)
+            chosen = _choose(logits_NV[index], state, rows_N[index], positions_N[index], filtered)
+            tokens_N = tokens_N.index_copy(0, index, chosen)
+    state.last_token_R[rows_N] = tokens_N
+    penalised = _only(needs, Needs.PENALTIES)
+    if len(penalised):
+        index = torch.from_numpy(penalised).to(logits_NV.device)
+        state.counts_RV[rows_N[index], tokens_N[index]] += 1
+    return tokens_N
+
+
+def _only(needs: np.ndarray, has: Needs, lacks: Needs = Needs.NOTHING) -> np.ndarray:
+    """Indices of the rows that have one need and lack another."""
+    return np.flatnonzero(((needs & has) != 0) & ((needs & lacks) == 0))
+
+
+def _adjust(
+    logits_NV: torch.Tensor, state: RowState, rows: np.ndarray, needs: np.ndarray, positions_N: torch.Tensor
+) -> torch.Tensor:
+    for i in np.flatnonzero(needs & (Needs.BIAS | Needs.PENALTIES)):
+        row, logits = int(rows[i]), logits_NV[i]
+        if needs[i] & Needs.BIAS:
+            logits += state.bias_RV[row]
+        if needs[i] & Needs.PENALTIES:
+            counts = state.counts_RV[row]
+            seen = (counts > 0) | state.prompt_RV[row]
+            repetition = state.repetition_R[row]
+            logits.copy_(
+                torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+                - state.frequency_R[row] * counts
+                - state.presence_R[row] * (counts > 0)
+            )
+    positions = positions_N.tolist() if (needs & Needs.MIN_TOKENS).any() else []
+    for i in _only(needs, Needs.MIN_TOKENS):
+        forbidden = state.forbidden(int(rows[i]), positions[i])
+        if forbidden:
+            logits_NV[i, list(forbidden)] = float("-inf")
+    return logits_NV
+
+
+def _choose(
+    logits_NV: torch.Tensor, state: RowState, rows_N: torch.Tensor, positions_N: torch.Tensor, filtered: bool
+) -> torch.Tensor:
+    scaled_NV = logits_NV / state.temperature_R[rows_N, None]
+    seeds_N = state.seed_R[rows_N]
+    if not filtered:
+        return (scaled_NV + gumbel(seeds_N, positions_N, scaled_NV.shape[-1])).argmax(-1)
+    values_NC, tokens_NC = _candidates(scaled_NV, state.top_k_R[rows_N], state.top_p_R[rows_N], state.min_p_R[rows_N])
+    noise_NC = gumbel_of(seeds_N, positions_N, tokens_NC)
+    best_N = (values_NC + noise_NC).argmax(-1, keepdim=True)
+    return tokens_NC.gather(-1, best_N)[:, 0]
+
+
+def _candidates(
+    scaled_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens in descending order, with -inf for those that top-k, top-p or min-p exclude."""
+    vocab = scaled_NV.shape[-1]
+    width = min(_CANDIDATES, vocab)
+    total_N1 = scaled_NV.logsumexp(-1, keepdim=True)
+    while True:
+        values_NC, tokens_NC = scaled_NV.topk(width, -1)
+        mass_NC = (values_NC - total_N1).exp().cumsum(-1)
+        unlikely_N = values_NC[:, -1] < values_NC[:, 0] + min_p_N.log()
+        enough_N = (mass_NC[:, -1] >= top_p_N) | ((top_k_N > 0) & (top_k_N <= width)) | unlikely_N
+        if width == vocab or bool(enough_N.all()):
+            break
+        width = vocab
+    rank_C = torch.arange(width, device=scaled_NV.device)
+    limit_N = torch.where(top_k_N > 0, top_k_N.clamp(max=vocab), vocab)
+    # With both, top-p is taken of what top-k leaves, renormalised.
+    within_NC = rank_C < limit_N[:, None]
+    kept_N1 = mass_NC.gather(-1, limit_N.clamp(max=width)[:, None] - 1)
+    kept_N1 = torch.where(limit_N[:, None] >= vocab, torch.ones_like(kept_N1), kept_N1)
+    before_NC = mass_NC - (values_NC - total_N1).exp()  # mass of the likelier ones; the first is always kept
+    keep_NC = within_NC & ((before_NC < top_p_N[:, None] * kept_N1) | (rank_C == 0))
+    keep_NC &= values_NC >= values_NC[:, :1] + min_p_N[:, None].log()
+    return values_NC.masked_fill(~keep_NC, float("-inf")), tokens_NC
+
+
+def gumbel(seeds_N: torch.Tensor, positions_N: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Noise for the whole vocabulary: each counter gives four tokens theirs."""
+    groups = torch.arange(-(-vocab // 4), device=seeds_N.device).expand(len(seeds_N), -1)
+    words = torch.stack(philox(seeds_N, positions_N, groups), -1).flatten(1)[:, :vocab]
+    return _to_gumbel(words)
+
+
+def gumbel_of(seeds_N: torch.Tensor, positions_N: torch.Tensor, tokens_NC: torch.Tensor) -> torch.Tensor:
+    """Noise for some tokens only; the same numbers as `gumbel` gives them."""
+    words = torch.stack(philox(seeds_N, positions_N, tokens_NC // 4), -1)
+    return _to_gumbel(words.gather(-1, (tokens_NC % 4)[..., None])[..., 0])
+
+
+def _to_gumbel(words: torch.Tensor) -> torch.Tensor:
+    # 23 bits and a half, so that float32 holds the number exactly and neither 0 nor 1 occurs.
+    uniform = ((words >> 9).to(torch.float32) + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def philox(seeds_N: torch.Tensor, positions_N: torch.Tensor, groups_NC: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Philox4x32-10 with key = seed and counter = (group, position, 0, 0): four 32-bit words per group, in int64.
+
+    32-bit products overflow int64's sign but not its 64 bits, so masking recovers both halves.
+    """
+    key0, key1 = (seeds_N & _MASK)[:, None], ((seeds_N >> 32) & _MASK)[:, None]
+    c0, c1 = groups_NC & _MASK, (positions_N & _MASK)[:, None].expand_as(groups_NC)
+    c2 = c3 = torch.zeros_like(groups_NC)
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK) ^ c1 ^ key0,
+            product1 & _MASK,
+            ((product0 >> 32) & _MASK) ^ c3 ^ key1,
+            product0 & _MASK,
+        )
+        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3

@@ -1,0 +1,77 @@
+"""A conversation as the text a model was trained to continue."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from penstock.core.errors import InvalidRequest
+from penstock.text.messages import Message, as_parts, normalize, spell_out_tools
+
+if TYPE_CHECKING:
+    from penstock.text.template_sandbox import CompiledTemplate
+
+
+class ChatTemplate:
+    """A model's Jinja template, compiled at its first use."""
+
+    def __init__(self, source: str | None) -> None:
+        self._source = source
+
+    def render(
+        self,
+        messages: list[Message],
+        /,
+        *,
+        tools: list[Message] | None = None,
+        add_generation_prompt: bool = True,
+        bos_token: str = "",
+        eos_token: str = "",
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt, special tokens included. `template_kwargs` are further variables, such as `enable_thinking`; a
+        caller that passes on those of a request must refuse `RESERVED_NAMES` first."""
+        from penstock.text.template_sandbox import RESERVED_NAMES, TemplateRefusal
+
+        if reserved := sorted(RESERVED_NAMES & template_kwargs.keys()):
+            raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
+        template = self._compiled
+        variables = {
+            "documents": None,
+            **template_kwargs,
+            "messages": self._conversation(messages, tools or []),
+            "tools": tools or None,
+            "add_generation_prompt": add_generation_prompt,
+            "bos_token": bos_token,
+            "eos_token": eos_token,
+        }
+        try:
+            return template.render(variables)
+        except TemplateRefusal as refusal:
+            raise InvalidRequest(f"the model's chat template refuses: {refusal}", param="messages") from refusal
+        except Exception as error:  # a template can raise whatever Python can
+            param = "chat_template_kwargs" if template_kwargs else "messages"
+            raise InvalidRequest(f"the model's chat template failed: {error}", param=param) from error
+
+    def _conversation(self, messages: list[Message], tools: list[Message]) -> list[Message]:
+        template = self._compiled
+        conversation = normalize(messages, keep_parts=template.reads_parts, keep_developer=template.knows_developer)
+        if not template.knows_tools:
+            conversation = spell_out_tools(conversation, tools)
+        return conversation if template.reads_strings else [as_parts(message) for message in conversation]
+
+    @cached_property
+    def _compiled(self) -> CompiledTemplate:
+        from penstock.text.template_sandbox import CompiledTemplate
+
+        if self._source is None:
+            raise InvalidRequest(
+                "this model has no chat template; send its prompt as text to /v1/completions", param="messages"
+            )
+        try:
+            return CompiledTemplate(self._source)
+        except Exception as error:
+            raise InvalidRequest(
+                f"this model's chat template does not compile ({error}); send its prompt as text to /v1/completions",
+                param="messages",
+            ) from error

@@ -1,0 +1,129 @@
+"""OpenAI chat messages in the shape that chat templates expect."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from penstock.core.errors import InvalidRequest
+
+Message = dict[str, Any]
+
+# For templates that know nothing of tools. The tags are those of the Hermes format, which many models have seen.
+TOOLS_PROMPT = """\
+You may call these functions, described by JSON schemas:
+<tools>
+{tools}
+</tools>
+To call a function, answer with its name and arguments as JSON between tags:
+<tool_call>
+{{"name": "function name", "arguments": {{"argument": "value"}}}}
+</tool_call>"""
+
+
+def normalize(messages: list[Message], *, keep_parts: bool, keep_developer: bool) -> list[Message]:
+    """Contents become strings (lists of text parts only where the template reads them), arguments become objects."""
+    if not messages:
+        raise InvalidRequest("messages must hold at least one message", param="messages")
+    normalized = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise InvalidRequest(f"{where}.role must be a string such as 'user'", param=f"{where}.role")
+        result = {**message, "content": _content(message, f"{where}.content", keep_parts)}
+        if role == "developer" and not keep_developer:  # what newer clients call the system message
+            result["role"] = "system"
+        if message.get("tool_calls"):
+            result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+        normalized.append(result)
+    return normalized
+
+
+def _content(message: Message, where: str, keep_parts: bool) -> str | list[Message]:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message["role"] == "assistant":
+        return ""
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{where} must be a string or a list of text parts", param=where)
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(
+                f"{where}[{index}] has type {kind!r}; this model reads text only: "
+                'send {"type": "text", "text": "..."} or a plain string',
+                param=where,
+            )
+    return content if keep_parts else _text(content)
+
+
+def _text(content: str | list[Message]) -> str:
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+
+def as_parts(message: Message) -> Message:
+    """For templates that read nothing but lists."""
+    content = message["content"]
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+
+def _tool_calls(calls: Any, where: str) -> list[Message]:
+    if not isinstance(calls, list):
+        raise InvalidRequest(f"{where} must be a list", param=where)
+    return [_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _tool_call(call: Any, where: str) -> Message:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InvalidRequest(f"{where}.function must hold a name and arguments", param=where)
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise InvalidRequest(f"{where}.function.arguments is not valid JSON: {error}", param=where) from error
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(f"{where}.function.arguments must be a JSON object", param=where)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def spell_out_tools(messages: list[Message], tools: list[Message]) -> list[Message]:
+    """Say in plain text what a template without tools would leave out: schemas in the system message, calls in the
+    assistant's words, results (those in a row together) as the user's."""
+    spelled: list[Message] = []
+    previous_role = ""
+    for message in messages:
+        role, content = message["role"], _text(message["content"])
+        if role == "tool":
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            if previous_role == "tool":
+                spelled[-1]["content"] += f"\n{result}"
+            else:
+                spelled.append({"role": "user", "content": result})
+        elif message.get("tool_calls"):
+            calls = [_spell_call(call["function"]) for call in message["tool_calls"]]
+            spelled.append({"role": role, "content": "\n".join([content, *calls] if content else calls)})
+        else:
+            spelled.append(message)
+        previous_role = role
+    return _add_to_system(spelled, _spell_tools(tools)) if tools else spelled
+
+
+def _spell_call(function: Message) -> str:
+    call = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
+
+
+def _spell_tools(tools: list[Message]) -> str:
+    schemas = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
+    return TOOLS_PROMPT.format(tools="\n".join(schemas))
+
+
+def _add_to_system(messages: list[Message], text: str) -> list[Message]:
+    first = messages[0]
+    if first["role"] != "system":
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": f"{_text(first['content'])}\n\n{text}"}, *messages[1:]]

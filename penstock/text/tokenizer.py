@@ -1,0 +1,222 @@
+"""Text to token ids and back, for a folder with tokenizer.json or the metadata of a GGUF file.
+
+Decoding is defined on bytes: a token stands for fixed bytes, and a text is their concatenation read as UTF-8. Hence
+streams, log-probabilities and whole texts can never disagree. The two vocabularies of language models fit this:
+byte-level BPE (a character per byte) and sentencepiece (`▁` is a space, `<0xE4>` a byte).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, processors
+
+from penstock.checkpoint.gguf import GGUFFile
+from penstock.checkpoint.source import Checkpoint
+from penstock.core.errors import InvalidRequest, StartupError
+from penstock.text import gguf_vocabulary
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+SPACE = "▁"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE writes printable Latin-1 bytes as themselves and the others as characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+class Tokenizer:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        eos_ids: tuple[int, ...] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        self._backend = backend
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        byte_level, self.strips_first_space = _decoding_rules(backend)
+        self._bytes = _BytesByToken(backend, byte_level, verbatim=frozenset(added) if byte_level else frozenset())
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.bos_id = bos_id
+        self.eos_ids = eos_ids  # every token that ends an answer; the first one is the model's own `eos_token`
+        self.chat_template = chat_template
+
+    @property
+    def bos_token(self) -> str:
+        return "" if self.bos_id is None else self.token_text(self.bos_id)
+
+    @property
+    def eos_token(self) -> str:
+        return self.token_text(self.eos_ids[0]) if self.eos_ids else ""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Releases the GIL, so long texts may be encoded in a thread. A rendered chat template already holds its
+        special tokens: encode it with `add_special_tokens=False`."""
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # what the library raises for a str that has no UTF-8 form
+            raise InvalidRequest("the text holds half of a surrogate pair and is no valid Unicode") from error
+
+    def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        data = self.join_bytes(token_ids, skip_special_tokens=skip_special_tokens)
+        if self.strips_first_space:
+            data = data.removeprefix(b" ")
+        return data.decode(errors="replace")
+
+    def join_bytes(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> bytes:
+        """The tokens' bytes one after another; ids without a token (padding of the embedding) have none."""
+        pieces, special = self._bytes, self._special_ids
+        if skip_special_tokens:
+            return b"".join([pieces[i] for i in token_ids if i not in special])
+        return b"".join([pieces[i] for i in token_ids])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        """For people: bytes that are only part of a character show as U+FFFD."""
+        return self._bytes[token_id].decode(errors="replace")
+
+
+class _BytesByToken(dict[int, bytes]):
+    """Filled on demand: a text uses a small part of a vocabulary of 10^5 tokens."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool, verbatim: frozenset[int]) -> None:
+        super().__init__()
+        self._backend = backend
+        self._byte_level = byte_level
+        self._verbatim = verbatim
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = data = self._look_up(token_id)
+        return data
+
+    def _look_up(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._byte_level:
+            spelled = token_id not in self._verbatim and all(character in BYTE_OF for character in token)
+            return bytes(BYTE_OF[character] for character in token) if spelled else token.encode()
+        byte = BYTE_TOKEN.fullmatch(token)
+        return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
+
+
+def _decoding_rules(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
+    """Whether tokens are spelled in byte-level characters, and whether a text loses the space put before it."""
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+    steps = {step["type"]: step for step in state.get("decoders", [state])}
+    if "ByteLevel" in steps:
+        return True, False
+    if not steps.keys() & {"ByteFallback", "Metaspace", "Replace"}:
+        found = ", ".join(steps)
+        raise StartupError(f"the tokenizer's decoder is {found}; supported: byte-level BPE and sentencepiece")
+    metaspace = steps.get("Metaspace")
+    prefixed = metaspace is not None and metaspace.get("prepend_scheme", "always") != "never"
+    return False, prefixed or steps.get("Strip", {}).get("start", 0) > 0
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.kind == "gguf":
+        return _from_gguf(GGUFFile(checkpoint.path).metadata)
+    if checkpoint.kind == "dummy" and not (checkpoint.folder / "tokenizer.json").is_file():
+        raise StartupError(
+            f"{checkpoint.name} has random weights and no tokenizer: put a tokenizer.json into {checkpoint.folder} "
+            "or send token ids instead of text",
+            param="model",
+        )
+    return _from_folder(checkpoint.folder)
+
+
+def _from_gguf(metadata: dict[str, Any]) -> Tokenizer:
+    backend = gguf_vocabulary.build_backend(metadata)
+    bos_id = metadata.get("tokenizer.ggml.bos_token_id")
+    eos_ids = gguf_vocabulary.end_ids(metadata)
+    adds_bos = bos_id is not None and gguf_vocabulary.adds_bos(metadata)
+    adds_eos = bool(eos_ids) and bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    _frame(backend, bos_id if adds_bos else None, eos_ids[0] if adds_eos else None)
+    return Tokenizer(
+        backend, bos_id=bos_id, eos_ids=eos_ids, chat_template=metadata.get("tokenizer.chat_template") or None
+    )
+
+
+def _from_folder(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise StartupError(
+            f"{folder} has no tokenizer.json; save one there with "
+            "transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+            param="model",
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises the base class itself
+        raise StartupError(f"cannot read {path}: {error}", param="model") from error
+    config = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    named = {name: _token_content(config.get(f"{name}_token")) for name in ("bos", "eos", "unk", "pad")}
+    known = {name: token for name, token in named.items() if token and backend.token_to_id(token) is not None}
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    backend.add_special_tokens([AddedToken(t, normalized=False) for t in known.values() if t not in special])
+    bos_id, eos_id = (backend.token_to_id(known[name]) if name in known else None for name in ("bos", "eos"))
+    if "add_bos_token" in config or "add_eos_token" in config:  # otherwise tokenizer.json itself says what to add
+        _frame(
+            backend, bos_id if config.get("add_bos_token") else None, eos_id if config.get("add_eos_token") else None
+        )
+    return Tokenizer(backend, bos_id=bos_id, eos_ids=_end_ids(folder, eos_id), chat_template=_template(folder, config))
+
+
+def _frame(backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None) -> None:
+    """Make `encode` put these tokens around a text."""
+    bos, eos = ([] if i is None else [(backend.id_to_token(i), i)] for i in (bos_id, eos_id))
+    names = [token for token, _ in bos] + ["$A"] + [token for token, _ in eos]
+    backend.post_processor = processors.TemplateProcessing(single=names, special_tokens=bos + eos)
+
+
+def _end_ids(folder: Path, eos_id: int | None) -> tuple[int, ...]:
+    """The tokenizer's own end token first, then those the model was told to stop at."""
+    generation = _read_json(folder / "generation_config.json")
+    stated = generation.get("eos_token_id", _read_json(folder / "config.json").get("eos_token_id"))
+    more = stated if isinstance(stated, list) else [stated]
+    return tuple(dict.fromkeys(i for i in (eos_id, *more) if isinstance(i, int)))
+
+
+def _template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        by_name = {entry["name"]: entry["template"] for entry in template}
+        template = by_name.get("default", next(iter(by_name.values()), None))
+    return template or None
+
+
+def _token_content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StartupError(f"{path} is not valid JSON: {error}", param="model") from error
+    if not isinstance(content, dict):
+        raise StartupError(f"{path} must hold a JSON object", param="model")
+    return content

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_server import ScriptedServer
+
+from penstock.bench.serve import Call, Load, closed_loop, measure, open_loop, plan
+from penstock.bench.server import Server, connect
+from penstock.bench.workloads import Job, find_workload, uniform_workload
+from penstock.cli.main import main
+from penstock.core.errors import Unavailable
+from penstock.http_client import HttpClient
+
+
+def bench(server: ScriptedServer, folder: Path, *options: str) -> dict[str, Any]:
+    file = folder / "report.json"
+    assert main(["bench", "serve", "--url", server.url + "/v1", "--json", str(file), *options]) == 0
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_closed_loop_counts_tokens_by_usage(
+    scripted: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], chat: bool
+) -> None:
+    scripted.tokens_per_chunk = 2
+    shape = ["--prompt-tokens", "41", "--output-tokens", "6", "--concurrency", "3", "--requests", "7"]
+    if chat:
+        scripted.answer = lambda body: ["word "] * body["max_tokens"]  # type: ignore[method-assign]
+    report = bench(scripted, tmp_path, *shape, *["--chat"] * chat)
+    (result,) = report["results"]
+    assert (result["requests"], result["output_tokens"], result["errors"]) == (7, 42, {})
+    assert result["prompt_tokens"] == 7 * 41  # the server counts two tokens a word and a few more; that was learnt
+    assert result["gap_ms"]["p50"] > 0
+    assert report["model"] == "scripted"
+    body = scripted.bodies[-1]
+    assert (body["temperature"], body["ignore_eos"], body["max_tokens"]) == (0, True, 6)
+    assert "uniform" in capsys.readouterr().out
+
+
+def test_ignore_eos_is_dropped_for_a_server_that_refuses_it(scripted: ScriptedServer, tmp_path: Path) -> None:
+    scripted.refuses_ignore_eos = True
+    report = bench(scripted, tmp_path, "--requests", "2")
+    assert report["ignore_eos"] is False
+    assert report["results"][0]["errors"] == {}
+
+
+def test_without_usage_chunks_are_counted(scripted: ScriptedServer, tmp_path: Path) -> None:
+    scripted.reports_usage = False
+    (result,) = bench(scripted, tmp_path, "--requests", "2", "--output-tokens", "5")["results"]
+    assert (result["prompt_tokens"], result["output_tokens"]) == (256, 10)
+
+
+def test_shared_prefixes_stay_shared_as_text(scripted: ScriptedServer, tmp_path: Path) -> None:
+    bench(scripted, tmp_path, "--workload", "cpu_prefix")
+    prompts = [body["prompt"].split() for body in scripted.bodies[-32:]]
+    assert len({tuple(prompt[:382]) for prompt in prompts}) == 1  # of 398: 800 tokens, 768 of them shared
+    assert len({tuple(prompt) for prompt in prompts}) == 32
+
+
+def test_two_workloads_of_one_run_share_no_beginning(scripted: ScriptedServer, tmp_path: Path) -> None:
+    bench(scripted, tmp_path, "--workload", "cpu_single,cpu_prefill", "--prompts", "ids", "--seed", "4")
+    single, prefill = (body["prompt"] for body in scripted.bodies[-2:])
+    assert single[:4] != prefill[:4]
+
+
+async def test_closed_loop_keeps_its_clients_busy_and_no_more(scripted: ScriptedServer) -> None:
+    scripted.hold_until = 3  # no answer ends before three are under way
+    async with HttpClient(scripted.url, timeout=20) as http:
+        timelines = await closed_loop(Server(http, "scripted"), [Call("some words", Job([1], 2))] * 8, clients=3)
+    assert [t.error for t in timelines] == [None] * 8
+    assert scripted.most_in_flight == 3
+
+
+async def test_open_loop_sends_without_waiting_for_answers(scripted: ScriptedServer) -> None:
+    scripted.hold_until = 5  # an answer ends only once all five were sent
+    calls = [Call("some words", Job([1], 2, arrival=0.005 * i)) for i in range(5)]
+    async with HttpClient(scripted.url, timeout=20) as http:
+        timelines, lateness = await open_loop(Server(http, "scripted"), calls)
+    assert [t.error for t in timelines] == [None] * 5
+    assert len(lateness) == 5
+
+
+@pytest.mark.parametrize(("fault", "kind"), [({"fail_with": 429}, "http 429"), ({"error_event": True}, "in stream")])
+async def test_failures_are_counted_by_kind_and_add_no_tokens(
+    scripted: ScriptedServer, fault: dict[str, Any], kind: str
+) -> None:
+    async with HttpClient(scripted.url) as http:
+        server = await connect(http, None, chat=False, seed=0)
+        for name, value in fault.items():
+            setattr(scripted, name, value)
+        result = await measure(server, uniform_workload(8, 4, count=3, clients=2), Load(seed=0))
+    assert result.summary.errors == {kind: 3}
+    assert (result.summary.output_tokens, result.summary.ttft_ms) == (0, None)
+
+
+async def test_a_vanished_server_is_an_error_of_each_request_not_of_the_run() -> None:
+    async with HttpClient("http://127.0.0.1:9") as http:
+        timelines = await closed_loop(Server(http, "m"), [Call("x", Job([1], 1))] * 2, clients=1)
+    assert [t.error for t in timelines] == ["connect", "connect"]
+
+
+def test_a_server_that_fails_from_the_start_is_reported_in_its_own_words(
+    scripted: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.fail_with = 503
+    assert main(["bench", "serve", "--url", scripted.url]) == 1
+    assert "503: scripted failure" in capsys.readouterr().err
+
+
+def test_arrivals_are_poisson_at_the_rate_and_slo_mix_brings_its_own() -> None:
+    workload = uniform_workload(8, 4, count=3, clients=2)
+    jobs = plan(workload, Load(seed=1, rate=50, duration=20))
+    arrivals = [job.arrival for job in jobs]
+    assert arrivals == sorted(arrivals)
+    assert 900 < len(jobs) < 1100  # 1000 expected, three standard deviations are 95
+    mix = plan(find_workload("slo_mix@2"), Load(seed=1))
+    assert {job.kind for job in mix} == {"short", "long"}
+    assert 80 < len(mix) < 160  # two a second for a minute
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--rate", "1", "--concurrency", "2"],
+        ["--workload", "slo_mix@2", "--rate", "1"],
+        ["--workload", "cpu_single,nothing"],
+        ["--prompts", "ids", "--chat"],
+        ["--rate", "0.001", "--duration", "0.001"],
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    scripted: ScriptedServer, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    assert main(["bench", "serve", "--url", scripted.url, "--seed", "0", *options]) == 1
+    assert capsys.readouterr().err.count("penstock: ") == 1
+
+
+async def test_a_server_without_models_asks_for_a_name(scripted: ScriptedServer) -> None:
+    async with HttpClient(scripted.url + "/elsewhere") as http:
+        with pytest.raises(Unavailable, match=r"not JSON|no model"):
+            await connect(http, None, chat=False, seed=0)

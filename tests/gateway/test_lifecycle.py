@@ -1,0 +1,204 @@
+"""Clients that leave, servers that stop, health and metrics."""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.gateway.conftest import Gateway
+from tests.gateway.scripted_engine import MODEL, hang
+
+HI = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_leaves_ends_its_requests_in_the_engine(gateway: Gateway, stream: bool, n: int) -> None:
+    started = threading.Semaphore(0)
+
+    async def tell() -> None:
+        started.release()
+
+    gateway.runs(lambda request: [[100], tell, hang])
+    content = json.dumps({"model": MODEL, "messages": HI, "stream": stream, "n": n}).encode()
+    with socket.create_connection((gateway.host, gateway.port), timeout=20) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        for _ in range(n):
+            assert started.acquire(timeout=20)
+        assert not any(ended.is_set() for ended in gateway.engine.ended.values())
+    assert len(gateway.engine.ended) == n
+    assert all(ended.wait(20) for ended in gateway.engine.ended.values())
+
+
+def test_closing_an_openai_stream_ends_it_in_the_engine(gateway: Gateway) -> None:
+    gateway.runs(lambda request: [[100], hang])
+    stream = gateway.client().chat.completions.create(model=MODEL, messages=HI, stream=True)
+    next(iter(stream))
+    stream.close()
+    (ended,) = gateway.engine.ended.values()
+    assert ended.wait(20)
+
+
+def test_health(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        assert http.get("/health").json() == {"status": "ok", "detail": "idle"}
+        gateway.engine.healthy = False
+        response = http.get("/health")
+    assert (response.status_code, response.json()["detail"]) == (503, "no step for 60 s")
+
+
+def test_models(gateway: Gateway) -> None:
+    client = gateway.client()
+    assert [model.id for model in client.models.list()] == [MODEL, "org/alias"]
+    assert client.models.retrieve("org/alias").id == "org/alias"
+    answer = client.chat.completions.create(model="org/alias", messages=HI)
+    assert answer.model == "org/alias"
+
+
+def test_tokenize_and_detokenize_are_inverse(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        tokens = http.post("/tokenize", json={"messages": HI}).json()["tokens"]
+        text = http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+        assert http.post("/tokenize", json={"prompt": text}).json()["tokens"] == tokens
+    gateway.client().chat.completions.create(model=MODEL, messages=HI)
+    assert list(gateway.engine.requests[0].prompt) == tokens
+
+
+def test_metrics(gateway: Gateway) -> None:
+    client = gateway.client()
+    usage = client.chat.completions.create(model=MODEL, messages=HI, n=2).usage
+    assert usage is not None
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model=MODEL, messages=[])
+    with gateway.http() as http:
+        http.get("/no/such/path")
+        response = http.get("/metrics")
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert samples["penstock_requests_total", CHAT, "200"] == samples["penstock_requests_total", CHAT, "400"] == 1
+    assert samples["penstock_requests_total", "other", "404"] == 1
+    assert samples["penstock_prompt_tokens_total",] == usage.prompt_tokens
+    assert samples["penstock_output_tokens_total",] == usage.completion_tokens
+    assert samples["penstock_cached_tokens_total",] == 2
+    assert samples["penstock_time_to_first_token_seconds_count",] == 2
+    assert samples["penstock_inter_token_seconds_count",] == usage.completion_tokens - 2
+    assert samples["penstock_request_seconds_count",] == 1
+    assert samples["penstock_queue_seconds_bucket", "0.0025"] == 0
+    assert samples["penstock_queue_seconds_bucket", "0.005"] == samples["penstock_queue_seconds_bucket", "+Inf"] == 2
+    assert samples["penstock_queue_seconds_sum",] == pytest.approx(0.008)
+    assert samples["penstock_running_sequences",] == 3
+    assert samples["penstock_kv_utilisation",] == 0.25
+    assert samples["penstock_engine_preemptions_total",] == 1
+    assert samples["penstock_requests_in_flight",] == 1, "the scrape itself"
+
+
+def test_access_log_is_one_line_whatever_the_path(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "penstock.gateway"), gateway.http() as http:
+        http.get("/a%0Ab%20status=200", headers={"x-request-id": "me"})
+        http.get("/")
+        http.get("/health")
+    lines = [record.getMessage() for record in caplog.records if record.name == "penstock.gateway"]
+    assert len(lines) == 2
+    assert lines[0].startswith(r"request method=GET path='/a\nb status=200' status=404 ms=")
+    assert lines[0].endswith(" id=me")
+
+
+@contextmanager
+def server_process(drain_seconds: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "tests.gateway.scripted_engine", str(drain_seconds)]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.kill()
+
+
+def wait_until_draining(url: str) -> None:
+    with httpx.Client(base_url=url, timeout=20) as http:
+        while http.get("/health").json()["status"] != "draining":
+            pass
+
+
+STREAM = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 3}
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
+    with (
+        server_process(drain_seconds=60) as (process, url),
+        httpx.stream("POST", url + CHAT, json=STREAM, timeout=20) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        wait_until_draining(url)
+        refused = httpx.post(url + CHAT, json=STREAM)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        assert process.stdin is not None
+        process.stdin.write("go on\n")
+        process.stdin.flush()
+        assert "data: [DONE]" in list(lines)
+        assert process.wait(20) == 0
+
+
+def test_streams_that_outlast_the_drain_end_with_an_error() -> None:
+    with (
+        server_process(drain_seconds=0) as (process, url),
+        httpx.stream("POST", url + CHAT, json=STREAM, timeout=20) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutdown"
+        assert process.stdin is not None
+        process.stdin.close()  # the engine's own thread waits for a line
+        assert process.wait(20) == 0
+
+
+def test_second_signal_exits_at_once() -> None:
+    with (
+        server_process(drain_seconds=60) as (process, url),
+        httpx.stream("POST", url + CHAT, json=STREAM, timeout=20) as response,
+    ):
+        lines = response.iter_lines()  # held: dropping it would close the connection
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        wait_until_draining(url)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(20) == 128 + signal.SIGTERM
+
+
+def test_port_in_use_is_a_clear_error(gateway: Gateway) -> None:
+    import asyncio
+
+    from penstock.core.config import ServerConfig
+    from penstock.core.errors import StartupError
+    from penstock.gateway.app import create_app
+    from penstock.gateway.server import serve
+
+    app = create_app(gateway.engine, gateway.tokenizer, ServerConfig(), model_names=[MODEL])
+    with pytest.raises(StartupError, match=str(gateway.port)):
+        asyncio.run(serve(app, gateway.host, gateway.port, lambda host, port: None, 0.0))

@@ -1,0 +1,129 @@
+"""Norm, rotary embedding, activation and small products against their references, through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_interpreter  # noqa: F401  isort: skip
+
+from penstock.kernels.activation_triton import silu_mul, silu_mul_reference
+from penstock.kernels.gemm_triton import (
+    GemvConfig,
+    SkinnyConfig,
+    linear_reference,
+    split_scratch,
+    stream_gemm,
+    stream_gemv,
+)
+from penstock.kernels.norm_triton import add_rms_norm, add_rms_norm_reference, quantize_fp8_reference
+from penstock.kernels.rope_triton import rope_and_cache, rope_reference
+
+CPU = torch.device("cpu")
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+    torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """e4m3 keeps 3 bits after the leading one. The interpreter rounds a few values to a neighbour: no bound on each."""
+    return float((actual - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("adds", [False, True])
+def test_norm(adds: bool, dtype: torch.dtype) -> None:
+    x, weight = randn(3, 200, dtype=dtype), randn(200, dtype=dtype)
+    residual = randn(3, 200, seed=1, dtype=dtype) if adds else None
+    expected, summed = add_rms_norm_reference(x, weight, 1e-5, residual)
+    close(add_rms_norm(x, weight, 1e-5, residual=residual), expected, 1e-5 if dtype == torch.float32 else 2e-3)
+    if residual is not None:
+        assert torch.equal(residual, summed)
+
+
+def test_quantised_rows_come_back() -> None:
+    x, weight, scales = randn(3, 200), randn(200), torch.empty(3)
+    expected, _ = add_rms_norm_reference(x, weight, 1e-5)
+    quantised = add_rms_norm(x, weight, 1e-5, scales=scales)
+    close(scales, quantize_fp8_reference(expected)[1], 1e-6)
+    assert relative_error(quantised.float() * scales[:, None], expected) < 0.05
+    gate_up = randn(3, 2 * 150)
+    quantised = silu_mul(gate_up, scales=scales)
+    assert relative_error(quantised.float() * scales[:, None], silu_mul_reference(gate_up)) < 0.05
+
+
+def test_silu_mul() -> None:
+    gate_up = randn(3, 2 * 1100)
+    close(silu_mul(gate_up), silu_mul_reference(gate_up), 1e-5)
+
+
+@pytest.mark.parametrize(("heads", "dim", "rotary", "normed"), [((5, 2), 32, 32, True), ((4, 4), 48, 24, False)])
+def test_rope_and_cache(heads: tuple[int, int], dim: int, rotary: int, normed: bool) -> None:
+    (h, k), tokens, block = heads, 4, 16
+    qkv = randn(tokens, (h + 2 * k) * dim)
+    angles = torch.outer(torch.arange(64).float(), torch.rand(rotary // 2, generator=torch.Generator().manual_seed(5)))
+    cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
+    positions, slots = torch.tensor([0, 17, 40, 63]), torch.tensor([35, 16, -1, 47])
+    weights = (randn(dim, seed=1), randn(dim, seed=2)) if normed else None
+    k_cache, v_cache = (torch.full((4, k, block, dim), 9.0) for _ in range(2))
+    q_ref, k_ref, v_ref = rope_reference(qkv, cos_sin, positions, h, k, weights, 1e-6)
+    q = rope_and_cache(qkv, cos_sin, positions, slots, k_cache, v_cache, h, norm_weights=weights, eps=1e-6)
+    close(q, q_ref, 1e-5)
+    for cache, expected in ((k_cache, k_ref), (v_cache, v_ref)):
+        written = cache.transpose(1, 2).flatten(0, 1)
+        close(written[[35, 16, 47]], expected[[0, 1, 3]], 1e-5)
+        untouched = torch.ones(len(written), dtype=torch.bool)
+        untouched[[35, 16, 47]] = False
+        assert (written[untouched] == 9).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    ("normed", "gated", "adds", "fp8"), [(False,) * 4, (True, True, False, False), (True, True, True, True)]
+)
+def test_gemv(rows: int, normed: bool, gated: bool, adds: bool, fp8: bool) -> None:
+    n, k = 54, 300  # neither fills its tiles
+    x, weight = randn(rows, k), randn(n, k) / 10
+    scales = None
+    if fp8:
+        weight, scales = quantize_fp8_reference(weight)
+    norm = (randn(k, seed=1), 1e-5) if normed else None
+    columns = n // 2 if gated else n
+    residual = randn(rows, columns) if adds else None
+    expected = linear_reference(x, weight, scales=scales, norm=norm, gated=gated, residual=residual)
+    out = residual if residual is not None else torch.full((rows, columns), torch.nan)
+    stream_gemv(out, x, weight, config=GemvConfig(16, 128, 4), scales=scales, norm=norm, gated=gated, residual=residual)
+    close(out, expected)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("gated", "adds", "fp8"), [(False, False, False), (True, False, False), (False, True, True)])
+def test_gemm(splits: int, gated: bool, adds: bool, fp8: bool) -> None:
+    n, k, rows = 120, 300, 5
+    x, weight, scales = randn(rows, k), randn(n, k) / 10, None
+    if fp8:
+        (x, x_scales), (weight, w_scales) = quantize_fp8_reference(x), quantize_fp8_reference(weight)
+        scales = (w_scales, x_scales)
+    columns = n // 2 if gated else n
+    residual = randn(rows, columns) if adds else None
+    expected = linear_reference(
+        x, weight, scales=scales and scales[0], x_scales=scales and scales[1], gated=gated, residual=residual
+    )
+    scratch = split_scratch(CPU, 1 << 14, 16)
+    for _ in range(2):  # the arrival counters must be back at zero after a launch
+        out = torch.full((rows, columns), torch.nan)
+        config = SkinnyConfig(64, 64, splits, 4, 2)
+        stream_gemm(out, x, weight, config=config, scratch=scratch, scales=scales, gated=gated, residual=residual)
+        close(out, expected)
+
+
+def test_gemm_refuses_a_scratch_that_its_splits_would_overrun() -> None:
+    with pytest.raises(ValueError, match="split_scratch"):
+        stream_gemm(
+            torch.empty(4, 128), randn(4, 64), randn(128, 64), config=SkinnyConfig(64, 64, 2, 4, 2),
+            scratch=split_scratch(CPU, 64, 4),
+        )  # fmt: skip

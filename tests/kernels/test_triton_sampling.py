@@ -1,0 +1,87 @@
+"""Sampling kernels against the plain definition, through Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_interpreter  # noqa: F401  isort: skip
+
+from penstock.kernels.sampling_reference import philox4x32, sample_reference
+from penstock.kernels.sampling_triton import SamplingRows, argmax, sample, sampling_scratch
+
+VOCAB = 9001  # two chunks, the second ragged
+
+
+def test_philox_known_answers() -> None:
+    """From the generator's published test vectors."""
+    zero = torch.tensor(0)
+    assert [hex(w) for w in philox4x32(0, zero, zero).tolist()] == [
+        "0x6627e8d5",
+        "0xe169c58d",
+        "0xbc57ac4c",
+        "0x9b00dbd8",
+    ]
+
+
+def test_argmax_takes_the_lowest_of_tied_tokens() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
+    logits[0, [8999, 8500, 4100, 4096]] = 50.0
+    logits[1, 9000] = 50.0
+    logits[2] = float("-inf")
+    out = argmax(logits, torch.empty(3, dtype=torch.int64), sampling_scratch(3, VOCAB, logits.device))
+    assert out.tolist() == [4096, 9000, 0]
+
+
+CASES = [  # temperature, top_k, top_p, min_p
+    (0.0, 0, 1.0, 0.0),
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.5, 0, 0.6, 0.0),
+    (1.3, 40, 0.8, 0.0),
+    (2.0, 0, 1.0, 0.05),
+    (3.0, 1, 1.0, 0.0),
+    (2.0, 0, 0.01, 0.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sample(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = (torch.randn(len(CASES), VOCAB, generator=generator) * 3).to(dtype)
+    columns = list(zip(*CASES, strict=True))
+    seeds = [(1 << 63) - 5 + i if i % 2 == 0 else i for i in range(len(CASES))]
+    scratch = sampling_scratch(len(CASES), VOCAB, logits.device)
+    for position in (77,):
+        rows = SamplingRows(
+            temperature=torch.tensor(columns[0]),
+            seed=torch.tensor([s % (1 << 63) for s in seeds]),
+            position=torch.full((len(CASES),), position),
+            top_k=torch.tensor(columns[1], dtype=torch.int32),
+            top_p=torch.tensor(columns[2]),
+            min_p=torch.tensor(columns[3]),
+        )
+        out = torch.empty(len(CASES), dtype=torch.int64)
+        sample(logits, out, rows, scratch, any_top_k=True, any_top_p=True, any_min_p=True)
+        expected = [
+            sample_reference(logits[i].float(), int(rows.seed[i]), position, *CASES[i]) for i in range(len(CASES))
+        ]
+        assert out.tolist() == expected
+
+
+def test_flags_skip_only_filters_that_are_off() -> None:
+    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(6))
+    rows = SamplingRows(
+        temperature=torch.tensor([1.0, 1.0]),
+        seed=torch.tensor([1, 2]),
+        position=torch.tensor([3, 4]),
+        top_k=torch.tensor([3, 0], dtype=torch.int32),
+        top_p=torch.ones(2),
+        min_p=torch.zeros(2),
+    )
+    scratch = sampling_scratch(2, VOCAB, logits.device)
+    flags = {"any_top_k": True, "any_top_p": False, "any_min_p": False}
+    out = sample(logits, torch.empty(2, dtype=torch.int64), rows, scratch, **flags)
+    assert out.tolist() == [
+        sample_reference(logits[0], 1, 3, 1.0, 3, 1.0, 0.0),
+        sample_reference(logits[1], 2, 4, 1.0, 0, 1.0, 0.0),
+    ]

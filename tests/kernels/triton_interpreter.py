@@ -1,0 +1,23 @@
+"""Import this first in a kernel test: the kernels then run on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+_patch = interpreter._patch_lang_tensor
+
+
+def _patch_with_index(tensor, scope) -> None:
+    """Triton 3.6 turns one-element arrays into ints in a way that numpy 2.4 no longer allows."""
+    _patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch_with_index
