@@ -21,6 +21,7 @@ from penstock.core.errors import InvalidRequest, Unavailable
 T = TypeVar("T")
 
 LINE_LIMIT = 1 << 20  # bytes in one header or chunk-size line
+READ_SIZE = 1 << 16
 NO_BODY = (204, 304)
 
 
@@ -44,17 +45,18 @@ class Response:
 
 
 class _Connection:
-    """One socket. Reads raise `Unavailable` after `timeout` seconds without progress."""
+    """One socket and what has been received on it. Waiting fails after `timeout` seconds without a byte."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout: float) -> None:
         self._reader = reader
         self._writer = writer
         self._timeout = timeout
+        self._buffer = bytearray()
         self.fresh = True  # nothing has been answered on it yet
 
     @property
     def usable(self) -> bool:
-        return not (self._reader.at_eof() or self._writer.is_closing())
+        return not (self._buffer or self._reader.at_eof() or self._writer.is_closing())
 
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
@@ -62,17 +64,32 @@ class _Connection:
 
     async def line(self) -> bytes:
         """One line without its end."""
-        line = await self._within_timeout(self._reader.readline())
-        if not line.endswith(b"\n"):
-            raise Unavailable("the server closed the connection", code="closed")
-        return line.rstrip(b"\r\n")
+        while (end := self._buffer.find(b"\n")) < 0:
+            if len(self._buffer) > LINE_LIMIT:
+                raise Unavailable(f"a line of the answer exceeds {LINE_LIMIT} bytes", code="protocol")
+            await self._receive()
+        return self._take(end + 1).rstrip(b"\r\n")
 
     async def exactly(self, count: int) -> bytes:
-        return await self._within_timeout(self._reader.readexactly(count))
+        while len(self._buffer) < count:
+            await self._receive()
+        return self._take(count)
 
-    async def some(self) -> bytes:
-        """Whatever is there, b"" at the end of the connection."""
-        return await self._within_timeout(self._reader.read(1 << 16))
+    async def until_closed(self) -> AsyncGenerator[bytes, None]:
+        yield self._take(len(self._buffer))
+        while part := await self._within_timeout(self._reader.read(READ_SIZE)):
+            yield part
+
+    async def _receive(self) -> None:
+        data = await self._within_timeout(self._reader.read(READ_SIZE))
+        if not data:
+            raise Unavailable("the server closed the connection in mid-answer", code="closed")
+        self._buffer += data
+
+    def _take(self, count: int) -> bytes:
+        data = bytes(self._buffer[:count])
+        del self._buffer[:count]
+        return data
 
     async def _within_timeout(self, work: Awaitable[T]) -> T:
         try:
@@ -80,12 +97,8 @@ class _Connection:
                 return await work
         except TimeoutError as error:
             raise Unavailable(f"nothing came for {self._timeout:g} s", code="timeout") from error
-        except asyncio.IncompleteReadError as error:
-            raise Unavailable("the server closed the connection in mid-answer", code="closed") from error
         except OSError as error:
             raise Unavailable(f"the connection broke: {error}", code="closed") from error
-        except ValueError as error:
-            raise Unavailable(f"a line of the answer exceeds {LINE_LIMIT} bytes", code="protocol") from error
 
     def close(self) -> None:
         self._writer.close()
@@ -116,11 +129,11 @@ class StreamingResponse:
         elif "content-length" in self.headers:
             remaining = _number(self.headers["content-length"], 10)
             while remaining:
-                part = await self._connection.exactly(min(remaining, 1 << 16))
+                part = await self._connection.exactly(min(remaining, READ_SIZE))
                 remaining -= len(part)
                 yield part
         else:
-            while part := await self._connection.some():
+            async for part in self._connection.until_closed():
                 yield part
         self.complete = True
 
@@ -260,7 +273,7 @@ class HttpClient:
             connection.close()
         try:
             async with asyncio.timeout(self._connect_timeout):
-                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl, limit=LINE_LIMIT)
+                reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
         except TimeoutError as error:
             raise Unavailable(f"no connection to {self.url} in {self._connect_timeout:g} s", code="connect") from error
         except OSError as error:

@@ -36,9 +36,8 @@ class Timeline:
     @property
     def decode_tok_s(self) -> float | None:
         """Tokens per second after the first one, which is what a reader of the stream sees."""
-        if self.output_tokens < 2 or len(self.token_times) < 2:
-            return None
-        return (self.output_tokens - 1) / (self.token_times[-1] - self.token_times[0])
+        elapsed = self.token_times[-1] - self.token_times[0] if self.token_times else 0.0
+        return (self.output_tokens - 1) / elapsed if elapsed > 0 else None
 
     def met_objectives(self) -> bool:
         ttft, gaps = self.ttft, self.gaps

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
     from rich.console import Console
 
-HISTORY_FILE = Path.home() / ".penstock" / "chat_history"
 STOP_SECONDS = 10.0
 HELP = """\
 /clear         start over, keeping the system prompt
@@ -147,10 +146,16 @@ class Turn:
     chunks: int = 0
     output_tokens: int | None = None  # as the server counts
 
-    def take(self, chunk: dict[str, Any]) -> str:
-        """Note a chunk and return its text."""
-        if "error" in chunk:
-            raise Unavailable(str(chunk["error"].get("message", chunk["error"])))
+    def take(self, event: str) -> str:
+        """Note an event of the stream and return its text."""
+        if event == "[DONE]":
+            return ""
+        try:
+            chunk = json.loads(event)
+        except ValueError as error:
+            raise Unavailable(f"the server streams what is not JSON: {event[:80]!r}") from error
+        if fault := chunk.get("error"):
+            raise Unavailable(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
         if usage := chunk.get("usage"):
             self.output_tokens = usage.get("completion_tokens")
         text = "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices") or ())
@@ -165,7 +170,7 @@ class Turn:
         if self.first is None:
             return "no answer"
         tokens = self.output_tokens or self.chunks
-        parts = [f"{tokens} tokens"]
+        parts = ["1 token" if tokens == 1 else f"{tokens} tokens"]
         if tokens > 1 and self.last > self.first:
             parts.append(f"{(tokens - 1) / (self.last - self.first):.1f} tok/s")
         parts.append(f"first after {(self.first - self.asked) * 1e3:.0f} ms")
@@ -219,7 +224,7 @@ class Conversation:
             if response.status != 200:
                 raise Unavailable(f"the server answers {response.status}: {await response.read_error()}")
             async for event in response.events():
-                if event != "[DONE]" and (text := turn.take(json.loads(event))):
+                if text := turn.take(event):
                     write(text.translate(_CONTROL))
 
 
@@ -324,8 +329,9 @@ def _line_editor() -> PromptSession[str]:
 
     history: History
     try:
-        HISTORY_FILE.parent.mkdir(mode=0o700, exist_ok=True)
-        history = FileHistory(str(HISTORY_FILE))
-    except OSError:  # a home that cannot be written to costs the history, not the chat
+        folder = Path.home() / ".penstock"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        history = FileHistory(str(folder / "chat_history"))
+    except (OSError, RuntimeError):  # no home, or none that can be written to, costs the history and not the chat
         history = InMemoryHistory()
     return PromptSession(history=history, key_bindings=keys)

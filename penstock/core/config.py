@@ -98,6 +98,12 @@ def _section(cls: type[T], name: str, values: Any) -> T:
     return cls(**{k: _typed(f"{name}.{k}", str(known[k].type), v) for k, v in values.items()})
 
 
+def _given(values: dict[str, Any], section: str) -> Any:
+    """A section left empty in YAML is None."""
+    found = values.get(section)
+    return {} if found is None else found
+
+
 def settings_from_mapping(values: Any) -> Settings:
     """Parse what a YAML file holds: `model`, `engine: {...}`, `server: {...}`."""
     _check(isinstance(values, dict), "settings", "must be a mapping with model, engine and server")
@@ -107,6 +113,6 @@ def settings_from_mapping(values: Any) -> Settings:
     _check(isinstance(model, str) and bool(model), "model", "must be a name or a path")
     return Settings(
         model=model,
-        engine=_section(EngineConfig, "engine", values.get("engine") or {}),
-        server=_section(ServerConfig, "server", values.get("server") or {}),
+        engine=_section(EngineConfig, "engine", _given(values, "engine")),
+        server=_section(ServerConfig, "server", _given(values, "server")),
     )

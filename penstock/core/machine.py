@@ -1,4 +1,4 @@
-"""What this process may use of the machine: CPUs by affinity and cgroup quota, memory by cgroup limit and free pages."""
+"""What this process may use of the machine: CPUs by affinity and quota, memory by limit and free pages."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        cpus = len(os.sched_getaffinity(0))
-    else:
-        cpus = os.cpu_count() or 1
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cpus, _cgroup_cpus() or cpus))
 
 

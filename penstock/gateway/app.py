@@ -100,7 +100,7 @@ class TextEndpoints:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         if body.prompt is None:
-            token_ids = list((await self.chat.tokenize(body)).token_ids)
+            token_ids = list((await self.chat.tokenize(body, exchange.body_size)).token_ids)
         else:
             token_ids = await self._encode(body.prompt, body.add_special_tokens)
         info = self.serving.engine.info

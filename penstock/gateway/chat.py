@@ -46,24 +46,23 @@ class ChatCompletions:
         body = await self.serving.read(exchange, _decoder)
         self.serving.check_model(body.model)
         _refuse_unsupported(body)
-        prompt = await self.tokenize(body)
+        prompt = await self.tokenize(body, exchange.body_size)
         generation = self._start(exchange, body, prompt)
         if body.stream:
             await self._stream(exchange, body, generation)
         else:
             await self._answer(exchange, body, generation)
 
-    async def tokenize(self, body: ChatRequest | TokenizeRequest) -> Prompt:
-        """Render the conversation and encode it; special tokens come from the template."""
-        messages = body.messages or []
-        size = sum(_characters(message) for message in messages)
+    async def tokenize(self, body: ChatRequest | TokenizeRequest, size: int) -> Prompt:
+        """Render the conversation and encode it; special tokens come from the template. `size` is that of the body."""
 
         def work() -> list[int]:
-            return self.serving.tokenizer.encode(self._render(body, messages), add_special_tokens=False)
+            return self.serving.tokenizer.encode(self._render(body), add_special_tokens=False)
 
         return Prompt(await off_loop_if_long(size, work, "messages"))
 
-    def _render(self, body: ChatRequest | TokenizeRequest, messages: list[Message]) -> str:
+    def _render(self, body: ChatRequest | TokenizeRequest) -> str:
+        messages = body.messages or []
         variables = dict(body.chat_template_kwargs or {})
         if reserved := sorted(RESERVED_NAMES & variables.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
@@ -164,12 +163,6 @@ def _refuse_unsupported(body: ChatRequest) -> None:
 
 def _logprobs(body: ChatRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _characters(message: Message) -> int:
-    if isinstance(message.content, list):
-        return sum(len(part.text or "") for part in message.content)
-    return len(message.content or "")
 
 
 def _as_dict(message: Message, where: str) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class Exchange:
         "_send",
         "_task",
         "arrived",
+        "body_size",
         "endpoint",
         "id",
         "output_tokens",
@@ -64,6 +65,7 @@ class Exchange:
         self.endpoint = "other"
         self.status = 0  # 0: the response has not started
         self.streaming = False
+        self.body_size = 0
         self.prompt_tokens: int | None = None
         self.output_tokens: int | None = None
         self._receive = receive
@@ -89,14 +91,13 @@ class Exchange:
         if length is not None and int(length) > limit:
             raise too_large
         parts: list[bytes] = []
-        size = 0
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone("client left while sending the body")
             parts.append(message["body"])
-            size += len(parts[-1])
-            if size > limit:
+            self.body_size += len(parts[-1])
+            if self.body_size > limit:
                 raise too_large
             if not message["more_body"]:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
@@ -231,21 +232,21 @@ class Edge:
         scope["exchange"] = exchange
         self.traffic.enter(exchange)
         self.metrics.in_flight += 1
-        status = 500
+        reason: PenstockError | None = None
         try:
             await self.app(scope, receive, send)
-            status = exchange.status
         except (Exception, asyncio.CancelledError) as error:
             reason = exchange.reason(error)
-            status = reason.status
             if not isinstance(reason, ClientGone):
                 await exchange.send_error(reason)
         finally:
             self.metrics.in_flight -= 1
             self.traffic.leave(exchange)
-            self._record(exchange, status)
+            self._record(exchange, reason)
 
-    def _record(self, exchange: Exchange, status: int) -> None:
+    def _record(self, exchange: Exchange, reason: PenstockError | None) -> None:
+        """An error in mid-stream is counted by its own status, though the response began with 200."""
+        status = exchange.status if reason is None else reason.status
         self.metrics.requests[exchange.endpoint, status] += 1
         if exchange.path not in _QUIET:
             log(
@@ -259,4 +260,5 @@ class Edge:
                 prompt=exchange.prompt_tokens,
                 output=exchange.output_tokens,
                 id=exchange.id,
+                why=reason and reason.message,
             )

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from penstock.core.engine import Engine
 from penstock.core.errors import EngineFailure, Unavailable
-from penstock.core.request import Chunk, FinishReason, GenerateRequest, SamplingParams, TokenLogprob
+from penstock.core.request import Chunk, FinishReason, GenerateRequest, SamplingParams, TokenLogprob, choice_seed
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.openai_types import PromptTokensDetails, SamplingFields, Usage
-from penstock.gateway.sampling import choice_seed
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.stream import TextDelta, TextStream
 from penstock.text.tokenizer import Tokenizer

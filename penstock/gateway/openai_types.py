@@ -68,7 +68,6 @@ class SamplingFields(Struct, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    user: str | None = None
 
     top_k: int | None = None
     min_p: float | None = None

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
-
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import ContextTooLong
 from penstock.core.request import SamplingParams
 from penstock.gateway.errors import require
 from penstock.gateway.openai_types import SamplingFields
-
-_MASK64 = 2**64 - 1
 
 
 def sampling_params(
@@ -78,13 +74,3 @@ def output_limit(
             param=param,
         )
     return requested
-
-
-def choice_seed(seed: int | None, choice: int) -> int:
-    """63 bits. Choices of one request differ; the same seed and choice always give the same stream."""
-    if seed is None:
-        return secrets.randbits(63)
-    mixed = (seed + (choice + 1) * 0x9E3779B97F4A7C15) & _MASK64  # splitmix64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return (mixed ^ (mixed >> 31)) >> 1

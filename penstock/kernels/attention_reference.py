@@ -68,7 +68,7 @@ class ReferenceAttention:
                 longest, last = longest_with, last + 1
             positions_L = torch.arange(longest, device=batch.slots_T.device)
             contexts_S1 = batch.contexts_S[first:last, None]
-            hidden = {w: positions_L >= contexts_S1 for w in windows}
+            hidden = dict.fromkeys(windows, positions_L >= contexts_S1)
             for window in windows - {0}:
                 hidden[window] = hidden[window] | (positions_L < contexts_S1 - window)
             slots_SL = self._slots(batch.tables_SM[first:last], positions_L)

@@ -67,7 +67,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: pexpect.spawn, scrip
     say(terminal, "wait")
     terminal.expect("waiting ")
     terminal.send(CTRL_C)
-    terminal.expect("stopped · 1 tokens")
+    terminal.expect("stopped · 1 token ")
     assert scripted.dropped.wait(10), "the server was not told that the reader left"
     say(terminal, "again")
     terminal.expect(re.escape("user=wait | assistant=waiting  | user=again"))  # what was read is remembered

@@ -86,6 +86,6 @@ def test_without_prefix_caching_in_small_chunks(prompts: list[list[int]], refere
 
 
 def test_with_constant_preemption(prompts: list[list[int]], reference: list[list[int]]) -> None:
-    with engine(kv_memory_gib=0.012, max_step_tokens=32) as llm:  # 17 blocks for 14 sequences of 2 to 5 blocks each
+    with engine(kv_memory_gib=0.0056, max_step_tokens=32) as llm:  # 8 blocks; a sequence grows to between 2 and 5
         assert tokens(llm, prompts) == reference
-        assert llm.engine.stats.preemptions > 10
+        assert llm.engine.stats.preemptions >= 5

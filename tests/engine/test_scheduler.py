@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +17,16 @@ from tests.engine.paged_executor import EOS, VOCAB, PagedExecutor, expected_outp
 
 
 def limits(**changes: int) -> SchedulerLimits:
-    values = dict(num_blocks=12, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=40, vocab_size=VOCAB)
-    return SchedulerLimits(**{**values, **changes}, eos_ids=frozenset({EOS}))
+    tiny = SchedulerLimits(
+        num_blocks=12,
+        block_size=4,
+        max_seqs=4,
+        max_step_tokens=8,
+        max_model_len=40,
+        vocab_size=VOCAB,
+        eos_ids=frozenset({EOS}),
+    )
+    return replace(tiny, **changes)
 
 
 @dataclass

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from penstock.gateway.openai_types import ChatRequest, CompletionRequest
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
 
@@ -249,3 +254,38 @@ def test_body_just_under_the_limit_is_read(shared_gateway: Gateway) -> None:
     with shared_gateway.http() as http:
         assert http.post("/tokenize", content=content + b" " * (2**18 - len(content))).status_code == 200
         assert http.post("/tokenize", content=content + b" " * (2**18 - len(content) + 1)).status_code == 413
+
+
+LENGTHS = ("max_tokens", "max_completion_tokens")  # of what the scripted engine has to say
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.fixture(scope="module")
+def http(shared_gateway: Gateway) -> Iterator[httpx.Client]:
+    with shared_gateway.http() as client:
+        yield client
+    shared_gateway.engine.requests.clear()
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "kind"),
+    [(CHAT, {"messages": HI}, ChatRequest), (TEXT, {"prompt": "Hi"}, CompletionRequest)],
+    ids=["chat", "text"],
+)
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_any_value_in_any_field_is_answered_or_refused(
+    http: httpx.Client, path: str, base: dict[str, Any], kind: type[ChatRequest], data: st.DataObject
+) -> None:
+    """No value may end in a 5xx: that is a request which could have reached, and harmed, the engine."""
+    names = st.sampled_from([name for name in kind.__struct_fields__ if name not in ("model", *LENGTHS)])
+    change = data.draw(st.dictionaries(names, JSON_VALUES, min_size=1, max_size=2))
+    content = json.dumps({"model": MODEL, **base, "max_tokens": 1, **change}).encode()
+    response = http.post(path, content=content)
+    if response.status_code != 200:
+        check_error(response, 400, response.json()["error"]["param"])

@@ -68,7 +68,9 @@ def test_frequencies_match_the_filtered_distribution(params: SamplingParams) -> 
             counts[token] += 1
     assert counts[expected == 0].sum() == 0
     likely = expected * draws >= 20
-    error = (counts[likely] - expected[likely] * draws) / np.sqrt(draws * expected[likely] * (1 - expected[likely]) + 1e-9)
+    error = (counts[likely] - expected[likely] * draws) / np.sqrt(
+        draws * expected[likely] * (1 - expected[likely]) + 1e-9
+    )
     assert np.abs(error[expected[likely] < 1]).max(initial=0) < 5
 
 

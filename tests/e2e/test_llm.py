@@ -1,0 +1,126 @@
+"""The engine as a library, on the built-in model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from penstock import LLM, SamplingParams
+from penstock.core.errors import ContextTooLong, InvalidRequest, StartupError
+from penstock.llm import Completion
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("smollm2-135m", kv_memory_gib=0.5, max_model_len=512) as running:
+        yield running
+
+
+def greedy(**options: object) -> SamplingParams:
+    return SamplingParams(temperature=0, **{"max_tokens": 12, **options})  # type: ignore[arg-type]
+
+
+def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
+    text = "The three primary colours are"
+    by_text = llm.generate(text, greedy(), progress=False)
+    by_ids = llm.generate([llm.tokenizer.encode(text)], greedy(), progress=False)
+    assert by_text[0].choices == by_ids[0].choices
+    assert by_text[0].choices[0].finish_reason == "length"
+    assert len(by_text[0].choices[0].token_ids) == 12
+    assert by_text[0].text == llm.tokenizer.decode(by_text[0].choices[0].token_ids)
+
+
+def test_one_params_each(llm: LLM) -> None:
+    short, long = llm.generate(["Water boils at"] * 2, [greedy(max_tokens=2), greedy(max_tokens=5)], progress=False)
+    assert [len(c.choices[0].token_ids) for c in (short, long)] == [2, 5]
+    with pytest.raises(InvalidRequest, match="2 prompts but 1 params"):
+        llm.generate(["a", "b"], [greedy()], progress=False)
+
+
+def test_choices_differ_and_a_seed_repeats_them(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=11, max_tokens=8, temperature=1.0)
+
+    def texts(completion: Completion) -> list[str]:
+        return [choice.text for choice in completion.choices]
+
+    alone = llm.generate("My favourite animal is", params, progress=False)[0]
+    crowd = llm.generate(["My favourite animal is", "It is raining", "Zebras"], params, progress=False)[0]
+    assert len(set(texts(alone))) == 3
+    assert texts(alone) == texts(crowd)
+
+
+def test_stop_string_and_stop_id(llm: LLM) -> None:
+    prompt = "1, 2, 3, 4,"
+    whole = llm.generate(prompt, greedy(), progress=False)[0].choices[0]
+    cut = llm.generate(prompt, greedy(stop=(" 6",)), progress=False)[0].choices[0]
+    assert cut.finish_reason == "stop"
+    assert cut.text == whole.text[: whole.text.index(" 6")]
+    by_id = llm.generate(prompt, greedy(stop_token_ids=(whole.token_ids[3],)), progress=False)[0].choices[0]
+    assert by_id.finish_reason == "stop"
+    assert by_id.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[3]) + 1]
+
+
+def test_logprobs_of_output_and_prompt_agree(llm: LLM) -> None:
+    """What was sampled with a log-probability is given the same one when it comes back as a prompt, in chunks too."""
+    prompt = llm.tokenizer.encode("The sun rises in the east and")
+    first = llm.generate([prompt], greedy(logprobs=3), progress=False)[0].choices[0]
+    again = llm.generate([prompt + first.token_ids], greedy(max_tokens=1, prompt_logprobs=2), progress=False)[0]
+    assert first.logprobs is not None
+    assert again.prompt_logprobs is not None
+    assert again.prompt_logprobs[0] is None
+    assert len(again.prompt_logprobs) == len(prompt) + len(first.token_ids)
+    for sampled, scored in zip(first.logprobs, again.prompt_logprobs[len(prompt) :], strict=True):
+        assert scored is not None
+        assert scored.token_id == sampled.token_id
+        assert scored.logprob == pytest.approx(sampled.logprob, abs=1e-4)
+        assert sampled.top[0] == (sampled.token_id, sampled.logprob)  # greedy takes the likeliest
+        assert (len(sampled.top), len(scored.top)) == (3, 2)
+
+
+async def test_stream_adds_up_and_closing_it_frees_the_engine(llm: LLM) -> None:
+    whole = llm.generate("Once upon a time", greedy(max_tokens=20), progress=False)[0]
+    deltas = [delta async for delta in llm.stream("Once upon a time", greedy(max_tokens=20))]
+    assert "".join(delta.text for delta in deltas) == whole.text
+    assert deltas[-1].finish_reason == "length"
+
+    stream = llm.stream("Once upon a time", greedy(max_tokens=400, ignore_eos=True))
+    await anext(stream)
+    await stream.aclose()
+    llm.generate("x", greedy(max_tokens=1), progress=False)  # a step later the abort has been seen
+    assert llm.engine.stats.running == 0
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    answer = llm.chat([{"role": "user", "content": "Say hello."}], greedy())
+    assert llm.tokenizer.decode(answer.prompt_token_ids, skip_special_tokens=False).endswith("<|im_start|>assistant\n")
+
+
+def test_what_cannot_fit_is_refused_and_others_go_on(llm: LLM) -> None:
+    with pytest.raises(ContextTooLong, match="600 tokens"):
+        llm.generate([[5] * 600], greedy(), progress=False)
+    with pytest.raises(InvalidRequest, match="empty"):
+        llm.generate([[1, 2], []], greedy(), progress=False)
+    assert llm.generate("Hello", greedy(), progress=False)[0].text
+    assert llm.engine.stats.running == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_len": 10**6}, "lower max_model_len"),
+        ({"kv_memory_gib": 10_000.0}, "lower kv_memory_gib"),
+        ({"kv_memory_gib": 1e-6}, "raise kv_memory_gib"),
+        ({"dtype": "int3"}, "dtype must be one of"),
+    ],
+)
+def test_settings_that_cannot_work_say_what_to_change(options: dict[str, object], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        LLM("smollm2-135m", **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_gpu() -> None:
+    with pytest.raises(StartupError, match="use --device cpu"):
+        LLM("smollm2-135m", device="cuda")

@@ -1,0 +1,108 @@
+"""`penstock serve` as its users run it: many clients at once, a worker that dies, a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.conftest import Server, start_server
+
+MODEL = "smollm2-135m"
+
+
+def worker_pid(server: Server) -> int:
+    listing = subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=True)
+    return int(listing.stdout.split()[0])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_two_hundred_streams_finish(server: Server) -> None:
+    client = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", timeout=250, max_retries=0)
+
+    async def stream(number: int) -> tuple[int, str | None]:
+        chunks = await client.completions.create(
+            model=MODEL,
+            prompt=f"Number {number} is",
+            max_tokens=8,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        tokens, reason = 0, None
+        async for chunk in chunks:
+            if chunk.usage is not None:
+                tokens = chunk.usage.completion_tokens
+            elif chunk.choices[0].finish_reason is not None:
+                reason = chunk.choices[0].finish_reason
+        return tokens, reason
+
+    results = await asyncio.gather(*(stream(number) for number in range(200)))
+    assert results == [(8, "length")] * 200
+
+
+def test_a_dead_worker_is_reported_at_once_and_replaced() -> None:
+    server = start_server("--kv-memory-gib", "0.2", "--max-model-len", "2048")
+    try:
+        client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
+        stream = client.completions.create(
+            model=MODEL, prompt="Go on", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        os.kill(worker_pid(server), signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="worker died"):
+            for _ in stream:
+                pass
+        # Health turns bad until another worker serves, and nothing needs to be restarted by hand.
+        with httpx.Client(base_url=server.url) as http:
+            while http.get("/health").status_code != 200:
+                assert server.process.poll() is None
+        answer = client.completions.create(model=MODEL, prompt="Hello", max_tokens=2)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 2
+    finally:
+        pid = worker_pid(server)
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+        assert not is_alive(pid)
+
+
+def test_a_killed_gateway_takes_its_worker_along() -> None:
+    server = start_server("--kv-memory-gib", "0.2")
+    pid = worker_pid(server)
+    end = os.pidfd_open(pid)
+    server.process.kill()
+    server.process.wait()
+    import select
+
+    assert select.select([end], [], [], 30)[0], "the worker outlived its gateway"
+    os.close(end)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-model"], "no model found for 'no-such-model'"),
+        (["--max-model-len", "1000000"], "lower max_model_len"),
+        (["--config", "/does/not/exist.yaml"], "cannot read"),
+        (["--kv-memory-gib", "-1"], "kv_memory_gib must be above 0"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why_and_exits(arguments: list[str], message: str) -> None:
+    with pytest.raises(AssertionError, match=message) as caught:
+        start_server(*arguments)
+    assert "exit code 1" in str(caught.value)
+    assert "Traceback" not in str(caught.value)

@@ -1,0 +1,74 @@
+"""The architecture as a rule: imports point down only, and the engine half embeds anywhere."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "penstock"
+
+# Each layer with those it may import. What stands at the top level of the package (llm.py, http_client.py) composes.
+BELOW: dict[str, set[str]] = {
+    "core": set(),
+    "checkpoint": {"core"},
+    "text": {"core", "checkpoint"},
+    "engine": {"core"},
+    "kernels": {"core"},
+    "models": {"core", "checkpoint", "kernels"},
+    "quantization": {"core", "kernels", "models"},
+    "runner": {"core", "checkpoint", "engine", "kernels", "models", "quantization"},
+    "observability": {"core"},
+    "worker": {"core", "engine", "runner", "observability"},
+    "gateway": {"core", "text", "observability"},
+    "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "http_client"},
+}
+WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "gateway")
+ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")
+SERVER_ONLY = ("starlette", "uvicorn", "msgspec", "pydantic", "prometheus_client", "yaml", "rich", "prompt_toolkit")
+
+
+def imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize("layer", BELOW)
+def test_imports_point_down(layer: str) -> None:
+    for path in (PACKAGE / layer).rglob("*.py"):
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "penstock" and len(parts) > 1 and parts[1] != layer:
+                assert parts[1] in BELOW[layer], f"{path.relative_to(PACKAGE)} imports {name}"
+
+
+def test_every_folder_has_a_layer() -> None:
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert folders - {"cli"} == set(BELOW)
+
+
+def loaded_by(modules: list[str]) -> set[str]:
+    code = f"import sys, {', '.join(modules)}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def modules_of(layer: str) -> list[str]:
+    path = PACKAGE / layer.replace(".", "/")
+    files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    names = (".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files)
+    return [name.removesuffix(".__init__") for name in names if not name.endswith("_triton")]
+
+
+def test_decisions_and_gateway_do_not_load_torch() -> None:
+    assert "torch" not in loaded_by([name for layer in WITHOUT_TORCH for name in modules_of(layer)])
+
+
+def test_engine_half_needs_no_server_packages() -> None:
+    assert not loaded_by([name for layer in ENGINE_HALF for name in modules_of(layer)]) & set(SERVER_ONLY)

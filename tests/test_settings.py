@@ -1,0 +1,56 @@
+"""Settings from YAML and flags."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import serve
+from penstock.core.config import Settings, settings_from_mapping
+from penstock.core.errors import StartupError
+
+
+def parse(*arguments: str) -> Settings:
+    parser = argparse.ArgumentParser()
+    serve.add_parser(parser.add_subparsers())
+    return serve.read_settings(parser.parse_args(["serve", *arguments]))
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("model: from-file\nengine: {max_seqs: 8, kv_memory_gib: 2}\nserver: {port: 9000, host: 0.0.0.0}\n")
+    settings = parse("--config", str(file), "--port", "9001", "--max-model-len", "100")
+    assert (settings.model, settings.server.host, settings.server.port) == ("from-file", "0.0.0.0", 9001)
+    assert (settings.engine.max_seqs, settings.engine.kv_memory_gib, settings.engine.max_model_len) == (8, 2.0, 100)
+    assert parse("other", "--config", str(file)).model == "other"
+    assert parse() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"engin": {}}, "engin is not a setting"),
+        ({"engine": {"max_sequences": 3}}, r"engine\.max_sequences is not a setting; known: .*max_seqs"),
+        ({"engine": {"max_seqs": "many"}}, r"engine\.max_seqs must be int"),
+        ({"engine": {"max_seqs": True}}, r"engine\.max_seqs must be int"),
+        ({"engine": {"prefix_caching": 1}}, r"engine\.prefix_caching must be bool"),
+        ({"engine": {"dtype": "float8"}}, "dtype must be one of"),
+        ({"engine": []}, "engine must be a mapping"),
+        ({"server": {"port": 70000}}, "port must be between"),
+        ({"server": {"port": None}}, r"server\.port must not be empty"),
+        ({"model": ""}, "model must be a name"),
+        ([], "must be a mapping"),
+    ],
+)
+def test_errors_name_the_setting(values: object, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        settings_from_mapping(values)
+
+
+def test_broken_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text("model: [unclosed")
+    with pytest.raises(StartupError, match="not valid YAML"):
+        parse("--config", str(file))
