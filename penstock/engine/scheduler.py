@@ -20,6 +20,9 @@ from penstock.engine.sequence import Sequence
 
 _ORDER = attrgetter("order")
 
+# Scoring a prompt takes logits at every position; this many at a time bounds the memory of tokens times vocabulary.
+_SCORED_TOKENS = 256
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -150,7 +153,7 @@ class Scheduler:
         decodes = [s for s in self.running if s.known - s.computed == 1 and s.known < s.max_len]
         partial = [s for s in self.running if s.known - s.computed > 1]
         for sequence in decodes + partial:
-            count = min(sequence.known - sequence.computed, budget)
+            count = self._next_tokens(sequence, budget)
             if sequence.row < 0 or count == 0:
                 continue
             missing = self._missing_blocks(sequence, sequence.computed + count)
@@ -172,7 +175,7 @@ class Scheduler:
             if hits is None:
                 return
             self._admit(sequence, hits, now)
-            count = min(sequence.known - sequence.computed, budget)
+            count = self._next_tokens(sequence, budget)
             self._allocate(sequence, self._missing_blocks(sequence, sequence.computed + count))
             self._commit(planned, sequence, count)
             budget -= count
@@ -218,6 +221,10 @@ class Scheduler:
         )
         if hits:
             self._new_blocks.append((sequence.row, 0, list(hits)))
+
+    def _next_tokens(self, sequence: Sequence, budget: int) -> int:
+        remaining = min(sequence.known - sequence.computed, budget)
+        return remaining if sequence.prompt_logprobs is None else min(remaining, _SCORED_TOKENS)
 
     def _missing_blocks(self, sequence: Sequence, tokens: int) -> int:
         return max(0, -(-tokens // self.limits.block_size) - len(sequence.blocks))

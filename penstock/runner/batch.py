@@ -1,61 +1,62 @@
-"""A step as tensors. T tokens, S sequences, N sequences that sample, M blocks in the longest table."""
+"""A step as arrays on the host. T tokens, S sequences, N sequences that sample, M blocks in the longest table."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from penstock.engine.executor import Step
-from penstock.kernels.base import AttentionBatch
 from penstock.runner.row_state import RowState
+
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
 class Batch:
-    tokens_T: torch.Tensor
-    positions_T: torch.Tensor
-    attention: AttentionBatch
-    last_N: torch.Tensor  # index in T of the token whose logits are sampled
-    sampled: list[int]  # N: index in the step of each sequence that samples
-    rows_N: torch.Tensor
-    rows: np.ndarray  # N, the same on the host
-    next_positions_N: torch.Tensor  # where the sampled token will stand
+    tokens_T: Ints  # SAMPLED where only the device knows the token: the last one of the row
+    rows_T: Ints
+    positions_T: Ints
+    slots_T: Ints  # block * block_size + offset where each token's key and value go
+    tables_SM: Ints
+    query_starts: Ints  # S + 1 offsets into T
+    contexts_S: Ints  # tokens of the sequence after this step
+    num_decodes: int  # the first sequences, which compute one token each
+    sampled_N: npt.NDArray[np.int64]  # which sequences sample
+    last_N: Ints  # index in T of the token whose logits they sample
+    rows_N: Ints
+    next_positions_N: Ints  # where the sampled token will stand
 
 
 def build_batch(step: Step, state: RowState, block_size: int) -> Batch:
-    device = state.tables_RM.device
-    starts = np.array(step.starts, dtype=np.int64)
-    counts = np.array(step.counts, dtype=np.int64)
-    rows = np.array(step.rows, dtype=np.int64)
-    contexts = starts + counts
-    ends = np.cumsum(counts)
-    num_decodes = int(np.argmax(counts != 1)) if (counts != 1).any() else len(counts)
-    positions = np.arange(int(ends[-1])) + np.repeat(contexts - ends, counts)
-    sampled = np.flatnonzero(np.array(step.samples))
-
-    positions_T = torch.from_numpy(positions).to(device)
-    row_T = torch.from_numpy(np.repeat(rows, counts)).to(device)
-    rows_S = torch.from_numpy(rows).to(device)
-    tokens_T = torch.tensor(step.tokens, dtype=torch.int64, device=device)
-    tokens_T = torch.where(tokens_T < 0, state.last_token_R[row_T], tokens_T)
-    blocks_T = state.tables_RM[row_T, positions_T // block_size].to(torch.int64)
-    longest = -(-int(contexts.max()) // block_size)
+    counts = np.array(step.counts, dtype=np.int32)
+    contexts_S = np.array(step.starts, dtype=np.int32) + counts
+    rows_S = np.array(step.rows, dtype=np.int32)
+    query_starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_starts[1:])
+    ends_S = query_starts[1:]
+    longer = np.flatnonzero(counts != 1)
+    num_decodes = int(longer[0]) if len(longer) else len(counts)
+    if len(longer):
+        rows_T = np.repeat(rows_S, counts)
+        positions_T = np.arange(ends_S[-1], dtype=np.int32) + np.repeat(contexts_S - ends_S, counts)
+    else:
+        rows_T, positions_T = rows_S, contexts_S - 1
+    blocks_T = state.tables_RM[rows_T, positions_T // block_size]
+    longest = -(-int(contexts_S.max()) // block_size)
+    sampled_N = np.flatnonzero(np.array(step.samples))
     return Batch(
-        tokens_T=tokens_T,
+        tokens_T=np.array(step.tokens, dtype=np.int32),
+        rows_T=rows_T,
         positions_T=positions_T,
-        attention=AttentionBatch(
-            slots_T=blocks_T * block_size + positions_T % block_size,
-            tables_SM=state.tables_RM[rows_S, :longest],
-            query_starts=[0, *ends.tolist()],
-            contexts=contexts.tolist(),
-            num_decodes=num_decodes,
-            contexts_S=torch.from_numpy(contexts.astype(np.int32)).to(device),
-        ),
-        last_N=torch.from_numpy(ends[sampled] - 1).to(device),
-        sampled=sampled.tolist(),
-        rows_N=rows_S[torch.from_numpy(sampled).to(device)],
-        rows=rows[sampled],
-        next_positions_N=torch.from_numpy(contexts[sampled]).to(device),
+        slots_T=blocks_T * np.int32(block_size) + positions_T % np.int32(block_size),
+        tables_SM=state.tables_RM[rows_S, :longest],
+        query_starts=query_starts,
+        contexts_S=contexts_S,
+        num_decodes=num_decodes,
+        sampled_N=sampled_N,
+        last_N=ends_S[sampled_N] - 1,
+        rows_N=rows_S[sampled_N],
+        next_positions_N=contexts_S[sampled_N],
     )

@@ -1,7 +1,8 @@
-"""What the device remembers of each running sequence, in fixed rows: block table, last token, sampling parameters.
+"""What is remembered of each running sequence, in fixed rows: block table, last token, sampling parameters.
 
-A row is written when a sequence takes it and when it gets blocks. Everything else happens on the device, so a step can
-be launched before the previous one's tokens are known here. R rows, M blocks per table, V vocabulary.
+A row is written when a sequence takes it and when it gets blocks. The last token is written on the device by the step
+that sampled it, so the next step can be launched before the token is known here.
+R rows, M blocks per table, V vocabulary.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class RowState:
     def __init__(self, rows: int, table_blocks: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self.tables_RM = torch.zeros(rows, table_blocks, dtype=torch.int32, device=device)
+        self.tables_RM = np.zeros((rows, table_blocks), dtype=np.int32)  # on the host, where batches are built
         self.last_token_R = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature_R = torch.ones(rows, device=device)
         self.top_p_R = torch.ones(rows, device=device)
@@ -62,7 +63,7 @@ class RowState:
         self.presence_R = torch.zeros(rows, device=device)
         self.frequency_R = torch.zeros(rows, device=device)
         self.seed_R = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.needs = np.zeros(rows, dtype=np.uint8)  # on the host: decides which kernels run
+        self.needs = np.zeros(rows, dtype=np.uint8)  # of each row, as `Needs`
         self._setups: list[RowSetup | None] = [None] * rows
         # A vocabulary per row is large, so these exist only once a request needs them.
         self._counts_RV: torch.Tensor | None = None
@@ -73,7 +74,7 @@ class RowState:
         for setup in step.setups:
             self._set_up(setup)
         for row, index, blocks in step.blocks:
-            self.tables_RM[row, index : index + len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+            self.tables_RM[row, index : index + len(blocks)] = blocks
 
     def _set_up(self, setup: RowSetup) -> None:
         row, params = setup.row, setup.params

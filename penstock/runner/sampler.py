@@ -8,6 +8,7 @@ gives the same tokens whatever it is batched with and wherever it is resumed. N 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.runner.row_state import Needs, RowState
@@ -18,33 +19,46 @@ _CANDIDATES = 1024
 
 
 def sample(
-    logits_NV: torch.Tensor, state: RowState, rows_N: torch.Tensor, rows: np.ndarray, positions_N: torch.Tensor
+    logits_NV: torch.Tensor,
+    likeliest_N: torch.Tensor,
+    state: RowState,
+    rows: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int32],
 ) -> torch.Tensor:
-    """Choose one token per row and remember it there."""
+    """Choose one token per row and remember it there. `likeliest_N` is the argmax, which greedy rows take as it is."""
+    device = logits_NV.device
     needs = state.needs[rows]
+    rows_N = torch.from_numpy(rows).to(device)
+    tokens_N = likeliest_N
     if (needs & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS)).any():
-        logits_NV = _adjust(logits_NV.clone(), state, rows, needs, positions_N)
-    tokens_N = logits_NV.argmax(-1)
-    for which, filtered in ((_only(needs, Needs.RANDOM, Needs.FILTER), False), (_only(needs, Needs.FILTER), True)):
-        if len(which):
-            index = torch.from_numpy(which).to(logits_NV.device)
-            chosen = _choose(logits_NV[index], state, rows_N[index], positions_N[index], filtered)
-            tokens_N = tokens_N.index_copy(0, index, chosen)
+        logits_NV = _adjust(logits_NV.clone(), state, rows, needs, positions)
+        tokens_N = logits_NV.argmax(-1)
+    if (needs & Needs.RANDOM).any():
+        positions_N = torch.from_numpy(positions).to(device)
+        for which, filtered in ((_only(needs, Needs.RANDOM, Needs.FILTER), False), (_only(needs, Needs.FILTER), True)):
+            if len(which):
+                index = torch.from_numpy(which).to(device)
+                chosen = _choose(logits_NV[index], state, rows_N[index], positions_N[index], filtered)
+                tokens_N = tokens_N.index_copy(0, index, chosen)
     state.last_token_R[rows_N] = tokens_N
     penalised = _only(needs, Needs.PENALTIES)
     if len(penalised):
-        index = torch.from_numpy(penalised).to(logits_NV.device)
+        index = torch.from_numpy(penalised).to(device)
         state.counts_RV[rows_N[index], tokens_N[index]] += 1
     return tokens_N
 
 
-def _only(needs: np.ndarray, has: Needs, lacks: Needs = Needs.NOTHING) -> np.ndarray:
+def _only(needs: npt.NDArray[np.uint8], has: Needs, lacks: Needs = Needs.NOTHING) -> npt.NDArray[np.int64]:
     """Indices of the rows that have one need and lack another."""
     return np.flatnonzero(((needs & has) != 0) & ((needs & lacks) == 0))
 
 
 def _adjust(
-    logits_NV: torch.Tensor, state: RowState, rows: np.ndarray, needs: np.ndarray, positions_N: torch.Tensor
+    logits_NV: torch.Tensor,
+    state: RowState,
+    rows: npt.NDArray[np.int32],
+    needs: npt.NDArray[np.uint8],
+    positions: npt.NDArray[np.int32],
 ) -> torch.Tensor:
     for i in np.flatnonzero(needs & (Needs.BIAS | Needs.PENALTIES)):
         row, logits = int(rows[i]), logits_NV[i]
@@ -59,9 +73,8 @@ def _adjust(
                 - state.frequency_R[row] * counts
                 - state.presence_R[row] * (counts > 0)
             )
-    positions = positions_N.tolist() if (needs & Needs.MIN_TOKENS).any() else []
     for i in _only(needs, Needs.MIN_TOKENS):
-        forbidden = state.forbidden(int(rows[i]), positions[i])
+        forbidden = state.forbidden(int(rows[i]), int(positions[i]))
         if forbidden:
             logits_NV[i, list(forbidden)] = float("-inf")
     return logits_NV

@@ -18,6 +18,7 @@ from penstock.engine.scheduler import Scheduler, SchedulerLimits
 from penstock.kernels.attention_reference import ReferenceAttention, block_bytes
 from penstock.models.config import ModelConfig, read_config
 from penstock.models.loader import load_model
+from penstock.runner.forward import TorchForward
 from penstock.runner.memory import KVDemand, kv_blocks
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.row_state import RowState
@@ -77,7 +78,8 @@ def _load_runner(
     attention = ReferenceAttention(spec, num_blocks, config.block_size, dtype, device)
     table_blocks = -(-max_model_len // config.block_size)
     state = RowState(config.max_seqs, table_blocks, model_config.vocab_size, device)
-    return ModelRunner(model, attention, state, num_blocks=num_blocks, block_size=config.block_size)
+    forward = TorchForward(model, attention, device)
+    return ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -25,8 +25,8 @@ def state_with(*rows: SamplingParams, tokens: tuple[int, ...] = (), prompt_len: 
 
 def draw(state: RowState, logits: torch.Tensor, positions: list[int]) -> list[int]:
     """One token for each row of logits; all from row 0 of the state if it has only one."""
-    rows = np.arange(len(logits)) % len(state.needs)
-    return sample(logits, state, torch.from_numpy(rows), rows, torch.tensor(positions)).tolist()
+    rows = np.arange(len(logits), dtype=np.int32) % len(state.needs)
+    return sample(logits, logits.argmax(-1), state, rows, np.array(positions, dtype=np.int32)).tolist()
 
 
 def test_philox_known_answer() -> None:
