@@ -1,8 +1,8 @@
 """What is remembered of each running sequence, in fixed rows: block table, last token, sampling parameters.
 
-A row is written when a sequence takes it and when it gets blocks. The last token is written on the device by the step
-that sampled it, so the next step can be launched before the token is known here.
-R rows, M blocks per table, V vocabulary.
+A row is written when a sequence takes it and when it gets blocks. What a step itself changes (the last token, counts
+for penalties) lives on the device, so the next step can be launched before the token is known here; the rest is on the
+host, where batches are built. R rows, M blocks per table, V vocabulary.
 """
 
 from __future__ import annotations
@@ -53,16 +53,13 @@ class RowState:
     def __init__(self, rows: int, table_blocks: int, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self.tables_RM = np.zeros((rows, table_blocks), dtype=np.int32)  # on the host, where batches are built
+        self.tables_RM = np.zeros((rows, table_blocks), dtype=np.int32)
         self.last_token_R = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.temperature_R = torch.ones(rows, device=device)
-        self.top_p_R = torch.ones(rows, device=device)
-        self.top_k_R = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.min_p_R = torch.zeros(rows, device=device)
-        self.repetition_R = torch.ones(rows, device=device)
-        self.presence_R = torch.zeros(rows, device=device)
-        self.frequency_R = torch.zeros(rows, device=device)
-        self.seed_R = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperature = np.zeros(rows, dtype=np.float32)
+        self.top_p = np.ones(rows, dtype=np.float32)
+        self.top_k = np.zeros(rows, dtype=np.int32)
+        self.min_p = np.zeros(rows, dtype=np.float32)
+        self.seed = np.zeros(rows, dtype=np.int64)
         self.needs = np.zeros(rows, dtype=np.uint8)  # of each row, as `Needs`
         self._setups: list[RowSetup | None] = [None] * rows
         # A vocabulary per row is large, so these exist only once a request needs them.
@@ -81,16 +78,12 @@ class RowState:
         needs = needs_of(params)
         self._setups[row] = setup
         self.needs[row] = needs
-        if needs & Needs.RANDOM:
-            self.temperature_R[row] = params.temperature
-            self.top_p_R[row] = params.top_p
-            self.top_k_R[row] = params.top_k
-            self.min_p_R[row] = params.min_p
-            self.seed_R[row] = setup.seed
+        self.temperature[row] = params.temperature
+        self.top_p[row] = params.top_p
+        self.top_k[row] = params.top_k
+        self.min_p[row] = params.min_p
+        self.seed[row] = setup.seed
         if needs & Needs.PENALTIES:
-            self.repetition_R[row] = params.repetition_penalty
-            self.presence_R[row] = params.presence_penalty
-            self.frequency_R[row] = params.frequency_penalty
             prompt, output = setup.tokens[: setup.prompt_len], setup.tokens[setup.prompt_len :]
             self.prompt_RV[row] = False
             self.prompt_RV[row, self._ids(prompt)] = True

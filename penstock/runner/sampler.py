@@ -7,6 +7,8 @@ gives the same tokens whatever it is batched with and wherever it is resumed. N 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -33,13 +35,11 @@ def sample(
     if (needs & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS)).any():
         logits_NV = _adjust(logits_NV.clone(), state, rows, needs, positions)
         tokens_N = logits_NV.argmax(-1)
-    if (needs & Needs.RANDOM).any():
-        positions_N = torch.from_numpy(positions).to(device)
-        for which, filtered in ((_only(needs, Needs.RANDOM, Needs.FILTER), False), (_only(needs, Needs.FILTER), True)):
-            if len(which):
-                index = torch.from_numpy(which).to(device)
-                chosen = _choose(logits_NV[index], state, rows_N[index], positions_N[index], filtered)
-                tokens_N = tokens_N.index_copy(0, index, chosen)
+    for which, filtered in ((_only(needs, Needs.RANDOM, Needs.FILTER), False), (_only(needs, Needs.FILTER), True)):
+        if len(which):
+            index = torch.from_numpy(which).to(device)
+            chosen = _choose(logits_NV[index], state, rows[which], positions[which], filtered)
+            tokens_N = tokens_N.index_copy(0, index, chosen)
     state.last_token_R[rows_N] = tokens_N
     penalised = _only(needs, Needs.PENALTIES)
     if len(penalised):
@@ -67,11 +67,12 @@ def _adjust(
         if needs[i] & Needs.PENALTIES:
             counts = state.counts_RV[row]
             seen = (counts > 0) | state.prompt_RV[row]
-            repetition = state.repetition_R[row]
+            params = state.params(row)
+            repetition = params.repetition_penalty
             logits.copy_(
                 torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
-                - state.frequency_R[row] * counts
-                - state.presence_R[row] * (counts > 0)
+                - params.frequency_penalty * counts
+                - params.presence_penalty * (counts > 0)
             )
     for i in _only(needs, Needs.MIN_TOKENS):
         forbidden = state.forbidden(int(rows[i]), int(positions[i]))
@@ -81,13 +82,22 @@ def _adjust(
 
 
 def _choose(
-    logits_NV: torch.Tensor, state: RowState, rows_N: torch.Tensor, positions_N: torch.Tensor, filtered: bool
+    logits_NV: torch.Tensor,
+    state: RowState,
+    rows: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int32],
+    filtered: bool,
 ) -> torch.Tensor:
-    scaled_NV = logits_NV / state.temperature_R[rows_N, None]
-    seeds_N = state.seed_R[rows_N]
+    def put(values: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(logits_NV.device)
+
+    scaled_NV = logits_NV / put(state.temperature[rows])[:, None]
+    seeds_N, positions_N = put(state.seed[rows]), put(positions)
     if not filtered:
         return (scaled_NV + gumbel(seeds_N, positions_N, scaled_NV.shape[-1])).argmax(-1)
-    values_NC, tokens_NC = _candidates(scaled_NV, state.top_k_R[rows_N], state.top_p_R[rows_N], state.min_p_R[rows_N])
+    values_NC, tokens_NC = _candidates(
+        scaled_NV, put(state.top_k[rows]), put(state.top_p[rows]), put(state.min_p[rows])
+    )
     noise_NC = gumbel_of(seeds_N, positions_N, tokens_NC)
     best_N = (values_NC + noise_NC).argmax(-1, keepdim=True)
     return tokens_NC.gather(-1, best_N)[:, 0]
@@ -112,7 +122,7 @@ def _candidates(
     limit_N = torch.where(top_k_N > 0, top_k_N.clamp(max=vocab), vocab)
     # With both, top-p is taken of what top-k leaves, renormalised.
     within_NC = rank_C < limit_N[:, None]
-    kept_N1 = mass_NC.gather(-1, limit_N.clamp(max=width)[:, None] - 1)
+    kept_N1 = mass_NC.gather(-1, limit_N.clamp(max=width)[:, None].long() - 1)
     kept_N1 = torch.where(limit_N[:, None] >= vocab, torch.ones_like(kept_N1), kept_N1)
     before_NC = mass_NC - (values_NC - total_N1).exp()  # mass of the likelier ones; the first is always kept
     keep_NC = within_NC & ((before_NC < top_p_N[:, None] * kept_N1) | (rank_C == 0))
