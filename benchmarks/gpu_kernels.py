@@ -23,8 +23,10 @@ from itertools import product
 import torch
 import triton
 
+from penstock.kernels import activation_triton, gemm_triton, linear_triton, norm_triton, rope_triton
 from penstock.kernels import attention_triton as attention
 from penstock.kernels.activation_triton import silu_mul, silu_mul_reference
+from penstock.kernels.gemm_configs import stream_config
 from penstock.kernels.gemm_triton import (
     GemvConfig,
     SkinnyConfig,
@@ -34,6 +36,7 @@ from penstock.kernels.gemm_triton import (
     stream_gemm,
     stream_gemv,
 )
+from penstock.kernels.linear_triton import linear
 from penstock.kernels.norm_triton import add_rms_norm, add_rms_norm_reference, quantize_fp8_reference
 from penstock.kernels.prefill_triton import PrefillConfig, prefill_attention
 from penstock.kernels.rope_triton import rope_and_cache, rope_reference
@@ -45,6 +48,7 @@ COPY_BYTES = 4.28e12  # measured bytes per second of the H200
 MATRIX_FLOPS = {torch.bfloat16: 791e12, torch.float8_e4m3fn: 1448e12}
 ROTATE_BYTES = 300e6  # five times the L2 cache
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+OVERLAPPING = (activation_triton, attention, gemm_triton, norm_triton, rope_triton)
 SHAPES = {  # N, K, what the small-batch kernels fold in
     "llama qkv": (6144, 4096, "norm"),
     "llama o": (4096, 4096, "add"),
@@ -131,10 +135,10 @@ def decode_case(heads: int, sequences: int, context: int) -> Case:
         return Variant(label, run, None if strided else lambda: relative_error(out, expected()))
 
     auto = attention.decode_splits(sequences, 8, context)
-    shapes = [(32, 4, 4), (32, 2, 4), (64, 4, 3), (64, 4, 4), (64, 4, 5), (64, 2, 4), (128, 4, 3), (128, 8, 4)]
+    shapes = [(32, 2, 4), (64, 2, 4), (64, 4, 4), (128, 4, 4), (128, 8, 4)]
     configs = [attention.DecodeConfig(*shape) for shape in shapes]
-    splits = sorted({max(1, auto // 2), auto, min(64, auto * 2)})
-    variants = [variant(c, n, False) for c, n in product(configs, splits)] + [variant(configs[3], auto, True)]
+    splits = sorted({max(1, auto // 2), auto, auto * 2})
+    variants = [variant(c, n, False) for c, n in product(configs, splits)] + [variant(configs[2], auto, True)]
     return Case(f"decode H{heads} S{sequences} ctx {context}", size / COPY_BYTES, sets, variants)
 
 
@@ -200,13 +204,13 @@ def prefill_case(heads: int, sequences: int, count: int, context: int) -> Case:
 
     def library(name: str) -> Variant:
         def run(i: int) -> None:
-            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend[name]):
+            with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, name)):
                 torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)
 
         return Variant(f"* {name}", run)
 
-    shapes = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 3),
-              (256, 64, 8, 3)]  # fmt: skip
+    shapes = [(64, 64, 4, 3), (64, 64, 4, 5), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 3), (128, 128, 8, 5),
+              (256, 64, 8, 3), (256, 64, 8, 5)]  # fmt: skip
     variants = [variant(shape) for shape in shapes]
     if count == context:
         variants += [library("CUDNN_ATTENTION"), library("FLASH_ATTENTION")]
@@ -294,23 +298,25 @@ def rope_case(rows: int, heads: int) -> Case:
 
 
 def gemv_configs(rows: int) -> list[GemvConfig]:
-    choices = product((4, 8, 16, 32), (256, 512, 1024, 2048), (4, 8))
+    choices = product((4, 8, 16), (256, 512, 1024, 2048), (4, 8), (0, 3, 4, 6))
     return [
-        GemvConfig(n, k, warps)
-        for n, k, warps in choices
-        if n * k >= 4096 and 16 <= rows * n * k // (32 * warps) <= 64  # sums per thread
+        GemvConfig(n, k, warps, stages)
+        for n, k, warps, stages in choices
+        if n * k >= 2048 and 8 <= rows * n * k // (32 * warps) <= 32  # sums per thread
     ]
 
 
 def skinny_configs(n: int, k: int, dtype: torch.dtype, rows: int) -> list[SkinnyConfig]:
-    shapes = [(64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (128, 64, 4, 5), (128, 128, 4, 3),
-              (128, 128, 8, 5)]  # fmt: skip
+    shapes = [(16, 256, 4, 4), (32, 128, 4, 6), (32, 256, 4, 4), (64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6),
+              (64, 256, 4, 3), (128, 64, 4, 5), (128, 128, 4, 3), (128, 128, 8, 5)]  # fmt: skip
     wanted = []
     for (block_n, depth, warps, stages), splits in product(shapes, (1, 2, 4, 8, 16)):
         block_k = depth * 2 // dtype.itemsize
-        resident = 132 * max(1, min(8, 220_000 // (stages * (block_n + max(16, rows)) * depth * 2)))
+        shared = stages * (block_n + max(16, rows)) * depth * 2
+        resident = 132 * max(1, min(8, 220_000 // shared))
         programs = triton.cdiv(n, block_n) * splits
         fits = (splits == 1 or splits * n * max(16, rows) <= 1 << 22) and k // block_k >= 2 * splits
+        fits = fits and shared < 228_000 and not (block_n < 64 and rows > 32)
         if fits and (splits == 1 or programs <= 2 * resident) and (programs >= 100 or splits == 16):
             wanted.append(SkinnyConfig(block_n, block_k, splits, warps, stages))
     return wanted
@@ -347,7 +353,7 @@ def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
                 out, x, weights[i], config=c, scales=w_scales, norm=norm, gated=fold == "gated", residual=residual
             )
 
-        label = f"gemv {c.block_n},{c.block_k},{c.num_warps}"
+        label = f"gemv {c.block_n},{c.block_k},{c.num_warps},{c.stages}"
         return Variant(label, run, lambda: relative_error(out, expected(True)))
 
     def gemm(c: SkinnyConfig) -> Variant:
@@ -369,7 +375,7 @@ def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
             torch._scaled_mm(x8, weights[i].T, scale_a=x_scales[:, None], scale_b=w_scales[None], out_dtype=BF16)
 
     variants = [gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
-    if rows in (1, 4) or rows >= 16:
+    if rows > 1:
         variants += [gemm(config) for config in skinny_configs(n, k, dtype, rows)]
     return Case(
         f"{name} {short(dtype)} rows {rows}", size / COPY_BYTES, sets, [*variants, Variant("* cublas", library)]
@@ -422,8 +428,72 @@ def sampling_case(rows: int, vocab: int, dtype: torch.dtype) -> Case:
     return Case(f"sampling {rows} {short(dtype)}", rows * vocab * dtype.itemsize / COPY_BYTES, sets, variants)
 
 
-def gemm_section() -> list[Callable[[], Case]]:
-    cases = product(SHAPES, (BF16, FP8), (1, 2, 4, 16, 32, 64))
+def step_case(model: str, dtype: torch.dtype, rows: int, context: int) -> Case:
+    """A whole decoding step, every layer with weights of its own: what the kernels give together."""
+    hidden, inner, heads, layers, vocab, normed = {
+        "llama": (4096, 14336, 32, 32, 128256, False),
+        "qwen": (1024, 3072, 16, 28, 151936, True),
+    }[model]
+
+    def make_weight(n: int, k: int, dtype: torch.dtype = dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if dtype == FP8:
+            return randn(n, k, dtype=FP8), torch.full((n,), k**-0.5, device=DEVICE)
+        return randn(n, k, scale=k**-0.5), None
+
+    attention_width = heads * 128
+    shapes = [(attention_width + 2048, hidden), (hidden, attention_width), (2 * inner, hidden), (hidden, inner)]
+    weights = [[make_weight(*shape) for shape in shapes] for _ in range(layers)]
+    head, gain, gains = make_weight(vocab, hidden, BF16)[0], randn(hidden), (randn(128), randn(128)) if normed else None
+    size = sum(w.numel() * w.itemsize for layer in weights for w, _ in layer) + head.numel() * 2
+    size += layers * rows * context * 4096
+    caches = [make_cache(rows, context, 8, 1) for _ in range(layers)]
+    cos_sin, contexts = (
+        torch.randn(4096, 128, device=DEVICE),
+        torch.full((rows,), context, dtype=torch.int32, device=DEVICE),
+    )
+    positions, embedded = contexts.long() - 1, randn(rows, hidden)
+    slots = [tables[0, :, -1].long() * 16 + (context - 1) % 16 for _, _, tables in caches]
+    splits = attention.decode_splits(rows, 8, 16384)
+    work = attention.decode_scratch(rows, heads, 8, 128, splits, DEVICE)
+    sampling = sampling_scratch(rows, vocab, DEVICE)
+    tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+
+    def step() -> None:
+        x = embedded.clone()
+        for layer, (k, v, tables), slot in zip(weights, caches, slots, strict=True):
+            (qkv, qkv_s), (o, o_s), (gate_up, gate_up_s), (down, down_s) = layer
+            y = linear(x, qkv, scratch(), scales=qkv_s, norm=(gain, 1e-5))
+            q = rope_and_cache(y, cos_sin, positions, slot, k, v, heads, norm_weights=gains, eps=1e-6)
+            attended = torch.empty(rows, heads, 128, dtype=BF16, device=DEVICE)
+            attention.decode_attention(
+                attended, q, k, v, tables[0], contexts, scale=0.09, splits=splits, scratch=work,
+            )  # fmt: skip
+            linear(attended.flatten(1), o, scratch(), scales=o_s, residual=x)
+            z = linear(x, gate_up, scratch(), scales=gate_up_s, norm=(gain, 1e-5), gated=True)
+            linear(z, down, scratch(), scales=down_s, residual=x)
+        argmax(linear(x, head, scratch(), norm=(gain, 1e-5)), tokens, sampling)
+
+    def variant(
+        label: str, choose: Callable[[torch.Tensor, int], object], overlaps: bool = True, prefetches: bool = True
+    ) -> Variant:
+        def run(i: int) -> None:
+            linear_triton.stream_config = choose  # type: ignore[assignment]
+            for module in OVERLAPPING:
+                module.overlaps_launches = lambda: overlaps  # type: ignore[attr-defined]
+            step()
+
+        return Variant(label, run)
+
+    variants = [
+        variant("table", stream_config),
+        variant("no overlap", stream_config, overlaps=False),
+        variant("* library only", lambda weight, rows: None),
+    ]
+    return Case(f"step {model} {short(dtype)} S{rows} ctx {context}", size / COPY_BYTES, 1, variants)
+
+
+def gemm_section(*rows: int) -> list[Callable[[], Case]]:
+    cases = product(SHAPES, (BF16, FP8), rows)
     return [partial(gemm_case, *c) for c in cases if c[1] == BF16 or not ("qwen" in c[0] or "head" in c[0])]
 
 
@@ -450,7 +520,19 @@ SECTIONS: dict[str, list[Callable[[], Case]]] = {
         *(partial(silu_case, rows, width) for rows, width in [(1, 3072), (1, 14336), (32, 14336), (8192, 14336)]),
         *(partial(rope_case, rows, heads) for rows, heads in [(1, 16), (1, 32), (32, 32), (8192, 32)]),
     ],
-    "gemm": gemm_section(),
+    "gemv": gemm_section(1),
+    "gemm": gemm_section(4, 16, 32, 64),
+    "step": [
+        partial(step_case, *c)
+        for c in [
+            ("llama", BF16, 1, 256),
+            ("llama", BF16, 32, 256),
+            ("llama", FP8, 1, 256),
+            ("llama", FP8, 32, 256),
+            ("qwen", BF16, 1, 256),
+            ("qwen", BF16, 32, 256),
+        ]
+    ],
     "sampling": [
         partial(sampling_case, rows, 128256, dtype) for rows, dtype in product((1, 32, 256), (torch.float32, BF16))
     ],
@@ -463,7 +545,7 @@ def seconds(run: Callable[[int], object], sets: int) -> float:
         run(i)
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    launches = max(sets, 8)
+    launches = sets if sets > 1 else 4
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(launches):
@@ -518,7 +600,7 @@ def measure(sections: list[str]) -> list[dict[str, object]]:
                     entry["error"] = variant.error() if variant.error else None
                     entry["us"] = seconds(variant.run, case.sets) * 1e6
                     entry["share"] = case.floor_s * 1e6 / float(entry["us"])
-                except (RuntimeError, triton.runtime.errors.OutOfResources) as failure:
+                except (RuntimeError, ValueError, TypeError, triton.runtime.errors.OutOfResources) as failure:
                     entry["failed"] = str(failure).splitlines()[0][:100]
                 results.append(entry)
     return results
@@ -552,7 +634,7 @@ def main() -> None:
         compile_part(options.only, options.compile_part, options.jobs)
         return
     begin = time.perf_counter()
-    compile_all(options.only, options.jobs)
+    compile_all([name for name in options.only if name != "step"], options.jobs)  # its weights exist only once
     compiled = time.perf_counter()
     results = measure(options.only)
     if options.json:

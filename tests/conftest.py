@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import pytest
 
+# Triton reads this when it is first imported, by whatever test comes first: kernels run on the CPU, interpreted.
+os.environ["TRITON_INTERPRET"] = "1"
+
 READY = re.compile(r"http://[\w.:\[\]]+")
 
 

@@ -33,8 +33,12 @@ class Driver:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.loop = EngineLoop(scheduler, executor, self._take)
+        self._executor = executor
         self._open: dict[str, Timeline] = {}
         self._sent = 0
+
+    def device_idle_seconds(self) -> float | None:
+        return self._executor.idle_seconds
 
     def run(self, jobs: Sequence[Job], clients: int | None, salt: str) -> list[Timeline]:
         """Keep `clients` requests in flight (None: all) until every job is done.
@@ -97,11 +101,13 @@ class Run:
     mean_step_tokens: float
     cached_tokens: int
     preemptions: int
+    device_idle_s: float | None  # how long a GPU waited for launches; None where that is not measured
 
 
 def measure(driver: Driver, workload: Workload, seed: int, vocab: int) -> Run:
     jobs, salt = workload.jobs(seed, vocab), f"{workload.name}/{seed}"
     before = driver.loop.stats
+    idle = driver.device_idle_seconds()
     start = time.perf_counter()
     timelines = driver.run_open_loop(jobs, salt) if workload.open_loop else driver.run(jobs, workload.clients, salt)
     wall = time.perf_counter() - start
@@ -115,6 +121,7 @@ def measure(driver: Driver, workload: Workload, seed: int, vocab: int) -> Run:
         mean_step_tokens=(after.batch_tokens - before.batch_tokens) / steps,
         cached_tokens=after.cached_tokens - before.cached_tokens,
         preemptions=after.preemptions - before.preemptions,
+        device_idle_s=None if idle is None else (driver.device_idle_seconds() or 0.0) - idle,
     )
 
 
@@ -128,7 +135,14 @@ def warm_up(driver: Driver, workload: Workload, vocab: int) -> None:
 def run(args: Namespace) -> int:
     began = time.perf_counter()
     workloads = [find_workload(name) for name in args.workload.split(",")]
-    config = EngineConfig(args.device, args.dtype, max_seqs=args.max_seqs, max_step_tokens=args.max_step_tokens)
+    config = EngineConfig(
+        args.device,
+        args.dtype,
+        args.quantization,
+        max_model_len=args.max_model_len,
+        max_seqs=args.max_seqs,
+        max_step_tokens=args.max_step_tokens,
+    )
     scheduler, executor, info = _start(args.model, config)
     cold_start = time.perf_counter() - began
     device, precision = _placement(config)
@@ -172,6 +186,8 @@ def _placement(config: EngineConfig) -> tuple[DeviceKind, str]:
     import torch
 
     device: DeviceKind = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
+    if config.quantization not in ("auto", "none"):
+        return device, config.quantization
     automatic = "bfloat16" if device == "cuda" else "float32"
     return device, automatic if config.dtype == "auto" else config.dtype
 
@@ -196,6 +212,7 @@ def steps_table(results: Sequence[Result]) -> str:
         "tokens/step",
         "cached tokens",
         "preemptions",
+        "GPU waited",
         "values of all seeds",
     ]
     rows = []
@@ -204,5 +221,7 @@ def steps_table(results: Sequence[Result]) -> str:
         values = ["-" if value is None else format_figure(metric, value) for value in detail["values"]]
         counts = [str(detail["steps"]), f"{detail['mean_batch']:.1f}", f"{detail['mean_step_tokens']:.1f}"]
         counts += [str(detail["cached_tokens"]), str(detail["preemptions"])]
+        idle = detail["device_idle_s"]
+        counts.append("-" if idle is None else f"{idle / result.summary.wall_s:.1%}")
         rows.append([result.workload.name, *counts, " ".join(values)])
     return render_table(columns, rows)

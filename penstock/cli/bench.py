@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, get_args
 
-from penstock.core.config import DEFAULT_MODEL, Device, Dtype
+from penstock.core.config import DEFAULT_MODEL, Device, Dtype, Quantization
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -27,6 +27,8 @@ def _add_engine(kinds: Subparsers) -> None:
     parser.add_argument("--seeds", type=positive_int, default=3, help="runs per workload; the best one counts")
     parser.add_argument("--device", choices=get_args(Device), default="auto")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
+    parser.add_argument("--quantization", choices=get_args(Quantization), default="auto")
+    parser.add_argument("--max-model-len", type=positive_int, help="prompt plus output of one request")
     parser.add_argument("--max-seqs", type=positive_int, default=512, help="sequences in one step (default 512)")
     parser.add_argument("--max-step-tokens", type=positive_int, help="tokens in one step")
     parser.add_argument("--json", metavar="FILE", help="write all figures here")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from penstock.core.config import DEFAULT_MODEL, Device, Dtype, Settings, settings_from_mapping
+from penstock.core.config import DEFAULT_MODEL, Device, Dtype, Quantization, Settings, settings_from_mapping
 from penstock.core.errors import StartupError
 
 if TYPE_CHECKING:
@@ -35,6 +35,9 @@ def add_parser(subparsers: Subparsers) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", choices=get_args(Device), help="default: cuda if there is one")
     engine.add_argument("--dtype", choices=get_args(Dtype), help="default: float32 on CPU, bfloat16 on CUDA")
+    engine.add_argument(
+        "--quantization", choices=get_args(Quantization), help="of the weights; default: int8 on CPU, none on CUDA"
+    )
     engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt plus output of one request")
     engine.add_argument("--max-seqs", type=int, metavar="N", help="sequences computed together (default 256)")
     engine.add_argument("--max-step-tokens", type=int, metavar="TOKENS", help="tokens computed together")
@@ -62,7 +65,15 @@ def read_settings(args: argparse.Namespace) -> Settings:
         "server": {name: getattr(args, name) for name in ("host", "port", "served_model_name", "log_level")},
         "engine": {
             name: getattr(args, name)
-            for name in ("device", "dtype", "max_model_len", "max_seqs", "max_step_tokens", "kv_memory_gib")
+            for name in (
+                "device",
+                "dtype",
+                "quantization",
+                "max_model_len",
+                "max_seqs",
+                "max_step_tokens",
+                "kv_memory_gib",
+            )
         },
     }
     merged = dict(values)

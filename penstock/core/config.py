@@ -9,6 +9,7 @@ from penstock.core.errors import StartupError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 
 T = TypeVar("T")
 
@@ -26,6 +27,7 @@ class EngineConfig:
 
     device: Device = "auto"
     dtype: Dtype = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    quantization: Quantization = "auto"  # of the weights; auto: int8 on CPU where its kernels are there, none on CUDA
     max_model_len: int | None = None  # prompt plus output of one request; default: the model's own limit
     max_seqs: int = 256  # sequences in one step
     max_step_tokens: int | None = None  # tokens in one step; default: 512 on CPU, 8192 on CUDA
@@ -36,6 +38,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _check(self.device in get_args(Device), "device", f"must be one of {', '.join(get_args(Device))}")
         _check(self.dtype in get_args(Dtype), "dtype", f"must be one of {', '.join(get_args(Dtype))}")
+        known = get_args(Quantization)
+        _check(self.quantization in known, "quantization", f"must be one of {', '.join(known)}")
         _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "must be at least 2")
         _check(1 <= self.max_seqs <= 4096, "max_seqs", "must be between 1 and 4096")
         _check(self.max_step_tokens is None or self.max_step_tokens >= 1, "max_step_tokens", "must be at least 1")
@@ -84,7 +88,14 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
         return value
     if "float" in options and isinstance(value, int):
         return float(value)
-    expected: dict[str, type] = {"int": int, "float": float, "str": str, "Device": str, "Dtype": str}
+    expected: dict[str, type] = {
+        "int": int,
+        "float": float,
+        "str": str,
+        "Device": str,
+        "Dtype": str,
+        "Quantization": str,
+    }
     kinds = tuple(expected.get(o, str) for o in options if o != "None")
     _check(isinstance(value, kinds), name, f"must be {annotation}, not {value!r}")
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,6 @@ MAX_STOP_STRINGS = 16
 def _require(condition: bool, param: str, message: str) -> None:
     if not condition:
         raise InvalidRequest(f"{param} {message}", param=param)
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +44,11 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _require(_finite(self.temperature) and 0 <= self.temperature <= 100, "temperature", "must be between 0 and 100")
+        _require(0 <= self.temperature <= 100, "temperature", "must be between 0 and 100")
         _require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
         _require(self.top_k >= 0, "top_k", "must be 0 (all tokens) or positive")
         _require(0 <= self.min_p <= 1, "min_p", "must be between 0 and 1")
-        _require(
-            _finite(self.repetition_penalty) and self.repetition_penalty > 0, "repetition_penalty", "must be above 0"
-        )
+        _require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "must be between 0.01 and 100")
         _require(-2 <= self.presence_penalty <= 2, "presence_penalty", "must be between -2 and 2")
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be between -2 and 2")
         _require(all(-100 <= v <= 100 for v in self.logit_bias.values()), "logit_bias", "values must be in -100..100")
@@ -72,7 +65,8 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Below this temperature scaled logits leave float32 before a second token has any chance."""
+        return self.temperature < 1e-5
 
 
 @dataclass(frozen=True, slots=True)

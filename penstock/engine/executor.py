@@ -52,6 +52,7 @@ class StepResult:
 
 class Executor(Protocol):
     num_blocks: int
+    idle_seconds: float | None  # how long the device waited for launches while there was work; None: not measured
 
     def launch(self, step: Step) -> Any: ...
 

@@ -72,11 +72,11 @@ class EngineLoop:
                 chunks = self._scheduler.complete(previous[0], self._executor.collect(previous[1]))
                 if chunks:
                     self._emit(chunks)
-        except Exception as error:
+        except Exception:
             log.exception("a step failed; its requests are lost")
             lost = [step for step in (previous and previous[0], planned) if step is not None]
             self._in_flight = None  # steps run in order, so its result may be left unread
-            self._emit(self._scheduler.fail(lost, f"{type(error).__name__}: {error}"))
+            self._emit(self._scheduler.fail(lost, "the engine failed while computing this request; send it again"))
         self._last_progress = time.monotonic()
         return True
 

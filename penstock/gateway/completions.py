@@ -103,7 +103,9 @@ class _Shape:
         return CompletionChoice(choice.index, text, shaped, choice.finish_reason)
 
     def _prompt_text(self, prompt: Prompt) -> str:
-        return self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+        if prompt.text is not None:
+            return prompt.text
+        return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
 
 async def _answer(exchange: Exchange, generation: Generation, shape: _Shape) -> None:

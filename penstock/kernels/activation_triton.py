@@ -1,5 +1,5 @@
 """SiLU(gate) * up for CUDA, optionally quantised to fp8 per token."""
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Layout of the cache, per layer, keys and values apart: [N, K, B, D]. A block's t
 
 Shape suffixes as in `base`: S sequences, H query heads, K key/value heads, D head size, N blocks, B tokens per block.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -64,6 +64,35 @@ def attend(
 
 
 @triton.jit
+def _merge(
+    partial_out, partial_lse, head, slot_stride, begin, end,
+    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Weighted mean of the partial results [begin, end) of GROUP heads; rows are padded to a power of two."""
+    PADDED: tl.constexpr = triton.next_power_of_2(GROUP)
+    STEP: tl.constexpr = SLOTS if SLOTS < 16 else 16
+    group = tl.arange(0, PADDED)
+    dims = tl.arange(0, D_PAD)
+    slots = tl.arange(0, SLOTS)
+    live = (group < GROUP)[:, None] & ((slots >= begin) & (slots < end))[None, :]
+    at = slots[None, :] * slot_stride + head + group[:, None]
+    lse = tl.load(partial_lse + at, mask=live, other=float("-inf"), cache_modifier=".cg")
+    peak = tl.maximum(tl.max(lse, 1), UNSEEN)
+    total = tl.sum(tl.exp2(lse - peak[:, None]), 1)
+    acc = tl.zeros([PADDED, D_PAD], tl.float32)
+    for base in tl.static_range(0, SLOTS, STEP):
+        slots = base + tl.arange(0, STEP)
+        live = (group < GROUP)[:, None] & ((slots >= begin) & (slots < end))[None, :]
+        at = slots[None, :] * slot_stride + head + group[:, None]
+        lse = tl.load(partial_lse + at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        cells = at.to(tl.int64)[:, :, None] * D + dims[None, None, :]
+        seen = (lse > UNSEEN)[:, :, None] & (dims < D)[None, None, :]  # an empty part holds no numbers
+        parts = tl.load(partial_out + cells, mask=seen, other=0.0, cache_modifier=".cg")
+        acc += tl.sum(parts * tl.exp2(lse - peak[:, None])[:, :, None], 1)
+    return acc / tl.maximum(total, 1e-30)[:, None]
+
+
+@triton.jit
 def _decode_kernel(
     out, q, k_cache, v_cache, tables, contexts, shared, partial_out, partial_lse, arrivals, scale, window,
     stride_out, stride_q, stride_table, stride_block, stride_head, stride_token,
@@ -74,6 +103,9 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2)
+    table = tables + seq.to(tl.int64) * stride_table
+    k_head = k_cache + kv_head * stride_head
+    v_head = v_cache + kv_head * stride_head
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -85,7 +117,8 @@ def _decode_kernel(
     prefixed = first > 0
     if WINDOW:
         first = tl.maximum(first, context - window)
-    share = tl.maximum(tl.cdiv(tl.cdiv(context - first, BLOCK_N), SPLITS), 1) * BLOCK_N  # tokens per split
+    # Whole tiles, evenly over the splits; a short context uses fewer of them.
+    share = tl.maximum(tl.cdiv(tl.cdiv(context - first, BLOCK_N), SPLITS), 1) * BLOCK_N
     active = tl.maximum(tl.cdiv(context - first, share), 1)
     if split >= active:
         return
@@ -100,7 +133,7 @@ def _decode_kernel(
     q_rows = tl.load(q + seq * stride_q + places, mask=real, other=0.0)
     acc, total, peak = attend(
         q_rows, tl.zeros([ROWS, D_PAD], tl.float32), tl.zeros([ROWS], tl.float32), tl.full([ROWS], UNSEEN, tl.float32),
-        k_cache + kv_head * stride_head, v_cache + kv_head * stride_head, tables + seq.to(tl.int64) * stride_table,
+        k_head, v_head, table,
         start, stop, tl.zeros([ROWS], tl.int32) + (stop - 1), 0, scale, stride_block, stride_token,
         D, D_PAD, BLOCK_SIZE, BLOCK_N, True, False,
     )  # fmt: skip
@@ -117,20 +150,16 @@ def _decode_kernel(
         arrival = arrivals + seq * tl.num_programs(0) + kv_head
         if tl.atomic_add(arrival, 1, sem="acq_rel") == active - 1:
             tl.store(arrival, 0)
-            slots = tl.arange(0, SLOTS)
-            live = (slots < PREFIX_SPLITS + active) & ((slots >= PREFIX_SPLITS) | prefixed)
-            for g in tl.static_range(GROUP):
-                head = seq * HEADS + kv_head * GROUP + g
-                at = slots * slot_stride + head
-                lse = tl.load(partial_lse + at, mask=live, other=float("-inf"), cache_modifier=".cg")
-                peak_lse = tl.maximum(tl.max(lse, 0), UNSEEN)
-                weights = tl.exp2(lse - peak_lse)
-                seen = (lse > UNSEEN)[:, None] & (dims < D)[None, :]
-                cells = at.to(tl.int64)[:, None] * D + dims[None, :]
-                parts = tl.load(partial_out + cells, mask=seen, other=0.0, cache_modifier=".cg")
-                merged = tl.sum(parts * weights[:, None], 0) / tl.maximum(tl.sum(weights, 0), 1e-30)
-                into = out + seq * stride_out + (kv_head * GROUP + g) * D + dims
-                tl.store(into, merged.to(out.dtype.element_ty), mask=dims < D)
+            begin = PREFIX_SPLITS
+            if prefixed:
+                begin = 0
+            merged = _merge(
+                partial_out, partial_lse, seq * HEADS + kv_head * GROUP, slot_stride, begin, PREFIX_SPLITS + active,
+                GROUP, D, D_PAD, SLOTS,
+            )  # fmt: skip
+            group = tl.arange(0, merged.shape[0])
+            into = out + seq * stride_out + (kv_head * GROUP + group)[:, None] * D + dims[None, :]
+            tl.store(into, merged.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (dims < D)[None, :])
 
 
 @triton.jit
@@ -184,16 +213,16 @@ def _prefix_kernel(
 class DecodeConfig:
     """Tile shape of the decode kernel; the number of splits is planned per batch size."""
 
-    block_n: int = 64
+    block_n: int
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixConfig:
-    rows: int = 128
+    rows: int = 64
     block_n: int = 64
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 3
 
 
@@ -214,18 +243,32 @@ class SharedPrefix:
     length: torch.Tensor  # int32 [1]
     lengths_S: torch.Tensor  # int32: `length` for members, 0 for the others
     splits: int
-    config: PrefixConfig = PrefixConfig()  # noqa: RUF009  frozen
+    config: PrefixConfig = PrefixConfig()
 
 
-def decode_splits(num_seqs: int, num_kv_heads: int, max_context: int, programs: int = 528) -> int:
-    """Splits that keep the device busy: `programs` is what runs at once (4 on each of 132 multiprocessors)."""
+def decode_splits(num_seqs: int, num_kv_heads: int, max_context: int, programs: int = 264) -> int:
+    """Splits that keep the device busy: `programs` is what runs at once (2 on each of 132 multiprocessors).
+
+    The number is part of a captured graph; each launch uses as many splits as its contexts fill.
+    """
     wanted = max(1, programs // (num_seqs * num_kv_heads))
-    return min(wanted, triton.cdiv(max_context, 64), 64)
+    return min(wanted, -(-max_context // 64), 32)
 
 
-def prefix_splits(num_seqs: int, num_heads: int, max_prefix: int, programs: int = 132) -> int:
-    tiles = triton.cdiv(num_seqs * num_heads, PrefixConfig().rows)
-    return max(1, min(programs // tiles, triton.cdiv(max_prefix, 256), 16))
+def decode_config(num_seqs: int, num_kv_heads: int, row_bytes: int = 256) -> DecodeConfig:
+    """Tiles measured on an H200: larger while a program must hide latency alone, small once the device is full.
+
+    `row_bytes` is the size of one key of one head; beyond 256 a large tile would not fit.
+    """
+    programs = num_seqs * num_kv_heads
+    if programs >= 1024 or row_bytes > 256:
+        return DecodeConfig(32, 2, 4)
+    return DecodeConfig(64, 4, 4) if programs < 132 else DecodeConfig(128, 8, 4)
+
+
+def prefix_splits(num_seqs: int, num_heads: int, max_prefix: int, programs: int = 264) -> int:
+    tiles = -(-num_seqs * num_heads // PrefixConfig().rows)
+    return max(1, min(programs // tiles, -(-max_prefix // 256), 16))
 
 
 def decode_scratch(
@@ -253,7 +296,7 @@ def decode_attention(
     scratch: DecodeScratch,
     window: int = 0,
     prefix: SharedPrefix | None = None,
-    config: DecodeConfig = DecodeConfig(),  # noqa: B008  frozen
+    config: DecodeConfig | None = None,
 ) -> None:
     """One query per sequence over its cached keys. Rows with context 0 (padding of a captured batch) give zeros.
 
@@ -263,6 +306,7 @@ def decode_attention(
     K, B = k_cache.shape[1:3]
     group = H // K
     pdl = overlaps_launches()
+    config = config or decode_config(S, K, D * k_cache.itemsize)
     prefix_slots = 0
     if prefix is not None:
         if window:

@@ -6,7 +6,7 @@ At few rows the time is that of reading the weight once, so what surrounds the p
 Weights are bf16/fp16/fp32, or float8_e4m3fn with one float32 scale per output channel.
 Larger batches belong to cuBLAS: `torch.mm` and `torch._scaled_mm`.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _gated(values, SIZE: tl.constexpr):
 @triton.jit
 def _gemv_kernel(
     out, x, weight, scales, gain, residual, rows_x, N, K, eps, stride_x, stride_out,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK_N)
@@ -44,26 +44,30 @@ def _gemv_kernel(
         channels = columns
     depth = tl.arange(0, BLOCK_K)
     weight_rows = weight + channels.to(tl.int64)[:, None] * K
-    # The first tile of the weight does not depend on the previous kernel: fetch it before waiting for the input.
-    ahead = tl.load(weight_rows + depth[None, :], mask=real[:, None] & (depth < K)[None, :], other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
     acc = tl.zeros([ROWS, BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([ROWS, BLOCK_K], tl.float32)
     rows = tl.arange(0, ROWS)
     input_rows = x + tl.where(rows < rows_x, rows, 0)[:, None] * stride_x
-    for base in range(0, K, BLOCK_K):
-        tile = ahead.to(tl.float32)
-        later = base + BLOCK_K + depth
-        ahead = tl.load(weight_rows + later[None, :], mask=real[:, None] & (later < K)[None, :], other=0.0)
+    if STAGES == 0:
+        # The first tile of the weight does not depend on the previous kernel: fetch it before waiting for the input.
+        ahead = tl.load(weight_rows + depth[None, :], mask=real[:, None] & (depth < K)[None, :], other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+    for base in tl.range(0, K, BLOCK_K, num_stages=STAGES if STAGES > 0 else None):
         here = base + depth
+        if STAGES == 0:
+            tile = ahead
+            later = here + BLOCK_K
+            ahead = tl.load(weight_rows + later[None, :], mask=real[:, None] & (later < K)[None, :], other=0.0)
+        else:
+            tile = tl.load(weight_rows + here[None, :], mask=real[:, None] & (here < K)[None, :], other=0.0)
         values = tl.load(input_rows + here[None, :], mask=(here < K)[None, :], other=0.0).to(tl.float32)
         if NORM:
             squares += values * values
             values = values * tl.load(gain + here, mask=here < K, other=0.0).to(tl.float32)[None, :]
-        acc += tile[None, :, :] * values[:, None, :]
+        acc += tile.to(tl.float32)[None, :, :] * values[:, None, :]
     result = tl.sum(acc, 2)  # [ROWS, BLOCK_N]
     if NORM:
         result = result * tl.rsqrt(tl.sum(squares, 1) / K + eps)[:, None]
@@ -99,12 +103,12 @@ def _skinny_kernel(
     share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLITS) * BLOCK_K
     start = split * share
     stop = tl.minimum(start + share, K)
+    weight_rows = weight + channels.to(tl.int64)[:, None] * K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
-    weight_rows = weight + channels.to(tl.int64)[:, None] * K
     input_rows = x + x_rows[:, None] * stride_x
     for base in tl.range(start, stop, BLOCK_K):
         here = base + depth
@@ -144,6 +148,7 @@ class GemvConfig:
     block_n: int
     block_k: int
     num_warps: int
+    stages: int  # 0: one tile ahead in registers, the first before the input is ready; else depth of the pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +196,8 @@ def stream_gemv(
     gain, eps = norm if norm else (x, 0.0)
     _gemv_kernel[(triton.cdiv(N, config.block_n),)](
         out, x, weight, scales if scales is not None else x, gain, residual if residual is not None else x,
-        rows, N, K, eps, x.stride(0), out.stride(0), ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        rows, N, K, eps, x.stride(0), out.stride(0),
+        ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages,
         NORM=norm is not None, GATED=gated, ADD=residual is not None, SCALED=scales is not None, PDL=pdl,
         num_warps=config.num_warps, launch_pdl=pdl,
     )  # fmt: skip

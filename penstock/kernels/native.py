@@ -7,6 +7,7 @@ The shared library is built by setup.py where a C++ compiler exists and picks it
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.errors import EngineFailure, StartupError
+from penstock.quantization.rotation import Rotation, hadamard_block, rotated, split_name
 
 Scheme = Literal["none", "int8", "int4"]
 Isa = Literal["portable", "avx2", "avx512vnni"]
@@ -55,6 +57,9 @@ TENSORS = (
     "mlp.up_proj.bias",
     "mlp.down_proj.bias",
 )
+
+
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
 class ModelShape(Protocol):
@@ -97,8 +102,8 @@ class _Spec(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        *((name, ctypes.c_int32) for name in ("vocab", "tied", "qk_norm", "attention_bias", "output_bias", "mlp_bias")),
-        *((name, ctypes.c_int32) for name in ("scheme", "block_size", "num_blocks", "threads")),
+        *((name, ctypes.c_int32) for name in ("vocab", "qk_norm", "attention_bias", "output_bias", "mlp_bias")),
+        *((name, ctypes.c_int32) for name in ("scheme", "block_size", "num_blocks", "threads", "mlp_rotation")),
         ("norm_eps", ctypes.c_float),
         ("rope_magnitude", ctypes.c_float),
     ]
@@ -124,15 +129,16 @@ def _load() -> ctypes.CDLL | str:
     except OSError as error:
         return f"cannot load {LIBRARY.name}: {error}"
     pointer, message = ctypes.c_void_p, ctypes.c_char_p
+    i32, i64 = ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
+        "penstock_turn": (None, [pointer, i64, i32, i32, pointer, pointer]),
+        "penstock_hadamard": (None, [pointer, i64, i32, i32]),
+        "penstock_matmul": (None, [pointer, pointer, pointer, i32, i32, i32, i32, pointer]),
         "penstock_isa": (message, []),
         "penstock_set_isa": (ctypes.c_bool, [message]),
         "penstock_model_new": (pointer, [pointer, pointer, pointer, ctypes.POINTER(message)]),
         "penstock_model_free": (None, [pointer]),
-        "penstock_model_set": (
-            message,
-            [pointer, ctypes.c_int32, ctypes.c_int32, pointer, ctypes.c_int64, ctypes.c_int64],
-        ),
+        "penstock_model_set": (message, [pointer, i32, i32, pointer, i64, i64]),
         "penstock_model_forward": (message, [pointer, pointer]),
         "penstock_model_weights": (pointer, [pointer]),
         "penstock_model_weight_bytes": (ctypes.c_uint64, [pointer]),
@@ -172,6 +178,43 @@ def set_isa(name: Isa) -> None:
         raise StartupError(f"this CPU or build has no {name} kernels", param="isa")
 
 
+class NativeTurn:
+    """`Rotation` at the speed of memory, in place."""
+
+    def __init__(self, size: int) -> None:
+        self.rotation = Rotation(size)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        out = rows.float().contiguous()
+        signs, mix = self.rotation.signs.numpy(), self.rotation.mix.contiguous().numpy()
+        _library().penstock_turn(
+            out.data_ptr(), len(out), out.shape[1], self.rotation.block, signs.ctypes.data, mix.ctypes.data
+        )
+        return out
+
+
+def transform_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """In place, the Hadamard transform of each run of `block` values, a power of two from 16, in each row."""
+    out = rows.float().contiguous()
+    _library().penstock_hadamard(out.data_ptr(), len(out), out.shape[1], block)
+    return out
+
+
+def matmul(x: Floats, w: Floats, scheme: Scheme, bias: Floats | None = None) -> Floats:
+    """x wᵀ as a step computes it: w packed by the scheme, x quantised to match."""
+    x, w = np.ascontiguousarray(x, dtype=np.float32), np.ascontiguousarray(w, dtype=np.float32)
+    y = np.empty((len(x), len(w)), dtype=np.float32)
+    bias_at = None if bias is None else np.ascontiguousarray(bias, dtype=np.float32).ctypes.data
+    _library().penstock_matmul(
+        x.ctypes.data, w.ctypes.data, bias_at, SCHEMES[scheme], len(x), len(w), x.shape[1], y.ctypes.data
+    )
+    return y
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
 def usable_cpus() -> int:
     """CPUs this process may really use: its affinity mask, cut by the quota of its control group."""
     allowed = len(os.sched_getaffinity(0))
@@ -190,18 +233,18 @@ def _check_supported(config: ModelShape, block_size: int) -> None:
     if config.num_heads // config.num_kv_heads > 64:
         raise StartupError("the native kernels let at most 64 query heads share a key/value head")
     if block_size % 16:
-        raise StartupError(f"the native kernels need blocks of a multiple of 16 tokens, not {block_size}", param="block_size")
+        raise StartupError(
+            f"the native kernels need blocks of a multiple of 16 tokens, not {block_size}", param="block_size"
+        )
 
 
-def _tensor_kind(name: str) -> tuple[int, int]:
-    """Its place in TENSORS, and its layer (0 for those outside the layers)."""
-    layer, kind = 0, name
-    if name.startswith("model.layers."):
-        number, _, kind = name.removeprefix("model.layers.").partition(".")
-        layer = int(number)
-    if kind not in TENSORS:
-        raise StartupError(f"tensor {name} is not part of a dense Llama-family model")
-    return TENSORS.index(kind), layer
+def _untied(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The embedding once more, as the output projection."""
+    for name, tensor in weights:
+        if name != "lm_head.weight":
+            yield name, tensor
+        if name == "model.embed_tokens.weight":
+            yield "lm_head.weight", tensor
 
 
 def _tensor_names(config: ModelShape) -> Iterator[str]:
@@ -217,7 +260,7 @@ def _tensor_names(config: ModelShape) -> Iterator[str]:
         "up_proj.bias": config.mlp_bias,
         "down_proj.bias": config.mlp_bias,
     }
-    yield from (name for name in TENSORS[:3] if name != "lm_head.weight" or not config.tie_embeddings)
+    yield from TENSORS[:3]
     for layer in range(config.num_layers):
         for name in TENSORS[3:]:
             if expected.get(name.partition(".")[2], True):
@@ -263,6 +306,7 @@ class NativeModel:
         self._handle: int | None = None
         self.config, self.scheme = config, scheme
         self.block_size, self.num_blocks = block_size, num_blocks
+        self._mlp_rotation = hadamard_block(config.intermediate_size) if scheme == "int8" else 0
         spec = _Spec(
             layers=config.num_layers,
             hidden=config.hidden_size,
@@ -271,7 +315,6 @@ class NativeModel:
             head_dim=config.head_dim,
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
-            tied=config.tie_embeddings,
             qk_norm=config.qk_norm,
             attention_bias=config.attention_bias,
             output_bias=config.output_bias,
@@ -280,6 +323,7 @@ class NativeModel:
             block_size=block_size,
             num_blocks=num_blocks,
             threads=threads or usable_cpus(),
+            mlp_rotation=self._mlp_rotation,
             norm_eps=config.norm_eps,
             rope_magnitude=rope_magnitude,
         )
@@ -314,18 +358,61 @@ class NativeModel:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Quantise and pack a checkpoint's tensors, given in any order by their Hugging Face names."""
         missing = set(_tensor_names(self.config))
+        if self.config.tie_embeddings:
+            weights = _untied(weights)
+        if self.scheme == "int8":
+            weights = rotated(weights, NativeTurn(self.config.hidden_size), self._transform_mlp)
         for name, tensor in weights:
-            if name == "lm_head.weight" and self.config.tie_embeddings:
-                continue
-            kind, layer = _tensor_kind(name)
+            layer, part = split_name(name)
+            if part not in TENSORS:
+                raise StartupError(f"tensor {name} is not part of a dense Llama-family model")
+            number = int(layer.split(".")[2]) if layer else 0
             values = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
             rows, columns = values.shape if values.ndim == 2 else (values.shape[0], 1)
-            problem = self._library.penstock_model_set(self._handle, kind, layer, values.ctypes.data, rows, columns)
+            problem = self._library.penstock_model_set(
+                self._handle, TENSORS.index(part), number, values.ctypes.data, rows, columns
+            )
             if problem:
                 raise StartupError(f"tensor {name} {problem.decode()}")
             missing.discard(name)
         if missing:
             raise StartupError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
+
+    def save_packed(self, path: Path, fingerprint: str) -> None:
+        """Write the packed weights, so that `load_packed` needs no quantising. `fingerprint` names their source."""
+        header = self._header(fingerprint)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        with partial.open("wb") as file:
+            file.write(MAGIC + len(header).to_bytes(8, "little") + header)
+            file.seek(_round_up(file.tell(), ALIGNMENT))
+            file.write(memoryview(self._weights()))
+        partial.replace(path)
+
+    def load_packed(self, path: Path, fingerprint: str) -> bool:
+        """Read what `save_packed` wrote; False where the file is missing or holds other weights or another layout."""
+        expected = self._header(fingerprint)
+        start = len(MAGIC) + 8
+        try:
+            with path.open("rb") as file:
+                found = file.read(start + len(expected))
+                if found != MAGIC + len(expected).to_bytes(8, "little") + expected:
+                    return False
+                file.seek(_round_up(len(found), ALIGNMENT))
+                return file.readinto(memoryview(self._weights())) == self.weight_bytes
+        except FileNotFoundError:
+            return False
+
+    def _header(self, fingerprint: str) -> bytes:
+        shape = {name: getattr(self.config, name) for name in SHAPE}
+        layout = {"version": LAYOUT_VERSION, "scheme": self.scheme, "bytes": self.weight_bytes}
+        return json.dumps({**layout, "fingerprint": fingerprint, **shape}).encode()
+
+    def _weights(self) -> Any:
+        address = self._library.penstock_model_weights(self._handle)
+        return (ctypes.c_uint8 * self.weight_bytes).from_address(address)
+
+    def _transform_mlp(self, rows: torch.Tensor) -> torch.Tensor:
+        return transform_blocks(rows, self._mlp_rotation) if self._mlp_rotation else rows
 
     def forward(self, step: StepArrays) -> tuple[Floats, Ints]:
         """Logits of the wanted rows, [R, V], and the token of the largest logit in each, [R]."""

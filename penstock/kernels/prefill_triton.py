@@ -3,7 +3,7 @@
 A tile holds BLOCK_Q queries with all query heads of one key/value head, so short chunks still fill the matrix unit
 and each key is loaded once per group.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -83,10 +83,18 @@ def _prefill_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    rows: int = 128
-    block_n: int = 64
-    num_warps: int = 8
-    num_stages: int = 3
+    rows: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_config(num_queries: int, num_heads: int, row_bytes: int = 256) -> PrefillConfig:
+    """Tiles measured on an H200: large ones as soon as they occupy it. `row_bytes` is the size of a key of one head."""
+    if row_bytes > 256:
+        return PrefillConfig(32, 32, 8, 2)
+    occupied = num_queries * num_heads // 256 >= 132
+    return PrefillConfig(256, 64, 8, 5) if occupied else PrefillConfig(128, 128, 8, 5)
 
 
 def prefill_attention(
@@ -101,7 +109,7 @@ def prefill_attention(
     num_queries: int,
     scale: float,
     window: int = 0,
-    config: PrefillConfig = PrefillConfig(),  # noqa: B008  frozen
+    config: PrefillConfig | None = None,
 ) -> None:
     """Attend `num_queries` ragged queries; sequence s owns rows query_starts[s] to query_starts[s + 1] (int32, device).
 
@@ -111,6 +119,7 @@ def prefill_attention(
     S = contexts_S.shape[0]
     K, B = k_cache.shape[1:3]
     group = H // K
+    config = config or prefill_config(num_queries, H, D * k_cache.itemsize)
     rows = max(config.rows, triton.next_power_of_2(group))
     block_q = rows // group
     _prefill_kernel[K, num_queries // block_q + S](

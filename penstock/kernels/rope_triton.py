@@ -3,7 +3,7 @@
 Optional RMSNorm of query and key heads, rotary embedding of the first `rotary` elements of each (halves rotated
 against each other), and the write of keys and values into the paged cache.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def rope_and_cache(
     *,
     norm_weights: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
-    block_h: int = 8,
+    block_h: int | None = None,
 ) -> torch.Tensor:
     """Rotate, store keys and values, and return the queries as a view [T, H, D] of `qkv`, which is overwritten.
 
@@ -87,6 +87,7 @@ def rope_and_cache(
     """
     K, B, D = k_cache.shape[1:]
     H = num_heads
+    block_h = block_h or (16 if qkv.shape[0] >= 512 else 8)
     pdl = overlaps_launches()
     q_weight, k_weight = norm_weights if norm_weights else (cos_sin, cos_sin)
     _rope_kernel[qkv.shape[0], triton.cdiv(H + 2 * K, block_h)](

@@ -1,10 +1,11 @@
 """Sampling for CUDA without sorting the vocabulary. `sampling_reference` defines what is computed.
 
 Thresholds of top-k and top-p are found digit by digit in the order-preserving integer form of the logits: each pass
-counts (or sums the weight of) the tokens at or above the 15 candidates of the next hexadecimal digit.
+counts (or sums the weight of) the tokens at or above the 15 candidates of the next hexadecimal digit. The passes read
+a short list: tokens far below the maximum are left out of it where the rest provably holds the threshold.
 Passes and chunks depend on the vocabulary alone, so a row samples the same token in any batch.
 """
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import triton.language as tl
 _CHUNK = 8192  # tokens per program
 _BLOCK = 2048
 _LOWEST = tl.constexpr(-2147483648)
+_DEPTH = tl.constexpr(10.0)  # tokens this far below the maximum, in units of temperature, rarely matter
 
 
 @triton.jit
@@ -40,7 +42,80 @@ def _max_kernel(peaks, logits, vocab, stride, CHUNK: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def _refine(prefixes, sums, first_sums, targets, row, num_chunks, shift, CHUNKS: tl.constexpr, WEIGHTED: tl.constexpr):
+def _row_peak(peaks, row, num_chunks, CHUNKS: tl.constexpr):
+    chunks = tl.arange(0, CHUNKS)
+    return tl.max(tl.load(peaks + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")), 0)
+
+
+@triton.jit
+def _row_sum(values, row, num_chunks, CHUNKS: tl.constexpr):
+    chunks = tl.arange(0, CHUNKS)
+    return tl.sum(tl.load(values + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0), 0)
+
+
+@triton.jit
+def _weigh_kernel(
+    masses, near_masses, near_counts, logits, peaks, temperatures, vocab, stride,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Per chunk: softmax weight of all tokens, weight and number of those near the maximum."""
+    row = tl.program_id(0).to(tl.int64)
+    num_chunks = tl.num_programs(1)
+    peak = _row_peak(peaks, row, num_chunks, CHUNKS)
+    inverse = 1.0 / tl.maximum(tl.load(temperatures + row), 1e-6)
+    begin = tl.program_id(1) * CHUNK
+    mass = tl.zeros([BLOCK], tl.float32)
+    near_mass = tl.zeros([BLOCK], tl.float32)
+    near_count = tl.zeros([BLOCK], tl.float32)
+    for base in range(begin, begin + CHUNK, BLOCK):
+        tokens = base + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+        depth = (x - peak) * inverse
+        weight = tl.exp(depth)
+        mass += weight
+        near_mass += tl.where(depth >= -_DEPTH, weight, 0.0)
+        near_count += (depth >= -_DEPTH).to(tl.float32)
+    at = row * num_chunks + tl.program_id(1)
+    tl.store(masses + at, tl.sum(mass, 0))
+    tl.store(near_masses + at, tl.sum(near_mass, 0))
+    tl.store(near_counts + at, tl.sum(near_count, 0))
+
+
+@triton.jit
+def _list_kernel(
+    listed, lengths, masses, near_masses, near_counts, logits, peaks, temperatures, top_ks, top_ps, vocab, stride,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """listed[row, chunk]: the logits near the maximum, in order; all logits where those do not reach the threshold."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    num_chunks = tl.num_programs(1)
+    peak = _row_peak(peaks, row, num_chunks, CHUNKS)
+    inverse = 1.0 / tl.maximum(tl.load(temperatures + row), 1e-6)
+    top_k = tl.load(top_ks + row)
+    if top_k > 0:
+        near = _row_sum(near_counts, row, num_chunks, CHUNKS) >= top_k
+    else:
+        wanted = tl.load(top_ps + row) * _row_sum(masses, row, num_chunks, CHUNKS)
+        near = _row_sum(near_masses, row, num_chunks, CHUNKS) >= wanted
+    deepest = tl.where(near, -_DEPTH, float("-inf"))
+    into = listed + (row * num_chunks + chunk) * CHUNK
+    length = 0
+    for base in range(chunk * CHUNK, (chunk + 1) * CHUNK, BLOCK):
+        tokens = base + tl.arange(0, BLOCK)
+        x = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+        kept = (tokens < vocab) & ((x - peak) * inverse >= deepest)
+        places = length + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(into + places, x, mask=kept)
+        length += tl.sum(kept.to(tl.int32), 0)
+    tl.store(lengths + row * num_chunks + chunk, length)
+
+
+@triton.jit
+def _refine(
+    prefixes, sums, first_sums, masses, targets, floors, row, num_chunks, shift,
+    CHUNKS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
     """Append to the row's prefix the largest digit whose tokens still reach the target."""
     digits = tl.arange(0, 16)
     chunks = tl.arange(0, CHUNKS)
@@ -48,16 +123,18 @@ def _refine(prefixes, sums, first_sums, targets, row, num_chunks, shift, CHUNKS:
     at = (row * num_chunks + chunks) * 16
     reached = tl.sum(tl.load(sums + at[:, None] + digits[None, :], mask=real[:, None], other=0.0), 0)
     target = tl.load(targets + row).to(tl.float32)
-    if WEIGHTED:
-        target *= tl.sum(tl.load(first_sums + at, mask=real, other=0.0), 0)
+    if WEIGHTED:  # a share of what top-k left, all of which is listed, or of everything
+        within = tl.sum(tl.load(first_sums + at, mask=real, other=0.0), 0)
+        everything = _row_sum(masses, row, num_chunks, CHUNKS)
+        target *= tl.where(tl.load(floors + row) > _LOWEST, within, everything)
     digit = tl.sum(((reached >= target) & (digits > 0)).to(tl.int32), 0)
     return tl.load(prefixes + row) + (digit << shift)
 
 
 @triton.jit
 def _count_kernel(
-    sums, logits, prefixes, old_prefixes, old_sums, first_sums, targets, floors, peaks, temperatures,
-    vocab, stride, shift,
+    sums, listed, lengths, prefixes, old_prefixes, old_sums, first_sums, masses, targets, floors, peaks, temperatures,
+    shift,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FIRST: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """sums[row, chunk, d]: count or softmax weight of the tokens at or above the prefix with digit d appended."""
@@ -67,22 +144,25 @@ def _count_kernel(
     if FIRST:
         prefix = _LOWEST + tl.zeros([], tl.int32)
     else:
-        prefix = _refine(old_prefixes, old_sums, first_sums, targets, row, num_chunks, shift + 4, CHUNKS, WEIGHTED)
+        prefix = _refine(
+            old_prefixes, old_sums, first_sums, masses, targets, floors, row, num_chunks, shift + 4, CHUNKS, WEIGHTED
+        )
     if chunk == 0:
         tl.store(prefixes + row, prefix)
     if WEIGHTED:
-        chunks = tl.arange(0, CHUNKS)
-        peak = tl.max(tl.load(peaks + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")), 0)
+        peak = _row_peak(peaks, row, num_chunks, CHUNKS)
         inverse = 1.0 / tl.maximum(tl.load(temperatures + row), 1e-6)
         floor = tl.load(floors + row)
     digits = tl.arange(0, 16)
     candidates = prefix + (digits << shift)
     acc = tl.zeros([BLOCK, 16], tl.float32)
-    for base in range(chunk * CHUNK, (chunk + 1) * CHUNK, BLOCK):
-        tokens = base + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+    length = tl.load(lengths + row * num_chunks + chunk)
+    begin = listed + (row * num_chunks + chunk) * CHUNK
+    for base in range(0, length, BLOCK):
+        places = base + tl.arange(0, BLOCK)
+        x = tl.load(begin + places, mask=places < length, other=float("-inf"))
         keys = _ordered(x)
-        weight = (tokens < vocab).to(tl.float32)
+        weight = (places < length).to(tl.float32)
         if WEIGHTED:
             weight = tl.where(keys >= floor, tl.exp((x - peak) * inverse), 0.0)
         acc += tl.where(keys[:, None] >= candidates[None, :], weight[:, None], 0.0)
@@ -91,12 +171,12 @@ def _count_kernel(
 
 @triton.jit
 def _threshold_kernel(
-    thresholds, prefixes, sums, first_sums, targets, floors, num_chunks, shift,
+    thresholds, prefixes, sums, first_sums, masses, targets, floors, num_chunks, shift,
     CHUNKS: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """The last digit; rows whose filter is off keep the threshold they came with."""
     row = tl.program_id(0).to(tl.int64)
-    threshold = _refine(prefixes, sums, first_sums, targets, row, num_chunks, shift, CHUNKS, WEIGHTED)
+    threshold = _refine(prefixes, sums, first_sums, masses, targets, floors, row, num_chunks, shift, CHUNKS, WEIGHTED)
     target = tl.load(targets + row)
     before = _LOWEST + tl.zeros([], tl.int32)
     if WEIGHTED:
@@ -126,7 +206,7 @@ def _sample_kernel(
         position = tl.load(positions + row).to(tl.uint32)
     if FILTERED:
         threshold = tl.load(thresholds + row)
-        peak = tl.max(tl.load(peaks + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")), 0)
+        peak = _row_peak(peaks, row, num_chunks, CHUNKS)
         unlikely = peak + temperature * tl.log(tl.load(min_ps + row))  # -inf when min_p is 0
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     chosen = begin + lanes
@@ -134,7 +214,7 @@ def _sample_kernel(
         tokens = base + lanes
         x = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
         score = x
-        if RANDOM:
+        if RANDOM:  # noqa: SIM102  one is known when compiling
             if temperature > 0:
                 groups = (base // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
                 zeros = groups * 0
@@ -163,8 +243,14 @@ def _sample_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SamplingScratch:
-    """Work space for up to as many rows as it was made for; all sampling of a stream may share it."""
+    """Work space for up to as many rows as it was made for; all sampling of a stream may share it.
 
+    `listed` is the large one: four bytes for each logit.
+    """
+
+    listed: torch.Tensor  # float32 [S * chunks * CHUNK]
+    lengths: torch.Tensor  # int32 [S * chunks]
+    masses: torch.Tensor  # float32 [3, S * chunks]: of all tokens, of those near the maximum, and their number
     sums: torch.Tensor  # float32 [passes, S * chunks * 16]
     prefixes: torch.Tensor  # int32 [passes, S]
     thresholds: torch.Tensor  # int32 [2, S]
@@ -181,6 +267,9 @@ def sampling_scratch(num_rows: int, vocab: int, device: torch.device) -> Samplin
         return torch.zeros(shape, dtype=dtype, device=device)
 
     return SamplingScratch(
+        listed=torch.empty(cells * _CHUNK, dtype=torch.float32, device=device),
+        lengths=make(cells, dtype=torch.int32),
+        masses=make(3, cells),
         sums=make(8, cells * 16),
         prefixes=make(8, num_rows, dtype=torch.int32),
         thresholds=make(2, num_rows, dtype=torch.int32),
@@ -222,10 +311,7 @@ def sample(
     """Sample each row of [S, V] logits. The flags say which filters any row uses; passes nobody needs are skipped."""
     filtered = any_top_k or any_top_p or any_min_p
     if filtered:
-        S, V = logits.shape
-        chunks = triton.cdiv(V, _CHUNK)
-        _max_kernel[S, chunks](scratch.peaks, logits, V, logits.stride(0), CHUNK=_CHUNK, BLOCK=_BLOCK, num_warps=4)
-        scratch.thresholds.fill_(_LOWEST.value)
+        _prepare(logits, rows, scratch, lists=any_top_k or any_top_p)
         if any_top_k:
             _search(logits, rows.top_k, rows, scratch, weighted=False)
         if any_top_p:
@@ -234,6 +320,22 @@ def sample(
             scratch.thresholds[1].copy_(scratch.thresholds[0])
     _launch_sample(logits, out, scratch, rows, filtered)
     return out
+
+
+def _prepare(logits: torch.Tensor, rows: SamplingRows, scratch: SamplingScratch, lists: bool) -> None:
+    S, V = logits.shape
+    chunks = triton.cdiv(V, _CHUNK)
+    shape = {"CHUNK": _CHUNK, "BLOCK": _BLOCK, "num_warps": 4}
+    scratch.thresholds.fill_(_LOWEST.value)
+    _max_kernel[S, chunks](scratch.peaks, logits, V, logits.stride(0), **shape)
+    if not lists:
+        return
+    shape["CHUNKS"] = triton.next_power_of_2(chunks)
+    _weigh_kernel[S, chunks](*scratch.masses, logits, scratch.peaks, rows.temperature, V, logits.stride(0), **shape)
+    _list_kernel[S, chunks](
+        scratch.listed, scratch.lengths, *scratch.masses, logits, scratch.peaks, rows.temperature, rows.top_k,
+        rows.top_p, V, logits.stride(0), **shape,
+    )  # fmt: skip
 
 
 def _search(
@@ -248,13 +350,14 @@ def _search(
     for i in range(passes):
         before = max(i - 1, 0)
         _count_kernel[S, chunks](
-            scratch.sums[i], logits, scratch.prefixes[i], scratch.prefixes[before], scratch.sums[before],
-            scratch.sums[0], targets, floors, scratch.peaks, rows.temperature, V, logits.stride(0), 28 - 4 * i,
+            scratch.sums[i], scratch.listed, scratch.lengths, scratch.prefixes[i], scratch.prefixes[before],
+            scratch.sums[before], scratch.sums[0], scratch.masses[0], targets, floors, scratch.peaks, rows.temperature,
+            28 - 4 * i,
             CHUNK=_CHUNK, BLOCK=512, CHUNKS=padded, FIRST=i == 0, WEIGHTED=weighted, num_warps=8,
         )  # fmt: skip
     _threshold_kernel[(S,)](
         scratch.thresholds[int(weighted)], scratch.prefixes[passes - 1], scratch.sums[passes - 1], scratch.sums[0],
-        targets, floors, chunks, 32 - 4 * passes, CHUNKS=padded, WEIGHTED=weighted, num_warps=1,
+        scratch.masses[0], targets, floors, chunks, 32 - 4 * passes, CHUNKS=padded, WEIGHTED=weighted, num_warps=1,
     )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from penstock.core.machine import free_memory
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# On a GPU the rest is for activations and the allocator; on a CPU the machine has other tenants.
-_GPU_SHARE = 0.9
+# On a GPU the rest is for the allocator and captured graphs; on a CPU the machine has other tenants.
+_GPU_SHARE = 0.95
 _CPU_SHARE = 0.5
 _CPU_DEFAULT_LIMIT = 4 * GIB
 
@@ -25,6 +25,7 @@ class KVDemand:
     block_size: int
     max_model_len: int
     max_seqs: int
+    reserve: int = 0  # bytes that steps need beside the cache
 
 
 def kv_blocks(demand: KVDemand, kv_memory_gib: float | None, device: torch.device) -> int:
@@ -33,13 +34,14 @@ def kv_blocks(demand: KVDemand, kv_memory_gib: float | None, device: torch.devic
     if kv_memory_gib is not None:
         budget, reason = int(kv_memory_gib * GIB), "as set by kv_memory_gib"
     elif device.type == "cuda":
-        budget, reason = int(free * _GPU_SHARE), f"{_GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on the GPU"
+        budget = int((free - demand.reserve) * _GPU_SHARE)
+        reason = f"{_GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on the GPU less {demand.reserve / GIB:.1f} for steps"
     else:
         budget, reason = min(int(free * _CPU_SHARE), _CPU_DEFAULT_LIMIT), f"of {free / GIB:.1f} GiB free"
-    if budget > free:
+    if budget > free - demand.reserve:
         raise StartupError(
-            f"kv_memory_gib is {budget / GIB:.2f} GiB but only {free / GIB:.2f} GiB are free after loading the model; "
-            "lower kv_memory_gib",
+            f"kv_memory_gib is {budget / GIB:.2f} GiB but only {(free - demand.reserve) / GIB:.2f} GiB are left after "
+            "loading the model; lower kv_memory_gib",
             param="engine.kv_memory_gib",
         )
     per_sequence = -(-demand.max_model_len // demand.block_size)

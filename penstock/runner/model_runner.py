@@ -21,6 +21,7 @@ class ModelRunner:
 
     def __init__(self, forward: Forward, state: RowState, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
+        self.idle_seconds: float | None = None
         self._forward = forward
         self._state = state
         self._block_size = block_size
@@ -36,7 +37,7 @@ class ModelRunner:
     def _run(self, step: Step) -> StepResult:
         self._state.apply(step)
         batch = build_batch(step, self._state, self._block_size)
-        scored = self._scored_prompts(step, batch)
+        scored = scored_prompts(self._state, step, batch)
         logit_rows = np.concatenate([batch.last_N, *(rows for _, rows, _ in scored)])
         logits_RV, likeliest_R = self._forward(batch, self._state, logit_rows)
         result = StepResult([-1] * len(step.rows))
@@ -46,7 +47,10 @@ class ModelRunner:
             tokens_N = sample(logits_NV, likeliest_R[:sampling], self._state, batch.rows_N, batch.next_positions_N)
             for index, token in zip(batch.sampled_N.tolist(), tokens_N.tolist(), strict=True):
                 result.tokens[index] = token
-            self._score_output(batch, logits_NV, tokens_N, result)
+            asked, widths = scored_rows(self._state, batch.rows_N)
+            if asked:
+                scores = score(logits_NV[asked], tokens_N[asked], widths)
+                result.logprobs = dict(zip(batch.sampled_N[asked].tolist(), scores, strict=True))
         first = sampling
         for index, rows, tokens in scored:
             width = self._state.params(step.rows[index]).prompt_logprobs or 0
@@ -54,24 +58,23 @@ class ModelRunner:
             first += len(rows)
         return result
 
-    def _scored_prompts(self, step: Step, batch: Batch) -> list[tuple[int, npt.NDArray[np.int32], torch.Tensor]]:
-        """(sequence, its tokens in the batch, the prompt tokens that follow them) for those that ask for prompt
-        logprobs."""
-        found = []
-        for index in np.flatnonzero(self._state.needs[step.rows] & Needs.PROMPT_LOGPROBS).tolist():
-            start, count = step.starts[index], step.counts[index]
-            following = self._state.prompt(step.rows[index])[start + 1 : start + 1 + count]
-            if following:
-                rows = batch.query_starts[index] + np.arange(len(following), dtype=np.int32)
-                found.append((index, rows, torch.tensor(following)))
-        return found
 
-    def _score_output(self, batch: Batch, logits_NV: torch.Tensor, tokens_N: torch.Tensor, result: StepResult) -> None:
-        asked = np.flatnonzero(self._state.needs[batch.rows_N] & Needs.LOGPROBS).tolist()
-        if asked:
-            widths = [self._state.params(int(batch.rows_N[i])).logprobs or 0 for i in asked]
-            scores = score(logits_NV[asked], tokens_N[asked], widths)
-            result.logprobs = dict(zip(batch.sampled_N[asked].tolist(), scores, strict=True))
+def scored_prompts(state: RowState, step: Step, batch: Batch) -> list[tuple[int, npt.NDArray[np.int32], torch.Tensor]]:
+    """For those that ask for prompt logprobs: the sequence, its tokens in the batch, the prompt tokens that follow."""
+    found = []
+    for index in np.flatnonzero(state.needs[step.rows] & Needs.PROMPT_LOGPROBS).tolist():
+        start, count = step.starts[index], step.counts[index]
+        following = state.prompt(step.rows[index])[start + 1 : start + 1 + count]
+        if following:
+            rows = batch.query_starts[index] + np.arange(len(following), dtype=np.int32)
+            found.append((index, rows, torch.tensor(following)))
+    return found
+
+
+def scored_rows(state: RowState, rows: npt.NDArray[np.int32]) -> tuple[list[int], list[int]]:
+    """Which of these rows ask for logprobs of what they sample, and how many alternatives each."""
+    asked = np.flatnonzero(state.needs[rows] & Needs.LOGPROBS).tolist()
+    return asked, [state.params(int(rows[i])).logprobs or 0 for i in asked]
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, widths: list[int]) -> list[TokenLogprob]:

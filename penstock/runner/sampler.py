@@ -7,6 +7,8 @@ gives the same tokens whatever it is batched with and wherever it is resumed. N 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,27 @@ import numpy.typing as npt
 import torch
 
 from penstock.runner.row_state import Needs, RowState
+from penstock.runner.transfer import to_device
 
 _MASK = 0xFFFFFFFF
 # Sorting a vocabulary is slow; the nucleus nearly always lies within this many of the likeliest tokens.
 _CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How the rows of one call are drawn, on the device of their logits."""
+
+    temperature_N: torch.Tensor
+    seeds_N: torch.Tensor
+    positions_N: torch.Tensor
+    top_k_N: torch.Tensor  # 0: off
+    top_p_N: torch.Tensor  # 1: off
+    min_p_N: torch.Tensor  # 0: off
+    filtered: bool  # whether any of the last three is on
+
+
+Choose = Callable[[torch.Tensor, Draws], torch.Tensor]  # logits [N, V] -> tokens [N]
 
 
 def sample(
@@ -26,24 +45,26 @@ def sample(
     state: RowState,
     rows: npt.NDArray[np.int32],
     positions: npt.NDArray[np.int32],
+    choose: Choose | None = None,
 ) -> torch.Tensor:
     """Choose one token per row and remember it there. `likeliest_N` is the argmax, which greedy rows take as it is."""
     device = logits_NV.device
     needs = state.needs[rows]
-    rows_N = torch.from_numpy(rows).to(device)
+    rows_N = to_device(rows, device)
     tokens_N = likeliest_N
     if (needs & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS)).any():
         logits_NV = _adjust(logits_NV.clone(), state, rows, needs, positions)
         tokens_N = logits_NV.argmax(-1)
     for which, filtered in ((_only(needs, Needs.RANDOM, Needs.FILTER), False), (_only(needs, Needs.FILTER), True)):
         if len(which):
-            index = torch.from_numpy(which).to(device)
-            chosen = _choose(logits_NV[index], state, rows[which], positions[which], filtered)
+            index = to_device(which, device)
+            draws = _draws(state, rows[which], positions[which], filtered, device)
+            chosen = (choose or choose_reference)(logits_NV[index], draws)
             tokens_N = tokens_N.index_copy(0, index, chosen)
     state.last_token_R[rows_N] = tokens_N
     penalised = _only(needs, Needs.PENALTIES)
     if len(penalised):
-        index = torch.from_numpy(penalised).to(device)
+        index = to_device(penalised, device)
         state.counts_RV[rows_N[index], tokens_N[index]] += 1
     return tokens_N
 
@@ -81,24 +102,33 @@ def _adjust(
     return logits_NV
 
 
-def _choose(
-    logits_NV: torch.Tensor,
+def _draws(
     state: RowState,
     rows: npt.NDArray[np.int32],
     positions: npt.NDArray[np.int32],
     filtered: bool,
-) -> torch.Tensor:
+    device: torch.device,
+) -> Draws:
     def put(values: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(values).to(logits_NV.device)
+        return to_device(values, device)
 
-    scaled_NV = logits_NV / put(state.temperature[rows])[:, None]
-    seeds_N, positions_N = put(state.seed[rows]), put(positions)
-    if not filtered:
-        return (scaled_NV + gumbel(seeds_N, positions_N, scaled_NV.shape[-1])).argmax(-1)
-    values_NC, tokens_NC = _candidates(
-        scaled_NV, put(state.top_k[rows]), put(state.top_p[rows]), put(state.min_p[rows])
+    return Draws(
+        temperature_N=put(state.temperature[rows]),
+        seeds_N=put(state.seed[rows]),
+        positions_N=put(positions),
+        top_k_N=put(state.top_k[rows]),
+        top_p_N=put(state.top_p[rows]),
+        min_p_N=put(state.min_p[rows]),
+        filtered=filtered,
     )
-    noise_NC = gumbel_of(seeds_N, positions_N, tokens_NC)
+
+
+def choose_reference(logits_NV: torch.Tensor, draws: Draws) -> torch.Tensor:
+    scaled_NV = logits_NV / draws.temperature_N[:, None]
+    if not draws.filtered:
+        return (scaled_NV + gumbel(draws.seeds_N, draws.positions_N, scaled_NV.shape[-1])).argmax(-1)
+    values_NC, tokens_NC = _candidates(scaled_NV, draws.top_k_N, draws.top_p_N, draws.min_p_N)
+    noise_NC = gumbel_of(draws.seeds_N, draws.positions_N, tokens_NC)
     best_N = (values_NC + noise_NC).argmax(-1, keepdim=True)
     return tokens_NC.gather(-1, best_N)[:, 0]
 

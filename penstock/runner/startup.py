@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,7 @@ from penstock.core.machine import usable_cpus
 from penstock.engine.executor import Executor
 from penstock.engine.scheduler import Scheduler, SchedulerLimits
 from penstock.kernels.attention_reference import ReferenceAttention, block_bytes
+from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig, read_config
 from penstock.models.loader import load_model
 from penstock.runner.forward import TorchForward
@@ -28,58 +30,124 @@ log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What is decided before anything is loaded."""
+
+    checkpoint: Checkpoint
+    model: ModelConfig
+    engine: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_step_tokens: int
+    progress: Progress | None
+
+    @property
+    def table_blocks(self) -> int:
+        return -(-self.max_model_len // self.engine.block_size)
+
+    def kv_demand(self, bytes_per_block: int, reserve: int = 0) -> KVDemand:
+        return KVDemand(bytes_per_block, self.engine.block_size, self.max_model_len, self.engine.max_seqs, reserve)
+
+
 def start(model: str, config: EngineConfig, progress: Progress | None = None) -> tuple[Scheduler, Executor, EngineInfo]:
     """Load a model and return the two halves of an engine: who decides and who computes."""
     checkpoint = resolve(model)
     model_config = read_config(checkpoint)
     device = _device(config)
-    torch.set_num_threads(usable_cpus())
-    max_model_len = _max_model_len(config, model_config)
-    runner = _load_runner(checkpoint, model_config, config, device, max_model_len, progress)
+    plan = _Plan(
+        checkpoint=checkpoint,
+        model=model_config,
+        engine=config,
+        device=device,
+        dtype=_dtype(config, device),
+        max_model_len=_max_model_len(config, model_config),
+        max_step_tokens=config.max_step_tokens or (8192 if device.type == "cuda" else 512),
+        progress=progress,
+    )
+    executor = _cuda_executor(plan) if device.type == "cuda" else _cpu_executor(plan)
     limits = SchedulerLimits(
-        num_blocks=runner.num_blocks,
+        num_blocks=executor.num_blocks,
         block_size=config.block_size,
         max_seqs=config.max_seqs,
-        max_step_tokens=config.max_step_tokens or (8192 if device.type == "cuda" else 512),
-        max_model_len=max_model_len,
+        max_step_tokens=plan.max_step_tokens,
+        max_model_len=plan.max_model_len,
         vocab_size=model_config.vocab_size,
         eos_ids=frozenset(model_config.eos_ids),
         prefix_caching=config.prefix_caching,
     )
-    if limits.longest_sequence < max_model_len:
+    if limits.longest_sequence < plan.max_model_len:
         log.warning("requests are limited to %d tokens, all that the KV cache holds", limits.longest_sequence)
-    return Scheduler(limits), runner, EngineInfo(checkpoint.name, limits.longest_sequence, model_config.vocab_size)
+    return Scheduler(limits), executor, EngineInfo(checkpoint.name, limits.longest_sequence, model_config.vocab_size)
 
 
-def _load_runner(
-    checkpoint: Checkpoint,
-    model_config: ModelConfig,
-    config: EngineConfig,
-    device: torch.device,
-    max_model_len: int,
-    progress: Progress | None,
-) -> ModelRunner:
-    dtype = _dtype(config, device)
+def _cpu_executor(plan: _Plan) -> Executor:
+    if plan.engine.quantization == "fp8":
+        raise StartupError("quantization fp8 needs a CUDA device; use int8, int4 or none", param="engine.quantization")
+    torch.set_num_threads(usable_cpus())
+    return _torch_executor(plan, _load(plan))
+
+
+def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
+    """The model as it is written down, on any device."""
+    config, spec = plan.engine, model.attention_spec
+    demand = plan.kv_demand(block_bytes(spec, config.block_size, plan.dtype))
+    num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device)
+    attention = ReferenceAttention(spec, num_blocks, config.block_size, plan.dtype, plan.device)
+    state = RowState(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)
+    forward = TorchForward(model, attention, plan.device)
+    return ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
+
+
+def _cuda_executor(plan: _Plan) -> Executor:
+    from penstock.runner.cuda_runner import CudaRunner, working_memory  # Triton comes with torch for CUDA only
+    from penstock.runner.fused_forward import FusedForward, quantize_fp8, supports_fused
+
+    config, quantization = plan.engine, plan.engine.quantization
+    if quantization in ("int8", "int4"):
+        raise StartupError(f"quantization {quantization} runs on CPU; on CUDA use fp8", param="engine.quantization")
+    model = _load(plan)
+    if not supports_fused(model, plan.model):
+        if quantization == "fp8":
+            raise StartupError("quantization fp8 covers dense models only", param="engine.quantization")
+        return _torch_executor(plan, model)
+    if quantization == "fp8":
+        quantize_fp8(model)
+    reserve = working_memory(plan.model, config.max_seqs, plan.max_step_tokens)
+    demand = plan.kv_demand(block_bytes(model.attention_spec, config.block_size, plan.dtype), reserve)
+    num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device)
+    forward = FusedForward(
+        model,
+        plan.model,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_seqs=config.max_seqs,
+        max_model_len=plan.max_model_len,
+    )
+    state = RowState(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, plan.device)
+    runner = CudaRunner(
+        forward, state, num_blocks=num_blocks, block_size=config.block_size, vocab_size=plan.model.vocab_size
+    )
     began = time.monotonic()
-    model = load_model(checkpoint, model_config, dtype=dtype, device=device, progress=progress)
-    size = sum(tensor.nbytes for _, tensor in model.checkpoint_tensors())
+    sizes = runner.capture_all()
+    log.info("captured decode steps of %d sizes, %.1f s", sizes, time.monotonic() - began)
+    return runner
+
+
+def _load(plan: _Plan) -> CausalLM:
+    began = time.monotonic()
+    model = load_model(plan.checkpoint, plan.model, dtype=plan.dtype, device=plan.device, progress=plan.progress)
     log.info(
         "loaded %s: %s, %.2f GiB in %s on %s, %.1f s",
-        checkpoint.name,
-        model_config.architecture,
-        size / 2**30,
-        str(dtype).removeprefix("torch."),
-        device,
+        plan.checkpoint.name,
+        plan.model.architecture,
+        sum(tensor.nbytes for _, tensor in model.checkpoint_tensors()) / 2**30,
+        str(plan.dtype).removeprefix("torch."),
+        plan.device,
         time.monotonic() - began,
     )
-    spec = model.attention_spec
-    demand = KVDemand(block_bytes(spec, config.block_size, dtype), config.block_size, max_model_len, config.max_seqs)
-    num_blocks = kv_blocks(demand, config.kv_memory_gib, device)
-    attention = ReferenceAttention(spec, num_blocks, config.block_size, dtype, device)
-    table_blocks = -(-max_model_len // config.block_size)
-    state = RowState(config.max_seqs, table_blocks, model_config.vocab_size, device)
-    forward = TorchForward(model, attention, device)
-    return ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
+    return model
 
 
 def _device(config: EngineConfig) -> torch.device:

@@ -103,7 +103,9 @@ def main(drain_seconds: float) -> int:
     first, second = tokenizer.encode("before after", add_special_tokens=False)[:2]
 
     async def wait_for_line() -> None:
-        await asyncio.to_thread(sys.stdin.readline)
+        line = asyncio.Event()
+        asyncio.get_running_loop().add_reader(sys.stdin, line.set)
+        await line.wait()
 
     engine = ScriptedEngine(tokenizer, lambda request: [[first], wait_for_line, [second], [tokenizer.eos_ids[0]]])
     app = create_app(engine, tokenizer, ServerConfig(), model_names=[MODEL])

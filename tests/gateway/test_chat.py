@@ -9,7 +9,7 @@ import pytest
 
 from penstock.core.errors import EngineFailure, Overloaded
 from tests.gateway.conftest import Gateway
-from tests.gateway.scripted_engine import MODEL, logprob_of
+from tests.gateway.scripted_engine import MODEL, hang, logprob_of
 
 HI = [{"role": "user", "content": "Hi"}]
 WEATHER = {
@@ -177,13 +177,14 @@ def test_seeds_differ_between_choices_and_repeat_between_requests(gateway: Gatew
 
 
 def test_stop_string_ends_the_request_in_the_engine(gateway: Gateway) -> None:
-    gateway.answers("alpha beta gamma delta epsilon")
+    words = gateway.tokenizer.encode("alpha beta gamma")
+    gateway.runs(lambda request: [*([token_id] for token_id in words), hang])
     answer = gateway.client().chat.completions.create(model=MODEL, messages=HI, stop=["gamma"])
     assert answer.choices[0].message.content == "alpha beta "
     assert answer.choices[0].finish_reason == "stop"
     assert gateway.engine.ended[gateway.engine.requests[0].id].wait(10)
     assert answer.usage is not None
-    assert answer.usage.completion_tokens < len(gateway.tokenizer.encode("alpha beta gamma delta epsilon"))
+    assert answer.usage.completion_tokens == len(words)
 
 
 def test_max_tokens_gives_length(gateway: Gateway) -> None:
@@ -297,8 +298,6 @@ def test_error_in_mid_stream_is_an_event_and_the_end(gateway: Gateway) -> None:
 
 
 def test_one_failing_choice_ends_the_others(gateway: Gateway) -> None:
-    from tests.gateway.scripted_engine import hang
-
     gateway.runs(lambda request: [hang] if request.id.endswith("-0") else [EngineFailure("step failed")])
     with pytest.raises(openai.InternalServerError, match="step failed"):
         gateway.client().chat.completions.create(model=MODEL, messages=HI, n=2)

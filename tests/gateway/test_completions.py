@@ -73,6 +73,12 @@ def test_echo_without_output_scores_the_prompt(gateway: Gateway) -> None:
     assert answer.usage.completion_tokens == 0
 
 
+def test_echo_of_token_ids_spells_special_tokens(gateway: Gateway) -> None:
+    ids = [gateway.tokenizer.eos_ids[0], *gateway.tokenizer.encode("The deep")]
+    answer = gateway.client().completions.create(model=MODEL, prompt=ids, echo=True, max_tokens=0)
+    assert answer.choices[0].text == gateway.tokenizer.eos_token + "The deep"
+
+
 def test_stream_of_two_prompts(gateway: Gateway) -> None:
     gateway.answers("alpha beta", "gamma")
     texts, reasons = ["", ""], ["", ""]

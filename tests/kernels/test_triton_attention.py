@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401  isort: skip
+
+import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.kernels.attention_triton import (
     DecodeConfig,
@@ -59,7 +60,7 @@ def test_decode(heads: tuple[int, int], dim: int, dtype: torch.dtype, splits: in
         out = torch.full_like(q, torch.nan)
         decode_attention(
             out, q, k, v, tables, torch.tensor(contexts, dtype=torch.int32), scale=0.2, splits=splits, scratch=scratch,
-            window=window, config=DecodeConfig(block_n=32),
+            window=window, config=DecodeConfig(32),
         )  # fmt: skip
         expected = paged_attention_reference(q, k, v, tables, list(range(len(contexts) + 1)), contexts, 0.2, window)
         torch.testing.assert_close(out.float(), expected, atol=tolerance(dtype), rtol=tolerance(dtype))
@@ -84,7 +85,7 @@ def test_decode_over_shared_prefix(splits: int, prefix_splits: int, shared: int)
     decode_attention(
         out, q, k, v, tables, torch.tensor(contexts, dtype=torch.int32), scale=0.2, splits=splits,
         scratch=decode_scratch(len(contexts), *heads, dim, splits + prefix_splits, q.device),
-        prefix=prefix, config=DecodeConfig(block_n=32),
+        prefix=prefix, config=DecodeConfig(32),
     )  # fmt: skip
     expected = paged_attention_reference(q, k, v, tables, list(range(5)), contexts, 0.2)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
@@ -108,7 +109,7 @@ def test_prefill(heads: tuple[int, int], dim: int, dtype: torch.dtype, window: i
     out = torch.full_like(q, 7.0)
     prefill_attention(
         out, q, k, v, tables, torch.tensor(starts, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32),
-        num_queries=starts[-1] - starts[0], scale=0.2, window=window, config=PrefillConfig(rows=32, block_n=32),
+        num_queries=starts[-1] - starts[0], scale=0.2, window=window, config=PrefillConfig(32, 32, 4, 2),
     )  # fmt: skip
     expected = paged_attention_reference(q, k, v, tables, starts, contexts, 0.2, window)
     torch.testing.assert_close(out[2:].float(), expected[2:], atol=tolerance(dtype), rtol=tolerance(dtype))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401  isort: skip
+
+import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.kernels.activation_triton import silu_mul, silu_mul_reference
 from penstock.kernels.gemm_triton import (
@@ -15,7 +16,13 @@ from penstock.kernels.gemm_triton import (
     stream_gemm,
     stream_gemv,
 )
-from penstock.kernels.norm_triton import add_rms_norm, add_rms_norm_reference, quantize_fp8_reference
+from penstock.kernels.linear_triton import linear
+from penstock.kernels.norm_triton import (
+    add_rms_norm,
+    add_rms_norm_reference,
+    quantize_fp8,
+    quantize_fp8_reference,
+)
 from penstock.kernels.rope_triton import rope_and_cache, rope_reference
 
 CPU = torch.device("cpu")
@@ -29,9 +36,9 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4)
     torch.testing.assert_close(actual.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """e4m3 keeps 3 bits after the leading one. The interpreter rounds a few values to a neighbour: no bound on each."""
-    return float((actual - expected).norm() / expected.norm())
+def typical_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """e4m3 keeps 3 bits after the leading one. A median, since the interpreter loses the carry of some roundings."""
+    return float(((actual - expected).abs() / expected.abs()).median())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -50,10 +57,11 @@ def test_quantised_rows_come_back() -> None:
     expected, _ = add_rms_norm_reference(x, weight, 1e-5)
     quantised = add_rms_norm(x, weight, 1e-5, scales=scales)
     close(scales, quantize_fp8_reference(expected)[1], 1e-6)
-    assert relative_error(quantised.float() * scales[:, None], expected) < 0.05
+    assert typical_error(quantised.float() * scales[:, None], expected) < 0.04
+    assert typical_error(quantize_fp8(x, scales).float() * scales[:, None], x) < 0.04
     gate_up = randn(3, 2 * 150)
     quantised = silu_mul(gate_up, scales=scales)
-    assert relative_error(quantised.float() * scales[:, None], silu_mul_reference(gate_up)) < 0.05
+    assert typical_error(quantised.float() * scales[:, None], silu_mul_reference(gate_up)) < 0.04
 
 
 def test_silu_mul() -> None:
@@ -81,11 +89,11 @@ def test_rope_and_cache(heads: tuple[int, int], dim: int, rotary: int, normed: b
         assert (written[untouched] == 9).all()
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("stages", "rows"), [(0, 1), (3, 3)])
 @pytest.mark.parametrize(
     ("normed", "gated", "adds", "fp8"), [(False,) * 4, (True, True, False, False), (True, True, True, True)]
 )
-def test_gemv(rows: int, normed: bool, gated: bool, adds: bool, fp8: bool) -> None:
+def test_gemv(stages: int, rows: int, normed: bool, gated: bool, adds: bool, fp8: bool) -> None:
     n, k = 54, 300  # neither fills its tiles
     x, weight = randn(rows, k), randn(n, k) / 10
     scales = None
@@ -96,7 +104,9 @@ def test_gemv(rows: int, normed: bool, gated: bool, adds: bool, fp8: bool) -> No
     residual = randn(rows, columns) if adds else None
     expected = linear_reference(x, weight, scales=scales, norm=norm, gated=gated, residual=residual)
     out = residual if residual is not None else torch.full((rows, columns), torch.nan)
-    stream_gemv(out, x, weight, config=GemvConfig(16, 128, 4), scales=scales, norm=norm, gated=gated, residual=residual)
+    stream_gemv(
+        out, x, weight, config=GemvConfig(16, 128, 4, stages), scales=scales, norm=norm, gated=gated, residual=residual
+    )
     close(out, expected)
 
 
@@ -127,3 +137,15 @@ def test_gemm_refuses_a_scratch_that_its_splits_would_overrun() -> None:
             torch.empty(4, 128), randn(4, 64), randn(128, 64), config=SkinnyConfig(64, 64, 2, 4, 2),
             scratch=split_scratch(CPU, 64, 4),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 9, 70])  # the vector kernel, the matrix kernel, the library
+@pytest.mark.parametrize(("normed", "gated", "adds"), [(True, False, False), (True, True, False), (False, False, True)])
+def test_linear_is_the_same_function_at_every_batch_size(rows: int, normed: bool, gated: bool, adds: bool) -> None:
+    n, k = 96, 128
+    x, weight, norm = randn(rows, k), randn(n, k) / 10, (randn(k, seed=1), 1e-5) if normed else None
+    residual = randn(rows, n) if adds else None
+    expected = linear_reference(x, weight, norm=norm, gated=gated, residual=residual)
+    result = linear(x, weight, split_scratch(CPU, 1 << 16, 16), norm=norm, gated=gated, residual=residual)
+    close(result, expected)
+    assert residual is None or result is residual

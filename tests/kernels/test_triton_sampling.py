@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton_interpreter  # noqa: F401  isort: skip
+
+import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.kernels.sampling_reference import philox4x32, sample_reference
 from penstock.kernels.sampling_triton import SamplingRows, argmax, sample, sampling_scratch
@@ -41,6 +42,7 @@ CASES = [  # temperature, top_k, top_p, min_p
     (2.0, 0, 1.0, 0.05),
     (3.0, 1, 1.0, 0.0),
     (2.0, 0, 0.01, 0.0),
+    (0.1, 400, 0.999, 0.0),  # the 400th is far below the maximum
 ]
 
 
@@ -49,23 +51,41 @@ def test_sample(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(4)
     logits = (torch.randn(len(CASES), VOCAB, generator=generator) * 3).to(dtype)
     columns = list(zip(*CASES, strict=True))
-    seeds = [(1 << 63) - 5 + i if i % 2 == 0 else i for i in range(len(CASES))]
+    seeds = [(1 << 63) - 1 - i if i % 2 == 0 else i for i in range(len(CASES))]  # both words of the key
     scratch = sampling_scratch(len(CASES), VOCAB, logits.device)
-    for position in (77,):
-        rows = SamplingRows(
-            temperature=torch.tensor(columns[0]),
-            seed=torch.tensor([s % (1 << 63) for s in seeds]),
-            position=torch.full((len(CASES),), position),
-            top_k=torch.tensor(columns[1], dtype=torch.int32),
-            top_p=torch.tensor(columns[2]),
-            min_p=torch.tensor(columns[3]),
-        )
-        out = torch.empty(len(CASES), dtype=torch.int64)
-        sample(logits, out, rows, scratch, any_top_k=True, any_top_p=True, any_min_p=True)
-        expected = [
-            sample_reference(logits[i].float(), int(rows.seed[i]), position, *CASES[i]) for i in range(len(CASES))
-        ]
-        assert out.tolist() == expected
+    position = 77
+    rows = SamplingRows(
+        temperature=torch.tensor(columns[0]),
+        seed=torch.tensor(seeds),
+        position=torch.full((len(CASES),), position),
+        top_k=torch.tensor(columns[1], dtype=torch.int32),
+        top_p=torch.tensor(columns[2]),
+        min_p=torch.tensor(columns[3]),
+    )
+    out = torch.empty(len(CASES), dtype=torch.int64)
+    sample(logits, out, rows, scratch, any_top_k=True, any_top_p=True, any_min_p=True)
+    expected = [sample_reference(logits[i].float(), int(rows.seed[i]), position, *CASES[i]) for i in range(len(CASES))]
+    assert out.tolist() == expected
+
+
+def test_top_p_reaches_far_below_the_maximum() -> None:
+    """One token has 87% of the mass and 9,000 equal ones share the rest, each e**-11 as likely."""
+    logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(7)) * 1e-3
+    logits[:, 5] = 11.0
+    rows = SamplingRows(
+        temperature=torch.ones(8),
+        seed=torch.arange(8) + 24,
+        position=torch.arange(8),
+        top_k=torch.zeros(8, dtype=torch.int32),
+        top_p=torch.full((8,), 0.98),
+        min_p=torch.zeros(8),
+    )
+    out = torch.empty(8, dtype=torch.int64)
+    scratch = sampling_scratch(8, VOCAB, logits.device)
+    sample(logits, out, rows, scratch, any_top_k=False, any_top_p=True, any_min_p=False)
+    expected = [sample_reference(logits[i], i + 24, i, 1.0, 0, 0.98, 0.0) for i in range(8)]
+    assert out.tolist() == expected
+    assert set(expected) != {5}
 
 
 def test_flags_skip_only_filters_that_are_off() -> None:

@@ -1,7 +1,9 @@
 // The C ABI that native.py loads. Pointers are opaque; every function that can fail returns a message or null.
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <string>
+#include <vector>
 
 #include "model.h"
 #include "pack.h"
@@ -60,6 +62,41 @@ PENSTOCK_API bool penstock_set_isa(const char* name) {
         }
     }
     return false;
+}
+
+// Both work in place on contiguous rows.
+PENSTOCK_API void penstock_turn(float* rows, int64_t count, int32_t width, int32_t block, const float* signs,
+                                const float* mix) {
+    std::vector<float> spare(width);
+    for (int64_t i = 0; i < count; i++) active->turn(rows + i * width, width, block, signs, mix, spare.data());
+}
+
+PENSTOCK_API void penstock_hadamard(float* rows, int64_t count, int32_t width, int32_t block) {
+    for (int64_t i = 0; i < count; i++) active->hadamard(rows + i * width, width, block);
+}
+
+// One matrix product by itself, for tests: packs w [n, k], quantises x [rows, k] as a step would, gives y [rows, n].
+PENSTOCK_API void penstock_matmul(const float* x, const float* w, const float* bias, int32_t scheme, int32_t rows,
+                                  int32_t n, int32_t k, float* y) {
+    Matrix m{Scheme(scheme), n, k, int32_t(round_up(k, GROUP)), nullptr, nullptr, nullptr};
+    const size_t columns = size_t(m.num_panels()) * PANEL, stride = round_up(k, 64);
+    std::vector<uint8_t> panels(m.num_panels() * m.panel_bytes());
+    std::vector<float> scale(columns), biases(columns), f(rows * stride), row_scale(rows), sum(rows);
+    std::vector<float> group_scale(rows * stride / GROUP), group_sum(rows * stride / GROUP);
+    std::vector<int8_t> q(rows * stride);
+    m.panels = panels.data();
+    m.scale = scale.data();
+    m.bias = bias ? biases.data() : nullptr;
+    clear(m);
+    for (int i = 0; i < n; i++) pack_row(m, i, w + size_t(i) * k, k);
+    if (bias) std::copy(bias, bias + n, biases.data());
+    const Activations a{f.data(),   q.data(),           row_scale.data(), sum.data(), group_scale.data(),
+                        group_sum.data(), stride};
+    for (int r = 0; r < rows; r++) {
+        std::copy(x + size_t(r) * k, x + size_t(r + 1) * k, f.data() + r * stride);
+        if (scheme != BF16) active->quantize_row(a, r, k, Scheme(scheme));
+    }
+    active->gemm(m, a, {0, rows}, {0, m.num_panels()}, {STORE, y, size_t(n)});
 }
 
 PENSTOCK_API Model* penstock_model_new(const ModelSpec* spec, const int32_t* windows, const float* frequencies,

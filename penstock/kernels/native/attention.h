@@ -14,6 +14,7 @@ namespace PENSTOCK_ISA {
 using namespace penstock;
 
 constexpr int CHUNK = KEY_CHUNK, MAX_ROWS = MAX_QUERY_ROWS;
+constexpr int SCORE_ROWS = 8;  // rows whose scores exist at a time
 constexpr float NOTHING = -__builtin_inff();
 
 #if defined(__AVX512F__)
@@ -62,21 +63,14 @@ PENSTOCK_INLINE void multiply_rows(int rows, const float* a, int lda, const floa
     for (; n < columns; n += 16) multiply_tile<MR, 1>(a, lda, b + n, ldb, depth, c + n, ldc, decay);
 }
 
-static __attribute__((noinline)) void multiply(int rows, const float* a, int lda, const float* b, int ldb, int depth,
-                                               int columns, float* c, int ldc, const float* decay) {
-    for (int r = 0; r < rows; r += TILE_ROWS)
-        multiply_rows<TILE_ROWS>(rows - r < TILE_ROWS ? rows - r : TILE_ROWS, a + r * lda, lda, b, ldb, depth, columns,
-                                 c + r * ldc, ldc, decay ? decay + r : nullptr);
-}
-
 // Scratch of one task, all in floats.
 struct Workspace {
-    float *keys, *values, *scores, *queries, *sums, *decay, *peak, *weight;
+    float *keys, *values, *scores, *queries, *sums, *weight, *decay, *peak;
     Workspace(float* at, int head_dim) {
         keys = at;                                // [head_dim][CHUNK]
         values = keys + CHUNK * head_dim;         // [CHUNK][head_dim]
-        scores = values + CHUNK * head_dim;       // [row][CHUNK]
-        queries = scores + MAX_ROWS * CHUNK;      // [row][head_dim]
+        scores = values + CHUNK * head_dim;       // [row of the tile][CHUNK]
+        queries = scores + SCORE_ROWS * CHUNK;    // [row][head_dim]
         sums = queries + MAX_ROWS * head_dim;     // [row][head_dim]
         weight = sums + MAX_ROWS * head_dim;      // [row][16]: softmax denominator, still spread over lanes
         decay = weight + MAX_ROWS * 16;
@@ -85,12 +79,11 @@ struct Workspace {
 };
 
 static size_t attention_scratch(int head_dim) {
-    return size_t(2) * CHUNK * head_dim + MAX_ROWS * (CHUNK + 2 * head_dim + 18);
+    return size_t(2) * CHUNK * head_dim + SCORE_ROWS * CHUNK + MAX_ROWS * (2 * head_dim + 18);
 }
 
 // Turn one row of scores into softmax weights relative to the running maximum; only [lo, hi) of the chunk is visible.
-PENSTOCK_INLINE void soften(const Workspace& w, int row, int lo, int hi) {
-    float* s = w.scores + row * CHUNK;
+PENSTOCK_INLINE void soften(const Workspace& w, int row, float* s, int lo, int hi) {
     const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     f32x16 v[CHUNK / 16];
 #pragma GCC unroll 4
@@ -198,7 +191,7 @@ static __attribute__((noinline)) void attend_few(const Cache& cache, int head, c
     for (int begin = task.key_begin; begin < task.key_end; begin += CHUNK) {
         const int count = task.key_end - begin < CHUNK ? task.key_end - begin : CHUNK;
         score_few<R>(cache, head, task.table, begin, count, w);
-        for (int r = 0; r < R; r++) soften(w, r, visible[r][0] - begin, visible[r][1] - begin);
+        for (int r = 0; r < R; r++) soften(w, r, w.scores + r * CHUNK, visible[r][0] - begin, visible[r][1] - begin);
         int d = 0;
         for (; d + 64 <= cache.head_dim; d += 64) blend_few<R, 4>(cache, head, task.table, begin, count, d, w);
         for (; d < cache.head_dim; d += 16) blend_few<R, 1>(cache, head, task.table, begin, count, d, w);
@@ -210,10 +203,17 @@ static void attend_many(const Cache& cache, int head, const AttentionTask& task,
     const int dim = cache.head_dim;
     for (int begin = task.key_begin; begin < task.key_end; begin += CHUNK) {
         const int count = task.key_end - begin < CHUNK ? task.key_end - begin : CHUNK;
+        const int columns = int(round_up(count, 16));
         unpack_chunk(cache, head, task.table, begin, count, w);
-        multiply(rows, w.queries, dim, w.keys, CHUNK, dim, int(round_up(count, 16)), w.scores, CHUNK, nullptr);
-        for (int r = 0; r < rows; r++) soften(w, r, visible[r][0] - begin, visible[r][1] - begin);
-        multiply(rows, w.scores, CHUNK, w.values, dim, count, dim, w.sums, dim, w.decay);
+        for (int first = 0; first < rows; first += TILE_ROWS) {
+            const int height = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
+            float* sums = w.sums + first * dim;
+            multiply_rows<TILE_ROWS>(height, w.queries + first * dim, dim, w.keys, CHUNK, dim, columns, w.scores, CHUNK,
+                                     nullptr);
+            for (int r = first; r < first + height; r++)
+                soften(w, r, w.scores + (r - first) * CHUNK, visible[r][0] - begin, visible[r][1] - begin);
+            multiply_rows<TILE_ROWS>(height, w.scores, CHUNK, w.values, dim, count, dim, sums, dim, w.decay + first);
+        }
     }
 }
 

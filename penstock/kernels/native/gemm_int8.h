@@ -19,12 +19,13 @@ struct Int8Tile {
     static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
                                               const Output& out) {
         constexpr int CHAINS = MR == 1 ? 4 : MR <= 3 ? 2 : 1;  // enough independent sums to hide the latency
+        constexpr int STEPS = MR == 1 ? 4 : 2;
         const uint8_t* w = m.panels + size_t(panel) * m.panel_bytes();
         const int8_t* a = x.q + row * x.stride;
         i32x16 acc[CHAINS][MR][2] = {};
-        for (int k = 0; k < m.padded_k; k += 4 * CHAINS) {
+        for (int k = 0; k < m.padded_k; k += 4 * STEPS) {
 #pragma GCC unroll 4
-            for (int c = 0; c < CHAINS; c++) {
+            for (int step = 0; step < STEPS; step++) {
                 const u8x64 w0 = load<u8x64>(w), w1 = load<u8x64>(w + 64);
                 if constexpr (MR <= 8) {
                     prefetch(w + PREFETCH_AHEAD);
@@ -33,9 +34,9 @@ struct Int8Tile {
                 w += 128;
 #pragma GCC unroll 12
                 for (int r = 0; r < MR; r++) {
-                    const int8_t* four = a + r * x.stride + k + 4 * c;
-                    acc[c][r][0] = dot4(acc[c][r][0], w0, four);
-                    acc[c][r][1] = dot4(acc[c][r][1], w1, four);
+                    const int8_t* four = a + r * x.stride + k + 4 * step;
+                    acc[step % CHAINS][r][0] = dot4(acc[step % CHAINS][r][0], w0, four);
+                    acc[step % CHAINS][r][1] = dot4(acc[step % CHAINS][r][1], w1, four);
                 }
             }
         }

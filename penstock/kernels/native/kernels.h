@@ -33,14 +33,15 @@ struct Matrix {
     int num_panels() const { return int(round_up(n, PANEL) / PANEL); }
 };
 
-// The left operand: float rows, and the same rows as int8 with one scale each.
+// The left operand: float rows, and the same rows as int8.
 struct Activations {
     float* f;
     int8_t* q;
-    float* scale;
-    float* sum;        // of the row's int8 values; undoes the +128 of INT8 weights
-    float* group_sum;  // of each 32 int8 values, [row][stride / 32]; multiplies the minima of INT4 weights
-    size_t stride;     // elements per row, a multiple of 64, zero beyond the width
+    float* scale;        // for INT8 weights: per row
+    float* sum;          // for INT8 weights: of the row's int8 values; undoes the +128 of the weights
+    float* group_scale;  // for INT4 weights: per 32 values, [row][stride / 32]
+    float* group_sum;    // for INT4 weights: of 32 int8 values times their scale; multiplies the minimum
+    size_t stride;       // elements per row, a multiple of 64, zero beyond the width
 };
 
 enum Epilogue : int32_t {
@@ -98,7 +99,9 @@ struct AttentionBuffers {
 struct Kernels {
     const char* name;
     void (*gemm)(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out);
-    void (*quantize_row)(const Activations& x, int row, int width);
+    void (*quantize_row)(const Activations& x, int row, int width, Scheme scheme);
+    void (*hadamard)(float* x, int width, int block);
+    void (*turn)(float* x, int width, int block, const float* signs, const float* mix, float* spare);
     void (*rms_norm)(const float* x, const float* weight, float eps, int width, float* out);
     void (*rotate)(float* head, const float* cos_sin, int head_dim, float scale);
     void (*write_cache)(const Cache& cache, int head, int32_t slot, const float* key, const float* value);

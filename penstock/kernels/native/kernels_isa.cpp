@@ -23,8 +23,16 @@ static void gemm(const Matrix& w, const Activations& x, Range rows, Range panels
 #define PENSTOCK_STRING(a) PENSTOCK_STRING_(a)
 
 extern const penstock::Kernels penstock::PENSTOCK_JOIN(PENSTOCK_ISA, _kernels) = {
-    PENSTOCK_STRING(PENSTOCK_ISA),     PENSTOCK_ISA::gemm,    PENSTOCK_ISA::quantize_row,
-    PENSTOCK_ISA::rms_norm,            PENSTOCK_ISA::rotate,  PENSTOCK_ISA::write_cache,
-    PENSTOCK_ISA::attention_scratch,   PENSTOCK_ISA::attend,  PENSTOCK_ISA::merge_partials,
+    PENSTOCK_STRING(PENSTOCK_ISA),
+    PENSTOCK_ISA::gemm,
+    PENSTOCK_ISA::quantize_row,
+    PENSTOCK_ISA::hadamard,
+    PENSTOCK_ISA::turn,
+    PENSTOCK_ISA::rms_norm,
+    PENSTOCK_ISA::rotate,
+    PENSTOCK_ISA::write_cache,
+    PENSTOCK_ISA::attention_scratch,
+    PENSTOCK_ISA::attend,
+    PENSTOCK_ISA::merge_partials,
     PENSTOCK_ISA::argmax,
 };

@@ -45,7 +45,7 @@ Model::Model(const ModelSpec& spec, const int32_t* windows, const float* inverse
 void Model::use(const Kernels& kernels) {
     kernels_ = &kernels;
     scratch_stride_ = round_up(kernels.attention_scratch(spec_.head_dim), 64);
-    scratch_.assign(scratch_stride_ * spec_.threads, 0.f);
+    scratch_ = Region(scratch_stride_ * spec_.threads * sizeof(float));
 }
 
 size_t Model::block_bytes() const {
@@ -64,7 +64,7 @@ void Model::reserve(const Step& step) {
     const size_t cos_sin = round_up(spec_.head_dim, 16);
 
     size_t bytes = n * 4 * (hidden_stride_ + qkv_stride_ + cos_sin);
-    for (size_t width : widths) bytes += n * (width * 5 + width / GROUP * 4 + 8) + 5 * 64;
+    for (size_t width : widths) bytes += n * (width * 5 + width / GROUP * 8 + 8) + 6 * 64;
     buffers_ = Region(bytes + 1024);
     uint8_t* at = buffers_.data();
     const auto take = [&](size_t size) { return std::exchange(at, at + round_up(size, 64)); };
@@ -79,6 +79,7 @@ void Model::reserve(const Step& step) {
         a.q = reinterpret_cast<int8_t*>(take(n * a.stride));
         a.scale = reinterpret_cast<float*>(take(n * 4));
         a.sum = reinterpret_cast<float*>(take(n * 4));
+        a.group_scale = reinterpret_cast<float*>(take(n * (a.stride / GROUP) * 4));
         a.group_sum = reinterpret_cast<float*>(take(n * (a.stride / GROUP) * 4));
     }
 }
@@ -156,7 +157,7 @@ void Model::run(const Step& step, int thread) {
         const Cache cache{reinterpret_cast<uint16_t*>(cache_.data() + i * layer_bytes), spec_.block_size,
                           spec_.kv_heads, spec_.head_dim};
         pool_.barrier();
-        normalize(x_, layer.input_norm, nullptr, tokens, thread);
+        normalize(layer.input_norm, layer.qkv.scheme, nullptr, tokens, thread);
         pool_.barrier();
         multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, phase);
         pool_.barrier();
@@ -165,20 +166,20 @@ void Model::run(const Step& step, int thread) {
         attend(layer, cache, thread, phase);
         pool_.barrier();
         merge_attention(tokens, thread);
-        quantize(attention_, tokens, q_width, thread);
+        quantize(attention_, tokens, q_width, 0, thread);
         pool_.barrier();
         multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, phase);
         pool_.barrier();
-        normalize(x_, layer.post_norm, nullptr, tokens, thread);
+        normalize(layer.post_norm, layer.gate_up.scheme, nullptr, tokens, thread);
         pool_.barrier();
         multiply(layer.gate_up, hidden_, tokens, {SILU_MUL, mlp_.f, mlp_.stride}, thread, phase);
         pool_.barrier();
-        quantize(mlp_, tokens, spec_.intermediate, thread);
+        quantize(mlp_, tokens, spec_.intermediate, spec_.mlp_rotation, thread);
         pool_.barrier();
         multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, thread, phase);
     }
     pool_.barrier();
-    normalize(x_, final_norm_, step.logit_rows, step.num_logits, thread);
+    normalize(final_norm_, head_.scheme, step.logit_rows, step.num_logits, thread);
     pool_.barrier();
     multiply(head_, hidden_, step.num_logits, {STORE, step.logits, size_t(spec_.vocab)}, thread, phase);
     pool_.barrier();
@@ -202,20 +203,23 @@ void Model::embed(const Step& step, int thread) {
     }
 }
 
-// Norm rows of x (all, or those listed) into hidden_, and quantise them while they are in L1.
-void Model::normalize(const float* x, const float* weight, const int32_t* rows, int count, int thread) {
+// Norm rows of x_ (all, or those listed) into hidden_, and quantise them while they are in L1.
+void Model::normalize(const float* weight, Scheme scheme, const int32_t* rows, int count, int thread) {
     const Range mine = share(count, thread, pool_.size());
     for (int r = mine.begin; r < mine.end; r++) {
-        const float* from = x + size_t(rows ? rows[r] : r) * hidden_stride_;
+        const float* from = x_ + size_t(rows ? rows[r] : r) * hidden_stride_;
         kernels_->rms_norm(from, weight, spec_.norm_eps, spec_.hidden, hidden_.f + r * hidden_.stride);
-        if (spec_.scheme != BF16) kernels_->quantize_row(hidden_, r, spec_.hidden);
+        if (scheme != BF16) kernels_->quantize_row(hidden_, r, spec_.hidden, scheme);
     }
 }
 
-void Model::quantize(const Activations& x, int count, int width, int thread) {
+void Model::quantize(const Activations& x, int count, int width, int rotation, int thread) {
     if (spec_.scheme == BF16) return;
     const Range mine = share(count, thread, pool_.size());
-    for (int r = mine.begin; r < mine.end; r++) kernels_->quantize_row(x, r, width);
+    for (int r = mine.begin; r < mine.end; r++) {
+        if (rotation) kernels_->hadamard(x.f + r * x.stride, width, rotation);
+        kernels_->quantize_row(x, r, width, Scheme(spec_.scheme));
+    }
 }
 
 void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& phase) {
@@ -255,7 +259,7 @@ void Model::rotate_and_cache(const Step& step, const Layer& layer, const Cache& 
 void Model::attend(const Layer& layer, const Cache& cache, int thread, int& phase) {
     WorkCounter& counter = counters_[phase++];
     const AttentionBuffers buffers{qkv_,          qkv_stride_,      attention_.f,
-                                   attention_.stride, partials_.data(), scratch_.data() + thread * scratch_stride_,
+                                   attention_.stride, partials_.data(), reinterpret_cast<float*>(scratch_.data()) + thread * scratch_stride_,
                                    spec_.heads};
     const int count = int(tasks_.size());
     for (int i; (i = counter.take()) < count * spec_.kv_heads;) {

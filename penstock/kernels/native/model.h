@@ -13,9 +13,10 @@ namespace penstock {
 // The C ABI's view of a model; mirrored field by field in native.py.
 struct ModelSpec {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab;
-    int32_t tied, qk_norm, attention_bias, output_bias, mlp_bias;
+    int32_t qk_norm, attention_bias, output_bias, mlp_bias;
     int32_t scheme;       // of the layers; the output projection is int8 where this is int4
     int32_t block_size, num_blocks, threads;
+    int32_t mlp_rotation;  // block of the Hadamard transform that the down projection's weights expect; 0 for none
     float norm_eps;
     float rope_magnitude;
 };
@@ -77,15 +78,14 @@ class Model {
     struct Place;
     size_t lay_out(uint8_t* base);
     Place place_of(Tensor kind, int layer);
-    Activations make_activations(size_t width);
     void reserve(const Step& step);
     std::string check(const Step& step) const;
     void plan_attention(const Step& step);
 
     void run(const Step& step, int thread);
     void embed(const Step& step, int thread);
-    void normalize(const float* x, const float* weight, const int32_t* rows, int count, int thread);
-    void quantize(const Activations& x, int count, int width, int thread);
+    void normalize(const float* weight, Scheme scheme, const int32_t* rows, int count, int thread);
+    void quantize(const Activations& x, int count, int width, int rotation, int thread);
     void multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& phase);
     void rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int thread);
     void attend(const Layer& layer, const Cache& cache, int thread, int& phase);
@@ -99,14 +99,14 @@ class Model {
     Matrix head_;
     float* final_norm_ = nullptr;
     uint16_t* embedding_ = nullptr;
-    Region weights_, cache_, buffers_;
+    Region weights_, cache_, buffers_, scratch_;
 
     // Buffers of a step, regrown when a step needs more; widths in floats, padded with zeros to 64.
     int capacity_ = 0;
     size_t hidden_stride_ = 0, qkv_stride_ = 0;
     float *x_ = nullptr, *qkv_ = nullptr, *cos_sin_ = nullptr;
     Activations hidden_{}, attention_{}, mlp_{};
-    std::vector<float> scratch_, partials_;
+    std::vector<float> partials_;
     size_t scratch_stride_ = 0;
     std::vector<AttentionTask> tasks_;
     std::vector<std::pair<int32_t, int32_t>> merges_;  // (token, number of partials), in slot order

@@ -17,28 +17,81 @@ static void rms_norm(const float* x, const float* weight, float eps, int width, 
     for (int i = 0; i < width; i += 16) store(out + i, load<f32x16>(x + i) * inverse * load<f32x16>(weight + i));
 }
 
-// Symmetric int8 with one scale per row: q = round(x * 127 / max|x|).
-static void quantize_row(const Activations& x, int row, int width) {
+// Round `count` values (a multiple of 32) to int8 with one scale, and sum what came out.
+PENSTOCK_INLINE float quantize_span(const float* f, int8_t* q, float inverse, int count) {
+    i32x16 total = {};
+    for (int i = 0; i < count; i += 16) {
+        const i32x16 rounded = round_to_int(load<f32x16>(f + i) * inverse);
+        store(q + i, __builtin_convertvector(rounded, i8x16));
+        total += rounded;
+    }
+    return sum(to_float(total));
+}
+
+PENSTOCK_INLINE float peak_of(const float* f, int count) {
+    f32x16 largest = {};
+    for (int i = 0; i < count; i += 16) largest = vmax(largest, vabs(load<f32x16>(f + i)));
+    return maximum(largest);
+}
+
+// Symmetric int8: one scale per row for INT8 weights, one per 32 values for INT4 weights.
+static void quantize_row(const Activations& x, int row, int width, Scheme scheme) {
     const float* f = x.f + row * x.stride;
     int8_t* q = x.q + row * x.stride;
-    float* group_sum = x.group_sum + row * (x.stride / GROUP);
-    f32x16 largest = {};
-    for (int i = 0; i < width; i += 16) largest = vmax(largest, vabs(load<f32x16>(f + i)));
-    const float peak = maximum(largest);
-    const float inverse = peak > 0 ? 127.f / peak : 0.f;
-    x.scale[row] = peak / 127.f;
-    float total = 0;
-    for (int i = 0; i < width; i += GROUP) {
-        i32x16 group = {};
-        for (int j = i; j < i + GROUP; j += 16) {
-            const i32x16 rounded = round_to_int(load<f32x16>(f + j) * inverse);
-            store(q + j, __builtin_convertvector(rounded, i8x16));
-            group += rounded;
-        }
-        group_sum[i / GROUP] = sum(to_float(group));
-        total += group_sum[i / GROUP];
+    const int padded = int(round_up(width, GROUP));
+    if (scheme == INT8) {
+        const float peak = peak_of(f, padded);
+        x.scale[row] = peak / 127.f;
+        x.sum[row] = quantize_span(f, q, peak > 0 ? 127.f / peak : 0.f, padded);
+        return;
     }
-    x.sum[row] = total;
+    float* scale = x.group_scale + row * (x.stride / GROUP);
+    float* group_sum = x.group_sum + row * (x.stride / GROUP);
+    for (int i = 0; i < padded; i += GROUP) {
+        const float peak = peak_of(f + i, GROUP);
+        scale[i / GROUP] = peak / 127.f;
+        group_sum[i / GROUP] = quantize_span(f + i, q + i, peak > 0 ? 127.f / peak : 0.f, GROUP) * (peak / 127.f);
+    }
+}
+
+// In place, on each run of `block` values (a power of two from 16): the orthonormal Walsh-Hadamard transform. It spreads
+// a lone outlier over its block, which is what keeps int8 activations precise.
+static void hadamard(float* x, int width, int block) {
+    const f32x16 signs[4] = {{1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
+                             {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
+                             {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
+                             {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1}};
+    const float scale = 1.f / __builtin_sqrtf(float(block));
+    for (float* run = x; run < x + width; run += block) {
+        for (int half = block / 2; half >= 16; half /= 2)
+            for (int i = 0; i < block; i += 2 * half)
+                for (int j = i; j < i + half; j += 16) {
+                    const f32x16 a = load<f32x16>(run + j), b = load<f32x16>(run + j + half);
+                    store(run + j, a + b);
+                    store(run + j + half, a - b);
+                }
+        for (int i = 0; i < block; i += 16) {
+            f32x16 v = load<f32x16>(run + i) * scale;
+            v = swap_halves(v, 8) + v * signs[0];
+            v = swap_halves(v, 4) + v * signs[1];
+            v = swap_halves(v, 2) + v * signs[2];
+            v = swap_halves(v, 1) + v * signs[3];
+            store(run + i, v);
+        }
+    }
+}
+
+// x R in place, as in quantization/rotation.py: signs, the transform within blocks, then a rotation across the blocks.
+// `spare` holds width floats.
+static void turn(float* x, int width, int block, const float* signs, const float* mix, float* spare) {
+    const int blocks = width / block;
+    for (int i = 0; i < width; i++) x[i] *= signs[i];
+    if (block > 1) hadamard(x, width, block);
+    memset(spare, 0, width * sizeof(float));
+    for (int i = 0; i < blocks; i++)
+        for (int j = 0; j < blocks; j++)
+            for (int k = 0; k < block; k++) spare[i * block + k] += mix[i * blocks + j] * x[j * block + k];
+    memcpy(x, spare, width * sizeof(float));
 }
 
 // Rotary embedding, half-split pairs (i, i + head_dim/2). cos_sin: head_dim/2 cosines, then as many sines.

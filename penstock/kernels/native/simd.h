@@ -36,7 +36,7 @@ PENSTOCK_INLINE void store(void* p, V v) {
     memcpy(p, &v, sizeof v);
 }
 
-PENSTOCK_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+PENSTOCK_INLINE f32x16 splat(float x) { return x - f32x16{}; }  // unlike x + 0, x - 0 is always x: no instruction
 
 PENSTOCK_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
 

@@ -85,6 +85,7 @@ struct Model::Place {
     int first = 0;        // output column of the first row
     bool paired = false;  // gate and up alternate in runs of 16 outputs
     float* floats = nullptr;
+    uint16_t* table = nullptr;
 };
 
 Model::Place Model::place_of(Tensor kind, int index) {
@@ -95,7 +96,7 @@ Model::Place Model::place_of(Tensor kind, int index) {
         return Place{rows, 1, nullptr, first, paired, m.bias};
     };
     switch (kind) {
-        case EMBEDDING: return {s.vocab, s.hidden, &head_};
+        case EMBEDDING: return {s.vocab, s.hidden, nullptr, 0, false, nullptr, embedding_};
         case HEAD: return {s.vocab, s.hidden, &head_};
         case FINAL_NORM: return {s.hidden, 1, nullptr, 0, false, final_norm_};
         case INPUT_NORM: return {s.hidden, 1, nullptr, 0, false, layer.input_norm};
@@ -126,7 +127,7 @@ std::string Model::set_tensor(Tensor kind, int index, const float* data, int64_t
     if (rows != place.rows || columns != place.columns)
         return "has shape [" + std::to_string(rows) + ", " + std::to_string(columns) + "], expected [" +
                std::to_string(place.rows) + ", " + std::to_string(place.columns) + "]";
-    if (!place.matrix && !place.floats) return "is not part of a model with this configuration";
+    if (!place.matrix && !place.floats && !place.table) return "is not part of a model with this configuration";
     const auto column = [&](int64_t row) {
         return place.first + int(place.paired ? row / 16 * PANEL + row % 16 : row);
     };
@@ -138,9 +139,10 @@ std::string Model::set_tensor(Tensor kind, int index, const float* data, int64_t
         const int64_t last = rows * (thread + 1) / pool_.size();
         for (int64_t row = rows * thread / pool_.size(); row < last; row++) {
             const float* from = data + row * columns;
-            if (kind == EMBEDDING)
-                for (int64_t i = 0; i < columns; i++) embedding_[row * columns + i] = round_to_bf16(from[i]);
-            if (kind != EMBEDDING || spec_.tied) pack_row(*place.matrix, column(row), from, int(columns));
+            if (place.table)
+                for (int64_t i = 0; i < columns; i++) place.table[row * columns + i] = round_to_bf16(from[i]);
+            else
+                pack_row(*place.matrix, column(row), from, int(columns));
         }
     });
     return "";

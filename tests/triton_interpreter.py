@@ -1,12 +1,9 @@
-"""Import this first in a kernel test: the kernels then run on the CPU in Triton's interpreter."""
+"""Import this first in a kernel test. That kernels are interpreted at all is set in conftest.py."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 pytest.importorskip("triton")
 
 from triton.runtime import interpreter

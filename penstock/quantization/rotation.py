@@ -1,0 +1,106 @@
+"""Turn a model's hidden space so that no channel stands out, without changing what the model computes.
+
+A few channels of a language model carry values a hundred times the rest, and one int8 scale per token then leaves the
+rest only a few levels. An orthogonal matrix R spreads them out: RMSNorm commutes with R once its weights are
+multiplied into the matrices behind it, so R is folded into the checkpoint and costs nothing at run time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+# The norm in front of each matrix that reads the hidden space.
+NORM_OF = {
+    "lm_head.weight": "model.norm.weight",
+    "self_attn.q_proj.weight": "input_layernorm.weight",
+    "self_attn.k_proj.weight": "input_layernorm.weight",
+    "self_attn.v_proj.weight": "input_layernorm.weight",
+    "mlp.gate_proj.weight": "post_attention_layernorm.weight",
+    "mlp.up_proj.weight": "post_attention_layernorm.weight",
+}
+
+
+Rows = Callable[[torch.Tensor], torch.Tensor]  # a linear map of each row of a matrix; may overwrite its argument
+
+
+def hadamard_block(size: int) -> int:
+    """The largest power of two in a size, or 0 where it is too small to be worth transforming."""
+    block = size & -size
+    return min(block, 1024) if block >= 16 else 0
+
+
+def hadamard(n: int) -> torch.Tensor:
+    """Orthonormal and symmetric, n a power of two."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < n:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / math.sqrt(n)
+
+
+class Rotation:
+    """R of size m * block: random signs, a Hadamard transform within each block, a random rotation across blocks."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.block = hadamard_block(size) or 1
+        self.signs = torch.randint(0, 2, (size,), generator=generator).float() * 2 - 1
+        self.mix = torch.linalg.qr(torch.randn(size // self.block, size // self.block, generator=generator))[0]
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """x R for each row x; the plain reference of the native one."""
+        spread = transform_blocks(rows * self.signs, self.block)
+        blocks = spread.reshape(len(rows), len(self.mix), self.block)
+        return torch.matmul(self.mix, blocks).reshape(rows.shape)
+
+
+def transform_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """The Hadamard transform of each run of `block` values in each row; it is its own inverse."""
+    return (rows.reshape(-1, block) @ hadamard(block)).reshape(rows.shape)
+
+
+def rotated(
+    weights: Iterator[tuple[str, torch.Tensor]], turn: Rows, transform: Rows
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same model in a hidden space turned by R, under the same names; its norms have weights of one.
+
+    `turn` multiplies rows by R. `transform` is its own inverse, and what the inputs of the down projections will have
+    undergone at run time. The output projection must be given as such: once the norm is folded in, it differs from
+    the embedding.
+    """
+    norms: dict[str, torch.Tensor] = {}
+    waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # by the norm in front of them, which is yet to come
+    for name, tensor in weights:
+        tensor = tensor.detach().float()
+        layer, part = split_name(name)
+        if part in NORM_OF:
+            norm = layer + NORM_OF[part]
+            if norm in norms:
+                yield name, turn(tensor * norms[norm])
+            else:
+                waiting.setdefault(norm, []).append((name, tensor))
+        elif part in NORM_OF.values():
+            norms[name] = tensor
+            yield name, torch.ones_like(tensor)
+            for reader, weight in waiting.pop(name, ()):
+                yield reader, turn(weight * tensor)
+        elif part == "model.embed_tokens.weight":
+            yield name, turn(tensor.clone())
+        elif part == "self_attn.o_proj.weight":
+            yield name, turn(tensor.T.contiguous()).T
+        elif part == "mlp.down_proj.weight":
+            yield name, turn(transform(tensor.clone()).T.contiguous()).T
+        elif part in ("self_attn.o_proj.bias", "mlp.down_proj.bias"):
+            yield name, turn(tensor[None].clone())[0]
+        else:
+            yield name, tensor
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """`model.layers.3.mlp.up_proj.weight` is ("model.layers.3.", "mlp.up_proj.weight"); others have no layer."""
+    if not name.startswith("model.layers."):
+        return "", name
+    number, _, part = name.removeprefix("model.layers.").partition(".")
+    return f"model.layers.{number}.", part

@@ -1,0 +1,82 @@
+"""Each native kernel against its plain reference, at every instruction set this CPU has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.core.errors import StartupError
+from penstock.kernels import native
+from penstock.quantization import rotation, scheme
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512vnni"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = native.isa()
+    try:
+        native.set_isa(request.param)
+    except StartupError:
+        pytest.skip(f"no {request.param} here")
+    yield request.param
+    native.set_isa(best)
+
+
+def test_an_unknown_isa_is_refused() -> None:
+    with pytest.raises(StartupError, match="no avx1024 kernels"):
+        native.set_isa("avx1024")  # type: ignore[arg-type]
+
+
+WEIGHTS = {"none": scheme.round_bfloat16, "int8": scheme.int8_round_trip, "int4": scheme.int4_round_trip}
+INPUTS = {"none": lambda x: x, "int8": scheme.int8_round_trip, "int4": scheme.int8_group_round_trip}
+
+
+@pytest.mark.parametrize("kind", ["none", "int8", "int4"])
+@pytest.mark.parametrize(
+    ("rows", "n", "k"), [(1, 32, 32), (1, 33, 100), (2, 96, 64), (3, 7, 577), (5, 64, 36), (13, 40, 160), (25, 100, 96)]
+)
+def test_matmul(isa: str, kind: native.Scheme, rows: int, n: int, k: int) -> None:
+    rng = np.random.default_rng(rows * 1000 + n + k)
+    x = rng.standard_normal((rows, k), dtype=np.float32) * rng.uniform(0.1, 30, (rows, 1)).astype(np.float32)
+    w = rng.standard_normal((n, k), dtype=np.float32)
+    bias = rng.standard_normal(n, dtype=np.float32)
+    x[rows // 2, :16] = 0
+    expected = INPUTS[kind](x).astype(np.float64) @ WEIGHTS[kind](w).astype(np.float64).T
+    tolerance = 2e-5 * np.abs(x).max() * np.sqrt(k)
+    np.testing.assert_allclose(native.matmul(x, w, kind), expected, rtol=1e-5, atol=tolerance)
+    np.testing.assert_allclose(native.matmul(x, w, kind, bias), expected + bias, rtol=1e-5, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_extreme_inputs_neither_saturate_nor_overflow(isa: str, kind: native.Scheme) -> None:
+    """All products at their largest: 16-bit intermediate sums would saturate here."""
+    x = np.full((3, 4096), 127, dtype=np.float32)
+    w = np.ones((34, 4096), dtype=np.float32)
+    w[1] = -1
+    np.testing.assert_allclose(native.matmul(x, w, kind), x @ w.T, rtol=1e-6)
+
+
+def test_a_row_of_zeros_gives_zeros(isa: str) -> None:
+    w = np.ones((5, 40), dtype=np.float32)
+    for kind in ("int8", "int4"):
+        assert not native.matmul(np.zeros((2, 40), dtype=np.float32), w, kind).any()
+
+
+@pytest.mark.parametrize("size", [64, 96, 36, 7, 576, 1536])
+def test_turn(isa: str, size: int) -> None:
+    x = torch.randn(5, size, generator=torch.Generator().manual_seed(size))
+    turned = native.NativeTurn(size)(x.clone())
+    torch.testing.assert_close(turned, rotation.Rotation(size)(x), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(turned.norm(dim=1), x.norm(dim=1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "block"), [(16, 16), (96, 32), (1536, 512)])
+def test_transform_blocks(isa: str, size: int, block: int) -> None:
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    once = native.transform_blocks(x.clone(), block)
+    torch.testing.assert_close(once, rotation.transform_blocks(x, block), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(native.transform_blocks(once, block), x, rtol=1e-4, atol=1e-5)

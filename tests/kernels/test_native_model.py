@@ -1,0 +1,270 @@
+"""Whole steps of the native model against transformers, for each architecture it covers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from penstock.core.errors import EngineFailure, StartupError
+from penstock.kernels import native
+from penstock.models.config import ModelConfig
+from penstock.models.rope import inverse_frequencies
+from penstock.quantization.scheme import int4_round_trip
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
+
+BLOCK = 16
+VOCAB = 211
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 136,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "initializer_range": 0.1,
+}
+KINDS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama_biases": lambda: transformers.LlamaConfig(
+        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=False
+    ),
+    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=40, tie_word_embeddings=False),
+    "qwen2": lambda: transformers.Qwen2Config(**{**SIZES, "num_attention_heads": 4}, tie_word_embeddings=True),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
+}
+
+
+def reference(kind: str, scheme: native.Scheme = "none") -> Any:
+    """A random model whose weights the scheme can nearly hold: mostly activations and the cache are rounded."""
+    torch.manual_seed(3)
+    config = KINDS[kind]()
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter) * 0.05
+            parameter.copy_((parameter + noise).bfloat16().float())
+            if scheme == "int4" and parameter.ndim == 2 and len(parameter) != VOCAB:
+                parameter.copy_(torch.from_numpy(int4_round_trip(parameter.numpy())))
+    return model
+
+
+def shape(model: Any) -> ModelConfig:
+    c, names = model.config, set(model.state_dict())
+    return ModelConfig(
+        architecture=type(model).__name__,
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_layers=c.num_hidden_layers,
+        num_heads=c.num_attention_heads,
+        num_kv_heads=c.num_key_value_heads,
+        head_dim=32,
+        norm_eps=c.rms_norm_eps,
+        rope_theta=float(c.rope_parameters["rope_theta"]),
+        rope_scaling=None,
+        max_position=2048,
+        tie_embeddings=c.tie_word_embeddings,
+        attention_bias="model.layers.0.self_attn.q_proj.bias" in names,
+        output_bias="model.layers.0.self_attn.o_proj.bias" in names,
+        mlp_bias="model.layers.0.mlp.up_proj.bias" in names,
+        qk_norm="model.layers.0.self_attn.q_norm.weight" in names,
+        windows=(getattr(c, "sliding_window", None) or 0,) * c.num_hidden_layers,
+        moe=None,
+        eos_ids=(),
+        bos_id=None,
+        dtype="float32",
+    )
+
+
+def empty(
+    config: ModelConfig, scheme: native.Scheme = "none", threads: int = 2, blocks: int = 128
+) -> native.NativeModel:
+    frequencies = inverse_frequencies(config).numpy()
+    return native.NativeModel(config, frequencies, scheme=scheme, block_size=BLOCK, num_blocks=blocks, threads=threads)
+
+
+def build(model: Any, scheme: native.Scheme = "none", threads: int = 2) -> native.NativeModel:
+    native_model = empty(shape(model), scheme, threads)
+    native_model.load(iter(model.state_dict().items()))
+    return native_model
+
+
+def expected(model: Any, tokens: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return np.asarray(model(torch.tensor(tokens)[None]).logits[0])
+
+
+def step(parts: list[tuple[np.ndarray, int, list[int]]], last_only: bool = False) -> native.StepArrays:
+    """From (new tokens, their first position, block table) of each sequence."""
+    counts = [len(tokens) for tokens, _, _ in parts]
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    width = max(len(table) for _, _, table in parts)
+    positions = [np.arange(first, first + len(tokens)) for tokens, first, _ in parts]
+    slots = [np.array(table)[p // BLOCK] * BLOCK + p % BLOCK for p, (_, _, table) in zip(positions, parts, strict=True)]
+    return native.StepArrays(
+        tokens_T=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
+        positions_T=np.concatenate(positions).astype(np.int32),
+        slots_T=np.concatenate(slots).astype(np.int32),
+        tables_SM=np.array([table + [0] * (width - len(table)) for _, _, table in parts], dtype=np.int32),
+        query_starts=starts,
+        contexts_S=np.array([first + len(tokens) for tokens, first, _ in parts], dtype=np.int32),
+        logit_rows_R=starts[1:] - 1 if last_only else np.arange(starts[-1], dtype=np.int32),
+    )
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((got - want) ** 2)) / want.std())
+
+
+@pytest.fixture(params=["portable", "avx2", "avx512vnni"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    best = native.isa()
+    try:
+        native.set_isa(request.param)
+    except StartupError:
+        pytest.skip(f"no {request.param} here")
+    yield request.param
+    native.set_isa(best)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("scheme", "limit"), [("none", 0.01), ("int8", 0.06), ("int4", 0.06)])
+def test_logits_match_transformers(kind: str, scheme: native.Scheme, limit: float) -> None:
+    model = reference(kind, scheme)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 75)
+    logits, argmax = build(model, scheme).forward(step([(tokens, 0, [9, 3, 7, 1, 4])]))
+    assert relative_error(logits, expected(model, tokens)) < limit
+    assert (argmax == logits.argmax(axis=1)).all()
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8", "int4"])
+def test_every_isa_computes_the_same(isa: str, scheme: native.Scheme) -> None:
+    model = reference("llama")
+    tokens = np.random.default_rng(2).integers(0, VOCAB, 40)
+    logits, _ = build(model, scheme).forward(step([(tokens, 0, [2, 5, 8])]))
+    native.set_isa("portable")
+    plain, _ = build(model, scheme).forward(step([(tokens, 0, [2, 5, 8])]))
+    assert relative_error(logits, plain) < 0.02  # a rounding may fall the other way, and grow
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_chunks_decodes_and_shared_blocks_in_one_step(isa: str, kind: str, threads: int) -> None:
+    """Two sequences share their first two blocks; one is filled in chunks while the other decodes."""
+    model = reference(kind)
+    rng = np.random.default_rng(4)
+    shared, a_tail, b_tail = rng.integers(0, VOCAB, 32), rng.integers(0, VOCAB, 9), rng.integers(0, VOCAB, 21)
+    a, b = np.concatenate((shared, a_tail)), np.concatenate((shared, b_tail))
+    a_table, b_table = [6, 2, 11], [6, 2, 40, 12]
+    runner = build(model, threads=threads)
+    both, _ = runner.forward(
+        step([(a[:34], 0, a_table), (b[32:37], 32, b_table)])
+    )  # b reads what a writes in this step
+    more, _ = runner.forward(
+        step([(a[34:35], 34, a_table), (b[37:38], 37, b_table), (rng.integers(0, VOCAB, 3), 0, [50])])
+    )
+    rest, _ = runner.forward(step([(b[38:], 38, b_table), (a[35:36], 35, a_table)]))
+    want_a, want_b = expected(model, a), expected(model, b)
+    got = np.concatenate((both, more[:2], rest))
+    want = np.concatenate((want_a[:34], want_b[32:37], want_a[34:35], want_b[37:38], want_b[38:], want_a[35:36]))
+    assert relative_error(got, want) < 0.01
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+def test_a_long_decode_is_split_over_keys(isa: str, kind: str) -> None:
+    model = reference(kind)
+    tokens = np.random.default_rng(5).integers(0, VOCAB, 701)
+    table = list(range(100, 100 - 44, -1))
+    runner = build(model)
+    runner.forward(step([(tokens[:700], 0, table)], last_only=True))
+    logits, _ = runner.forward(step([(tokens[700:], 700, table)]))
+    assert relative_error(logits, expected(model, tokens)[700:]) < 0.01
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_what_lies_in_unwritten_slots_never_matters(isa: str, count: int) -> None:
+    runner = build(reference("llama"))
+    tokens = np.random.default_rng(6).integers(0, VOCAB, count)
+    clean, _ = runner.forward(step([(tokens, 0, [3, 4, 5])]))
+    size = runner.block_bytes * runner.num_blocks
+    ctypes.memset(runner._library.penstock_model_cache(runner._handle), 0xFF, size)  # every bfloat16 a NaN
+    poisoned, _ = runner.forward(step([(tokens, 0, [3, 4, 5])]))
+    np.testing.assert_array_equal(poisoned, clean)
+
+
+def test_greedy_choice_prefers_the_first_of_equals() -> None:
+    model = reference("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[100:] = model.model.embed_tokens.weight[99]
+    logits, argmax = build(model).forward(step([(np.arange(20), 0, [1, 2])]))
+    assert (argmax == logits.argmax(axis=1)).all()
+
+
+def test_a_packed_file_brings_the_same_weights_back(tmp_path: Path) -> None:
+    model = reference("qwen3")
+    tokens = step([(np.arange(30), 0, [1, 2])])
+    first = build(model, "int8")
+    first.save_packed(tmp_path / "weights", "checkpoint-1")
+    second = empty(shape(model), "int8")
+    assert second.load_packed(tmp_path / "weights", "checkpoint-1")
+    np.testing.assert_array_equal(first.forward(tokens)[0], second.forward(tokens)[0])
+
+
+def test_a_packed_file_of_something_else_is_not_used(tmp_path: Path) -> None:
+    model = reference("llama")
+    path = tmp_path / "weights"
+    build(model, "int8").save_packed(path, "checkpoint-1")
+    assert not empty(shape(model), "int8").load_packed(path, "checkpoint-2")
+    assert not empty(shape(model), "int4").load_packed(path, "checkpoint-1")
+    assert not empty(shape(model), "int8").load_packed(tmp_path / "absent", "checkpoint-1")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert not empty(shape(model), "int8").load_packed(path, "checkpoint-1")
+
+
+def test_incomplete_or_wrong_checkpoints_are_named() -> None:
+    model = reference("llama")
+    weights = dict(model.state_dict())
+    with pytest.raises(
+        StartupError, match="lacks 1 tensors, such as model.layers.1.mlp.up_proj.weight".replace(".", r"\.")
+    ):
+        empty(shape(model)).load((n, t) for n, t in weights.items() if n != "model.layers.1.mlp.up_proj.weight")
+    with pytest.raises(StartupError, match=r"q_proj.weight has shape \[5, 96\], expected \[192, 96\]"):
+        empty(shape(model)).load(iter([("model.layers.0.self_attn.q_proj.weight", torch.zeros(5, 96))]))
+    with pytest.raises(StartupError, match=r"q_proj.bias is not part of a model with this configuration"):
+        empty(shape(model)).load(iter([("model.layers.0.self_attn.q_proj.bias", torch.zeros(192))]))
+    with pytest.raises(StartupError, match="layer 9 does not exist"):
+        empty(shape(model)).load(iter([("model.layers.9.mlp.up_proj.weight", torch.zeros(136, 96))]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("tokens_T", [VOCAB, 1], "outside the vocabulary"),
+        ("tokens_T", [-1, 1], "outside the vocabulary"),
+        ("slots_T", [16, 128 * BLOCK], "slots lie outside the cache"),
+        ("tables_SM", [[128]], "unknown blocks"),
+        ("contexts_S", [17], "fit its table"),
+        ("contexts_S", [1], "own tokens"),
+        ("query_starts", [0, 1], "query_starts must run"),
+        ("logit_rows_R", [2], "indices of tokens"),
+        ("positions_T", [0], "one entry per token"),
+    ],
+)
+def test_a_step_that_would_leave_its_memory_is_refused(field: str, value: Any, message: str) -> None:
+    runner = empty(shape(reference("llama")))
+    good = step([(np.array([1, 2]), 0, [1])])
+    fields = {name: getattr(good, name) for name in native.StepArrays.__slots__}
+    with pytest.raises(EngineFailure, match=message):
+        runner.forward(native.StepArrays(**{**fields, field: np.array(value, dtype=np.int32)}))

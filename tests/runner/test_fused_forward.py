@@ -1,0 +1,113 @@
+"""The fused Triton path against plain torch, through the real scheduler, on tiny models in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.checkpoint.source import resolve
+from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.engine.loop import EngineLoop
+from penstock.engine.scheduler import Scheduler, SchedulerLimits
+from penstock.kernels.attention_reference import ReferenceAttention
+from penstock.models.config import ModelConfig, read_config
+from penstock.models.llama import Llama
+from penstock.models.loader import load_model
+from penstock.runner.forward import Forward, TorchForward
+from penstock.runner.model_runner import ModelRunner
+from penstock.runner.row_state import RowState
+
+import tests.triton_interpreter  # noqa: F401  isort: skip
+
+from penstock.kernels.decode_inputs_triton import gather_decode_inputs, gather_decode_inputs_reference
+from penstock.runner.fused_forward import FusedForward
+
+CPU = torch.device("cpu")
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "torch_dtype": "float32",
+    "eos_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "mistral-window": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 9},
+    "qwen2-biased": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "head_dim": 8},
+    "qwen3-tied": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True},
+}
+
+
+def load(family: str, folder: Path) -> tuple[Llama, ModelConfig]:
+    (folder / "config.json").write_text(json.dumps({**SIZES, **FAMILIES[family]}))
+    checkpoint = resolve(f"dummy:{folder}")
+    config = read_config(checkpoint)
+    model = load_model(checkpoint, config, dtype=torch.float32, device=CPU)
+    assert isinstance(model, Llama)
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in model.checkpoint_tensors():
+        tensor.normal_(1.0 if "norm" in name else 0.0, 0.3, generator=generator)
+    return model, config
+
+
+def generate(forward: Forward, block_size: int, num_blocks: int) -> dict[str, list[int]]:
+    """Mixed lengths, chunks, a shared prefix, and prefill beside decoding."""
+    limits = SchedulerLimits(
+        num_blocks=num_blocks, block_size=block_size, max_seqs=4, max_step_tokens=24, max_model_len=128, vocab_size=64
+    )
+    state = RowState(4, 128 // block_size, 64, CPU)
+    outputs: dict[str, list[int]] = {}
+
+    def take(chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            outputs.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+
+    loop = EngineLoop(
+        Scheduler(limits), ModelRunner(forward, state, num_blocks=num_blocks, block_size=block_size), take
+    )
+    prefix = [(7 * i) % 61 + 1 for i in range(34)]
+    prompts = [[*prefix, 5, 6], [*prefix, 9], [3], prefix[5:20]]
+    for number, prompt in enumerate(prompts):
+        loop.submit(GenerateRequest(str(number), prompt, SamplingParams(temperature=0, max_tokens=5)))
+    while loop.step():
+        pass
+    return outputs
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_tokens_as_plain_torch(family: str, tmp_path: Path) -> None:
+    model, config = load(family, tmp_path)
+    block_size, num_blocks = 16, 16
+    reference = TorchForward(
+        model, ReferenceAttention(model.attention_spec, num_blocks, block_size, torch.float32, CPU), CPU
+    )
+    expected = generate(reference, block_size, num_blocks)
+    assert [len(tokens) for tokens in expected.values()] == [5] * 4
+    fused = FusedForward(model, config, num_blocks=num_blocks, block_size=block_size, max_seqs=4, max_model_len=128)
+    assert generate(fused, block_size, num_blocks) == expected
+
+
+def test_decode_inputs_match_their_reference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tables = torch.randint(1, 99, (6, 5), dtype=torch.int32, generator=generator)
+    last = torch.randint(0, 64, (6,), generator=generator)
+    rows, contexts = torch.tensor([4, 0, 2, 5], dtype=torch.int32), torch.tensor([17, 1, 80, 0], dtype=torch.int32)
+    found = gather_decode_inputs(rows, contexts, last, tables, 16)
+    expected = gather_decode_inputs_reference(rows, contexts, last, tables, 16)
+    for actual, wanted in zip(found[:3], expected[:3], strict=True):
+        assert torch.equal(actual, wanted.int())
+    for index, context in enumerate(contexts.tolist()):
+        used = -(-context // 16)
+        assert torch.equal(found[3][index, :used], expected[3][index, :used])
