@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import tempfile
 import time
@@ -134,6 +135,7 @@ def warm_up(driver: Driver, workload: Workload, vocab: int) -> None:
 
 def run(args: Namespace) -> int:
     began = time.perf_counter()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     workloads = [find_workload(name) for name in args.workload.split(",")]
     config = EngineConfig(
         args.device,

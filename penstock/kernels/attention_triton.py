@@ -92,7 +92,7 @@ def _merge(
     return acc / tl.maximum(total, 1e-30)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["tables", "contexts", "shared"])
 def _decode_kernel(
     out, q, k_cache, v_cache, tables, contexts, shared, partial_out, partial_lse, arrivals, scale, window,
     stride_out, stride_q, stride_table, stride_block, stride_head, stride_token,
@@ -162,7 +162,7 @@ def _decode_kernel(
             tl.store(into, merged.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (dims < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _prefix_kernel(
     q, k_cache, v_cache, table, shared_len, partial_out, partial_lse, num_seqs, scale,
     stride_q, stride_block, stride_head, stride_token,
@@ -251,8 +251,7 @@ def decode_splits(num_seqs: int, num_kv_heads: int, max_context: int, programs: 
 
     The number is part of a captured graph; each launch uses as many splits as its contexts fill.
     """
-    wanted = max(1, programs // (num_seqs * num_kv_heads))
-    return min(wanted, -(-max_context // 64), 32)
+    return _power_of_two(min(programs // (num_seqs * num_kv_heads), -(-max_context // 64), 32))
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, row_bytes: int = 256) -> DecodeConfig:
@@ -268,7 +267,12 @@ def decode_config(num_seqs: int, num_kv_heads: int, row_bytes: int = 256) -> Dec
 
 def prefix_splits(num_seqs: int, num_heads: int, max_prefix: int, programs: int = 264) -> int:
     tiles = -(-num_seqs * num_heads // PrefixConfig().rows)
-    return max(1, min(programs // tiles, -(-max_prefix // 256), 16))
+    return _power_of_two(min(programs // tiles, -(-max_prefix // 256), 16))
+
+
+def _power_of_two(value: int) -> int:
+    """The largest one up to `value`: each number of splits is a kernel of its own, so there should be few."""
+    return 1 << max(0, value.bit_length() - 1)
 
 
 def decode_scratch(

@@ -26,7 +26,7 @@ def _gated(values, SIZE: tl.constexpr):
     return gate / (1 + tl.exp(-gate)) * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_x"])
 def _gemv_kernel(
     out, x, weight, scales, gain, residual, rows_x, N, K, eps, stride_x, stride_out,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
@@ -84,7 +84,7 @@ def _gemv_kernel(
     tl.store(out + into, result.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_x"])
 def _skinny_kernel(
     out, x, weight, scales, x_scales, residual, partials, arrivals, rows_x, N, K, stride_x, stride_out,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,

@@ -30,7 +30,11 @@ def _sequence_of(tile, query_starts, num_seqs, origin, BLOCK_Q: tl.constexpr):
     return low
 
 
-@triton.jit
+# Slices of a mixed batch start anywhere; without this each alignment and size of batch would be compiled anew.
+@triton.jit(
+    do_not_specialize=["num_seqs", "stride_table"],
+    do_not_specialize_on_alignment=["tables", "query_starts", "contexts"],
+)
 def _prefill_kernel(
     out, q, k_cache, v_cache, tables, query_starts, contexts, num_seqs, scale, window,
     stride_out, stride_q, stride_table, stride_block, stride_head, stride_token,

@@ -8,12 +8,14 @@ with a spare row of context 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.core.machine import usable_cpus
 from penstock.core.request import TokenLogprob
 from penstock.engine.executor import Step, StepResult
 from penstock.kernels.attention_triton import SharedPrefix, prefix_splits
@@ -252,12 +254,34 @@ class CudaRunner:
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def capture_all(self) -> int:
-        """Before serving, largest first so that the smaller ones share its memory. Returns how many sizes."""
-        for size in reversed(self._sizes):
-            self._capture(size, False)
+        """Before serving. Returns how many sizes were captured."""
+        self._compile_all()
+        with torch.inference_mode():
+            for size in reversed(self._sizes):  # largest first, so that the smaller ones share its memory
+                self._capture(size, False)
         return len(self._sizes)
+
+    def _compile_all(self) -> None:
+        """Kernels that no cache on disk has yet are compiled side by side: each thread runs some size on padding.
+
+        They share scratch memory, so what they compute is worthless and arrival counters must be cleared afterwards.
+        """
+
+        def run(size: int) -> None:
+            with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+                self._decode_body(size, False)
+
+        self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32), None, 0)
+        torch.cuda.synchronize()
+        run(self._sizes[0])
+        with ThreadPoolExecutor(min(16, usable_cpus())) as threads:
+            mixed = threads.submit(self._forward.warm_up)
+            list(threads.map(run, self._sizes[1:]))
+            mixed.result()
+        torch.cuda.synchronize()
+        self._forward.clear_scratch()
+        self._scratch.arrivals.zero_()
 
     def _capture(self, size: int, shared: bool) -> _Graph:
         """Runs on padding only: nothing is written to the cache."""

@@ -111,6 +111,18 @@ class FusedForward:
     def _put(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
         return to_device(values, self.device)
 
+    def warm_up(self) -> None:
+        """Run a short prompt that writes nothing, so that the kernels of mixed steps are there."""
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            zeros = torch.zeros(256, dtype=torch.int32, device=self.device)
+            ends = torch.tensor([0, 256], dtype=torch.int32, device=self.device)
+            attend = self.attend_mixed(zeros[None], ends, ends[1:], 0, len(zeros))
+            self.logits(self.hidden(zeros, zeros, zeros - 1, attend)[:1])
+
+    def clear_scratch(self) -> None:
+        self._splits.arrivals.zero_()
+        self._decode_scratch.arrivals.zero_()
+
     def hidden(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor, attend: Attend
     ) -> torch.Tensor:

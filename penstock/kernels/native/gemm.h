@@ -12,7 +12,20 @@ namespace PENSTOCK_ISA {
 
 using namespace penstock;
 
-constexpr int PREFETCH_AHEAD = 2048;  // bytes
+constexpr int PREFETCH_DISTANCE = 2048;  // bytes, where a panel is read once
+
+// What a tile asks memory for while it computes, once per 128 bytes of its own panel.
+struct Ahead {
+    const uint8_t* at;
+    size_t step;
+
+    template <int MR>
+    inline __attribute__((always_inline)) void request() {
+        prefetch(at);
+        if (MR <= 8) prefetch(at + 64);  // taller tiles take long enough per step for the hardware to pair lines
+        at += step;
+    }
+};
 
 PENSTOCK_INLINE void put(float* to, f32x16 v, int columns, bool add) {
     if (columns >= 16) {
@@ -41,14 +54,22 @@ PENSTOCK_INLINE void finish_tile(const Matrix& w, int panel, const f32x16 (&y)[M
     }
 }
 
-// Tile::run<MR>(w, panel, x, row, out) computes MR rows of one panel, for MR up to Tile::ROWS.
+// Tile::run<MR>(w, panel, x, row, out, ahead) computes MR rows of one panel, for MR up to Tile::ROWS.
 template <class Tile, int MR>
-PENSTOCK_INLINE void run_tile(int rows, const Matrix& w, int panel, const Activations& x, int row, const Output& out) {
+PENSTOCK_INLINE void run_tile(int rows, const Matrix& w, int panel, const Activations& x, int row, const Output& out,
+                              const Ahead& ahead) {
     if (rows == MR) {
-        Tile::template run<MR>(w, panel, x, row, out);
+        Tile::template run<MR>(w, panel, x, row, out, ahead);
     } else if constexpr (MR > 1) {
-        run_tile<Tile, MR - 1>(rows, w, panel, x, row, out);
+        run_tile<Tile, MR - 1>(rows, w, panel, x, row, out, ahead);
     }
+}
+
+// One tile per panel runs a fixed distance ahead; several share the work of bringing in the next panel.
+PENSTOCK_INLINE Ahead look_ahead(const Matrix& w, int panel, int tile, int tiles) {
+    const uint8_t* here = w.panels + size_t(panel) * w.panel_bytes();
+    if (tiles == 1) return {here + PREFETCH_DISTANCE, 128};
+    return {here + w.panel_bytes() + w.panel_bytes() * tile / tiles, size_t(128 / tiles)};
 }
 
 template <class Tile>
@@ -57,7 +78,7 @@ static void run_panels(const Matrix& w, const Activations& x, Range rows, Range 
     for (int panel = panels.begin; panel < panels.end; panel++) {
         for (int t = 0; t < tiles; t++) {  // tiles of nearly equal height: 13 rows are 7 + 6, not 12 + 1
             const int begin = height * t / tiles, end = height * (t + 1) / tiles;
-            run_tile<Tile, Tile::ROWS>(end - begin, w, panel, x, rows.begin + begin, out);
+            run_tile<Tile, Tile::ROWS>(end - begin, w, panel, x, rows.begin + begin, out, look_ahead(w, panel, t, tiles));
         }
     }
 }

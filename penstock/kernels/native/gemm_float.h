@@ -15,17 +15,14 @@ struct FloatTile {
 
     template <int MR>
     static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
-                                              const Output& out) {
+                                              const Output& out, Ahead ahead) {
         const uint8_t* w = m.panels + size_t(panel) * m.panel_bytes();
         const float* a = x.f + row * x.stride;
         f32x16 even[MR][2] = {};
         f32x16 y[MR][2] = {};
         for (int k = 0; k < m.padded_k; k += 2) {
             const u32x16 pair0 = load<u32x16>(w), pair1 = load<u32x16>(w + 64);
-            if constexpr (MR <= 4) {
-                prefetch(w + PREFETCH_AHEAD);
-                prefetch(w + PREFETCH_AHEAD + 64);
-            }
+            ahead.template request<MR>();
             w += 128;
 #pragma GCC unroll 12
             for (int r = 0; r < MR; r++) {

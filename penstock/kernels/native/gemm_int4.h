@@ -18,7 +18,7 @@ struct Int4Tile {
 
     template <int MR>
     static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
-                                              const Output& out) {
+                                              const Output& out, Ahead ahead) {
         const uint8_t* w = m.panels + size_t(panel) * m.panel_bytes();
         const int8_t* a = x.q + row * x.stride;
         const size_t groups = x.stride / GROUP;
@@ -32,10 +32,7 @@ struct Int4Tile {
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
                 const u8x64 packed0 = load<u8x64>(w), packed1 = load<u8x64>(w + 64);
-                if constexpr (MR <= 3) {
-                    prefetch(w + PREFETCH_AHEAD);
-                    prefetch(w + PREFETCH_AHEAD + 64);
-                }
+                ahead.template request<MR>();
                 w += 128;
 #pragma GCC unroll 6
                 for (int r = 0; r < MR; r++) {

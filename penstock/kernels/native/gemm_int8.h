@@ -17,7 +17,7 @@ struct Int8Tile {
 
     template <int MR>
     static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
-                                              const Output& out) {
+                                              const Output& out, Ahead ahead) {
         constexpr int CHAINS = MR == 1 ? 4 : MR <= 3 ? 2 : 1;  // enough independent sums to hide the latency
         constexpr int STEPS = MR == 1 ? 4 : 2;
         const uint8_t* w = m.panels + size_t(panel) * m.panel_bytes();
@@ -27,10 +27,7 @@ struct Int8Tile {
 #pragma GCC unroll 4
             for (int step = 0; step < STEPS; step++) {
                 const u8x64 w0 = load<u8x64>(w), w1 = load<u8x64>(w + 64);
-                if constexpr (MR <= 8) {
-                    prefetch(w + PREFETCH_AHEAD);
-                    prefetch(w + PREFETCH_AHEAD + 64);
-                }
+                ahead.template request<MR>();
                 w += 128;
 #pragma GCC unroll 12
                 for (int r = 0; r < MR; r++) {
