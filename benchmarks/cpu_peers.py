@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     comparison = Comparison(ready, cases, seed, peers_dir / "logs", args.json)
     try:
         asyncio.run(comparison.run(args.rounds))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         say("interrupted; the rounds so far:")
     print(comparison.report())
     return 0 if any(any(rounds) for rounds in comparison.rounds.values()) else 1
@@ -116,6 +117,7 @@ class Comparison:
         self._logs, self._json = logs, json
 
     async def run(self, rounds: int) -> None:
+        end_on_signal()
         for number in range(rounds):
             for system in self._systems:
                 say(f"round {number + 1} of {rounds}: {system.name}")
@@ -153,6 +155,13 @@ class Comparison:
         machine = describe_machine()
         about = f"{machine['cpu']}, {machine['cores']} cores; {max(map(len, self.rounds.values()))} rounds"
         return "\n\n".join([about, figures_table(self.rounds), ratios_table(self.rounds, own)])
+
+
+def end_on_signal() -> None:
+    """A polite kill must still stop the peer that is running."""
+    main_task = asyncio.current_task()
+    assert main_task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
 
 
 async def open_session(launch: Launch, peer: PeerProcess, seed: int) -> Session:

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: CPUs by affinity and quota, memory by limit and free pages."""
+"""What this process may use of the machine: CPUs by affinity and quota, memory by limit, a cache folder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import os
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def cache_folder() -> Path:
+    """Where things that can be made again are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
 def usable_cpus() -> int:

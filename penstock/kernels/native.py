@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.errors import EngineFailure, StartupError
+from penstock.core.machine import usable_cpus
 from penstock.quantization.rotation import Rotation, hadamard_block, rotated, split_name
 
 Scheme = Literal["none", "int8", "int4"]
@@ -215,27 +216,17 @@ def _round_up(n: int, step: int) -> int:
     return -(-n // step) * step
 
 
-def usable_cpus() -> int:
-    """CPUs this process may really use: its affinity mask, cut by the quota of its control group."""
-    allowed = len(os.sched_getaffinity(0))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return allowed
-    return allowed if quota == "max" else max(1, min(allowed, round(int(quota) / int(period))))
-
-
-def _check_supported(config: ModelShape, block_size: int) -> None:
+def unsupported_reason(config: ModelShape, block_size: int) -> str | None:
+    """Why this model cannot run on the native kernels, if it cannot."""
     if config.moe is not None:
-        raise StartupError("the native kernels run dense models only; this one has experts")
+        return "the native kernels run dense models only; this one has experts"
     if config.head_dim % 16:
-        raise StartupError(f"the native kernels need a head size that is a multiple of 16, not {config.head_dim}")
+        return f"the native kernels need a head size that is a multiple of 16, not {config.head_dim}"
     if config.num_heads // config.num_kv_heads > 64:
-        raise StartupError("the native kernels let at most 64 query heads share a key/value head")
+        return "the native kernels let at most 64 query heads share a key/value head"
     if block_size % 16:
-        raise StartupError(
-            f"the native kernels need blocks of a multiple of 16 tokens, not {block_size}", param="block_size"
-        )
+        return f"the native kernels need blocks of a multiple of 16 tokens, not {block_size}"
+    return unavailable_reason()
 
 
 def _untied(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -301,7 +292,8 @@ class NativeModel:
         threads: int | None = None,
         rope_magnitude: float = 1.0,
     ) -> None:
-        _check_supported(config, block_size)
+        if reason := unsupported_reason(config, block_size):
+            raise StartupError(reason)
         self._library = _library()
         self._handle: int | None = None
         self.config, self.scheme = config, scheme

@@ -16,6 +16,7 @@ from penstock.core.errors import StartupError
 from penstock.core.machine import usable_cpus
 from penstock.engine.executor import Executor
 from penstock.engine.scheduler import Scheduler, SchedulerLimits
+from penstock.kernels import native
 from penstock.kernels.attention_reference import ReferenceAttention, block_bytes
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig, read_config
@@ -83,10 +84,39 @@ def start(model: str, config: EngineConfig, progress: Progress | None = None) ->
 
 
 def _cpu_executor(plan: _Plan) -> Executor:
-    if plan.engine.quantization == "fp8":
-        raise StartupError("quantization fp8 needs a CUDA device; use int8, int4 or none", param="engine.quantization")
     torch.set_num_threads(usable_cpus())
-    return _torch_executor(plan, _load(plan))
+    scheme = _cpu_scheme(plan)
+    return _torch_executor(plan, _load(plan)) if scheme is None else _native_executor(plan, scheme)
+
+
+def _cpu_scheme(plan: _Plan) -> native.Scheme | None:
+    """How the native kernels should hold the weights; None for plain torch."""
+    config = plan.engine
+    if config.quantization == "fp8":
+        raise StartupError("quantization fp8 needs a CUDA device; use int8, int4 or none", param="engine.quantization")
+    problem = native.unsupported_reason(plan.model, config.block_size)
+    if config.quantization in ("int8", "int4"):
+        if problem:
+            raise StartupError(f"quantization {config.quantization}: {problem}", param="engine.quantization")
+        return config.quantization
+    if config.dtype in ("float32", "float16"):
+        return None
+    if problem:
+        log.warning("%s; running on plain torch, which is several times slower", problem)
+        return None
+    return "int8" if config.quantization == "auto" and config.dtype == "auto" else "none"
+
+
+def _native_executor(plan: _Plan, scheme: native.Scheme) -> Executor:
+    from penstock.runner.native_forward import NativeForward, fill, native_model
+
+    config, model = plan.engine, plan.model
+    block = 2 * model.num_layers * config.block_size * model.num_kv_heads * model.head_dim * torch.bfloat16.itemsize
+    num_blocks = kv_blocks(plan.kv_demand(block), config.kv_memory_gib, plan.device)
+    network = native_model(model, scheme, block_size=config.block_size, num_blocks=num_blocks, threads=usable_cpus())
+    fill(network, plan.checkpoint, model, plan.progress)
+    state = RowState(config.max_seqs, plan.table_blocks, model.vocab_size, plan.device)
+    return ModelRunner(NativeForward(network), state, num_blocks=num_blocks, block_size=config.block_size)
 
 
 def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
