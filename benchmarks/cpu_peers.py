@@ -1,6 +1,6 @@
 """Penstock beside llama.cpp, vLLM, OpenVINO GenAI and transformers on this machine's CPU, with the same model and work.
 
-    python benchmarks/cpu_peers.py --install-only        # once; 20 to 40 minutes on two cores, 6 GB
+    python benchmarks/cpu_peers.py --install-only        # once; up to an hour on two cores, 8 GB
     python benchmarks/cpu_peers.py --rounds 3 --json peers.json
 
 Every peer is installed into an environment of its own outside this checkout. Each round starts each system in turn, so
@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     ready = [system for system in systems if installed(system)]
     if args.install_only:
         return 0 if len(ready) == len(systems) else 1
+    if not ready:
+        raise SystemExit("cpu_peers: nothing to measure")
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
     comparison = Comparison(ready, cases, seed, peers_dir / "logs", args.json)
     try:
@@ -154,7 +156,8 @@ class Comparison:
         own = next(iter(self.rounds))
         machine = describe_machine()
         about = f"{machine['cpu']}, {machine['cores']} cores; {max(map(len, self.rounds.values()))} rounds"
-        return "\n\n".join([about, figures_table(self.rounds), ratios_table(self.rounds, own)])
+        ratios = [ratios_table(self.rounds, own)] if len(self.rounds) > 1 else []
+        return "\n\n".join([about, figures_table(self.rounds), *ratios])
 
 
 def end_on_signal() -> None:

@@ -23,9 +23,10 @@ from itertools import product
 import torch
 import triton
 
-from penstock.kernels import activation_triton, gemm_triton, linear_triton, norm_triton, rope_triton
 from penstock.kernels import attention_triton as attention
+from penstock.kernels import gemm_triton, linear_triton
 from penstock.kernels.activation_triton import silu_mul, silu_mul_reference
+from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
 from penstock.kernels.gemm_configs import stream_config
 from penstock.kernels.gemm_triton import (
     GemvConfig,
@@ -48,7 +49,6 @@ COPY_BYTES = 4.28e12  # measured bytes per second of the H200
 MATRIX_FLOPS = {torch.bfloat16: 791e12, torch.float8_e4m3fn: 1448e12}
 ROTATE_BYTES = 300e6  # five times the L2 cache
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-OVERLAPPING = (activation_triton, attention, gemm_triton, norm_triton, rope_triton)
 SHAPES = {  # N, K, what the small-batch kernels fold in
     "llama qkv": (6144, 4096, "norm"),
     "llama o": (4096, 4096, "add"),
@@ -95,51 +95,45 @@ def sets_for(size: float) -> int:
 
 
 def make_cache(
-    sequences: int, context: int, kv_heads: int, sets: int, dim: int = 128, block: int = 16, heads_inside: bool = False
+    sequences: int, context: int, kv_heads: int, sets: int, dim: int = 128, block: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     columns = -(-context // block)
     blocks = sets * sequences * columns
     tables = torch.randperm(blocks, device=DEVICE).view(sets, sequences, columns).to(torch.int32)
-    if heads_inside:
-        k, v = (randn(blocks, block, kv_heads, dim).transpose(1, 2) for _ in range(2))
-    else:
-        k, v = (randn(blocks, kv_heads, block, dim) for _ in range(2))
+    k, v = (randn(blocks, kv_heads, block, dim) for _ in range(2))
     return k, v, tables
 
 
-def decode_case(heads: int, sequences: int, context: int) -> Case:
-    size = sequences * context * 8 * 128 * 4
+def decode_case(heads: int, contexts: list[int], name: str) -> Case:
+    sequences, longest = len(contexts), max(contexts)
+    size = sum(contexts) * 8 * 128 * 4
     sets = sets_for(size)
     q = randn(sequences, heads, 128)
     out = torch.full_like(q, torch.nan)
-    contexts = torch.full((sequences,), context, dtype=torch.int32, device=DEVICE)
-    k, v, tables = make_cache(sequences, context, 8, sets)
-    strided_k, strided_v, _ = make_cache(sequences, context, 8, sets, heads_inside=True)
+    lengths = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
+    k, v, tables = make_cache(sequences, longest, 8, sets)
 
     @cache
     def expected() -> torch.Tensor:
-        return attention.paged_attention_reference(
-            q, k, v, tables[0], list(range(sequences + 1)), [context] * sequences, 0.09
-        )
+        return attention.paged_attention_reference(q, k, v, tables[0], list(range(sequences + 1)), contexts, 0.09)
 
-    def variant(config: attention.DecodeConfig, splits: int, strided: bool) -> Variant:
-        scratch = attention.decode_scratch(sequences, heads, 8, 128, splits, DEVICE)
-        caches = (strided_k, strided_v) if strided else (k, v)
+    def variant(config: attention.DecodeConfig, num_parts: int) -> Variant:
+        scratch = attention.decode_scratch(sequences, heads, 8, 128, num_parts, DEVICE)
+        plan = plan_decode(lengths, num_parts, config.block_n)
 
         def run(i: int) -> None:
-            attention.decode_attention(
-                out, q, *caches, tables[i], contexts, scale=0.09, splits=splits, scratch=scratch, config=config
-            )
+            attention.decode_attention(out, q, k, v, tables[i], plan, scale=0.09, scratch=scratch, config=config)
 
-        label = f"{config.block_n},{config.num_warps},{config.num_stages} x{splits}{' NBKD' if strided else ''}"
-        return Variant(label, run, None if strided else lambda: relative_error(out, expected()))
+        label = f"{config.block_n},{config.num_warps},{config.num_stages} x{num_parts}"
+        return Variant(label, run, lambda: relative_error(out, expected()))
 
-    auto = attention.decode_splits(sequences, 8, context)
-    shapes = [(32, 2, 4), (64, 2, 4), (64, 4, 4), (128, 4, 4), (128, 8, 4)]
+    auto = decode_parts(sequences, 8)
+    shapes = [(32, 2, 4), (32, 2, 6), (32, 2, 8), (64, 4, 4), (64, 4, 6), (64, 4, 8), (128, 8, 4), (128, 8, 6)]
     configs = [attention.DecodeConfig(*shape) for shape in shapes]
-    splits = sorted({max(1, auto // 2), auto, auto * 2})
-    variants = [variant(c, n, False) for c, n in product(configs, splits)] + [variant(configs[2], auto, True)]
-    return Case(f"decode H{heads} S{sequences} ctx {context}", size / COPY_BYTES, sets, variants)
+    choices = sorted({sequences + 1, auto, 3 * sequences + 1}) if sequences > 16 else [auto]
+    return Case(
+        f"decode H{heads} {name}", size / COPY_BYTES, sets, [variant(c, n) for c, n in product(configs, choices)]
+    )
 
 
 def prefix_case(heads: int, sequences: int, shared: int, own: int) -> Case:
@@ -150,6 +144,7 @@ def prefix_case(heads: int, sequences: int, shared: int, own: int) -> Case:
     out = torch.full_like(q, torch.nan)
     contexts = torch.full((sequences,), context, dtype=torch.int32, device=DEVICE)
     lengths = torch.full_like(contexts, shared)
+    parts = decode_parts(sequences, 8)
 
     @cache
     def expected() -> torch.Tensor:
@@ -158,23 +153,24 @@ def prefix_case(heads: int, sequences: int, shared: int, own: int) -> Case:
         )
 
     def variant(shape: tuple[int, int, int, int] | None, splits: int, inner: tuple[int, int, int]) -> Variant:
-        scratch = attention.decode_scratch(sequences, heads, 8, 128, splits + 1, DEVICE)
+        scratch = attention.decode_scratch(sequences, heads, 8, 128, parts + splits * sequences, DEVICE)
         prefix = None
         if shape:
             config = attention.PrefixConfig(*shape)
             prefix = attention.SharedPrefix(tables[0, 0], lengths[:1], lengths, splits, config)
+        plan = plan_decode(contexts, parts, inner[0], shared_S=lengths if prefix else None)
 
         def run(i: int) -> None:
             attention.decode_attention(
-                out, q, k, v, tables[0], contexts, scale=0.09, splits=1, scratch=scratch, prefix=prefix,
+                out, q, k, v, tables[0], plan, scale=0.09, scratch=scratch, prefix=prefix,
                 config=attention.DecodeConfig(*inner),
             )  # fmt: skip
 
         label = f"{shape} x{splits} {inner}" if shape else "* not shared"
         return Variant(label, run, lambda: relative_error(out, expected()))
 
-    shapes = [(128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 3)]
-    variants = [variant(*choice) for choice in product(shapes, (1, 2, 4), [(64, 4, 4), (32, 4, 4)])]
+    shapes = [(64, 64, 4, 3), (64, 64, 4, 5), (128, 64, 8, 3), (128, 64, 8, 5), (64, 128, 4, 3)]
+    variants = [variant(*choice) for choice in product(shapes, (1, 2, 4), [(32, 2, 4), (64, 4, 4)])]
     floor = (shared + sequences * own) * 8 * 128 * 4 / COPY_BYTES
     floor += 4 * sequences * heads * shared * 128 / MATRIX_FLOPS[BF16]
     name = f"shared prefix H{heads} S{sequences} {shared}+{own}"
@@ -209,8 +205,8 @@ def prefill_case(heads: int, sequences: int, count: int, context: int) -> Case:
 
         return Variant(f"* {name}", run)
 
-    shapes = [(64, 64, 4, 3), (64, 64, 4, 5), (128, 64, 8, 3), (128, 64, 8, 5), (128, 128, 8, 3), (128, 128, 8, 5),
-              (256, 64, 8, 3), (256, 64, 8, 5)]  # fmt: skip
+    shapes = [(64, 64, 4, 5), (128, 64, 4, 5), (128, 64, 8, 5), (128, 128, 8, 5), (256, 64, 8, 3), (256, 64, 8, 5),
+              (256, 64, 8, 7), (256, 64, 16, 5), (256, 128, 16, 5), (256, 32, 8, 7)]  # fmt: skip
     variants = [variant(shape) for shape in shapes]
     if count == context:
         variants += [library("CUDNN_ATTENTION"), library("FLASH_ATTENTION")]
@@ -428,12 +424,13 @@ def sampling_case(rows: int, vocab: int, dtype: torch.dtype) -> Case:
     return Case(f"sampling {rows} {short(dtype)}", rows * vocab * dtype.itemsize / COPY_BYTES, sets, variants)
 
 
-def step_case(model: str, dtype: torch.dtype, rows: int, context: int) -> Case:
+def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_layers: int = 64) -> Case:
     """A whole decoding step, every layer with weights of its own: what the kernels give together."""
     hidden, inner, heads, layers, vocab, normed = {
         "llama": (4096, 14336, 32, 32, 128256, False),
         "qwen": (1024, 3072, 16, 28, 151936, True),
     }[model]
+    layers = min(layers, most_layers)
 
     def make_weight(n: int, k: int, dtype: torch.dtype = dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         if dtype == FP8:
@@ -451,44 +448,56 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int) -> Case:
         torch.randn(4096, 128, device=DEVICE),
         torch.full((rows,), context, dtype=torch.int32, device=DEVICE),
     )
-    positions, embedded = contexts.long() - 1, randn(rows, hidden)
-    slots = [tables[0, :, -1].long() * 16 + (context - 1) % 16 for _, _, tables in caches]
-    splits = attention.decode_splits(rows, 8, 16384)
-    work = attention.decode_scratch(rows, heads, 8, 128, splits, DEVICE)
+    positions, embedded = contexts - 1, randn(rows, hidden)
+    slots = [tables[0, :, -1] * 16 + (context - 1) % 16 for _, _, tables in caches]
+    config = attention.decode_config(rows, 8)
+    parts = decode_parts(rows, 8)
+    work = attention.decode_scratch(rows, heads, 8, 128, parts, DEVICE)
     sampling = sampling_scratch(rows, vocab, DEVICE)
     tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    turn = attention.Turn(cos_sin, gains, 1e-6)
 
-    def step() -> None:
+    def step(turns: bool) -> None:
         x = embedded.clone()
+        plan = plan_decode(contexts, parts, config.block_n)
         for layer, (k, v, tables), slot in zip(weights, caches, slots, strict=True):
             (qkv, qkv_s), (o, o_s), (gate_up, gate_up_s), (down, down_s) = layer
             y = linear(x, qkv, scratch(), scales=qkv_s, norm=(gain, 1e-5))
-            q = rope_and_cache(y, cos_sin, positions, slot, k, v, heads, norm_weights=gains, eps=1e-6)
+            if not turns:
+                y = rope_and_cache(y, cos_sin, positions, slot, k, v, heads, norm_weights=gains, eps=1e-6)
             attended = torch.empty(rows, heads, 128, dtype=BF16, device=DEVICE)
             attention.decode_attention(
-                attended, q, k, v, tables[0], contexts, scale=0.09, splits=splits, scratch=work,
+                attended, y, k, v, tables[0], plan, scale=0.09, scratch=work, config=config,
+                turn=turn if turns else None,
             )  # fmt: skip
             linear(attended.flatten(1), o, scratch(), scales=o_s, residual=x)
             z = linear(x, gate_up, scratch(), scales=gate_up_s, norm=(gain, 1e-5), gated=True)
             linear(z, down, scratch(), scales=down_s, residual=x)
-        argmax(linear(x, head, scratch(), norm=(gain, 1e-5)), tokens, sampling)
+        argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out_dtype=torch.float32), tokens, sampling)
 
     def variant(
-        label: str, choose: Callable[[torch.Tensor, int], object], overlaps: bool = True, prefetches: bool = True
+        label: str,
+        ahead: tuple[int, int],
+        choose: Callable[[torch.Tensor, int], object] = stream_config,
+        turns: bool = True,
     ) -> Variant:
         def run(i: int) -> None:
             linear_triton.stream_config = choose  # type: ignore[assignment]
-            for module in OVERLAPPING:
-                module.overlaps_launches = lambda: overlaps  # type: ignore[attr-defined]
-            step()
+            gemm_triton.GEMV_AHEAD, gemm_triton.GEMM_AHEAD = (1024 * kib for kib in ahead)
+            step(turns)
 
         return Variant(label, run)
 
+    def streams_more(weight: torch.Tensor, rows: int) -> object:
+        return next(filter(None, (stream_config(weight, n) for n in range(rows, 4, -1))), None)
+
     variants = [
-        variant("table", stream_config),
-        variant("no overlap", stream_config, overlaps=False),
-        variant("* library only", lambda weight, rows: None),
+        variant("rope apart", (0, 0), turns=False),
+        *(variant(f"ahead {a}", a) for a in [(0, 0), (8, 32), (16, 64), (32, 64), (32, 128), (64, 256)]),
+        variant("* library only", (32, 64), lambda weight, rows: None),
     ]
+    if rows > 16:
+        variants += [variant(f"streams more {a}", a, streams_more) for a in [(32, 64), (32, 128)]]
     return Case(f"step {model} {short(dtype)} S{rows} ctx {context}", size / COPY_BYTES, 1, variants)
 
 
@@ -497,18 +506,19 @@ def gemm_section(*rows: int) -> list[Callable[[], Case]]:
     return [partial(gemm_case, *c) for c in cases if c[1] == BF16 or not ("qwen" in c[0] or "head" in c[0])]
 
 
-SECTIONS: dict[str, list[Callable[[], Case]]] = {
+SECTIONS: dict[str, list[Callable[..., Case]]] = {
     "decode": [
-        partial(decode_case, *batch)
-        for batch in [
-            (32, 1, 16384),
-            (32, 1, 384),
-            (32, 32, 384),
-            (32, 512, 640),
-            (16, 1, 384),
-            (16, 32, 384),
-            (16, 512, 640),
-        ]
+        partial(decode_case, heads, contexts, name)
+        for heads, (contexts, name) in product(
+            (32, 16),
+            [
+                ([16384], "1 x 16384"),
+                ([384], "1 x 384"),
+                ([384] * 32, "32 x 384"),
+                ([512 + i // 2 for i in range(512)], "512 x 512..768"),
+                ([200 + (i * 769) % 1849 for i in range(192)], "192 x 200..2048"),
+            ],
+        )
     ],
     "prefix": [partial(prefix_case, heads, 256, 2048, 96) for heads in (32, 16)],
     "prefill": [
@@ -576,7 +586,7 @@ def compile_part(sections: list[str], part: int, jobs: int) -> None:
     count = 0
     for section in sections:
         for make in SECTIONS[section]:
-            case = make()
+            case = make(most_layers=1) if section == "step" else make()
             for variant in case.variants:
                 count += 1
                 if count % jobs != part or variant.label.startswith("*"):
@@ -634,7 +644,7 @@ def main() -> None:
         compile_part(options.only, options.compile_part, options.jobs)
         return
     begin = time.perf_counter()
-    compile_all([name for name in options.only if name != "step"], options.jobs)  # its weights exist only once
+    compile_all(options.only, options.jobs)
     compiled = time.perf_counter()
     results = measure(options.only)
     if options.json:

@@ -114,7 +114,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def has_bf16(cpuinfo: str) -> bool:
-    """Whether the processor multiplies bf16 itself; where it does not, torch is many times slower in it than in fp32."""
+    """Whether the processor multiplies bf16 itself; where it does not, torch is slower in it than in float32."""
     return any(flag in cpuinfo for flag in ("avx512_bf16", "amx_bf16", " bf16"))
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 TORCH = "torch==2.13.0"
-CPU_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"  # without CUDA, a tenth of the size
 
 
 class InstallError(Exception):
@@ -61,14 +60,9 @@ class Workshop:
         self.run(self.python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *arguments)
 
     def torch(self) -> None:
-        """Alone and first: the extra page of wheels would otherwise be asked for every package."""
+        """First, so that no package pulls in another version. Where pip finds no CPU build it brings CUDA along."""
         self.venv()
-
-        def install() -> None:
-            self.pip("--no-deps", "--retries", "1", "--find-links", CPU_WHEELS, TORCH)
-            self.pip(TORCH)
-
-        self.once(f"{TORCH} (200 MB)", install)
+        self.once(f"{TORCH} (200 MB)", lambda: self.pip(TORCH))
 
     def packages(self, *requirements: str) -> None:
         self.once(f"packages {' '.join(requirements)}", lambda: self.pip(*requirements))

@@ -1,4 +1,4 @@
-"""Paged attention for CUDA: split-KV decode, and decode over a prefix that many sequences share.
+"""Paged attention for CUDA: decode, divided by `decode_plan_triton`, and decode over a prefix that many share.
 
 Layout of the cache, per layer, keys and values apart: [N, K, B, D]. A block's tokens of one head are contiguous
 (4 KiB at 16 x 128 bf16), so one program streams long runs. Prefill over the same cache is in `prefill_triton`.
@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.decode_plan_triton import FIELDS
 from penstock.kernels.overlap_triton import overlaps_launches
+from penstock.kernels.rope_triton import rotated
 
 LOG2_E = math.log2(math.e)
 UNSEEN = tl.constexpr(-1.0e30)  # finite stand-in for -inf: a row that saw no key yet must not produce NaN
@@ -65,101 +67,143 @@ def attend(
 
 @triton.jit
 def _merge(
-    partial_out, partial_lse, head, slot_stride, begin, end,
-    GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, SLOTS: tl.constexpr,
+    acc, total, peak, partial_out, partial_lse, row, row_stride, parts, heads, real,
+    HEADS: tl.constexpr, D: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Weighted mean of the partial results [begin, end) of GROUP heads; rows are padded to a power of two."""
-    PADDED: tl.constexpr = triton.next_power_of_2(GROUP)
-    STEP: tl.constexpr = SLOTS if SLOTS < 16 else 16
-    group = tl.arange(0, PADDED)
-    dims = tl.arange(0, D_PAD)
-    slots = tl.arange(0, SLOTS)
-    live = (group < GROUP)[:, None] & ((slots >= begin) & (slots < end))[None, :]
-    at = slots[None, :] * slot_stride + head + group[:, None]
-    lse = tl.load(partial_lse + at, mask=live, other=float("-inf"), cache_modifier=".cg")
-    peak = tl.maximum(tl.max(lse, 1), UNSEEN)
-    total = tl.sum(tl.exp2(lse - peak[:, None]), 1)
-    acc = tl.zeros([PADDED, D_PAD], tl.float32)
-    for base in tl.static_range(0, SLOTS, STEP):
-        slots = base + tl.arange(0, STEP)
-        live = (group < GROUP)[:, None] & ((slots >= begin) & (slots < end))[None, :]
-        at = slots[None, :] * slot_stride + head + group[:, None]
+    """Add the partial results in rows `row`, `row + row_stride`, ... to a running softmax of [heads, D]."""
+    dims = tl.arange(0, acc.shape[1])
+    for base in range(0, parts, STEP):
+        part = base + tl.arange(0, STEP)
+        live = real[:, None] & (part < parts)[None, :]
+        at = (row + part * row_stride)[None, :] * HEADS + heads[:, None]
         lse = tl.load(partial_lse + at, mask=live, other=float("-inf"), cache_modifier=".cg")
         cells = at.to(tl.int64)[:, :, None] * D + dims[None, None, :]
         seen = (lse > UNSEEN)[:, :, None] & (dims < D)[None, None, :]  # an empty part holds no numbers
-        parts = tl.load(partial_out + cells, mask=seen, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(parts * tl.exp2(lse - peak[:, None])[:, :, None], 1)
-    return acc / tl.maximum(total, 1e-30)[:, None]
+        values = tl.load(partial_out + cells, mask=seen, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(lse, 1))
+        weights = tl.exp2(lse - new_peak[:, None])
+        decay = tl.exp2(peak - new_peak)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None] + tl.sum(values * weights[:, :, None], 1)
+        peak = new_peak
+    return acc, total, peak
 
 
-@triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["tables", "contexts", "shared"])
-def _decode_kernel(
-    out, q, k_cache, v_cache, tables, contexts, shared, partial_out, partial_lse, arrivals, scale, window,
-    stride_out, stride_q, stride_table, stride_block, stride_head, stride_token,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, PREFIX_SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _store_merged(
+    out, partial_out, partial_lse, own, parts, shared, num_seqs, splits, kv_head,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
+    """All parts of a sequence, in rows from `own` on, and of its prefix, in every num_seqs-th row from `shared` on."""
+    PADDED: tl.constexpr = triton.next_power_of_2(GROUP)
+    group = tl.arange(0, PADDED)
+    dims = tl.arange(0, D_PAD)
+    heads = kv_head * GROUP + group
+    acc = tl.zeros([PADDED, D_PAD], tl.float32)
+    total = tl.zeros([PADDED], tl.float32)
+    peak = tl.full([PADDED], UNSEEN, tl.float32)
+    acc, total, peak = _merge(
+        acc, total, peak, partial_out, partial_lse, own, 1, parts, heads, group < GROUP, HEADS, D, STEP
+    )
+    acc, total, peak = _merge(
+        acc, total, peak, partial_out, partial_lse, shared, num_seqs, splits, heads, group < GROUP, HEADS, D, STEP
+    )
+    merged = acc / tl.maximum(total, 1e-30)[:, None]
+    real = (group < GROUP)[:, None] & (dims < D)[None, :]
+    tl.store(out + heads[:, None] * D + dims[None, :], merged.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["stride_table", "num_seqs", "prefix_splits"], do_not_specialize_on_alignment=["tables"])
+def _decode_kernel(
+    out, q, k_cache, v_cache, tables, plan, partial_out, partial_lse, arrivals, cos_sin, q_gain, k_gain, eps, scale,
+    num_seqs, prefix_splits, stride_out, stride_q, stride_table, stride_block, stride_head, stride_token,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
+    PREFIX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One key/value head of one part of a sequence; the last part to arrive merges them.
+
+    With ROTARY, `q` holds queries, keys and values as projected. The sequence's last part takes the new token from
+    there and stores it; it is where the softmax starts.
+    """
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    seq = tl.program_id(2)
+    entry = plan + tl.program_id(1) * FIELDS
+    # The plan is older than the kernel before this one, so it may be read ahead of the wait.
+    seq = tl.load(entry)
+    start = tl.load(entry + 1)
+    stop = tl.load(entry + 2)
+    context = tl.load(entry + 3)
+    part = tl.load(entry + 4)
+    parts = tl.load(entry + 6)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if seq < 0:
+        return
     table = tables + seq.to(tl.int64) * stride_table
     k_head = k_cache + kv_head * stride_head
     v_head = v_cache + kv_head * stride_head
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-    context = tl.load(contexts + seq)
-    first = 0
-    if PREFIX_SPLITS > 0:
-        first = tl.load(shared + seq)
-    prefixed = first > 0
-    if WINDOW:
-        first = tl.maximum(first, context - window)
-    # Whole tiles, evenly over the splits; a short context uses fewer of them.
-    share = tl.maximum(tl.cdiv(tl.cdiv(context - first, BLOCK_N), SPLITS), 1) * BLOCK_N
-    active = tl.maximum(tl.cdiv(context - first, share), 1)
-    if split >= active:
-        return
-    start = first + split * share
-    stop = tl.minimum(start + share, context)
-
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, D_PAD)
     heads = kv_head * GROUP + rows
     real = (rows < GROUP)[:, None] & (dims < D)[None, :]
     places = heads[:, None] * D + dims[None, :]
-    q_rows = tl.load(q + seq * stride_q + places, mask=real, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+    if ROTARY > 0:
+        own = (part == parts - 1) & (stop > start)
+        fresh = own & (dims < D)[None, :]
+        token = q + seq.to(tl.int64) * stride_q
+        angles = cos_sin + tl.maximum(context - 1, 0) * ROTARY
+        q_rows = rotated(token + heads[:, None] * D, real, q_gain, angles, eps, D, D_PAD, ROTARY, NORM)
+        q_rows = q_rows.to(k_cache.dtype.element_ty)
+        k_at = token + (HEADS + kv_head) * D + tl.zeros([1, 1], tl.int32)
+        key = rotated(k_at, fresh, k_gain, angles, eps, D, D_PAD, ROTARY, NORM).to(k_cache.dtype.element_ty)
+        value = tl.load(token + (HEADS + HEADS // GROUP + kv_head) * D + dims[None, :], mask=fresh, other=0.0)
+        value = value.to(v_cache.dtype.element_ty)
+        last = tl.maximum(stop - 1, 0)
+        block = tl.load(table + last // BLOCK_SIZE).to(tl.int64)
+        place = block * stride_block + last % BLOCK_SIZE * stride_token + dims[None, :]
+        tl.store(k_head + place, key, mask=fresh)
+        tl.store(v_head + place, value, mask=fresh)
+        score = tl.sum(q_rows.to(tl.float32) * key.to(tl.float32), 1) * scale
+        peak = tl.where(own, score, UNSEEN)
+        total = tl.where(own, 1.0, 0.0) + tl.zeros([ROWS], tl.float32)
+        acc = value.to(tl.float32) + tl.zeros([ROWS, D_PAD], tl.float32)
+        end = stop - own.to(tl.int32)
+    else:
+        q_rows = tl.load(q + seq.to(tl.int64) * stride_q + places, mask=real, other=0.0)
+        peak = tl.full([ROWS], UNSEEN, tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D_PAD], tl.float32)
+        end = stop
     acc, total, peak = attend(
-        q_rows, tl.zeros([ROWS, D_PAD], tl.float32), tl.zeros([ROWS], tl.float32), tl.full([ROWS], UNSEEN, tl.float32),
-        k_head, v_head, table,
-        start, stop, tl.zeros([ROWS], tl.int32) + (stop - 1), 0, scale, stride_block, stride_token,
+        q_rows, acc, total, peak, k_head, v_head, table,
+        start, end, tl.zeros([ROWS], tl.int32) + (end - 1), 0, scale, stride_block, stride_token,
         D, D_PAD, BLOCK_SIZE, BLOCK_N, True, False,
     )  # fmt: skip
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
 
-    if (active == 1) & ((PREFIX_SPLITS == 0) | (not prefixed)):
-        tl.store(out + seq * stride_out + places, result.to(out.dtype.element_ty), mask=real)
+    prefixed = False
+    if PREFIX:
+        prefixed = tl.load(entry + 7) > 0
+    if (parts == 1) & (not prefixed):
+        tl.store(out + seq.to(tl.int64) * stride_out + places, result.to(out.dtype.element_ty), mask=real)
     else:
-        slot_stride = tl.num_programs(2) * HEADS
-        row_base = (PREFIX_SPLITS + split) * slot_stride + seq * HEADS
-        tl.store(partial_out + row_base.to(tl.int64) * D + places, result, mask=real)
-        tl.store(partial_lse + row_base + heads, peak + tl.log2(total), mask=rows < GROUP)
+        own_rows = prefix_splits * num_seqs  # partial results of the prefix come first
+        row = (own_rows + tl.program_id(1)) * HEADS
+        tl.store(partial_out + row.to(tl.int64) * D + places, result, mask=real)
+        tl.store(partial_lse + row + heads, peak + tl.log2(total), mask=rows < GROUP)
         tl.debug_barrier()  # all threads' partial results precede the one arrival
         arrival = arrivals + seq * tl.num_programs(0) + kv_head
-        if tl.atomic_add(arrival, 1, sem="acq_rel") == active - 1:
+        if tl.atomic_add(arrival, 1, sem="acq_rel") == parts - 1:
             tl.store(arrival, 0)
-            begin = PREFIX_SPLITS
-            if prefixed:
-                begin = 0
-            merged = _merge(
-                partial_out, partial_lse, seq * HEADS + kv_head * GROUP, slot_stride, begin, PREFIX_SPLITS + active,
-                GROUP, D, D_PAD, SLOTS,
+            first_row = own_rows + tl.load(entry + 5)
+            splits = tl.where(prefixed, prefix_splits, 0)
+            _store_merged(
+                out + seq.to(tl.int64) * stride_out, partial_out, partial_lse, first_row, parts, seq, num_seqs, splits,
+                kv_head, HEADS, GROUP, D, D_PAD, STEP,
             )  # fmt: skip
-            group = tl.arange(0, merged.shape[0])
-            into = out + seq * stride_out + (kv_head * GROUP + group)[:, None] * D + dims[None, :]
-            tl.store(into, merged.to(out.dtype.element_ty), mask=(group < GROUP)[:, None] & (dims < D)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -167,7 +211,7 @@ def _prefix_kernel(
     q, k_cache, v_cache, table, shared_len, partial_out, partial_lse, num_seqs, scale,
     stride_q, stride_block, stride_head, stride_token,
     HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PREFIX_SPLITS: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """All queries of one key/value head against a piece of the shared prefix, read once for ROWS queries."""
     tile = tl.program_id(0)
@@ -178,7 +222,7 @@ def _prefix_kernel(
         tl.extra.cuda.gdc_wait()
 
     length = tl.load(shared_len)
-    share = tl.cdiv(tl.cdiv(length, BLOCK_N), PREFIX_SPLITS) * BLOCK_N
+    share = tl.cdiv(tl.cdiv(length, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     start = split * share
     stop = tl.minimum(start + share, length)
 
@@ -211,7 +255,7 @@ def _prefix_kernel(
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Tile shape of the decode kernel; the number of splits is planned per batch size."""
+    """Tile shape of the decode kernel."""
 
     block_n: int
     num_warps: int = 4
@@ -228,10 +272,10 @@ class PrefixConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeScratch:
-    """Partial results of the splits. One scratch serves all layers, since they run one after the other."""
+    """Partial results of parts and of a shared prefix. One scratch serves all layers, which run one after the other."""
 
-    out: torch.Tensor  # float32 [slots * S * H * D]
-    lse: torch.Tensor  # float32 [slots * S * H], base-2 logarithm of the softmax denominator
+    out: torch.Tensor  # float32 [rows * H * D]
+    lse: torch.Tensor  # float32 [rows * H], base-2 logarithm of the softmax denominator
     arrivals: torch.Tensor  # int32 [S * K], zero between launches
 
 
@@ -246,12 +290,13 @@ class SharedPrefix:
     config: PrefixConfig = PrefixConfig()
 
 
-def decode_splits(num_seqs: int, num_kv_heads: int, max_context: int, programs: int = 264) -> int:
-    """Splits that keep the device busy: `programs` is what runs at once (2 on each of 132 multiprocessors).
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What becomes of queries and keys as projected: RMSNorm of each head where there are gains, and rotation."""
 
-    The number is part of a captured graph; each launch uses as many splits as its contexts fill.
-    """
-    return _power_of_two(min(programs // (num_seqs * num_kv_heads), -(-max_context // 64), 32))
+    cos_sin: torch.Tensor  # float32 [positions, rotary], cosines first
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None  # of query and key heads
+    eps: float
 
 
 def decode_config(num_seqs: int, num_kv_heads: int, row_bytes: int = 256) -> DecodeConfig:
@@ -267,65 +312,58 @@ def decode_config(num_seqs: int, num_kv_heads: int, row_bytes: int = 256) -> Dec
 
 def prefix_splits(num_seqs: int, num_heads: int, max_prefix: int, programs: int = 264) -> int:
     tiles = -(-num_seqs * num_heads // PrefixConfig().rows)
-    return _power_of_two(min(programs // tiles, -(-max_prefix // 256), 16))
-
-
-def _power_of_two(value: int) -> int:
-    """The largest one up to `value`: each number of splits is a kernel of its own, so there should be few."""
-    return 1 << max(0, value.bit_length() - 1)
+    return max(1, min(programs // tiles, -(-max_prefix // 256), 16))
 
 
 def decode_scratch(
-    num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, slots: int, device: torch.device
+    num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, rows: int, device: torch.device
 ) -> DecodeScratch:
-    """`slots` is decode splits plus prefix splits, at most."""
-    rows = slots * num_seqs * num_heads
+    """`rows` is parts of the plan, and sequences times splits of a shared prefix, at most."""
     return DecodeScratch(
-        torch.empty(rows * head_dim, dtype=torch.float32, device=device),
-        torch.empty(rows, dtype=torch.float32, device=device),
+        torch.empty(rows * num_heads * head_dim, dtype=torch.float32, device=device),
+        torch.empty(rows * num_heads, dtype=torch.float32, device=device),
         torch.zeros(num_seqs * num_kv_heads, dtype=torch.int32, device=device),
     )
 
 
 def decode_attention(
     out_SHD: torch.Tensor,
-    q_SHD: torch.Tensor,
+    q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     tables_SM: torch.Tensor,
-    contexts_S: torch.Tensor,
+    plan: torch.Tensor,
     *,
     scale: float,
-    splits: int,
     scratch: DecodeScratch,
-    window: int = 0,
+    config: DecodeConfig,
+    turn: Turn | None = None,
     prefix: SharedPrefix | None = None,
-    config: DecodeConfig | None = None,
 ) -> None:
     """One query per sequence over its cached keys. Rows with context 0 (padding of a captured batch) give zeros.
 
-    With `prefix`, its tokens are read once for all sequences and each sequence reads only what follows.
+    `plan` is by `plan_decode`, with the tile of `config`, and no kernel may write it while others run beside it.
+    With `turn`, `q` is [S, (H + 2 K) * D] as projected, and the new keys and values are stored on the way; otherwise
+    it is [S, H, D], ready to use, and they are in the cache. With `prefix`, its tokens are read once for all sequences.
     """
-    S, H, D = q_SHD.shape
+    S, H, D = out_SHD.shape
     K, B = k_cache.shape[1:3]
     group = H // K
     pdl = overlaps_launches()
-    config = config or decode_config(S, K, D * k_cache.itemsize)
-    prefix_slots = 0
     if prefix is not None:
-        if window:
-            raise ValueError("a shared prefix cannot serve sliding-window layers: call without `prefix` there")
-        prefix_slots = prefix.splits
-        _launch_prefix(q_SHD, k_cache, v_cache, prefix, scratch, scale, pdl)
-    _decode_kernel[K, splits, S](
-        out_SHD, q_SHD, k_cache, v_cache, tables_SM, contexts_S, prefix.lengths_S if prefix else contexts_S,
-        scratch.out, scratch.lse, scratch.arrivals, scale * LOG2_E, window,
-        out_SHD.stride(0), q_SHD.stride(0), tables_SM.stride(0),
+        if turn is not None:
+            raise ValueError("queries over a shared prefix must be turned before, by rope_and_cache")
+        _launch_prefix(q, k_cache, v_cache, prefix, scratch, scale, pdl)
+    q_gain, k_gain = turn.norm_weights if turn and turn.norm_weights else (q, q)
+    _decode_kernel[K, len(plan)](
+        out_SHD, q, k_cache, v_cache, tables_SM, plan, scratch.out, scratch.lse, scratch.arrivals,
+        turn.cos_sin if turn else scratch.lse, q_gain, k_gain, turn.eps if turn else 0.0, scale * LOG2_E,
+        S, prefix.splits if prefix else 0, out_SHD.stride(0), q.stride(0), tables_SM.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         HEADS=H, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), D=D, D_PAD=triton.next_power_of_2(D),
-        BLOCK_SIZE=B, BLOCK_N=config.block_n, SPLITS=splits, PREFIX_SPLITS=prefix_slots,
-        SLOTS=triton.next_power_of_2(splits + prefix_slots), WINDOW=window > 0, PDL=pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        BLOCK_SIZE=B, BLOCK_N=config.block_n, STEP=2 * config.num_warps,
+        ROTARY=turn.cos_sin.shape[1] if turn else 0, NORM=turn is not None and turn.norm_weights is not None,
+        PREFIX=prefix is not None, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -341,12 +379,11 @@ def _launch_prefix(
     S, H, D = q_SHD.shape
     K, B = k_cache.shape[1:3]
     config = prefix.config
-    rows = min(config.rows, max(16, triton.next_power_of_2(S * H // K)))
-    _prefix_kernel[triton.cdiv(S * H // K, rows), K, prefix.splits](
+    _prefix_kernel[triton.cdiv(S * H // K, config.rows), K, prefix.splits](
         q_SHD, k_cache, v_cache, prefix.table_M, prefix.length, scratch.out, scratch.lse, S, scale * LOG2_E,
         q_SHD.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        HEADS=H, GROUP=H // K, ROWS=rows, D=D, D_PAD=triton.next_power_of_2(D), BLOCK_SIZE=B,
-        BLOCK_N=config.block_n, PREFIX_SPLITS=prefix.splits, PDL=pdl,
+        HEADS=H, GROUP=H // K, ROWS=config.rows, D=D, D_PAD=triton.next_power_of_2(D), BLOCK_SIZE=B,
+        BLOCK_N=config.block_n, PDL=pdl,
         num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -23,16 +23,18 @@ def linear(
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """`norm(x) @ weight.T`, then gated or added to `residual`, which is then overwritten and returned.
 
     `weight` [N, K] is in the dtype of `x`, or float8_e4m3fn with `scales` float32 [N]; `norm` is (gain, eps).
+    The result is in the dtype of `x` unless `out_dtype` says float32, which a plain product may have.
     """
     rows, width = x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]
     config = stream_config(weight, rows)
     if config is None:
-        return _by_library(x, weight, scales, norm, gated, residual)
-    out = residual if residual is not None else torch.empty((rows, width), dtype=x.dtype, device=x.device)
+        return _by_library(x, weight, scales, norm, gated, residual, out_dtype)
+    out = residual if residual is not None else torch.empty((rows, width), dtype=out_dtype or x.dtype, device=x.device)
     if isinstance(config, GemvConfig):
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm, gated=gated, residual=residual)
     inputs, both_scales = _prepare(x, scales, norm)
@@ -59,6 +61,7 @@ def _by_library(
     norm: tuple[torch.Tensor, float] | None,
     gated: bool,
     residual: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     inputs, both_scales = _prepare(x, scales, norm)
     if both_scales is not None:
@@ -68,6 +71,8 @@ def _by_library(
         )
     elif residual is not None:
         return torch.addmm(residual, inputs, weight.T, out=residual)
+    elif out_dtype not in (None, x.dtype):
+        return torch.mm(inputs, weight.T, out_dtype=out_dtype)
     else:
         result = torch.mm(inputs, weight.T)
     if residual is not None:

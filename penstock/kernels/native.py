@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float32]
 
 LIBRARY = Path(__file__).with_name("_native.so")
 SCHEMES: dict[Scheme, int] = {"none": 0, "int8": 1, "int4": 2}
-LAYOUT_VERSION = 1  # of packed files; raise it whenever the order or packing of weights changes
+LAYOUT_VERSION = 2  # of packed files; raise it whenever the order or packing of weights changes
 MAGIC = b"PENSTOCK"
 ALIGNMENT = 4096  # of the weights in a packed file, so that they can be mapped
 
@@ -353,7 +353,8 @@ class NativeModel:
         if self.config.tie_embeddings:
             weights = _untied(weights)
         if self.scheme == "int8":
-            weights = rotated(weights, NativeTurn(self.config.hidden_size), self._transform_mlp)
+            turn = NativeTurn(self.config.hidden_size)
+            weights = rotated(weights, turn, self._transform_mlp, self._spread_heads)
         for name, tensor in weights:
             layer, part = split_name(name)
             if part not in TENSORS:
@@ -402,6 +403,10 @@ class NativeModel:
     def _weights(self) -> Any:
         address = self._library.penstock_model_weights(self._handle)
         return (ctypes.c_uint8 * self.weight_bytes).from_address(address)
+
+    def _spread_heads(self, rows: torch.Tensor) -> torch.Tensor:
+        block = hadamard_block(self.config.head_dim)
+        return transform_blocks(rows, block) if block else rows
 
     def _transform_mlp(self, rows: torch.Tensor) -> torch.Tensor:
         return transform_blocks(rows, self._mlp_rotation) if self._mlp_rotation else rows

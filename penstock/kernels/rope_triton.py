@@ -1,4 +1,4 @@
-"""What lies between the qkv projection and attention, in one kernel for CUDA.
+"""What lies between the qkv projection and attention, in one kernel for CUDA. Decode attention does it on its own.
 
 Optional RMSNorm of query and key heads, rotary embedding of the first `rotary` elements of each (halves rotated
 against each other), and the write of keys and values into the paged cache.
@@ -15,6 +15,30 @@ from penstock.kernels.overlap_triton import overlaps_launches
 
 
 @triton.jit
+def rotated(
+    at, real, gain, angles, eps,
+    D: tl.constexpr, D_PAD: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The heads at `at` [R, 1], normalised with `gain` [R, 1] if NORM, turned by the angles of a position; float32."""
+    HALF: tl.constexpr = ROTARY // 2
+    dims = tl.arange(0, D_PAD)
+    partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < ROTARY, dims - HALF, dims))
+    value = tl.load(at + dims[None, :], mask=real, other=0.0).to(tl.float32)
+    # The partner half is loaded again (from L1) rather than exchanged between threads.
+    other = tl.load(at + partner[None, :], mask=real, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+        here = (dims < D)[None, :]
+        value = value * inverse * tl.load(gain + dims[None, :], mask=here, other=0.0).to(tl.float32)
+        other = other * inverse * tl.load(gain + partner[None, :], mask=here, other=0.0).to(tl.float32)
+    angle = angles + tl.where(dims < HALF, dims, dims - HALF)
+    turns = dims < ROTARY
+    cos = tl.load(angle, mask=turns, other=1.0).to(tl.float32)[None, :]
+    sin = tl.load(angle + HALF, mask=turns, other=0.0).to(tl.float32)[None, :]
+    return value * cos + tl.where(dims < HALF, -1.0, 1.0)[None, :] * other * sin
+
+
+@triton.jit
 def _rope_kernel(
     qkv, q_weight, k_weight, cos_sin, positions, slots, k_cache, v_cache, eps,
     stride_qkv, stride_block, stride_head, stride_token,
@@ -24,8 +48,6 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)  # queries, then keys, then values
     dims = tl.arange(0, D_PAD)
-    HALF: tl.constexpr = ROTARY // 2
-    partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < ROTARY, dims - HALF, dims))
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -33,28 +55,12 @@ def _rope_kernel(
     is_query = (heads < H)[:, None]
     is_key = ((heads >= H) & (heads < H + K))[:, None]
     is_value = ((heads >= H + K) & (heads < H + 2 * K))[:, None]
-    rotated = is_query | is_key
-    real = (heads < H + 2 * K)[:, None] & (dims < D)[None, :]
+    real = (dims < D)[None, :]
     at = qkv + token * stride_qkv + heads[:, None] * D
-    raw = tl.load(at + dims[None, :], mask=real, other=0.0)
-    value = raw.to(tl.float32)
-    # The partner half is loaded again (from L1) rather than exchanged between threads.
-    other = tl.load(at + partner[None, :], mask=real & rotated, other=0.0).to(tl.float32)
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
-        here = dims < D
-        q_gain = tl.load(q_weight + dims, mask=here, other=0.0)[None, :]
-        k_gain = tl.load(k_weight + dims, mask=here, other=0.0)[None, :]
-        q_partner = tl.load(q_weight + partner, mask=here, other=0.0)[None, :]
-        k_partner = tl.load(k_weight + partner, mask=here, other=0.0)[None, :]
-        value = value * inverse * tl.where(is_query, q_gain, k_gain).to(tl.float32)
-        other = other * inverse * tl.where(is_query, q_partner, k_partner).to(tl.float32)
-    angle = cos_sin + tl.load(positions + token) * ROTARY + tl.where(dims < HALF, dims, dims - HALF)
-    turns = dims < ROTARY
-    cos = tl.load(angle, mask=turns, other=1.0).to(tl.float32)[None, :]
-    sin = tl.load(angle + HALF, mask=turns, other=0.0).to(tl.float32)[None, :]
-    sign = tl.where(dims < HALF, -1.0, 1.0)[None, :]
-    turned = (value * cos + sign * other * sin).to(qkv.dtype.element_ty)
+    angles = cos_sin + tl.load(positions + token) * ROTARY
+    gain = tl.where(is_query, q_weight, k_weight)
+    turned = rotated(at, real & (is_query | is_key), gain, angles, eps, D, D_PAD, ROTARY, NORM).to(qkv.dtype.element_ty)
+    values = tl.load(at + dims[None, :], mask=real & is_value, other=0.0)
 
     tl.debug_barrier()  # in place: both halves are read before either is overwritten
     tl.store(at + dims[None, :], turned, mask=real & is_query)
@@ -64,7 +70,7 @@ def _rope_kernel(
     k_at = k_cache + place + (heads - H)[:, None] * stride_head + dims[None, :]
     v_at = v_cache + place + (heads - H - K)[:, None] * stride_head + dims[None, :]
     tl.store(k_at, turned.to(k_cache.dtype.element_ty), mask=stored & is_key)
-    tl.store(v_at, raw.to(v_cache.dtype.element_ty), mask=stored & is_value)
+    tl.store(v_at, values.to(v_cache.dtype.element_ty), mask=stored & is_value)
 
 
 def rope_and_cache(

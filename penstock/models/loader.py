@@ -71,7 +71,13 @@ def _some(names: list[str]) -> str:
 def weights(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight of a checkpoint under its Hugging Face name, one at a time, on the CPU and in the stored precision
     (float32 where it is quantised)."""
-    stream = _gguf_weights(checkpoint, config) if checkpoint.kind == "gguf" else _safetensors_weights(checkpoint)
+    match checkpoint.kind:
+        case "gguf":
+            stream = _gguf_weights(checkpoint, config)
+        case "folder":
+            stream = _safetensors_weights(checkpoint)
+        case "dummy":
+            stream = _dummy_weights(config)
     for name, tensor in stream:
         if not _redundant(name, config):
             yield name, tensor
@@ -97,6 +103,13 @@ def _gguf_weights(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple
     for gguf_name in file.tensors:
         for name, array in from_gguf(gguf_name, partial(file.read, gguf_name), config):
             yield name, torch.from_numpy(array)
+
+
+def _dummy_weights(config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    with torch.device("meta"):
+        model = build_model(config)
+    for name, part in model.checkpoint_tensors():
+        yield from random_weights({name: torch.empty(part.shape)})
 
 
 def random_weights(parts: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -62,14 +62,20 @@ def transform_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def rotated(
-    weights: Iterator[tuple[str, torch.Tensor]], turn: Rows, transform: Rows
+    weights: Iterator[tuple[str, torch.Tensor]], turn: Rows, transform: Rows, spread_heads: Rows
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The same model in a hidden space turned by R, under the same names; its norms have weights of one.
 
     `turn` multiplies rows by R. `transform` is its own inverse, and what the inputs of the down projections will have
-    undergone at run time. The output projection must be given as such: once the norm is folded in, it differs from
-    the embedding.
+    undergone at run time. `spread_heads`, also its own inverse, mixes the values within each head: attention is linear
+    in them, so what the value projection does the output projection undoes. The head must be given as such: once the
+    norm is folded in, it differs from the embedding.
     """
+
+    def folded(part: str, weight: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        matrix = turn(weight * norm)
+        return spread_heads(matrix.T.contiguous()).T if part == "self_attn.v_proj.weight" else matrix
+
     norms: dict[str, torch.Tensor] = {}
     waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # by the norm in front of them, which is yet to come
     for name, tensor in weights:
@@ -78,18 +84,20 @@ def rotated(
         if part in NORM_OF:
             norm = layer + NORM_OF[part]
             if norm in norms:
-                yield name, turn(tensor * norms[norm])
+                yield name, folded(part, tensor, norms[norm])
             else:
                 waiting.setdefault(norm, []).append((name, tensor))
         elif part in NORM_OF.values():
             norms[name] = tensor
             yield name, torch.ones_like(tensor)
             for reader, weight in waiting.pop(name, ()):
-                yield reader, turn(weight * tensor)
+                yield reader, folded(split_name(reader)[1], weight, tensor)
         elif part == "model.embed_tokens.weight":
             yield name, turn(tensor.clone())
         elif part == "self_attn.o_proj.weight":
-            yield name, turn(tensor.T.contiguous()).T
+            yield name, turn(spread_heads(tensor.clone()).T.contiguous()).T
+        elif part == "self_attn.v_proj.bias":
+            yield name, spread_heads(tensor[None].clone())[0]
         elif part == "mlp.down_proj.weight":
             yield name, turn(transform(tensor.clone()).T.contiguous()).T
         elif part in ("self_attn.o_proj.bias", "mlp.down_proj.bias"):

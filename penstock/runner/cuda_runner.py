@@ -58,8 +58,8 @@ def working_memory(model: ModelConfig, max_seqs: int, max_step_tokens: int) -> i
     """Bytes of activations in the largest step, of logits and sampling, and of libraries' workspaces."""
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     activations = 2 * max_step_tokens * (3 * model.hidden_size + 2 * heads + 3 * model.intermediate_size)
-    logits = max_seqs * model.vocab_size * (2 + 4 + 4 + 4)
-    attention = 4 * 17 * max_seqs * model.num_heads * model.head_dim
+    logits = max_seqs * model.vocab_size * 4 * 4
+    attention = 4 * 4 * max_seqs * model.num_heads * model.head_dim
     return activations + logits + attention + 2**30
 
 
@@ -267,27 +267,27 @@ class CudaRunner:
 
         They share scratch memory, so what they compute is worthless and arrival counters must be cleared afterwards.
         """
+        layers = self._forward.distinct_layers
 
-        def run(size: int) -> None:
+        def run(size: int, shared: bool) -> None:
             with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-                self._decode_body(size, False)
+                self._decode_body(size, shared, layers)
 
         self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32), None, 0)
         torch.cuda.synchronize()
-        run(self._sizes[0])
+        run(self._sizes[-1], False)  # on this thread, so that its libraries are set up before anything is captured
         with ThreadPoolExecutor(min(16, usable_cpus())) as threads:
-            mixed = threads.submit(self._forward.warm_up)
-            list(threads.map(run, self._sizes[1:]))
-            mixed.result()
+            runs = [threads.submit(self._forward.warm_up)]
+            runs += [threads.submit(run, size, False) for size in self._sizes]
+            runs += [threads.submit(run, size, True) for size in self._sizes if size >= _MIN_SHARING]
+            for done in runs:
+                done.result()
         torch.cuda.synchronize()
         self._forward.clear_scratch()
         self._scratch.arrivals.zero_()
 
     def _capture(self, size: int, shared: bool) -> _Graph:
-        """Runs on padding only: nothing is written to the cache."""
-        torch.cuda.synchronize()
-        self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32), None, 0)
-        self._decode_body(size, shared)  # compiles, and lets libraries set themselves up
+        """Everything was compiled before."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
@@ -295,14 +295,14 @@ class CudaRunner:
         self._graphs[size, shared] = captured = _Graph(graph, logits, tokens)
         return captured
 
-    def _decode_body(self, size: int, shared: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode_body(self, size: int, shared: bool, layers: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         seqs, forward, state = self._max_seqs, self._forward, self._state
         rows, contexts = self._inputs[:size], self._inputs[seqs : seqs + size]
-        tokens, positions, slots, tables = gather_decode_inputs(
-            rows, contexts, state.last_token_R, self._tables, self._block_size
+        inputs = gather_decode_inputs(
+            rows, contexts, state.last_token_R, self._tables, forward.embedding, self._block_size
         )
         prefix = self._prefix_of(size) if shared else None
-        hidden = forward.hidden(tokens, positions, slots, forward.attend_decode(tables, contexts, prefix))
+        hidden = forward.hidden(inputs.x_SC, forward.attend_decode(inputs, contexts, prefix), layers)
         logits = forward.logits(hidden)
         chosen = argmax(logits, torch.empty(size, dtype=torch.int64, device=logits.device), self._scratch)
         state.last_token_R.index_copy_(0, rows.long(), chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +60,8 @@ def native_model(config: ModelConfig, scheme: Scheme, *, block_size: int, num_bl
     )
 
 
-def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progress: Progress | None) -> None:
-    """Quantise and pack the checkpoint's tensors, or read them as an earlier start packed them."""
+def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progress: Progress | None) -> Path:
+    """Quantise and pack the checkpoint's tensors, or read them as an earlier start packed them; returns where."""
     began = time.monotonic()
     fingerprint = _fingerprint(checkpoint)
     name = hashlib.sha256(f"{fingerprint}/{model.scheme}".encode()).hexdigest()[:24]
@@ -68,11 +69,8 @@ def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progre
     packed = model.load_packed(path, fingerprint)
     if not packed:
         model.load(weights(checkpoint, config))
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            model.save_packed(path, fingerprint)
-        except OSError as error:
-            log.warning("cannot keep the packed weights in %s: %s; the next start packs them again", path.parent, error)
+        if checkpoint.kind != "dummy":
+            _keep(model, path, fingerprint)
     if progress is not None:
         progress(model.weight_bytes, model.weight_bytes)
     log.info(
@@ -85,6 +83,15 @@ def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progre
         native.isa(),
         time.monotonic() - began,
     )
+    return path
+
+
+def _keep(model: NativeModel, path: Path, fingerprint: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        model.save_packed(path, fingerprint)
+    except OSError as error:
+        log.warning("cannot keep packed weights in %s: %s; the next start packs them again", path.parent, error)
 
 
 def _fingerprint(checkpoint: Checkpoint) -> str:

@@ -15,7 +15,7 @@ import cpu_peers  # noqa: E402
 from peers.cases import CASES  # noqa: E402
 from peers.process import PeerError, cpu_list, descendants, running  # noqa: E402
 from peers.sessions import PipeSession  # noqa: E402
-from peers.systems import LlamaCpp, Penstock  # noqa: E402
+from peers.systems import SLOTS, LlamaCpp, Penstock, System  # noqa: E402
 from peers.tables import advantages, medians  # noqa: E402
 from peers.workshop import InstallError, Workshop  # noqa: E402
 
@@ -59,11 +59,15 @@ def test_llama_cpp_slots_hold_the_longest_request(tmp_path: Path) -> None:
     assert sorted(case.name for launch in launches for case in launch.cases) == sorted(CASE)
     for launch in launches:
         slots, context = (int(launch.command[launch.command.index(flag) + 1]) for flag in ("--parallel", "-c"))
-        assert all(case.clients <= slots and case.longest < context // slots for case in launch.cases)
+        assert all(SLOTS.get(case.name, case.clients) == slots for case in launch.cases)
+        assert all(case.longest < context // slots for case in launch.cases)
 
 
 def test_systems_are_chosen_by_the_beginning_of_their_name(tmp_path: Path) -> None:
-    systems = [Penstock("Penstock", []), *(LlamaCpp(Workshop(tmp_path), name) for name in ("Q8_0", "Q4_0"))]
+    systems: list[System] = [
+        Penstock("Penstock", []),
+        *(LlamaCpp(Workshop(tmp_path), name) for name in ("Q8_0", "Q4_0")),
+    ]
     chosen = cpu_peers.chosen(systems, ["llama.cpp"], ["llama.cpp q4"])
     assert [system.name for system in chosen] == ["llama.cpp Q8_0"]
     with pytest.raises(SystemExit, match="'sglang'"):

@@ -10,12 +10,14 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 from penstock.kernels.attention_triton import (
     DecodeConfig,
     SharedPrefix,
+    Turn,
     decode_attention,
     decode_scratch,
-    decode_splits,
     paged_attention_reference,
 )
+from penstock.kernels.decode_plan_triton import MOST_PARTS, decode_parts, plan_decode
 from penstock.kernels.prefill_triton import PrefillConfig, prefill_attention
+from penstock.kernels.rope_triton import rope_and_cache
 
 BLOCK = 16
 
@@ -42,32 +44,110 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize(
-    ("heads", "dim", "dtype", "splits", "window"),
+    ("contexts", "num_parts", "window"),
     [
-        ((4, 1), 64, torch.float32, 1, 0),
-        ((6, 2), 48, torch.float32, 4, 0),  # odd group, head size that is no power of two
-        ((4, 2), 64, torch.float16, 3, 0),
-        ((2, 2), 32, torch.float32, 3, 20),
+        ([1, 37, 0, 130], 5, 0),
+        ([900, 31, 32, 33, 2000, 0, 7], 14, 0),
+        ([3000], 33, 0),
+        ([3000, 20], 33, 100),
+        ([5000, 1], 64, 0),  # more parts than one sequence may have
     ],
 )
-def test_decode(heads: tuple[int, int], dim: int, dtype: torch.dtype, splits: int, window: int) -> None:
+def test_plan_covers_every_token_once_and_starts_with_the_longest(
+    contexts: list[int], num_parts: int, window: int
+) -> None:
+    tile = 32
+    plan = plan_decode(torch.tensor(contexts, dtype=torch.int32), num_parts, tile, window=window).tolist()
+    used = [entry for entry in plan if entry[0] >= 0]
+    assert plan[: len(used)] == used
+    lengths = [stop - start for _, start, stop, *_ in used]
+    tiles = [max(1, -(-(stop - start) // tile)) for _, start, stop, _, number, *_ in used if number == 0]
+    assert tiles == sorted(tiles, reverse=True)
+    for seq, context in enumerate(contexts):
+        mine = [entry for entry in used if entry[0] == seq]
+        assert [entry[4] for entry in mine] == list(range(len(mine)))
+        assert {entry[3] for entry in mine} == {context}
+        assert {entry[6] for entry in mine} == {len(mine)}
+        assert {entry[5] for entry in mine} == {plan.index(mine[0])}
+        edges = [mine[0][1], *(entry[2] for entry in mine)]
+        assert edges[0] == (max(context - window, 0) if window else 0)
+        assert edges[-1] == context
+        assert [entry[1] for entry in mine[1:]] == edges[1:-1]
+        assert len(mine) <= MOST_PARTS.value
+    fair = -(-sum(lengths) // (num_parts - len(contexts)))
+    assert max(lengths) <= max(fair + tile, -(-max(contexts) // MOST_PARTS.value) + tile)
+
+
+def test_parts_fill_the_device_and_leave_room_to_divide() -> None:
+    assert decode_parts(1, 8) * 8 >= 2 * 132
+    assert decode_parts(512, 8) == 1024
+    assert decode_parts(2, 256) > 2
+    with pytest.raises(ValueError, match="decode_parts"):
+        plan_decode(torch.ones(4, dtype=torch.int32), 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "dtype", "parts", "window"),
+    [
+        ((4, 1), 64, torch.float32, 5, 0),
+        ((6, 2), 48, torch.float32, 9, 0),  # odd group, head size that is no power of two
+        ((4, 2), 64, torch.float16, 8, 0),
+        ((2, 2), 32, torch.float32, 8, 20),
+    ],
+)
+def test_decode(heads: tuple[int, int], dim: int, dtype: torch.dtype, parts: int, window: int) -> None:
     generator = torch.Generator().manual_seed(1)
     contexts = [1, 37, 0, 130]  # a first token, a partial block, padding, several tiles
     k, v, tables = make_cache(generator, contexts, heads, dim, dtype)
     q = torch.randn(len(contexts), heads[0], dim, generator=generator).to(dtype)
-    scratch = decode_scratch(len(contexts), *heads, dim, splits, q.device)
+    scratch = decode_scratch(len(contexts), *heads, dim, parts, q.device)
+    plan = plan_decode(torch.tensor(contexts, dtype=torch.int32), parts, 32, window=window)
     for _ in range(2):  # the arrival counters must be back at zero after a launch
         out = torch.full_like(q, torch.nan)
-        decode_attention(
-            out, q, k, v, tables, torch.tensor(contexts, dtype=torch.int32), scale=0.2, splits=splits, scratch=scratch,
-            window=window, config=DecodeConfig(32),
-        )  # fmt: skip
+        decode_attention(out, q, k, v, tables, plan, scale=0.2, scratch=scratch, config=DecodeConfig(32, 1))
         expected = paged_attention_reference(q, k, v, tables, list(range(len(contexts) + 1)), contexts, 0.2, window)
         torch.testing.assert_close(out.float(), expected, atol=tolerance(dtype), rtol=tolerance(dtype))
 
 
-@pytest.mark.parametrize(("splits", "prefix_splits", "shared"), [(1, 1, 48), (2, 3, 112), (2, 4, 16)])
-def test_decode_over_shared_prefix(splits: int, prefix_splits: int, shared: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "dim", "rotary", "normed", "window"),
+    [((4, 2), 32, 32, True, 0), ((6, 2), 48, 24, False, 0), ((4, 4), 32, 32, False, 40)],
+)
+def test_decode_turns_and_stores_what_is_new(
+    heads: tuple[int, int], dim: int, rotary: int, normed: bool, window: int
+) -> None:
+    """The same as rotating and storing first, down to what is in the cache."""
+    generator = torch.Generator().manual_seed(4)
+    contexts, (h, kv) = [1, 33, 0, 130, 64], heads
+    k, v, tables = make_cache(generator, contexts, heads, dim, torch.float32)
+    lengths = torch.tensor(contexts, dtype=torch.int32)
+    positions = (lengths - 1).clamp_min(0)
+    blocks = tables[torch.arange(len(contexts)), positions // BLOCK]
+    slots = torch.where(lengths > 0, blocks * BLOCK + positions % BLOCK, -1)
+    for cache in (k, v):  # the new token is not there yet
+        for slot in slots[slots >= 0].tolist():
+            cache[slot // BLOCK, :, slot % BLOCK] = torch.nan
+    qkv = torch.randn(len(contexts), (h + 2 * kv) * dim, generator=generator)
+    cos_sin = torch.randn(256, rotary, generator=generator)
+    gains = tuple(torch.randn(2, dim, generator=generator)) if normed else None
+    plan = plan_decode(lengths, 12, 32, window=window)
+    scratch = decode_scratch(len(contexts), *heads, dim, 12, qkv.device)
+
+    expected, k_expected, v_expected = torch.empty(len(contexts), h, dim), k.clone(), v.clone()
+    q = rope_and_cache(qkv.clone(), cos_sin, positions, slots, k_expected, v_expected, h, norm_weights=gains, eps=1e-6)
+    config = DecodeConfig(32, 2)
+    decode_attention(expected, q, k_expected, v_expected, tables, plan, scale=0.2, scratch=scratch, config=config)
+    out = torch.full_like(expected, torch.nan)
+    decode_attention(
+        out, qkv, k, v, tables, plan, scale=0.2, scratch=scratch, config=config, turn=Turn(cos_sin, gains, 1e-6)
+    )
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(k, k_expected, atol=1e-6, rtol=1e-6, equal_nan=True)
+    torch.testing.assert_close(v, v_expected, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("parts", "prefix_splits", "shared"), [(5, 1, 48), (8, 3, 112), (8, 4, 16)])
+def test_decode_over_shared_prefix(parts: int, prefix_splits: int, shared: int) -> None:
     generator = torch.Generator().manual_seed(2)
     heads, dim = (4, 2), 32
     contexts = [shared + 1, shared + 70, 90, shared + 33]  # the third sequence shares nothing
@@ -82,13 +162,13 @@ def test_decode_over_shared_prefix(splits: int, prefix_splits: int, shared: int)
         lengths_S=torch.tensor([shared, shared, 0, shared], dtype=torch.int32),
         splits=prefix_splits,
     )
-    decode_attention(
-        out, q, k, v, tables, torch.tensor(contexts, dtype=torch.int32), scale=0.2, splits=splits,
-        scratch=decode_scratch(len(contexts), *heads, dim, splits + prefix_splits, q.device),
-        prefix=prefix, config=DecodeConfig(32),
-    )  # fmt: skip
-    expected = paged_attention_reference(q, k, v, tables, list(range(5)), contexts, 0.2)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    plan = plan_decode(torch.tensor(contexts, dtype=torch.int32), parts, 32, shared_S=prefix.lengths_S)
+    scratch = decode_scratch(len(contexts), *heads, dim, parts + len(contexts) * prefix_splits, q.device)
+    for _ in range(2):
+        out.fill_(torch.nan)
+        decode_attention(out, q, k, v, tables, plan, scale=0.2, scratch=scratch, prefix=prefix, config=DecodeConfig(32))
+        expected = paged_attention_reference(q, k, v, tables, list(range(5)), contexts, 0.2)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +194,3 @@ def test_prefill(heads: tuple[int, int], dim: int, dtype: torch.dtype, window: i
     expected = paged_attention_reference(q, k, v, tables, starts, contexts, 0.2, window)
     torch.testing.assert_close(out[2:].float(), expected[2:], atol=tolerance(dtype), rtol=tolerance(dtype))
     assert (out[:2] == 7).all()
-
-
-def test_splits_fill_the_device_without_empty_programs() -> None:
-    assert decode_splits(1, 8, 16384) * 8 >= 132
-    assert decode_splits(512, 8, 16384) == 1
-    assert decode_splits(1, 8, 64) == 1

@@ -104,10 +104,12 @@ def test_decode_inputs_match_their_reference() -> None:
     tables = torch.randint(1, 99, (6, 5), dtype=torch.int32, generator=generator)
     last = torch.randint(0, 64, (6,), generator=generator)
     rows, contexts = torch.tensor([4, 0, 2, 5], dtype=torch.int32), torch.tensor([17, 1, 80, 0], dtype=torch.int32)
-    found = gather_decode_inputs(rows, contexts, last, tables, 16)
-    expected = gather_decode_inputs_reference(rows, contexts, last, tables, 16)
-    for actual, wanted in zip(found[:3], expected[:3], strict=True):
-        assert torch.equal(actual, wanted.int())
+    embedding = torch.randn(64, 1100, generator=generator)
+    found = gather_decode_inputs(rows, contexts, last, tables, embedding, 16)
+    expected = gather_decode_inputs_reference(rows, contexts, last, tables, embedding, 16)
+    assert torch.equal(found.x_SC, expected.x_SC)
+    assert torch.equal(found.positions_S, expected.positions_S)
+    assert torch.equal(found.slots_S, expected.slots_S)
     for index, context in enumerate(contexts.tolist()):
         used = -(-context // 16)
-        assert torch.equal(found[3][index, :used], expected[3][index, :used])
+        assert torch.equal(found.tables_SM[index, :used], expected.tables_SM[index, :used])
