@@ -16,7 +16,8 @@ GIB = 2**30
 # On a GPU the rest is for the allocator and captured graphs; on a CPU the machine has other tenants.
 _GPU_SHARE = 0.95
 _CPU_SHARE = 0.5
-_CPU_DEFAULT_LIMIT = 4 * GIB
+_CPU_FLOOR = 2**28  # 256 MiB: a server that shares a laptop should stay small until told otherwise
+_CPU_FULL_REQUESTS = 1.25  # but one request of full length, and others beside it, must fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class KVDemand:
 
 def kv_blocks(demand: KVDemand, kv_memory_gib: float | None, device: torch.device) -> int:
     """Blocks to allocate, from the setting or from free memory; never more than all rows could use."""
+    per_sequence = -(-demand.max_model_len // demand.block_size)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     if kv_memory_gib is not None:
         budget, reason = int(kv_memory_gib * GIB), "as set by kv_memory_gib"
@@ -37,14 +39,15 @@ def kv_blocks(demand: KVDemand, kv_memory_gib: float | None, device: torch.devic
         budget = int((free - demand.reserve) * _GPU_SHARE)
         reason = f"{_GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on the GPU less {demand.reserve / GIB:.1f} for steps"
     else:
-        budget, reason = min(int(free * _CPU_SHARE), _CPU_DEFAULT_LIMIT), f"of {free / GIB:.1f} GiB free"
+        full = _CPU_FULL_REQUESTS * per_sequence * demand.block_bytes
+        budget = int(min(free * _CPU_SHARE, max(_CPU_FLOOR, full)))
+        reason = f"of {free / GIB:.1f} GiB free; --kv-memory-gib for more"
     if budget > free - demand.reserve:
         raise StartupError(
             f"kv_memory_gib is {budget / GIB:.2f} GiB but only {(free - demand.reserve) / GIB:.2f} GiB are left after "
             "loading the model; lower kv_memory_gib",
             param="engine.kv_memory_gib",
         )
-    per_sequence = -(-demand.max_model_len // demand.block_size)
     blocks = min(budget // demand.block_bytes, demand.max_seqs * per_sequence)
     if blocks < 2:
         raise StartupError(

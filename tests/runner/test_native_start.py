@@ -1,0 +1,87 @@
+"""Starting on the CPU: which kernels are used, what is said, and what precision costs on a real text."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from penstock.checkpoint.source import resolve
+from penstock.core.config import EngineConfig
+from penstock.core.errors import StartupError
+from penstock.kernels import native
+from penstock.models.config import read_config
+from penstock.runner.forward import TorchForward
+from penstock.runner.model_runner import ModelRunner
+from penstock.runner.native_forward import NativeForward, fill, native_model
+from penstock.runner.perplexity import perplexity
+from penstock.runner.startup import start
+from penstock.text.tokenizer import load_tokenizer
+
+TEXT = Path(__file__).parents[1] / "data" / "moby-dick.txt"
+SMALL = {"device": "cpu", "kv_memory_gib": 0.01, "max_model_len": 128, "max_seqs": 2}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def forward_of(config: EngineConfig) -> object:
+    _, executor, _ = start("smollm2-135m", config)
+    assert isinstance(executor, ModelRunner)
+    return executor._forward
+
+
+def test_int8_kernels_by_default_and_packed_weights_at_the_second_start(
+    own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for said in ("loaded and packed", "read packed"):
+        caplog.clear()
+        assert isinstance(forward_of(EngineConfig(**SMALL)), NativeForward)  # type: ignore[arg-type]
+        assert said in caplog.text
+        assert "in int8" in caplog.text
+    assert len(list((own_cache / "penstock" / "packed").iterdir())) == 1
+
+
+def test_float32_is_plain_torch() -> None:
+    assert isinstance(forward_of(EngineConfig(dtype="float32", **SMALL)), TorchForward)  # type: ignore[arg-type]
+
+
+def test_without_the_library_it_runs_on_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere/_native.so"))
+    native._load.cache_clear()
+    try:
+        assert isinstance(forward_of(EngineConfig(**SMALL)), TorchForward)  # type: ignore[arg-type]
+        assert "reinstall with a C++20 compiler" in caplog.text
+        with pytest.raises(StartupError, match=r"quantization int4: .*was not built"):
+            start("smollm2-135m", EngineConfig(quantization="int4", **SMALL))  # type: ignore[arg-type]
+    finally:
+        native._load.cache_clear()
+
+
+def test_fp8_needs_a_gpu() -> None:
+    with pytest.raises(StartupError, match="fp8 needs a CUDA device"):
+        start("smollm2-135m", EngineConfig(quantization="fp8", **SMALL))  # type: ignore[arg-type]
+
+
+def test_perplexity_of_quantised_weights() -> None:
+    """Against bfloat16 on the same text: int8 within 0.5%, int4 within 3%."""
+    checkpoint = resolve("smollm2-135m")
+    config = read_config(checkpoint)
+    tokens = load_tokenizer(checkpoint).encode(TEXT.read_text())[: 16 * 512]
+
+    def measured(scheme: native.Scheme) -> float:
+        model = native_model(config, scheme, block_size=16, num_blocks=32, threads=2)
+        fill(model, checkpoint, config, None)
+        return perplexity(model, tokens)
+
+    exact = measured("none")
+    assert 20 < exact < 200
+    assert measured("int8") / exact == pytest.approx(1, abs=0.005)
+    assert measured("int4") / exact == pytest.approx(1, abs=0.03)
