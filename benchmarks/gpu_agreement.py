@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.bench.architectures import ARCHITECTURES, write_architecture
@@ -22,12 +23,14 @@ from penstock.checkpoint.source import resolve
 from penstock.core.request import SamplingParams
 from penstock.engine.executor import RowSetup, Step
 from penstock.kernels.attention_reference import ReferenceAttention
+from penstock.kernels.decode_inputs_triton import DecodeInputs
 from penstock.models.config import read_config
 from penstock.models.loader import load_model
-from penstock.runner.batch import build_batch
+from penstock.runner.batch import Batch, build_batch
 from penstock.runner.forward import Forward, TorchForward
 from penstock.runner.fused_forward import FusedForward, quantize_fp8
 from penstock.runner.row_state import RowState
+from penstock.runner.transfer import to_device
 
 LENGTHS = (1, 7, 130, 333, 512, 64)
 DECODES = 24
@@ -60,6 +63,25 @@ def logits_of(forward: Forward, sequences: list[list[int]], vocab: int, device: 
             tokens=[tokens[length + decode] for tokens, length in zip(sequences, LENGTHS, strict=True)],
         )
     return torch.cat(found)
+
+
+class CapturedPath:
+    """Steps that only decode go the way that captured steps go, with rotation and cache write within attention."""
+
+    def __init__(self, forward: FusedForward) -> None:
+        self._forward = forward
+
+    def __call__(
+        self, batch: Batch, state: RowState, logit_rows: npt.NDArray[np.int32]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        forward = self._forward
+        if batch.num_decodes < len(batch.contexts_S):
+            return forward(batch, state, logit_rows)
+        arrays = (batch.tokens_T, batch.positions_T, batch.slots_T, batch.tables_SM, batch.contexts_S, logit_rows)
+        tokens, positions, slots, tables, contexts, rows = (to_device(array, forward.device) for array in arrays)
+        inputs = DecodeInputs(torch.nn.functional.embedding(tokens, forward.embedding), positions, slots, tables)
+        logits = forward.logits(forward.hidden(inputs.x_SC, forward.attend_decode(inputs, contexts))[rows.long()])
+        return logits, logits.argmax(-1)
 
 
 def main() -> int:
@@ -96,14 +118,16 @@ def main() -> int:
             fused = FusedForward(
                 bf16, config, num_blocks=blocks, block_size=BLOCK, max_seqs=len(sequences), max_model_len=1024
             )
-            report(f"fused {args.quantization}", logits_of(fused, sequences, config.vocab_size, device), expected)
+            for label, forward in (("mixed", fused), ("captured", CapturedPath(fused))):
+                found = logits_of(forward, sequences, config.vocab_size, device)
+                report(f"fused {args.quantization}, {label} steps", found, expected)
     return 0
 
 
 def report(label: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     error = float((actual - expected).norm() / expected.norm())
     same = float((actual.argmax(-1) == expected.argmax(-1)).float().mean())
-    print(f"{label:24s} relative error {error:.2e}, same likeliest token {same:.1%} of {len(expected)}", flush=True)
+    print(f"{label:28s} relative error {error:.2e}, same likeliest token {same:.1%} of {len(expected)}", flush=True)
 
 
 if __name__ == "__main__":

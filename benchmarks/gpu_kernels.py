@@ -24,7 +24,7 @@ import torch
 import triton
 
 from penstock.kernels import attention_triton as attention
-from penstock.kernels import gemm_triton, linear_triton
+from penstock.kernels import linear_triton
 from penstock.kernels.activation_triton import silu_mul, silu_mul_reference
 from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
 from penstock.kernels.gemm_configs import stream_config
@@ -206,7 +206,7 @@ def prefill_case(heads: int, sequences: int, count: int, context: int) -> Case:
         return Variant(f"* {name}", run)
 
     shapes = [(64, 64, 4, 5), (128, 64, 4, 5), (128, 64, 8, 5), (128, 128, 8, 5), (256, 64, 8, 3), (256, 64, 8, 5),
-              (256, 64, 8, 7), (256, 64, 16, 5), (256, 128, 16, 5), (256, 32, 8, 7)]  # fmt: skip
+              (256, 64, 16, 5), (256, 64, 16, 7)]  # fmt: skip
     variants = [variant(shape) for shape in shapes]
     if count == context:
         variants += [library("CUDNN_ATTENTION"), library("FLASH_ATTENTION")]
@@ -475,29 +475,18 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
             linear(z, down, scratch(), scales=down_s, residual=x)
         argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out_dtype=torch.float32), tokens, sampling)
 
-    def variant(
-        label: str,
-        ahead: tuple[int, int],
-        choose: Callable[[torch.Tensor, int], object] = stream_config,
-        turns: bool = True,
-    ) -> Variant:
+    def variant(label: str, choose: Callable[[torch.Tensor, int], object], turns: bool = True) -> Variant:
         def run(i: int) -> None:
             linear_triton.stream_config = choose  # type: ignore[assignment]
-            gemm_triton.GEMV_AHEAD, gemm_triton.GEMM_AHEAD = (1024 * kib for kib in ahead)
             step(turns)
 
         return Variant(label, run)
 
-    def streams_more(weight: torch.Tensor, rows: int) -> object:
-        return next(filter(None, (stream_config(weight, n) for n in range(rows, 4, -1))), None)
-
     variants = [
-        variant("rope apart", (0, 0), turns=False),
-        *(variant(f"ahead {a}", a) for a in [(0, 0), (8, 32), (16, 64), (32, 64), (32, 128), (64, 256)]),
-        variant("* library only", (32, 64), lambda weight, rows: None),
+        variant("table", stream_config),
+        variant("rope apart", stream_config, turns=False),
+        variant("* library only", lambda weight, rows: None),
     ]
-    if rows > 16:
-        variants += [variant(f"streams more {a}", a, streams_more) for a in [(32, 64), (32, 128)]]
     return Case(f"step {model} {short(dtype)} S{rows} ctx {context}", size / COPY_BYTES, 1, variants)
 
 

@@ -1,6 +1,7 @@
 """The seam between decisions and tensors: the scheduler describes a `Step`, an `Executor` computes it.
 
-`launch` returns at once and `collect` waits, so step N+1 is on its way before the tokens of step N are read back.
+`launch` returns at once and `collect` waits. An executor that runs ahead gets step N+1 before the tokens of step N are
+read back; the tokens it samples stay in their rows, where the next step finds them.
 Steps execute in the order of their launch, and within a step every layer writes its keys and values before any
 sequence attends. Hence a block may be shared as soon as the step that fills it is scheduled, even within that step.
 """
@@ -52,8 +53,9 @@ class StepResult:
 
 class Executor(Protocol):
     num_blocks: int
+    runs_ahead: bool  # whether a step should be launched before the one before it is collected
     idle_seconds: float | None  # how long the device waited for launches while there was work; None: not measured
 
-    def launch(self, step: Step) -> Any: ...
+    def launch(self, step: Step, /) -> Any: ...
 
-    def collect(self, handle: Any) -> StepResult: ...
+    def collect(self, handle: Any, /) -> StepResult: ...

@@ -68,6 +68,8 @@ class EngineLoop:
             planned = self._scheduler.schedule(time.monotonic())
             if planned is not None:
                 self._in_flight = (planned, self._executor.launch(planned.step))
+            if not self._executor.runs_ahead:
+                previous, self._in_flight = self._in_flight, None
             if previous is not None:
                 chunks = self._scheduler.complete(previous[0], self._executor.collect(previous[1]))
                 if chunks:

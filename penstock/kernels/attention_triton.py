@@ -18,7 +18,7 @@ import triton.language as tl
 
 from penstock.kernels.decode_plan_triton import FIELDS
 from penstock.kernels.overlap_triton import overlaps_launches
-from penstock.kernels.rope_triton import rotated
+from penstock.kernels.rope_triton import angles, head_gains, rotated, with_partners
 
 LOG2_E = math.log2(math.e)
 UNSEEN = tl.constexpr(-1.0e30)  # finite stand-in for -inf: a row that saw no key yet must not produce NaN
@@ -128,7 +128,7 @@ def _decode_kernel(
     """
     kv_head = tl.program_id(0)
     entry = plan + tl.program_id(1) * FIELDS
-    # The plan is older than the kernel before this one, so it may be read ahead of the wait.
+    # What does not come from the kernel before this one is read ahead of the wait.
     seq = tl.load(entry)
     start = tl.load(entry + 1)
     stop = tl.load(entry + 2)
@@ -147,6 +147,12 @@ def _decode_kernel(
     heads = kv_head * GROUP + rows
     real = (rows < GROUP)[:, None] & (dims < D)[None, :]
     places = heads[:, None] * D + dims[None, :]
+    if ROTARY > 0:
+        cos, sin = angles(cos_sin, tl.maximum(context - 1, 0), D_PAD, ROTARY)
+        q_gains = head_gains(q_gain, D, D_PAD, ROTARY, NORM)
+        k_gains = head_gains(k_gain, D, D_PAD, ROTARY, NORM)
+        last = tl.maximum(stop - 1, 0)
+        block = tl.load(table + last // BLOCK_SIZE).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -154,15 +160,13 @@ def _decode_kernel(
         own = (part == parts - 1) & (stop > start)
         fresh = own & (dims < D)[None, :]
         token = q + seq.to(tl.int64) * stride_q
-        angles = cos_sin + tl.maximum(context - 1, 0) * ROTARY
-        q_rows = rotated(token + heads[:, None] * D, real, q_gain, angles, eps, D, D_PAD, ROTARY, NORM)
-        q_rows = q_rows.to(k_cache.dtype.element_ty)
-        k_at = token + (HEADS + kv_head) * D + tl.zeros([1, 1], tl.int32)
-        key = rotated(k_at, fresh, k_gain, angles, eps, D, D_PAD, ROTARY, NORM).to(k_cache.dtype.element_ty)
+        # All loads before any arithmetic: loads are issued in the order that is written here.
+        raw_q = with_partners(token + heads[:, None] * D, real, D_PAD, ROTARY)
+        raw_k = with_partners(token + (HEADS + kv_head) * D + tl.zeros([1, 1], tl.int32), fresh, D_PAD, ROTARY)
         value = tl.load(token + (HEADS + HEADS // GROUP + kv_head) * D + dims[None, :], mask=fresh, other=0.0)
+        q_rows = rotated(raw_q, cos, sin, q_gains, eps, D, NORM).to(k_cache.dtype.element_ty)
+        key = rotated(raw_k, cos, sin, k_gains, eps, D, NORM).to(k_cache.dtype.element_ty)
         value = value.to(v_cache.dtype.element_ty)
-        last = tl.maximum(stop - 1, 0)
-        block = tl.load(table + last // BLOCK_SIZE).to(tl.int64)
         place = block * stride_block + last % BLOCK_SIZE * stride_token + dims[None, :]
         tl.store(k_head + place, key, mask=fresh)
         tl.store(v_head + place, value, mask=fresh)
@@ -264,10 +268,10 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrefixConfig:
-    rows: int = 64
+    rows: int = 128
     block_n: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
+    num_warps: int = 8
+    num_stages: int = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,18 +303,21 @@ class Turn:
     eps: float
 
 
-def decode_config(num_seqs: int, num_kv_heads: int, row_bytes: int = 256) -> DecodeConfig:
+def decode_config(
+    num_seqs: int, num_kv_heads: int, row_bytes: int = 256, *, after_prefix: bool = False
+) -> DecodeConfig:
     """Tiles measured on an H200: larger while a program must hide latency alone, small once the device is full.
 
-    `row_bytes` is the size of one key of one head; beyond 256 a large tile would not fit.
+    `row_bytes` is the size of one key of one head; beyond 256 a large tile would not fit. After a shared prefix there
+    is little left of each sequence to read.
     """
     programs = num_seqs * num_kv_heads
-    if programs >= 1024 or row_bytes > 256:
+    if row_bytes > 256 or (programs >= 1024 and after_prefix):
         return DecodeConfig(32, 2, 4)
-    return DecodeConfig(64, 4, 4) if programs < 132 else DecodeConfig(128, 8, 4)
+    return DecodeConfig(128, 8, 4) if 132 <= programs < 1024 else DecodeConfig(64, 4, 4)
 
 
-def prefix_splits(num_seqs: int, num_heads: int, max_prefix: int, programs: int = 264) -> int:
+def prefix_splits(num_seqs: int, num_heads: int, max_prefix: int, programs: int = 132) -> int:
     tiles = -(-num_seqs * num_heads // PrefixConfig().rows)
     return max(1, min(programs // tiles, -(-max_prefix // 256), 16))
 

@@ -63,9 +63,10 @@ def _plan_kernel(plan, contexts, shared, num_seqs, num_parts, tile, window, SEQS
 def decode_parts(num_seqs: int, num_kv_heads: int, programs: int = 264) -> int:
     """Parts that keep the device busy: `programs` is what runs at once (2 on each of 132 multiprocessors).
 
+    In a large batch, starting the longest first is enough unless one is several times the mean; dividing costs more.
     The number is the grid of a captured graph; each step uses as many of them as its contexts fill.
     """
-    return max(2 * num_seqs, programs // num_kv_heads)
+    return max(num_seqs + num_seqs // 4 + 1, programs // num_kv_heads)
 
 
 def plan_decode(

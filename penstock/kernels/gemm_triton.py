@@ -18,11 +18,6 @@ import triton.language as tl
 
 from penstock.kernels.overlap_triton import overlaps_launches
 
-# Bytes of its weight that a program brings to L2 while it waits for its input: as much as the device would move
-# in the microseconds between two kernels, shared by the programs that are resident.
-GEMV_AHEAD = 16384
-GEMM_AHEAD = 65536
-
 
 @triton.jit
 def _gated(values, SIZE: tl.constexpr):
@@ -31,25 +26,11 @@ def _gated(values, SIZE: tl.constexpr):
     return gate / (1 + tl.exp(-gate)) * up
 
 
-@triton.jit
-def _fetch_ahead(weight_rows, start, stop, ahead, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
-    """Ask for the next `ahead` bytes of each row to be brought to L2. Weights do not depend on the kernel before."""
-    LINE: tl.constexpr = 1024 // weight_rows.dtype.element_ty.primitive_bitwidth  # 128 bytes
-    LINES: tl.constexpr = 32 * WARPS // BLOCK_N if BLOCK_N < 32 * WARPS else 1
-    for base in range(0, ahead, 128 * LINES):
-        places = tl.minimum(start + base * LINE // 128 + tl.arange(0, LINES) * LINE, stop - 1)
-        addresses = (weight_rows + places[None, :]).to(tl.int64)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit(do_not_specialize=["rows_x", "fetch"])
+@triton.jit(do_not_specialize=["rows_x"])
 def _gemv_kernel(
-    out, x, weight, scales, gain, residual, rows_x, N, K, eps, stride_x, stride_out, fetch,
+    out, x, weight, scales, gain, residual, rows_x, N, K, eps, stride_x, stride_out,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, GATED: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
-    WARPS: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK_N)
     if GATED:
@@ -72,8 +53,6 @@ def _gemv_kernel(
         ahead = tl.load(weight_rows + depth[None, :], mask=real[:, None] & (depth < K)[None, :], other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        first_rows = weight + tl.where(real, channels, 0).to(tl.int64)[:, None] * K
-        _fetch_ahead(first_rows, BLOCK_K if STAGES == 0 else 0, K, fetch, BLOCK_N, WARPS)
         tl.extra.cuda.gdc_wait()
 
     for base in tl.range(0, K, BLOCK_K, num_stages=STAGES if STAGES > 0 else None):
@@ -105,11 +84,11 @@ def _gemv_kernel(
     tl.store(out + into, result.to(out.dtype.element_ty), mask=written)
 
 
-@triton.jit(do_not_specialize=["rows_x", "fetch"])
+@triton.jit(do_not_specialize=["rows_x"])
 def _skinny_kernel(
-    out, x, weight, scales, x_scales, residual, partials, arrivals, rows_x, N, K, stride_x, stride_out, fetch,
+    out, x, weight, scales, x_scales, residual, partials, arrivals, rows_x, N, K, stride_x, stride_out,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, EVEN_K: tl.constexpr,
-    GATED: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr, WARPS: tl.constexpr,
+    GATED: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -127,7 +106,6 @@ def _skinny_kernel(
     weight_rows = weight + channels.to(tl.int64)[:, None] * K
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        _fetch_ahead(weight_rows, start, stop, fetch, BLOCK_N, WARPS)
         tl.extra.cuda.gdc_wait()
 
     acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
@@ -218,10 +196,10 @@ def stream_gemv(
     gain, eps = norm if norm else (x, 0.0)
     _gemv_kernel[(triton.cdiv(N, config.block_n),)](
         out, x, weight, scales if scales is not None else x, gain, residual if residual is not None else x,
-        rows, N, K, eps, x.stride(0), out.stride(0), GEMV_AHEAD // config.block_n,
+        rows, N, K, eps, x.stride(0), out.stride(0),
         ROWS=triton.next_power_of_2(rows), BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.stages,
         NORM=norm is not None, GATED=gated, ADD=residual is not None, SCALED=scales is not None, PDL=pdl,
-        WARPS=config.num_warps, num_warps=config.num_warps, launch_pdl=pdl,
+        num_warps=config.num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -249,10 +227,10 @@ def stream_gemm(
     _skinny_kernel[tiles, config.splits](
         out, x, weight, w_scales, x_scales, residual if residual is not None else x,
         scratch.partials, scratch.arrivals, rows, N, K, x.stride(0), out.stride(0),
-        GEMM_AHEAD // config.block_n, ROWS=padded, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits,
+        ROWS=padded, BLOCK_N=config.block_n, BLOCK_K=config.block_k, SPLITS=config.splits,
         EVEN_K=K % config.block_k == 0,
         GATED=gated, ADD=residual is not None, SCALED=scales is not None, PDL=pdl,
-        WARPS=config.num_warps, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
+        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

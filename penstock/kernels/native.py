@@ -296,6 +296,7 @@ class NativeModel:
             raise StartupError(reason)
         self._library = _library()
         self._handle: int | None = None
+        self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
         self.config, self.scheme = config, scheme
         self.block_size, self.num_blocks = block_size, num_blocks
         self._mlp_rotation = hadamard_block(config.intermediate_size) if scheme == "int8" else 0
@@ -404,6 +405,12 @@ class NativeModel:
         address = self._library.penstock_model_weights(self._handle)
         return (ctypes.c_uint8 * self.weight_bytes).from_address(address)
 
+    def _logits_buffer(self, rows: int) -> Floats:
+        """Kept from call to call: fresh memory of this size would be mapped and zeroed by the kernel each time."""
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self.config.vocab_size), dtype=np.float32)
+        return self._logits[:rows]
+
     def _spread_heads(self, rows: torch.Tensor) -> torch.Tensor:
         block = hadamard_block(self.config.head_dim)
         return transform_blocks(rows, block) if block else rows
@@ -412,11 +419,11 @@ class NativeModel:
         return transform_blocks(rows, self._mlp_rotation) if self._mlp_rotation else rows
 
     def forward(self, step: StepArrays) -> tuple[Floats, Ints]:
-        """Logits of the wanted rows, [R, V], and the token of the largest logit in each, [R]."""
+        """Logits of the wanted rows, [R, V], valid until the next call, and the token of the largest in each, [R]."""
         arrays = [np.ascontiguousarray(getattr(step, name), dtype=np.int32) for name in StepArrays.__slots__]
         tokens, positions, slots, tables, query_starts, contexts, logit_rows = arrays
         _check_lengths(tokens, positions, slots, tables, query_starts, contexts)
-        logits = np.empty((len(logit_rows), self.config.vocab_size), dtype=np.float32)
+        logits = self._logits_buffer(len(logit_rows))
         argmax = np.empty(len(logit_rows), dtype=np.int32)
         call = _Step(
             len(tokens),

@@ -98,7 +98,7 @@ def prefill_config(num_queries: int, num_heads: int, row_bytes: int = 256) -> Pr
     if row_bytes > 256:
         return PrefillConfig(32, 32, 8, 2)
     occupied = num_queries * num_heads // 256 >= 132
-    return PrefillConfig(256, 64, 8, 5) if occupied else PrefillConfig(128, 128, 8, 5)
+    return PrefillConfig(256, 64, 16, 5) if occupied else PrefillConfig(128, 128, 8, 5)
 
 
 def prefill_attention(

@@ -15,27 +15,53 @@ from penstock.kernels.overlap_triton import overlaps_launches
 
 
 @triton.jit
-def rotated(
-    at, real, gain, angles, eps,
-    D: tl.constexpr, D_PAD: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
-    """The heads at `at` [R, 1], normalised with `gain` [R, 1] if NORM, turned by the angles of a position; float32."""
+def _partner(D_PAD: tl.constexpr, ROTARY: tl.constexpr):
+    """The element that each is rotated against; itself where nothing turns."""
     HALF: tl.constexpr = ROTARY // 2
     dims = tl.arange(0, D_PAD)
-    partner = tl.where(dims < HALF, dims + HALF, tl.where(dims < ROTARY, dims - HALF, dims))
-    value = tl.load(at + dims[None, :], mask=real, other=0.0).to(tl.float32)
-    # The partner half is loaded again (from L1) rather than exchanged between threads.
-    other = tl.load(at + partner[None, :], mask=real, other=0.0).to(tl.float32)
+    return tl.where(dims < HALF, dims + HALF, tl.where(dims < ROTARY, dims - HALF, dims))
+
+
+@triton.jit
+def angles(cos_sin, position, D_PAD: tl.constexpr, ROTARY: tl.constexpr):
+    """Of each element at a position: the cosine, and the sine with the sign that its partner enters with; [1, D]."""
+    HALF: tl.constexpr = ROTARY // 2
+    dims = tl.arange(0, D_PAD)[None, :]
+    at = cos_sin + position * ROTARY + tl.where(dims < HALF, dims, dims - HALF)
+    cos = tl.load(at, mask=dims < ROTARY, other=1.0).to(tl.float32)
+    sin = tl.load(at + HALF, mask=dims < ROTARY, other=0.0).to(tl.float32)
+    return cos, tl.where(dims < HALF, -sin, sin)
+
+
+@triton.jit
+def head_gains(gain, D: tl.constexpr, D_PAD: tl.constexpr, ROTARY: tl.constexpr, NORM: tl.constexpr):
+    """Gains of the RMSNorm of heads, at pointers [R, 1] or one for all: of each element, and of its partner."""
+    here = 1.0
+    partner = 1.0
+    if NORM:
+        dims = tl.arange(0, D_PAD)
+        here = tl.load(gain + dims[None, :], mask=(dims < D)[None, :], other=0.0).to(tl.float32)
+        partner = tl.load(gain + _partner(D_PAD, ROTARY)[None, :], mask=(dims < D)[None, :], other=0.0).to(tl.float32)
+    return here, partner
+
+
+@triton.jit
+def with_partners(at, real, D_PAD: tl.constexpr, ROTARY: tl.constexpr):
+    """The heads at `at` [R, 1], and the partner of each element: loaded again (from L1), not exchanged by threads."""
+    value = tl.load(at + tl.arange(0, D_PAD)[None, :], mask=real, other=0.0)
+    return value, tl.load(at + _partner(D_PAD, ROTARY)[None, :], mask=real, other=0.0)
+
+
+@triton.jit
+def rotated(heads, cos, sin, gains, eps, D: tl.constexpr, NORM: tl.constexpr):
+    """Heads `with_partners`, normalised if NORM, and turned; float32."""
+    value = heads[0].to(tl.float32)
+    other = heads[1].to(tl.float32)
     if NORM:
         inverse = tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
-        here = (dims < D)[None, :]
-        value = value * inverse * tl.load(gain + dims[None, :], mask=here, other=0.0).to(tl.float32)
-        other = other * inverse * tl.load(gain + partner[None, :], mask=here, other=0.0).to(tl.float32)
-    angle = angles + tl.where(dims < HALF, dims, dims - HALF)
-    turns = dims < ROTARY
-    cos = tl.load(angle, mask=turns, other=1.0).to(tl.float32)[None, :]
-    sin = tl.load(angle + HALF, mask=turns, other=0.0).to(tl.float32)[None, :]
-    return value * cos + tl.where(dims < HALF, -1.0, 1.0)[None, :] * other * sin
+        value = value * inverse * gains[0]
+        other = other * inverse * gains[1]
+    return value * cos + other * sin
 
 
 @triton.jit
@@ -50,16 +76,17 @@ def _rope_kernel(
     dims = tl.arange(0, D_PAD)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
     is_query = (heads < H)[:, None]
     is_key = ((heads >= H) & (heads < H + K))[:, None]
     is_value = ((heads >= H + K) & (heads < H + 2 * K))[:, None]
     real = (dims < D)[None, :]
+    gains = head_gains(tl.where(is_query, q_weight, k_weight), D, D_PAD, ROTARY, NORM)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    cos, sin = angles(cos_sin, tl.load(positions + token), D_PAD, ROTARY)
     at = qkv + token * stride_qkv + heads[:, None] * D
-    angles = cos_sin + tl.load(positions + token) * ROTARY
-    gain = tl.where(is_query, q_weight, k_weight)
-    turned = rotated(at, real & (is_query | is_key), gain, angles, eps, D, D_PAD, ROTARY, NORM).to(qkv.dtype.element_ty)
+    raw = with_partners(at, real & (is_query | is_key), D_PAD, ROTARY)
+    turned = rotated(raw, cos, sin, gains, eps, D, NORM).to(qkv.dtype.element_ty)
     values = tl.load(at + dims[None, :], mask=real & is_value, other=0.0)
 
     tl.debug_barrier()  # in place: both halves are read before either is overwritten

@@ -64,6 +64,8 @@ def working_memory(model: ModelConfig, max_seqs: int, max_step_tokens: int) -> i
 
 
 class CudaRunner:
+    runs_ahead = True
+
     def __init__(
         self,
         forward: FusedForward,

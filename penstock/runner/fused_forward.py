@@ -246,7 +246,8 @@ class FusedForward:
     ) -> Callable[[int, torch.Tensor, torch.Tensor, Turn | None, SharedPrefix | None], None]:
         """Decode attention by one plan for all layers of the same window."""
         spec = self._spec
-        config = decode_config(len(contexts_S), spec.num_kv_heads, spec.head_dim * self._keys.itemsize)
+        row_bytes = spec.head_dim * self._keys.itemsize
+        config = decode_config(len(contexts_S), spec.num_kv_heads, row_bytes, after_prefix=prefix is not None)
         parts = decode_parts(len(contexts_S), spec.num_kv_heads)
         plans = {
             window: plan_decode(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,7 +15,14 @@ from penstock.runner.sampler import sample
 
 
 class ModelRunner:
-    """Steps run one after the other on a thread of their own, so that `launch` returns at once."""
+    """Runs a step when its result is asked for.
+
+    On the CPU the threads that compute a step already use every core: a step launched ahead would only compete with
+    the scheduling, sending and detokenising of the one before it, and each time a computing thread loses its core all
+    others wait for it at the next barrier. Measured on two cores at one sequence, not running ahead is 40% faster.
+    """
+
+    runs_ahead = False
 
     def __init__(self, forward: Forward, state: RowState, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -25,16 +30,12 @@ class ModelRunner:
         self._forward = forward
         self._state = state
         self._block_size = block_size
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="runner")
 
-    def launch(self, step: Step) -> Future[StepResult]:
-        return self._thread.submit(self._run, step)
-
-    def collect(self, handle: Future[StepResult]) -> StepResult:
-        return handle.result()
+    def launch(self, step: Step) -> Step:
+        return step
 
     @torch.inference_mode()
-    def _run(self, step: Step) -> StepResult:
+    def collect(self, step: Step) -> StepResult:
         self._state.apply(step)
         batch = build_batch(step, self._state, self._block_size)
         scored = scored_prompts(self._state, step, batch)

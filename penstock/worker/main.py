@@ -7,6 +7,7 @@ is gone and the worker goes too.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -47,6 +48,8 @@ async def _serve(settings: Settings, address: str, ready_fd: int) -> int:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     _stop_with_parent(stop)
+    gc.collect()
+    gc.freeze()  # what was loaded stays; collecting garbage must not walk through it in the middle of a step
     thread = threading.Thread(target=_run, args=(engine,), name="engine", daemon=True)
     thread.start()
     listener = await server.serve(address)

@@ -27,7 +27,10 @@ def expected_output(prompt: Sequence[int], seed: int, max_tokens: int, stop: fro
 
 
 class PagedExecutor:
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    idle_seconds = None
+
+    def __init__(self, num_blocks: int, block_size: int, *, runs_ahead: bool = True) -> None:
+        self.runs_ahead = runs_ahead
         self.num_blocks = num_blocks
         self._block_size = block_size
         self._slots: dict[int, int] = {}

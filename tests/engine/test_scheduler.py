@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from penstock.core.errors import ContextTooLong, InvalidRequest
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
@@ -39,10 +39,10 @@ class Outcome:
 class Harness:
     """An engine loop with its outcomes written down."""
 
-    def __init__(self, bounds: SchedulerLimits) -> None:
+    def __init__(self, bounds: SchedulerLimits, *, runs_ahead: bool = True) -> None:
         self.limits = bounds
         self.scheduler = Scheduler(bounds)
-        self.executor = PagedExecutor(bounds.num_blocks, bounds.block_size)
+        self.executor = PagedExecutor(bounds.num_blocks, bounds.block_size, runs_ahead=runs_ahead)
         self.loop = EngineLoop(self.scheduler, self.executor, self._take)
         self.requests: dict[str, GenerateRequest] = {}
         self.outcomes: dict[str, Outcome] = {}
@@ -87,6 +87,10 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.harness = Harness(limits())
         self.aborted: set[str] = set()
+
+    @initialize(runs_ahead=st.booleans())
+    def choose_executor(self, runs_ahead: bool) -> None:
+        self.harness = Harness(limits(), runs_ahead=runs_ahead)
 
     @rule(
         target=live,

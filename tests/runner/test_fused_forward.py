@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from penstock.kernels.attention_reference import ReferenceAttention
 from penstock.models.config import ModelConfig, read_config
 from penstock.models.llama import Llama
 from penstock.models.loader import load_model
+from penstock.runner.batch import Batch
 from penstock.runner.forward import Forward, TorchForward
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.row_state import RowState
@@ -86,6 +89,29 @@ def generate(forward: Forward, block_size: int, num_blocks: int) -> dict[str, li
     return outputs
 
 
+class CapturedPath:
+    """Steps that only decode go the way that captured steps go: gathered on the device, rotated within attention."""
+
+    def __init__(self, forward: FusedForward, block_size: int) -> None:
+        self._forward = forward
+        self._block_size = block_size
+        self.steps = 0
+
+    def __call__(
+        self, batch: Batch, state: RowState, logit_rows: npt.NDArray[np.int32]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if batch.num_decodes < len(batch.contexts_S):
+            return self._forward(batch, state, logit_rows)
+        self.steps += 1
+        rows, contexts, tables = map(torch.from_numpy, (batch.rows_T, batch.contexts_S, state.tables_RM))
+        inputs = gather_decode_inputs(
+            rows, contexts, state.last_token_R, tables, self._forward.embedding, self._block_size
+        )
+        hidden = self._forward.hidden(inputs.x_SC, self._forward.attend_decode(inputs, contexts))
+        logits = self._forward.logits(hidden[torch.from_numpy(logit_rows)])
+        return logits, logits.argmax(-1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_same_tokens_as_plain_torch(family: str, tmp_path: Path) -> None:
     model, config = load(family, tmp_path)
@@ -97,6 +123,9 @@ def test_same_tokens_as_plain_torch(family: str, tmp_path: Path) -> None:
     assert [len(tokens) for tokens in expected.values()] == [5] * 4
     fused = FusedForward(model, config, num_blocks=num_blocks, block_size=block_size, max_seqs=4, max_model_len=128)
     assert generate(fused, block_size, num_blocks) == expected
+    captured = CapturedPath(fused, block_size)
+    assert generate(captured, block_size, num_blocks) == expected
+    assert captured.steps > 0
 
 
 def test_decode_inputs_match_their_reference() -> None:
