@@ -31,6 +31,9 @@ class ConstantExecutor:
 
     num_blocks = 64
 
+    runs_ahead = True
+    idle_seconds = None
+
     def launch(self, step: Step) -> Step:
         return step
 
