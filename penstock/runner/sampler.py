@@ -52,20 +52,33 @@ def sample(
     needs = state.needs[rows]
     rows_N = to_device(rows, device)
     tokens_N = likeliest_N
+    if needs.any():
+        tokens_N = _sample_unusual(logits_NV, likeliest_N, state, rows, positions, needs, choose or choose_reference)
+        penalised = _only(needs, Needs.PENALTIES)
+        if len(penalised):
+            index = to_device(penalised, device)
+            state.counts_RV[rows_N[index], tokens_N[index]] += 1
+    state.last_token_R[rows_N] = tokens_N
+    return tokens_N
+
+
+def _sample_unusual(
+    logits_NV: torch.Tensor,
+    tokens_N: torch.Tensor,
+    state: RowState,
+    rows: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int32],
+    needs: npt.NDArray[np.uint8],
+    choose: Choose,
+) -> torch.Tensor:
     if (needs & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS)).any():
         logits_NV = _adjust(logits_NV.clone(), state, rows, needs, positions)
         tokens_N = logits_NV.argmax(-1)
     for which, filtered in ((_only(needs, Needs.RANDOM, Needs.FILTER), False), (_only(needs, Needs.FILTER), True)):
         if len(which):
-            index = to_device(which, device)
-            draws = _draws(state, rows[which], positions[which], filtered, device)
-            chosen = (choose or choose_reference)(logits_NV[index], draws)
-            tokens_N = tokens_N.index_copy(0, index, chosen)
-    state.last_token_R[rows_N] = tokens_N
-    penalised = _only(needs, Needs.PENALTIES)
-    if len(penalised):
-        index = to_device(penalised, device)
-        state.counts_RV[rows_N[index], tokens_N[index]] += 1
+            index = to_device(which, logits_NV.device)
+            draws = _draws(state, rows[which], positions[which], filtered, logits_NV.device)
+            tokens_N = tokens_N.index_copy(0, index, choose(logits_NV[index], draws))
     return tokens_N
 
 
