@@ -30,7 +30,7 @@ class EngineConfig:
     quantization: Quantization = "auto"  # of the weights; auto: int8 on CPU where its kernels are there, none on CUDA
     max_model_len: int | None = None  # prompt plus output of one request; default: the model's own limit
     max_seqs: int = 256  # sequences in one step
-    max_step_tokens: int | None = None  # tokens in one step; default: 512 on CPU, 8192 on CUDA
+    max_step_tokens: int | None = None  # tokens in one step; default: 256 on CPU, 8192 on CUDA
     kv_memory_gib: float | None = None  # default: most of the free memory
     block_size: int = 16
     prefix_caching: bool = True

@@ -64,7 +64,7 @@ def start(model: str, config: EngineConfig, progress: Progress | None = None) ->
         device=device,
         dtype=_dtype(config, device),
         max_model_len=_max_model_len(config, model_config),
-        max_step_tokens=config.max_step_tokens or (8192 if device.type == "cuda" else 512),
+        max_step_tokens=config.max_step_tokens or (8192 if device.type == "cuda" else 256),
         progress=progress,
     )
     executor = _cuda_executor(plan) if device.type == "cuda" else _cpu_executor(plan)
