@@ -17,7 +17,7 @@ import torch
 
 from penstock.core.machine import usable_cpus
 from penstock.core.request import TokenLogprob
-from penstock.engine.executor import Step, StepResult
+from penstock.engine.executor import SAMPLED, Step, StepResult
 from penstock.kernels.attention_triton import SharedPrefix, prefix_splits
 from penstock.kernels.decode_inputs_triton import gather_decode_inputs
 from penstock.kernels.sampling_triton import SamplingRows, argmax, sampling_scratch
@@ -104,11 +104,9 @@ class CudaRunner:
         self._update_tables(step)
         flight = _InFlight(len(step.rows), began, done, self._under_way)
         self._under_way = done
-        if all(count == 1 for count in step.counts) and all(step.samples):
-            tokens = self._decode(step, flight)
-        else:
-            tokens = self._mixed(step, flight)
-        flight.tokens = to_host(tokens)
+        # A captured step takes every token from its row, and computes none that another sequence of it may share.
+        run = self._decode if max(step.tokens) == SAMPLED else self._mixed
+        flight.tokens = to_host(run(step, flight))
         done.record()
         return flight
 
