@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from penstock.kernels import native
 from penstock.kernels.native import NativeModel, Scheme, StepArrays
 from penstock.models.config import ModelConfig, YarnScaling
 from penstock.models.loader import Progress, weights
+from penstock.models.registry import build_model
 from penstock.models.rope import inverse_frequencies
 from penstock.runner.batch import Batch
 from penstock.runner.row_state import RowState
@@ -68,11 +70,10 @@ def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progre
     path = cache_folder() / "packed" / f"{name}.bin"
     packed = model.load_packed(path, fingerprint)
     if not packed:
-        model.load(weights(checkpoint, config))
+        stream = weights(checkpoint, config)
+        model.load(_reported(stream, config, progress) if progress is not None else stream)
         if checkpoint.kind != "dummy":
             _keep(model, path, fingerprint)
-    if progress is not None:
-        progress(model.weight_bytes, model.weight_bytes)
     log.info(
         "%s %s: %s, %.2f GiB in %s with %s kernels, %.1f s",
         "read packed" if packed else "loaded and packed",
@@ -84,6 +85,19 @@ def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progre
         time.monotonic() - began,
     )
     return path
+
+
+def _reported(
+    stream: Iterator[tuple[str, torch.Tensor]], config: ModelConfig, progress: Progress
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tell how many of the model's weights have been packed; as many bytes in int8."""
+    with torch.device("meta"):
+        total = sum(tensor.numel() for _, tensor in build_model(config).checkpoint_tensors())
+    done = 0
+    for name, tensor in stream:
+        yield name, tensor
+        done += tensor.numel()
+        progress(done, total)
 
 
 def _keep(model: NativeModel, path: Path, fingerprint: str) -> None:

@@ -16,7 +16,7 @@ from penstock.runner.forward import TorchForward
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.native_forward import NativeForward, fill, native_model
 from penstock.runner.perplexity import perplexity
-from penstock.runner.startup import start
+from penstock.runner.startup import Progress, start
 from penstock.text.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parents[1] / "data" / "moby-dick.txt"
@@ -29,8 +29,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def forward_of(config: EngineConfig) -> object:
-    _, executor, _ = start("smollm2-135m", config)
+def forward_of(config: EngineConfig, progress: Progress | None = None) -> object:
+    _, executor, _ = start("smollm2-135m", config, progress)
     assert isinstance(executor, ModelRunner)
     return executor._forward
 
@@ -39,11 +39,15 @@ def test_int8_kernels_by_default_and_packed_weights_at_the_second_start(
     own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    reports: list[tuple[int, int]] = []
     for said in ("loaded and packed", "read packed"):
         caplog.clear()
-        assert isinstance(forward_of(EngineConfig(**SMALL)), NativeForward)  # type: ignore[arg-type]
+        config = EngineConfig(**SMALL)  # type: ignore[arg-type]
+        assert isinstance(forward_of(config, lambda done, total: reports.append((done, total))), NativeForward)
         assert said in caplog.text
         assert "in int8" in caplog.text
+    assert len(reports) > 200  # one per tensor, of the first start only
+    assert reports[-1][0] == reports[-1][1]
     assert len(list((own_cache / "penstock" / "packed").iterdir())) == 1
 
 
