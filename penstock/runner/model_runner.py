@@ -19,7 +19,7 @@ class ModelRunner:
 
     On the CPU the threads that compute a step already use every core: a step launched ahead would only compete with
     the scheduling, sending and detokenising of the one before it, and each time a computing thread loses its core all
-    others wait for it at the next barrier. Measured on two cores at one sequence, not running ahead is 40% faster.
+    others wait for it at the next barrier. On two cores one sequence went from 90 to 127 tok/s without it.
     """
 
     runs_ahead = False
