@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar, get_args
 
@@ -10,6 +11,7 @@ from penstock.core.errors import StartupError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
+Scheduling = Literal["deadline", "fcfs"]
 
 T = TypeVar("T")
 
@@ -34,6 +36,8 @@ class EngineConfig:
     kv_memory_gib: float | None = None  # default: most of the free memory
     block_size: int = 16
     prefix_caching: bool = True
+    scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored
+    max_waiting: int = 4096  # requests queued in the engine; more are refused
 
     def __post_init__(self) -> None:
         _check(self.device in get_args(Device), "device", f"must be one of {', '.join(get_args(Device))}")
@@ -49,6 +53,9 @@ class EngineConfig:
             "block_size",
             "must be a power of two up to 256",
         )
+        modes = get_args(Scheduling)
+        _check(self.scheduling in modes, "scheduling", f"must be one of {', '.join(modes)}")
+        _check(self.max_waiting >= 1, "max_waiting", "must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +78,25 @@ class ServerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassConfig:
+    """A class of requests and what they are owed. A class without ttft_ms is never refused: its requests wait."""
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+    rank: int = 0  # classes of a smaller rank go first
+
+    def __post_init__(self) -> None:
+        _check(self.ttft_ms is None or self.ttft_ms > 0, "ttft_ms", "must be above 0")
+        _check(self.itl_ms is None or self.itl_ms > 0, "itl_ms", "must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     model: str = DEFAULT_MODEL
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
+    classes: Mapping[str, ClassConfig] = field(default_factory=dict)  # empty: interactive, standard and batch, derived
+    default_class: str | None = None  # of requests that name none; default: standard
 
 
 def _typed(name: str, annotation: str, value: Any) -> Any:
@@ -95,6 +117,7 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
         "Device": str,
         "Dtype": str,
         "Quantization": str,
+        "Scheduling": str,
     }
     kinds = tuple(expected.get(o, str) for o in options if o != "None")
     _check(isinstance(value, kinds), name, f"must be {annotation}, not {value!r}")
@@ -115,15 +138,35 @@ def _given(values: dict[str, Any], section: str) -> Any:
     return {} if found is None else found
 
 
+SECTIONS = ("model", "engine", "server", "classes", "default_class")
+
+
 def settings_from_mapping(values: Any) -> Settings:
-    """Parse what a YAML file holds: `model`, `engine: {...}`, `server: {...}`."""
-    _check(isinstance(values, dict), "settings", "must be a mapping with model, engine and server")
+    """Parse what a YAML file holds: `model`, `engine: {...}`, `server: {...}`, `classes: {NAME: {...}}` and so on."""
+    _check(isinstance(values, dict), "settings", f"must be a mapping with {', '.join(SECTIONS)}")
     for key in values:
-        _check(key in ("model", "engine", "server"), key, "is not a setting; known: model, engine, server")
+        _check(key in SECTIONS, key, f"is not a setting; known: {', '.join(SECTIONS)}")
     model = values.get("model", DEFAULT_MODEL)
     _check(isinstance(model, str) and bool(model), "model", "must be a name or a path")
     return Settings(
         model=model,
         engine=_section(EngineConfig, "engine", _given(values, "engine")),
         server=_section(ServerConfig, "server", _given(values, "server")),
+        classes=_classes(_given(values, "classes")),
+        default_class=_default_class(values.get("default_class"), _given(values, "classes")),
     )
+
+
+def _classes(values: Any) -> dict[str, ClassConfig]:
+    _check(isinstance(values, dict), "classes", "must be a mapping of names to objectives")
+    for name in values:
+        _check(isinstance(name, str) and bool(name), "classes", f"must be named by words, not {name!r}")
+    return {name: _section(ClassConfig, f"classes.{name}", {} if v is None else v) for name, v in values.items()}
+
+
+def _default_class(name: Any, classes: Mapping[str, Any]) -> str | None:
+    known = list(classes) or ["interactive", "standard", "batch"]
+    _check(name is None or name in known, "default_class", f"must be one of {', '.join(known)}")
+    if name is None and classes and "standard" not in classes:
+        return str(known[0])
+    return None if name is None else str(name)

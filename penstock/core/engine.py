@@ -34,6 +34,12 @@ class EngineStats:
     batch_tokens: int = 0  # tokens computed over all steps
     batch_sequences: int = 0  # sequences advanced over all steps
     seconds_since_step: float = 0.0  # while there is work; 0 when idle
+    refused: int = 0  # requests whose objective could not be met
+    expired: int = 0  # requests whose deadline passed
+    # From the step-time model; 0 until it has seen enough steps.
+    prefill_tokens_per_second: float = 0.0
+    decode_step_seconds: float = 0.0  # of a step that advances the sequences now running by one token each
+    step_time_error: float = 0.0  # median of |predicted - measured| / measured over the latest steps
 
 
 class Engine(Protocol):

@@ -6,6 +6,7 @@ PenstockError
 │   └── RequestTooLarge       413  body over the size limit
 ├── NotFound                  404  unknown path or model
 ├── Overloaded                429  try again after `retry_after` seconds
+├── DeadlineExceeded          504  the request's own deadline passed; what was done so far is lost
 ├── Unavailable               503  no worker can serve now (starting, draining, died)
 ├── EngineFailure             500  a step failed; the request was lost, others go on
 └── StartupError              --   settings, checkpoint or memory do not allow serving at all
@@ -55,6 +56,14 @@ class Overloaded(PenstockError):
     def __init__(self, message: str, *, retry_after: float, param: str | None = None) -> None:
         super().__init__(message, param=param, code="overloaded")
         self.retry_after = retry_after
+
+
+class DeadlineExceeded(PenstockError):
+    status = 504
+    kind = "timeout_error"
+
+    def __init__(self, message: str, *, param: str | None = "deadline_ms") -> None:
+        super().__init__(message, param=param, code="deadline_exceeded")
 
 
 class Unavailable(PenstockError):

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out of it: `SamplingParams`, `GenerateRequest`, `Chunk`."""
+"""What goes into an engine and what comes out of it: `SamplingParams`, `Objective`, `GenerateRequest`, `Chunk`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.core.errors import InvalidRequest
+from penstock.core.ledger import Ledger
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -70,6 +71,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Objective:
+    """What the requests of a class are owed, in seconds. None: nothing was promised, so there is nothing to refuse."""
+
+    name: str = "standard"
+    ttft: float | None = None  # from arrival to the first token
+    gap: float | None = None  # between two tokens
+    rank: int = 0  # classes of a smaller rank go first
+
+    def __post_init__(self) -> None:
+        for name, value in (("ttft", self.ttft), ("gap", self.gap)):
+            _require(value is None or 0 < value < float("inf"), name, "must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence for an engine. Text, choices and stop strings have been dealt with before."""
 
@@ -77,8 +92,12 @@ class GenerateRequest:
     prompt: Sequence[int]
     params: SamplingParams
     seed: int = 0  # decided by whoever builds the request, so that any engine continues the same stream
-    priority: int = 0  # lower runs first
+    priority: int = 0  # within a class lower runs first
     cache_salt: str = ""  # prefixes are shared only between equal salts
+    objective: Objective = Objective()
+    deadline: float | None = None  # seconds after arrival from which on an answer is of no use: the work stops
+    tenant: str = ""  # who pays; tenants share the engine by weight
+    weight: float = 1.0  # of the tenant
 
 
 def choice_seed(seed: int | None, choice: int) -> int:
@@ -112,4 +131,5 @@ class Chunk:
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first chunk, when asked for
     cached_tokens: int = 0  # prompt tokens not computed because their KV was there; with the first chunk
     queue_seconds: float = 0.0  # from arrival at the engine to the first step; with the first chunk
-    error: str | None = None  # with finish_reason "error"
+    error: str | None = None  # with finish_reason "error" or "deadline"
+    ledger: Ledger | None = None  # with the last chunk
