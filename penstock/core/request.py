@@ -85,6 +85,40 @@ class Objective:
 
 
 @dataclass(frozen=True, slots=True)
+class SimilarPrompt:
+    """The part of a prompt that may be matched by its meaning; all the rest must be equal."""
+
+    text: str
+    rest: bytes  # digest of everything else that makes the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class CacheControl:
+    """What a result cache on the way to the engine may do with a request."""
+
+    read: bool = True
+    store: bool = True  # False: neither stored nor shared with identical requests in progress
+    max_age: float | None = None  # seconds
+    only_cached: bool = False  # no stored answer: an error instead of a computation
+    similar: SimilarPrompt | None = None  # an answer to a prompt of the same meaning will do
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    """Where an answer came from. `shared`: another request in progress computes it. `bypass`: never looked up."""
+
+    state: Literal["hit", "similar", "shared", "miss", "bypass"]
+    tier: str = ""  # of a hit
+    age: float = 0.0  # of a stored answer, seconds
+    score: float = 0.0  # cosine between similar prompts
+
+    @property
+    def computed(self) -> bool:
+        """Whether the engine worked for this request."""
+        return self.state in ("miss", "bypass")
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence for an engine. Text, choices and stop strings have been dealt with before."""
 
@@ -98,6 +132,7 @@ class GenerateRequest:
     deadline: float | None = None  # seconds after arrival from which on an answer is of no use: the work stops
     tenant: str = ""  # who pays; tenants share the engine by weight
     weight: float = 1.0  # of the tenant
+    cache: CacheControl | None = None  # for a result cache on the way; engines never see it
 
 
 def choice_seed(seed: int | None, choice: int) -> int:
@@ -133,3 +168,4 @@ class Chunk:
     queue_seconds: float = 0.0  # from arrival at the engine to the first step; with the first chunk
     error: str | None = None  # with finish_reason "error" or "deadline"
     ledger: Ledger | None = None  # with the last chunk
+    cache: CacheStatus | None = None  # with the first chunk, when a result cache stands before the engine

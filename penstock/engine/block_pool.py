@@ -13,6 +13,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from penstock.core.ledger import MissCause
+
 
 def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Identity of a full block: its tokens and everything before them. Cryptographic, so no client can forge a hit."""
@@ -23,6 +25,10 @@ def root_hash(salt: str) -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=16).digest()
 
 
+_UNSALTED = root_hash("")
+_REMEMBERED_SALTS = 4096
+
+
 class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -31,6 +37,9 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        # To say why something was not found: contents that were evicted, and the salts first blocks were seen with.
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._salts: OrderedDict[bytes, str] = OrderedDict()
 
     @property
     def available(self) -> int:
@@ -51,7 +60,11 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
-        del self._by_hash[self._hash_of.pop(block)]
+        value = self._hash_of.pop(block)
+        del self._by_hash[value]
+        self._evicted[value] = None
+        if len(self._evicted) > self.num_blocks:
+            self._evicted.popitem(last=False)
         return block
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -79,6 +92,24 @@ class BlockPool:
         if value not in self._by_hash and block not in self._hash_of:
             self._by_hash[value] = block
             self._hash_of[block] = value
+
+    def remember_salt(self, first_tokens: Sequence[int], salt: str) -> None:
+        """The tokens of a first block were seen under this salt."""
+        self._salts[block_hash(_UNSALTED, first_tokens)] = salt
+        if len(self._salts) > _REMEMBERED_SALTS:
+            self._salts.popitem(last=False)
+
+    def miss_cause(self, hashes: Sequence[bytes], found: int, first_tokens: Sequence[int], salt: str) -> MissCause:
+        """Why the block after the first `found` of this chain, which begins with these tokens, was not there."""
+        if found >= len(hashes):
+            return "too_short"
+        if hashes[found] in self._evicted:
+            return "evicted"
+        if found == 0 and self._salts:
+            seen = self._salts.get(block_hash(_UNSALTED, first_tokens))
+            if seen is not None and seen != salt:
+                return "other_salt"
+        return "never_seen"
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop one reference each. The end of a chain is evicted before its beginning, so release runs backwards."""

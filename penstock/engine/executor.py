@@ -56,6 +56,10 @@ class Executor(Protocol):
     runs_ahead: bool  # whether a step should be launched before the one before it is collected
     idle_seconds: float | None  # how long the device waited for launches while there was work; None: not measured
 
+    def padded_tokens(self, tokens: int, /) -> int:
+        """How many tokens are computed in a step that has this many, some of them of prompts."""
+        ...
+
     def launch(self, step: Step, /) -> Any: ...
 
     def collect(self, handle: Any, /) -> StepResult: ...

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
-from penstock.core.errors import EngineFailure
+from penstock.core.errors import DeadlineExceeded, EngineFailure
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
@@ -49,6 +49,8 @@ class LocalEngine:
                 chunk = await chunks.get()
                 if chunk.finish_reason == "error":
                     raise EngineFailure(chunk.error or "the step failed")
+                if chunk.finish_reason == "deadline":
+                    raise DeadlineExceeded(chunk.error or "the deadline passed")
                 yield chunk
                 if chunk.finish_reason is not None:
                     return

@@ -1,11 +1,10 @@
-"""The engine's heartbeat: drain inbox, schedule, launch, collect the previous step, emit."""
+"""The engine's heartbeat: schedule, launch, collect the previous step, emit."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,27 +20,33 @@ IDLE_CHECK_SECONDS = 1.0
 
 
 class EngineLoop:
-    """Owns scheduler and executor. `submit`, `abort` and `stop` may be called from any thread; one thread steps."""
+    """Owns scheduler and executor. `submit`, `abort` and `stop` may be called from any thread; one thread steps.
+
+    The lock is held to decide, never while a step computes: a request is refused or queued at once.
+    """
 
     def __init__(self, scheduler: Scheduler, executor: Executor, emit: Callable[[list[Chunk]], None]) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
-        self._inbox: deque[GenerateRequest | str] = deque()  # requests to add, ids to abort
+        self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
         self._in_flight: tuple[PlannedStep, Any] | None = None
         self._last_progress = time.monotonic()
 
     def submit(self, request: GenerateRequest) -> None:
-        """Raises InvalidRequest for what could never run."""
+        """Raises InvalidRequest for what could never run, Overloaded for what could not keep its objective."""
         self._scheduler.validate(request)
-        self._inbox.append(request)
+        with self._lock:
+            if not self._scheduler.has_work:
+                self._last_progress = time.monotonic()
+            self._scheduler.add(request, time.monotonic())
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
-        self._inbox.append(request_id)
-        self._wake.set()
+        with self._lock:
+            self._scheduler.abort(request_id, time.monotonic())
 
     def stop(self) -> None:
         self._stopping = True
@@ -51,52 +56,52 @@ class EngineLoop:
         """Step while there is work, sleep while there is none, until stopped."""
         checked = True
         while not self._stopping:
+            self._wake.clear()
             if self.step():
                 checked = False
             elif not self._wake.wait(None if checked else IDLE_CHECK_SECONDS):
-                self._scheduler.check_integrity()
+                with self._lock:
+                    self._scheduler.check_integrity()
+                self._scheduler.times.save()
                 checked = True
+        self._scheduler.times.save()
 
     def step(self) -> bool:
         """One turn. False when there is nothing left to do."""
-        self._drain_inbox()
         if not self._scheduler.has_work and self._in_flight is None:
             return False
         previous, self._in_flight = self._in_flight, None
         planned = None
         try:
-            planned = self._scheduler.schedule(time.monotonic())
+            with self._lock:
+                planned = self._scheduler.schedule(time.monotonic())
+                chunks = self._scheduler.take_notices()
             if planned is not None:
                 self._in_flight = (planned, self._executor.launch(planned.step))
             if not self._executor.runs_ahead:
                 previous, self._in_flight = self._in_flight, None
             if previous is not None:
-                chunks = self._scheduler.complete(previous[0], self._executor.collect(previous[1]))
-                if chunks:
-                    self._emit(chunks)
+                result = self._executor.collect(previous[1])
+                with self._lock:
+                    chunks += self._scheduler.complete(previous[0], result, time.monotonic())
+            if chunks:
+                self._emit(chunks)
         except Exception:
             log.exception("a step failed; its requests are lost")
             lost = [step for step in (previous and previous[0], planned) if step is not None]
             self._in_flight = None  # steps run in order, so its result may be left unread
-            self._emit(self._scheduler.fail(lost, "the engine failed while computing this request; send it again"))
+            with self._lock:
+                message = "the engine failed while computing this request; send it again"
+                chunks = self._scheduler.fail(lost, message, time.monotonic())
+            self._emit(chunks)
         self._last_progress = time.monotonic()
         return True
 
-    def _drain_inbox(self) -> None:
-        self._wake.clear()
-        if not self._scheduler.has_work:
-            self._last_progress = time.monotonic()
-        while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, str):
-                self._scheduler.abort(item)
-            else:
-                self._scheduler.add(item, time.monotonic())
-
     @property
     def stats(self) -> EngineStats:
-        busy = self._scheduler.has_work
-        return self._scheduler.stats(time.monotonic() - self._last_progress if busy else 0.0)
+        with self._lock:
+            busy = self._scheduler.has_work
+            return self._scheduler.stats(time.monotonic() - self._last_progress if busy else 0.0)
 
     def health(self) -> Health:
         return health_of(self.stats)

@@ -1,55 +1,59 @@
-"""What the next step computes: first-come-first-served within a priority, decoding before prefill, in fixed budgets.
+"""What the next step computes: streams keep their pace, and the rest of the step goes to the most urgent prompts.
 
 `schedule` plans a step, `complete` takes its result. At most one step is in flight between the two, so a sequence may
-be one sampled token ahead of what is known here (`Sequence.pending`).
+be one sampled token ahead of what is known here (`Sequence.pending`). Time is always passed in: the same scheduler runs
+on a virtual clock.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
+from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from operator import attrgetter
 
+from penstock.core.cost import OUTPUT_TOKEN_COST
 from penstock.core.engine import EngineStats
-from penstock.core.errors import ContextTooLong, InvalidRequest
-from penstock.core.request import Chunk, FinishReason, GenerateRequest
-from penstock.engine.block_pool import BlockPool
-from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult
+from penstock.core.errors import ContextTooLong, InvalidRequest, Overloaded
+from penstock.core.ledger import Ledger
+from penstock.core.request import Chunk, FinishReason, GenerateRequest, Objective
+from penstock.engine import bookkeeping as books
+from penstock.engine.admission import Admission, Load, remaining_seconds
+from penstock.engine.executor import SAMPLED, Step, StepResult
+from penstock.engine.fairness import Accounts
+from penstock.engine.forecast import needed_share, step_limit
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.placement import Placement
 from penstock.engine.sequence import Sequence
+from penstock.engine.step_time import StepShape, StepTimes
+from penstock.engine.urgency import PATIENCE_SECONDS, Ranking, WaitingQueue, demote_if_late
 
 _ORDER = attrgetter("order")
 
 # Scoring a prompt takes logits at every position; this many at a time bounds the memory of tokens times vocabulary.
 _SCORED_TOKENS = 256
+_ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smaller
+_PACED_PROMPTS = 64  # with more prompts than this at hand there is no point in asking how fast they must be computed
+_NOTHING = Objective()
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    num_blocks: int
-    block_size: int
-    max_seqs: int
-    max_step_tokens: int
-    max_model_len: int
-    vocab_size: int
-    eos_ids: frozenset[int] = frozenset()
-    prefix_caching: bool = True
-
-    @property
-    def longest_sequence(self) -> int:
-        return min(self.max_model_len, self.num_blocks * self.block_size)
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class PlannedStep:
     """A step together with the sequences it advances; kept until its result comes back."""
 
     step: Step
     sequences: list[Sequence]
+    planned: float = 0.0  # when
+    shape: StepShape = field(default_factory=StepShape)
+    largest: int = 0  # tokens of its largest chunk
+    culprit: str = ""  # the request that one belongs to: who is to blame if this step takes long
 
 
 @dataclass(slots=True)
-class Counters:
+class Counts:
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -57,20 +61,29 @@ class Counters:
     preemptions: int = 0
     batch_tokens: int = 0
     batch_sequences: int = 0
+    refused: int = 0
+    expired: int = 0
 
 
 class Scheduler:
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, times: StepTimes | None = None) -> None:
         self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
+        self.times = times or StepTimes()
+        self._placement = Placement(limits)
+        self.pool = self._placement.pool
         self.running: list[Sequence] = []  # by order
-        self.waiting: list[Sequence] = []  # by order; new, or preempted and to be recomputed
-        self.counters = Counters()
+        self.waiting = WaitingQueue()  # new, or preempted and to be recomputed
+        self.counters = Counts()
         self._sequences: dict[str, Sequence] = {}
-        self._free_rows = list(range(limits.max_seqs - 1, -1, -1))
         self._arrivals = 0
-        self._setups: list[RowSetup] = []
-        self._new_blocks: list[tuple[int, int, list[int]]] = []
+        self._accounts = Accounts(min(_ALLOWANCE, limits.max_step_tokens))
+        self._admission = Admission(self.times)
+        self._clock = books.QueueClock()
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # heap
+        self._notices: list[Chunk] = []  # of requests that ended outside a step
+        self._in_flight: deque[PlannedStep] = deque()
+        self._last_done = 0.0
+        self._now = 0.0
 
     # -- requests in and out -----------------------------------------------------------------------------------------
 
@@ -95,30 +108,75 @@ class Scheduler:
                 raise InvalidRequest(f"{name} must hold token ids in 0..{limits.vocab_size - 1}", param=name)
 
     def add(self, request: GenerateRequest, now: float) -> None:
+        """Raises Overloaded for work whose objective cannot be met, and when too much is waiting already."""
         limits, params = self.limits, request.params
+        if len(self.waiting) >= limits.max_waiting:
+            self.counters.refused += 1
+            raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=self._queue_seconds())
+        objective = _NOTHING if limits.fcfs else request.objective
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= limits.eos_ids
         max_new = params.max_tokens or limits.longest_sequence
         sequence = Sequence(
             request=request,
-            order=(request.priority, self._arrivals),
+            order=(objective.rank, request.priority, self._arrivals),
             arrival=now,
             max_len=min(len(request.prompt) + max_new, limits.longest_sequence),
             stop_ids=stop_ids,
             tokens=list(request.prompt),
+            prompt_len=len(request.prompt),
+            account=self._accounts.enter("" if limits.fcfs else request.tenant, request.weight),
+            ledger=books.open_ledger(request),
+            due=now + (objective.ttft or PATIENCE_SECONDS),
+            promised=objective.ttft is not None,
+            gap=objective.gap or math.inf,
+            to_compute=len(request.prompt),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            mark=now,
         )
+        if objective.ttft is not None or request.deadline is not None:
+            sequence.to_compute -= len(self._placement.cached_blocks(sequence)) * limits.block_size
+            try:
+                self._admission.admit(sequence, objective, self._load(now))
+            except Overloaded:
+                self._accounts.leave(sequence.account)
+                self.counters.refused += 1
+                raise
         self._arrivals += 1
         self._sequences[request.id] = sequence
-        insort(self.waiting, sequence, key=_ORDER)
+        self.waiting.push(sequence)
+        self._clock.arrive(sequence)
         self.counters.prompt_tokens += sequence.prompt_len
+        if request.deadline is not None:
+            heappush(self._deadlines, (now + request.deadline, sequence.order[2], sequence))
 
-    def abort(self, request_id: str) -> bool:
+    def _load(self, now: float) -> Load:
+        prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > 1)]
+        gap = min((s.gap for s in self.running), default=math.inf)
+        return Load(self._ranking(now), prompts, self._decode_shape(), gap, self._free_at(now))
+
+    def _free_at(self, now: float) -> float:
+        """When the steps under way will have ended."""
+        end = self._last_done
+        for planned in self._in_flight:
+            end = max(end, planned.planned) + self.times.predict(planned.shape)
+        return max(end, now)
+
+    def _queue_seconds(self) -> float:
+        """About how long all that is waiting takes to prefill; at least a second."""
+        return max(1.0, sum(self.times.chunk_seconds(0, s.to_compute) for s in self.waiting))
+
+    def abort(self, request_id: str, now: float) -> bool:
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self._finish(sequence, "abort")
+            self._finish(sequence, "abort", now)
         return sequence is not None
+
+    def take_notices(self) -> list[Chunk]:
+        """Last chunks of requests that ended outside a step."""
+        notices, self._notices = self._notices, []
+        return notices
 
     @property
     def has_work(self) -> bool:
@@ -127,227 +185,320 @@ class Scheduler:
     # -- planning a step ---------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> PlannedStep | None:
-        """Running sequences first, in order; what they leave of the budget goes to those waiting."""
-        self._make_way()
-        counts, preempted = self._plan_running()
-        planned = PlannedStep(Step(), [])
+        """Streams first, a token each; then the most urgent prompts, for as long as the step may take."""
+        self._now = now
+        self._expire(now)
+        self._clock.tick(now)
+        ranking = self._ranking(now)
+        self._make_way(ranking)
+        preemptions = self.counters.preemptions
+        decodes = self._plan_decodes()
+        prompts = self._plan_prompts(ranking)
         # From here on nothing is preempted, so what a planned sequence computes may be shared within the step.
-        for sequence, count in counts.items():
-            self._commit(planned, sequence, count)
-        if not preempted:
-            self._admit_waiting(planned, self.limits.max_step_tokens - sum(counts.values()), now)
+        planned = PlannedStep(Step(), [], now)
+        self._commit_decodes(planned, [s for s in decodes if s.row >= 0])
+        self._fill(planned, prompts, ranking, admit=self.counters.preemptions == preemptions)
         return self._finished(planned) if planned.sequences else None
 
-    def _make_way(self) -> None:
-        """A waiting sequence of a better priority displaces running ones of a worse priority."""
-        while self.waiting and self.running and self.waiting[0].order[0] < self.running[-1].order[0]:
-            if self._room_for(self.waiting[0]) is not None:
-                return
-            self._preempt(self.running[-1])
+    def _ranking(self, now: float) -> Ranking:
+        classes = [self.waiting.best_class, self.running[0].order[:2] if self.running else None]
+        best = min((c for c in classes if c is not None), default=(0, 0))
+        return Ranking(now, self._accounts.leads(), best)
 
-    def _plan_running(self) -> tuple[dict[Sequence, int], bool]:
-        """How many tokens each running sequence computes, those with one to compute before those with more."""
-        budget = self.limits.max_step_tokens
-        counts: dict[Sequence, int] = {}
-        preempted = False
-        decodes = [s for s in self.running if s.known - s.computed == 1 and s.known < s.max_len]
-        partial = [s for s in self.running if s.known - s.computed > 1]
-        for sequence in decodes + partial:
-            count = self._next_tokens(sequence, budget)
-            if sequence.row < 0 or count == 0:
+    def _expire(self, now: float) -> None:
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].finished is not None):
+            _, _, sequence = heappop(self._deadlines)
+            if sequence.finished is None:
+                self.counters.expired += 1
+                message = f"the deadline passed after {sequence.outputs} tokens"
+                ledger = self._finish(sequence, "deadline", now)
+                self._notices.append(Chunk(sequence.request.id, finish_reason="deadline", error=message, ledger=ledger))
+
+    def _make_way(self, ranking: Ranking) -> None:
+        """The most urgent request displaces running ones that may wait, those with the least work to lose first."""
+        head = self.waiting.first(ranking, self.times) if self.running else None
+        if head is None or head.pending:
+            return
+        rank, priority, lead, _, _ = ranking.of(head)
+        may_wait = [
+            s
+            for s in self.running
+            if s.order[:2] > (rank, priority)
+            or (head.promised and s.order[:2] == (rank, priority) and ranking.leads.get(s.account, 0) > lead)
+        ]
+        may_wait.sort(key=attrgetter("computed"))
+        for sequence in may_wait:
+            if self._placement.room_for(head, self.running, leads=lead > 0) is not None:
+                return
+            self._preempt(sequence)
+
+    def _plan_decodes(self) -> list[Sequence]:
+        """Those with one token to compute, with a block for it."""
+        size, budget = self.limits.block_size, self.limits.max_step_tokens
+        decodes = []
+        for s in list(self.running):
+            known = len(s.tokens) + s.pending
+            if known - s.computed != 1 or known >= s.max_len or s.row < 0:
                 continue
-            missing = self._missing_blocks(sequence, sequence.computed + count)
-            while missing > self.pool.available and sequence.row >= 0:
-                victim = self.running[-1]
-                self._preempt(victim)
-                budget += counts.pop(victim, 0)
-                preempted = True
-            if sequence.row >= 0:
-                self._allocate(sequence, missing)
-                counts[sequence] = count
-                budget -= count
-        return counts, preempted
+            if budget == 0:
+                break
+            if s.computed >= len(s.blocks) * size and not self._grow(s, s.computed + 1):
+                continue
+            decodes.append(s)
+            budget -= 1
+        return decodes
 
-    def _admit_waiting(self, planned: PlannedStep, budget: int, now: float) -> None:
-        while self.waiting and budget:
-            sequence = self.waiting[0]
-            hits = None if sequence.pending else self._room_for(sequence)
-            if hits is None:
+    def _plan_prompts(self, ranking: Ranking) -> list[Sequence]:
+        """Running sequences with more to compute, the most urgent last. That one has blocks for all it knows."""
+        prompts = [s for s in self.running if len(s.tokens) + s.pending - s.computed > 1]
+        for sequence in prompts:
+            demote_if_late(sequence, ranking.now, self.times)
+        prompts.sort(key=ranking.of, reverse=True)
+        while prompts and not self._grow(prompts[-1], prompts[-1].known):
+            prompts = [s for s in prompts if s.row >= 0]
+        return [s for s in prompts if s.row >= 0]
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Give it blocks for this many tokens, if need be from those that come later. False: it had to go itself."""
+        missing = self._placement.missing_blocks(sequence, tokens)
+        while missing > self.pool.available:
+            later = [s for s in self.running if s.order > sequence.order]
+            victim = min(later, key=attrgetter("computed"), default=sequence)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        self._placement.allocate(sequence, tokens)
+        return True
+
+    def _fill(self, planned: PlannedStep, prompts: list[Sequence], ranking: Ranking, *, admit: bool) -> None:
+        """Give what is left of the step to prompts, running or waiting, in order of urgency."""
+        budget = self.limits.max_step_tokens - len(planned.sequences)
+        limit = self._step_limit(planned, prompts, ranking.now)
+        self._clock.blocked_by("order")
+        while budget > 0:
+            sequence = self.waiting.first(ranking, self.times) if admit else None
+            if prompts and (sequence is None or ranking.of(prompts[-1]) < ranking.of(sequence)):
+                sequence = prompts[-1]
+            if sequence is None:
                 return
-            self._admit(sequence, hits, now)
-            count = self._next_tokens(sequence, budget)
-            self._allocate(sequence, self._missing_blocks(sequence, sequence.computed + count))
+            leads = bool(ranking.leads.get(sequence.account))
+            hits = self._placement.room_for(sequence, self.running, leads=leads) if sequence.row < 0 else []
+            if hits is None:
+                self._clock.blocked_by("memory" if self._placement.has_free_row else "rows")
+                admit = False
+                continue
+            start = sequence.computed + len(hits) * self.limits.block_size
+            count = self._fitting(planned, sequence, start, budget, limit)
+            if count == 0:
+                return
+            if sequence.row < 0:
+                self._admit(sequence, hits, ranking.now)
+            else:
+                prompts.pop()
+            self._placement.allocate(sequence, start + count)
             self._commit(planned, sequence, count)
             budget -= count
 
-    def _room_for(self, sequence: Sequence) -> list[int] | None:
-        """The cached blocks a waiting sequence would start with, or None if its known tokens will not fit now."""
-        if not self._free_rows:
-            return None
-        hits = self._cached_blocks(sequence)
-        owed = sum(self._missing_blocks(s, s.known) for s in self.running)
-        needed = self._missing_blocks(sequence, sequence.known) - len(hits)
-        return hits if owed + needed <= self.pool.available - self.pool.evictable_among(hits) else None
+    def _step_limit(self, planned: PlannedStep, prompts: list[Sequence], now: float) -> float:
+        """Seconds that this step may take."""
+        if not (prompts or self.waiting):
+            return math.inf
+        gap = min((s.gap for s in planned.sequences), default=math.inf)
+        ttft = self._admission.tightest_ttft(now)
+        if gap == ttft == math.inf:
+            return math.inf
+        pending = [*prompts, *self.waiting] if len(self.waiting) <= _PACED_PROMPTS else []
+        share = math.inf
+        if pending and all(s.promised for s in pending):
+            share = needed_share(sorted((s.due, remaining_seconds(s, self.times)) for s in pending), now)
+        return step_limit(gap * (1.0 - self.times.margin), ttft, self.times.base_seconds(planned.shape), share)
 
-    def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks that hold the beginning of this sequence. One token at least is left to compute, to have logits."""
-        if not self.limits.prefix_caching or sequence.prompt_logprobs is not None:
-            return []
-        full = (len(sequence.tokens) - 1) // self.limits.block_size
-        return self.pool.match(sequence.block_hashes(self.limits.block_size, full))
+    def _fitting(self, planned: PlannedStep, sequence: Sequence, start: int, budget: int, limit: float) -> int:
+        """How many tokens of a prompt still fit into the step."""
+        most = min(sequence.known - start, budget)
+        if sequence.prompt_logprobs is not None:
+            most = min(most, _SCORED_TOKENS)
+        if sequence.row >= 0:
+            most = min(most, (len(sequence.blocks) + self.pool.available) * self.limits.block_size - start)
+        count = self.times.tokens_within(planned.shape, start, most, limit)
+        if count == most:
+            return count
+        least = min(most, self.limits.least_prefill - planned.shape.prefill)
+        if count < least:
+            return least
+        return count if count >= self.limits.block_size else 0  # crumbs cost a step's overhead each
 
     def _admit(self, sequence: Sequence, hits: list[int], now: float) -> None:
-        del self.waiting[0]
+        self.waiting.remove(sequence)
+        self._clock.leave(sequence, now)
         insort(self.running, sequence, key=_ORDER)
-        self.pool.acquire(hits)
-        sequence.blocks = hits
-        sequence.shared = len(hits)
-        sequence.computed = len(hits) * self.limits.block_size
-        sequence.row = self._free_rows.pop()
+        cached = len(hits) * self.limits.block_size
         if sequence.started is None:
             sequence.started = now
-            sequence.cached_tokens = sequence.computed
-            self.counters.cached_tokens += sequence.computed
-        request = sequence.request
-        self._setups.append(
-            RowSetup(
-                row=sequence.row,
-                params=request.params,
-                seed=request.seed,
-                tokens=tuple(sequence.tokens),
-                prompt_len=sequence.prompt_len,
-                stop_ids=tuple(sequence.stop_ids),
-            )
-        )
-        if hits:
-            self._new_blocks.append((sequence.row, 0, list(hits)))
-
-    def _next_tokens(self, sequence: Sequence, budget: int) -> int:
-        remaining = min(sequence.known - sequence.computed, budget)
-        return remaining if sequence.prompt_logprobs is None else min(remaining, _SCORED_TOKENS)
-
-    def _missing_blocks(self, sequence: Sequence, tokens: int) -> int:
-        return max(0, -(-tokens // self.limits.block_size) - len(sequence.blocks))
-
-    def _allocate(self, sequence: Sequence, count: int) -> None:
-        if count:
-            blocks = self.pool.allocate(count)
-            self._new_blocks.append((sequence.row, len(sequence.blocks), blocks))
-            sequence.blocks.extend(blocks)
+            sequence.ledger.cached_tokens = cached
+            self.counters.cached_tokens += cached
+            books.missed(sequence, self.limits.block_size, self._placement.miss_cause(sequence, len(hits)))
+        else:
+            sequence.ledger.recomputed_tokens += max(0, sequence.lost - cached)
+        self._placement.seat(sequence, hits)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to waiting; everything known is kept and its cache recomputed, or hit, when it comes back."""
-        self._release(sequence)
-        insort(self.waiting, sequence, key=_ORDER)
+        sequence.ledger.preemptions += 1
+        sequence.lost = sequence.computed
+        self._leave(sequence)
+        if sequence.outputs:
+            sequence.due, sequence.promised = self._now, False  # a reader is waiting for its next token
+        self.waiting.push(sequence)
         self.counters.preemptions += 1
+
+    def _commit_decodes(self, planned: PlannedStep, decodes: list[Sequence]) -> None:
+        """As `_commit` does with one token each; these are most of what a busy engine does, so it is done in one go."""
+        step, size, count = planned.step, self.limits.block_size, len(decodes)
+        planned.sequences = decodes
+        step.rows = [s.row for s in decodes]
+        step.starts = [s.computed for s in decodes]
+        step.counts = [1] * count
+        step.samples = [True] * count
+        step.tokens = [s.tokens[s.computed] if not s.pending else SAMPLED for s in decodes]
+        planned.shape = StepShape(count, sum(step.starts) + count)
+        for s in decodes:
+            s.computed += 1
+            s.pending += 1
+            if s.computed // size > s.shared:
+                self._placement.share_full_blocks(s)
+        for account, sequences in Counter(s.account for s in decodes).items():
+            account.charge(OUTPUT_TOKEN_COST * sequences)
 
     def _commit(self, planned: PlannedStep, sequence: Sequence, count: int) -> None:
         """Write a sequence into the step and move its books to after the step."""
-        step, start = planned.step, sequence.computed
+        step, start, tokens = planned.step, sequence.computed, sequence.tokens
+        end = start + count
         planned.sequences.append(sequence)
         step.rows.append(sequence.row)
         step.starts.append(start)
         step.counts.append(count)
-        tokens = sequence.tokens[start : start + count]
-        step.tokens.extend(tokens)
-        if len(tokens) < count:
+        chunk = tokens[start:end]
+        step.tokens.extend(chunk)
+        if len(chunk) < count:
             step.tokens.append(SAMPLED)
-        sequence.computed += count
-        caught_up = sequence.computed == sequence.known
+        planned.shape = planned.shape.with_chunk(start, count)
+        if count > planned.largest:
+            planned.largest, planned.culprit = count, sequence.request.id
+        sequence.account.charge(count)
+        sequence.computed = end
+        caught_up = end == len(tokens) + sequence.pending
         step.samples.append(caught_up)
         if caught_up:
             sequence.pending += 1
-        self._share_full_blocks(sequence)
+        if end // self.limits.block_size > sequence.shared:
+            self._placement.share_full_blocks(sequence)
 
     def _finished(self, planned: PlannedStep) -> PlannedStep:
         step = planned.step
-        step.setups, step.blocks = self._setups, self._new_blocks
-        self._setups, self._new_blocks = [], []
+        self._placement.write_into(step)
         self.counters.steps += 1
         self.counters.batch_tokens += len(step.tokens)
         self.counters.batch_sequences += len(step.rows)
+        self._in_flight.append(planned)
         return planned
-
-    def _share_full_blocks(self, sequence: Sequence) -> None:
-        """Offer blocks whose tokens are known and computed, or being computed by a launched step, for sharing."""
-        if not self.limits.prefix_caching:
-            return
-        full = min(sequence.computed, len(sequence.tokens)) // self.limits.block_size
-        if full > sequence.shared:
-            hashes = sequence.block_hashes(self.limits.block_size, full)
-            for index in range(sequence.shared, full):
-                self.pool.share(sequence.blocks[index], hashes[index])
-            sequence.shared = full
 
     # -- taking a result ---------------------------------------------------------------------------------------------
 
-    def complete(self, planned: PlannedStep, result: StepResult) -> list[Chunk]:
+    def complete(self, planned: PlannedStep, result: StepResult, now: float) -> list[Chunk]:
         """Append what was sampled, end what is done, and say what happened to each request."""
+        usual = self._learn(planned, now)
+        step, culprit = planned.step, planned.culprit
         chunks = []
         for index, sequence in enumerate(planned.sequences):
             if sequence.finished is not None:
                 continue
-            if index in result.prompt_logprobs and sequence.prompt_logprobs is not None:
+            if sequence.first_token is not None:
+                books.decoded(sequence, usual, culprit, now)
+            else:
+                books.computed(sequence, step.counts[index], now)
+            if sequence.prompt_logprobs is not None and index in result.prompt_logprobs:
                 known = len(sequence.prompt_logprobs)  # a recomputed prompt gives its logprobs again
-                skip = known - (planned.step.starts[index] + 1)
+                skip = known - (step.starts[index] + 1)
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[index][skip:])
-            if planned.step.samples[index]:
-                chunks.append(self._append(sequence, result.tokens[index], result, index))
+            if step.samples[index]:
+                chunks.append(self._append(sequence, result.tokens[index], result, index, now))
+        books.passed_over(self.running, culprit, now)
+        self.counters.output_tokens += len(chunks)
         return chunks
 
-    def _append(self, sequence: Sequence, token: int, result: StepResult, index: int) -> Chunk:
-        first = len(sequence.tokens) == sequence.prompt_len
+    def _learn(self, planned: PlannedStep, now: float) -> float:
+        """Teach the step-time model; returns how long the step would have taken without its prompts."""
+        self._in_flight.remove(planned)
+        self.times.observe(planned.shape, now - max(planned.planned, self._last_done))
+        self._last_done = now
+        shape = planned.shape
+        return self.times.predict(shape.without_prefill()) if shape.prefill and shape.decodes else math.inf
+
+    def _append(self, sequence: Sequence, token: int, result: StepResult, index: int, now: float) -> Chunk:
+        tokens = sequence.tokens
         sequence.pending -= 1
-        sequence.tokens.append(token)
-        self.counters.output_tokens += 1
-        if sequence.row >= 0:
-            self._share_full_blocks(sequence)
+        tokens.append(token)
+        if sequence.row >= 0 and len(tokens) // self.limits.block_size > sequence.shared:
+            self._placement.share_full_blocks(sequence)
         chunk = Chunk(sequence.request.id, [token])
-        if first:
-            chunk.cached_tokens = sequence.cached_tokens
+        if sequence.first_token is None:
+            sequence.first_token = now
+            self._admission.learn(sequence, now)
+            chunk.cached_tokens = sequence.ledger.cached_tokens
             chunk.queue_seconds = (sequence.started or sequence.arrival) - sequence.arrival
             chunk.prompt_logprobs = sequence.prompt_logprobs
-        if index in result.logprobs:
+        elif now - sequence.last_token > sequence.gap:
+            sequence.late_gaps += 1
+        sequence.last_token = now
+        if result.logprobs and index in result.logprobs:
             chunk.logprobs = [result.logprobs[index]]
-        outputs = len(sequence.tokens) - sequence.prompt_len
-        if token in sequence.stop_ids and outputs >= sequence.request.params.min_tokens:
+        if token in sequence.stop_ids and sequence.outputs >= sequence.request.params.min_tokens:
             chunk.finish_reason = "stop"
-        elif len(sequence.tokens) >= sequence.max_len:
+        elif len(tokens) >= sequence.max_len:
             chunk.finish_reason = "length"
         if chunk.finish_reason is not None:
-            self._finish(sequence, chunk.finish_reason)
+            chunk.ledger = self._finish(sequence, chunk.finish_reason, now)
         return chunk
 
-    def fail(self, steps: Iterable[PlannedStep], message: str) -> list[Chunk]:
+    def fail(self, steps: Iterable[PlannedStep], message: str, now: float) -> list[Chunk]:
         """These steps were lost and cache contents with them: their sequences end, all others start over."""
+        self._in_flight.clear()
         lost = list({s: None for planned in steps for s in planned.sequences if s.finished is None})
-        for sequence in lost:
-            self._finish(sequence, "error")
+        chunks = []
+        for s in lost:
+            ledger = self._finish(s, "error", now)
+            chunks.append(Chunk(s.request.id, finish_reason="error", error=message, ledger=ledger))
         for sequence in list(self.running):
             self._preempt(sequence)
         self.pool.forget()
-        return [Chunk(s.request.id, finish_reason="error", error=message) for s in lost]
+        return chunks
 
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Ledger:
         sequence.finished = reason
         del self._sequences[sequence.request.id]
-        if sequence.row >= 0:
-            self._release(sequence)
-        else:
+        self._accounts.leave(sequence.account)
+        if sequence.row < 0:
             self.waiting.remove(sequence)
+            self._clock.leave(sequence, now)
+        else:
+            if sequence.mark < now:  # ended while a step of its was under way
+                books.computed(sequence, 0, now)
+            self._leave(sequence)
+        return books.close_ledger(sequence, reason, now)
 
-    def _release(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pool.release(sequence.blocks)
-        self._free_rows.append(sequence.row)
-        sequence.blocks = []
-        sequence.shared = sequence.computed = 0
-        sequence.row = -1
+        self._placement.release(sequence)
 
     # -- observation -------------------------------------------------------------------------------------------------
 
+    def _decode_shape(self) -> StepShape:
+        decoding = [s.computed for s in self.running if s.known - s.computed <= 1]
+        return StepShape(len(decoding), sum(decoding))
+
     def stats(self, seconds_since_step: float = 0.0) -> EngineStats:
-        counters = self.counters
+        counters, decoding = self.counters, self._decode_shape()
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -361,20 +512,15 @@ class Scheduler:
             batch_tokens=counters.batch_tokens,
             batch_sequences=counters.batch_sequences,
             seconds_since_step=seconds_since_step,
+            refused=counters.refused,
+            expired=counters.expired,
+            prefill_tokens_per_second=self.times.prefill_tokens_per_second,
+            decode_step_seconds=self.times.predict(decoding if decoding.decodes else StepShape(1, 256)),
+            step_time_error=self.times.median_error,
         )
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, rows and sequences add up."""
-        held: dict[int, int] = {}
-        for block in _chain(s.blocks for s in self.running):
-            held[block] = held.get(block, 0) + 1
-        self.pool.check_integrity(held)
-        rows = self._free_rows + [s.row for s in self.running]
-        assert sorted(rows) == list(range(self.limits.max_seqs)), "rows were lost or given out twice"
+        self._placement.check_integrity(self.running)
         assert len(self.running) + len(self.waiting) == len(self._sequences), "a sequence was lost"
         assert all(not s.blocks and s.row < 0 for s in self.waiting), "a waiting sequence holds memory"
-
-
-def _chain(lists: Iterable[list[int]]) -> Iterable[int]:
-    for items in lists:
-        yield from items

@@ -8,38 +8,53 @@ after preemption are all this one rule.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from penstock.core.ledger import Ledger
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
 from penstock.engine.block_pool import block_hash, root_hash
+from penstock.engine.fairness import Account
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: GenerateRequest
-    order: tuple[int, int]  # (priority, arrival number): smaller runs first
+    order: tuple[int, int, int]  # (rank, priority, arrival number): who gives way when memory is short
     arrival: float
     max_len: int  # prompt plus output tokens
     stop_ids: frozenset[int]
     tokens: list[int]  # prompt and output as far as this side knows
+    prompt_len: int
+    account: Account
+    ledger: Ledger
+    due: float  # when its next token is owed while it waits or prefills
+    promised: bool = False  # whether `due` is an objective; else it is only how long a request should wait at most
+    gap: float = math.inf  # owed between its tokens, in seconds
+    to_compute: int = 0  # tokens of the prompt that were in no cache when it arrived
     pending: int = 0  # tokens sampled in launched steps and not read back yet
     computed: int = 0
     row: int = -1  # device row while running
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)  # chain over the full blocks of `tokens`
+    lost: int = 0  # tokens that were computed when it was last preempted
     shared: int = 0  # leading blocks that have been offered for sharing
     started: float | None = None  # when it was first scheduled
-    cached_tokens: int = 0
     finished: FinishReason | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    mark: float = 0.0  # up to here its time is in the ledger
+    first_token: float | None = None
+    last_token: float = 0.0
+    late_gaps: int = 0  # gaps between tokens that were longer than owed
+    stalls: dict[str, list[float]] = field(default_factory=dict)  # by the request at fault: seconds, steps
 
     @property
     def known(self) -> int:
         return len(self.tokens) + self.pending
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
+    def outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
 
     def block_hashes(self, block_size: int, blocks: int) -> list[bytes]:
         """Hashes of the first `blocks` full blocks, extended as tokens become known."""

@@ -39,6 +39,9 @@ class PagedExecutor:
         self._last: dict[int, int] = {}
         self.fail_next = False
 
+    def padded_tokens(self, tokens: int) -> int:
+        return tokens
+
     def launch(self, step: Step) -> StepResult:
         """Computes at once: a result exists before it is collected, as on a device that runs ahead."""
         assert len(step.rows) == len(set(step.rows)), "a row appears twice in a step"

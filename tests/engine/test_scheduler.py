@@ -11,8 +11,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from penstock.core.errors import ContextTooLong, InvalidRequest
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
-from penstock.engine.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.scheduler import Scheduler
 from tests.engine.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
 
 

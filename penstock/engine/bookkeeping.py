@@ -1,0 +1,133 @@
+"""Keeping the ledgers: every moment of a request goes to exactly one entry, from `Sequence.mark` to now."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from penstock.core.ledger import MAX_CHUNKS, MAX_STALLS, Ledger, MissCause, PrefillChunk, QueueCause, Stall
+from penstock.core.request import FinishReason, GenerateRequest
+from penstock.engine.sequence import Sequence
+
+
+def open_ledger(request: GenerateRequest) -> Ledger:
+    return Ledger(request.id, request.tenant, request.objective.name, time.time(), prompt_tokens=len(request.prompt))
+
+
+class QueueClock:
+    """Why requests waited, as running sums, so that a thousand waiting ones cost nothing per step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[QueueCause, float] = {"order": 0.0, "rows": 0.0, "memory": 0.0}
+        self._cause: QueueCause = "order"
+        self._since = 0.0
+        self._entered: dict[Sequence, dict[QueueCause, float]] = {}
+        self._arrived: list[Sequence] = []
+
+    def arrive(self, sequence: Sequence) -> None:
+        self._arrived.append(sequence)
+
+    def tick(self, now: float) -> None:
+        """A step is being planned: what has arrived since the last one waited for a step to end."""
+        self._sums[self._cause] += now - self._since
+        self._since = now
+        for sequence in self._arrived:
+            _queue(sequence, "step", now)
+            self._entered[sequence] = dict(self._sums)
+        self._arrived.clear()
+
+    def blocked_by(self, cause: QueueCause) -> None:
+        """What keeps the rest waiting from now on."""
+        self._cause = cause
+
+    def leave(self, sequence: Sequence, now: float) -> None:
+        """Admitted, or ended while waiting. Called after `tick`, or with `now` between two ticks."""
+        if sequence.ledger.preemptions:
+            _queue(sequence, "preempted", now)
+            return
+        entered = self._entered.pop(sequence, None)
+        if entered is None:
+            if sequence in self._arrived:
+                self._arrived.remove(sequence)
+            _queue(sequence, "step", now)
+            return
+        for cause, total in self._sums.items():
+            waited = total - entered[cause] + (now - self._since if cause == self._cause else 0.0)
+            if waited > 0:
+                sequence.ledger.queued[cause] = sequence.ledger.queued.get(cause, 0.0) + waited
+        sequence.mark = now
+
+
+def _queue(sequence: Sequence, cause: QueueCause, now: float) -> None:
+    queued = sequence.ledger.queued
+    queued[cause] = queued.get(cause, 0.0) + now - sequence.mark
+    sequence.mark = now
+
+
+def computed(sequence: Sequence, tokens: int, now: float) -> None:
+    """A chunk of its prompt was computed."""
+    chunks = sequence.ledger.prefill
+    if len(chunks) < MAX_CHUNKS:
+        chunks.append(PrefillChunk(tokens, now - sequence.mark))
+    else:
+        chunks[-1].tokens += tokens
+        chunks[-1].seconds += now - sequence.mark
+    sequence.mark = now
+
+
+def decoded(sequence: Sequence, usual: float, culprit: str, now: float) -> None:
+    """A token was decoded, which without the prefill of others would have taken `usual` seconds."""
+    elapsed, ledger = now - sequence.mark, sequence.ledger
+    ledger.decode_steps += 1
+    if elapsed <= usual or not culprit:
+        ledger.decode += elapsed
+    else:
+        ledger.decode += usual
+        _stall(sequence, elapsed - usual, culprit)
+    sequence.mark = now
+
+
+def passed_over(sequences: Iterable[Sequence], culprit: str, now: float) -> None:
+    """A step ended that did nothing for these: new ones were admitted while it ran, others had to let it pass."""
+    for sequence in sequences:
+        if sequence.mark < now:
+            if sequence.started is not None and sequence.started >= sequence.mark and not sequence.ledger.prefill:
+                _queue(sequence, "step", now)
+            else:
+                _stall(sequence, now - sequence.mark, culprit)
+                sequence.mark = now
+
+
+def _stall(sequence: Sequence, seconds: float, culprit: str) -> None:
+    sequence.ledger.stalled += seconds
+    entry = sequence.stalls.setdefault(culprit, [0.0, 0])
+    entry[0] += seconds
+    entry[1] += 1
+
+
+def missed(sequence: Sequence, block_size: int, cause: MissCause) -> None:
+    """Of the prompt: what was cached, what no block could hold, and why the rest was not there."""
+    ledger, prompt = sequence.ledger, sequence.prompt_len
+    full = (prompt - 1) // block_size * block_size
+    if cause == "off":
+        ledger.missed_tokens = {"off": prompt}
+        return
+    if full > ledger.cached_tokens:
+        ledger.missed_tokens[cause] = full - ledger.cached_tokens
+    ledger.missed_tokens["too_short"] = prompt - max(full, ledger.cached_tokens)
+
+
+def close_ledger(sequence: Sequence, reason: FinishReason, now: float) -> Ledger:
+    ledger, objective = sequence.ledger, sequence.request.objective
+    ledger.total = now - sequence.arrival
+    ledger.output_tokens = sequence.outputs
+    if sequence.first_token is not None:
+        ledger.ttft = sequence.first_token - sequence.arrival
+    if objective.ttft is not None and reason != "abort":
+        ledger.met_ttft = ledger.ttft is not None and ledger.ttft <= objective.ttft
+    if objective.gap is not None and reason != "abort":
+        gaps = max(0, sequence.outputs - 1)
+        ledger.met_gap = sequence.late_gaps <= gaps - 1 - min(gaps - 1, int(0.99 * gaps)) if gaps else True
+    longest = sorted(sequence.stalls.items(), key=lambda item: -item[1][0])[:MAX_STALLS]
+    ledger.stalls = [Stall(culprit, seconds, int(steps)) for culprit, (seconds, steps) in longest]
+    return ledger

@@ -1,0 +1,122 @@
+"""Rows and blocks: what running sequences hold on the device, and what the next step must tell it about that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.core.ledger import MissCause
+from penstock.engine.block_pool import BlockPool
+from penstock.engine.executor import RowSetup, Step
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.sequence import Sequence
+
+_KEPT_FROM_LEADERS = 0.25  # share of rows and blocks
+
+
+class Placement:
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.pool = BlockPool(limits.num_blocks)
+        self._limits = limits
+        self._free_rows = list(range(limits.max_seqs - 1, -1, -1))
+        self._setups: list[RowSetup] = []
+        self._new_blocks: list[tuple[int, int, list[int]]] = []
+
+    @property
+    def has_free_row(self) -> bool:
+        return bool(self._free_rows)
+
+    def room_for(self, sequence: Sequence, running: list[Sequence], *, leads: bool) -> list[int] | None:
+        """The cached blocks a waiting sequence would start with, or None if its known tokens will not fit now.
+
+        Preempted with a token still in flight, it has to wait until that is known. A tenant that leads leaves some rows
+        and blocks to the others.
+        """
+        limits, kept = self._limits, _KEPT_FROM_LEADERS if leads and running else 0.0
+        if len(self._free_rows) <= kept * limits.max_seqs or sequence.pending:
+            return None
+        hits = self.cached_blocks(sequence)
+        owed = sum(self.missing_blocks(s, s.known) for s in running)
+        needed = self.missing_blocks(sequence, sequence.known) - len(hits)
+        available = self.pool.available - self.pool.evictable_among(hits) - int(kept * limits.num_blocks)
+        return hits if owed + needed <= available else None
+
+    def cached_blocks(self, sequence: Sequence) -> list[int]:
+        """Blocks that hold the beginning of this sequence. One token at least is left to compute, to have logits."""
+        if not self._limits.prefix_caching or sequence.prompt_logprobs is not None:
+            return []
+        full = (len(sequence.tokens) - 1) // self._limits.block_size
+        return self.pool.match(sequence.block_hashes(self._limits.block_size, full))
+
+    def miss_cause(self, sequence: Sequence, hits: int) -> MissCause:
+        """Why no more of it than this was cached."""
+        if not self._limits.prefix_caching or sequence.prompt_logprobs is not None:
+            return "off"
+        first = sequence.tokens[: self._limits.block_size]
+        return self.pool.miss_cause(sequence.hashes, hits, first, sequence.request.cache_salt)
+
+    def missing_blocks(self, sequence: Sequence, tokens: int) -> int:
+        return max(0, -(-tokens // self._limits.block_size) - len(sequence.blocks))
+
+    def seat(self, sequence: Sequence, hits: list[int]) -> None:
+        """Give it a row, with the cached blocks it starts with."""
+        self.pool.acquire(hits)
+        sequence.blocks = hits
+        sequence.shared = len(hits)
+        sequence.computed = len(hits) * self._limits.block_size
+        sequence.row = self._free_rows.pop()
+        request = sequence.request
+        self._setups.append(
+            RowSetup(
+                row=sequence.row,
+                params=request.params,
+                seed=request.seed,
+                tokens=tuple(sequence.tokens),
+                prompt_len=sequence.prompt_len,
+                stop_ids=tuple(sequence.stop_ids),
+            )
+        )
+        if hits:
+            self._new_blocks.append((sequence.row, 0, list(hits)))
+
+    def allocate(self, sequence: Sequence, tokens: int) -> None:
+        """Blocks for this many tokens in all; the pool has them."""
+        missing = self.missing_blocks(sequence, tokens)
+        if missing:
+            blocks = self.pool.allocate(missing)
+            self._new_blocks.append((sequence.row, len(sequence.blocks), blocks))
+            sequence.blocks.extend(blocks)
+
+    def share_full_blocks(self, sequence: Sequence) -> None:
+        """Offer blocks whose tokens are known and computed, or being computed by a launched step, for sharing."""
+        if not self._limits.prefix_caching:
+            return
+        full = min(sequence.computed, len(sequence.tokens)) // self._limits.block_size
+        if full > sequence.shared:
+            hashes = sequence.block_hashes(self._limits.block_size, full)
+            for index in range(sequence.shared, full):
+                self.pool.share(sequence.blocks[index], hashes[index])
+            if sequence.shared == 0:
+                self.pool.remember_salt(sequence.tokens[: self._limits.block_size], sequence.request.cache_salt)
+            sequence.shared = full
+
+    def release(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.blocks)
+        self._free_rows.append(sequence.row)
+        sequence.blocks = []
+        sequence.shared = sequence.computed = 0
+        sequence.row = -1
+
+    def write_into(self, step: Step) -> None:
+        """What has changed since the last step."""
+        step.setups, step.blocks = self._setups, self._new_blocks
+        self._setups, self._new_blocks = [], []
+
+    def check_integrity(self, running: Iterable[Sequence]) -> None:
+        held: dict[int, int] = {}
+        rows = list(self._free_rows)
+        for sequence in running:
+            rows.append(sequence.row)
+            for block in sequence.blocks:
+                held[block] = held.get(block, 0) + 1
+        self.pool.check_integrity(held)
+        assert sorted(rows) == list(range(self._limits.max_seqs)), "rows were lost or given out twice"

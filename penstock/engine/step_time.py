@@ -1,0 +1,241 @@
+"""How long a step takes, learnt from the engine's own steps.
+
+A step's time is a sum over what it does: a constant (weights are read whatever the batch), its tokens (matrix products;
+cheaper while reading the weights hides them, hence a bend), the keys and values that decoding reads, the pairs of query
+and key in prefill attention, and the depth of each chunk, for a short chunk far into a prompt cannot fill a device.
+Pure decode steps take another path on a GPU: they have coefficients of their own.
+The coefficients are non-negative and minimise the relative error over the recent past; a factor follows a machine whose
+speed drifts faster than that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import statistics
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.core.machine import cache_folder
+
+log = logging.getLogger(__name__)
+
+_BEND = 256  # tokens a step from which on arithmetic, not reading weights, takes the time, more or less
+_USUAL_CHUNK = 1024
+_MEMORY = 0.997  # weight of the past at each observation: about 300 steps
+_REFIT_STEPS = 8
+_DRIFT = 0.1
+_READY_STEPS = 16
+_SPREAD = 5.0  # median errors that nearly all steps stay within: three and a half standard deviations
+_MARGINS = (0.12, 0.25)
+_OUTLIER = 5.0  # a step this many times longer than predicted says something about the machine, not about steps
+_VERSION = 3
+
+
+Padding = Callable[[int], int]  # tokens of a step with prompts -> tokens that are computed for it
+
+
+@dataclass(slots=True)
+class StepShape:
+    decodes: int = 0  # sequences that compute one token
+    context: int = 0  # tokens of keys and values that those read
+    prefill: int = 0  # tokens of all longer chunks
+    pairs: int = 0  # of query and key in those
+    depth: int = 0  # where those end, summed
+
+    def with_chunk(self, start: int, tokens: int) -> StepShape:
+        pairs = tokens * start + tokens * (tokens + 1) // 2
+        depth = self.depth + start + tokens
+        return StepShape(self.decodes, self.context, self.prefill + tokens, self.pairs + pairs, depth)
+
+    def without_prefill(self) -> StepShape:
+        return StepShape(self.decodes, self.context)
+
+    def features(self, padded: Padding) -> tuple[float, ...]:
+        """Of the order of 1 each, so that the fit is well conditioned."""
+        if not self.prefill:
+            return (1.0, self.decodes * 1e-2, self.context * 1e-5)
+        tokens = padded(self.decodes + self.prefill)
+        bent = max(0, tokens - _BEND)
+        return (1.0, tokens * 1e-3, bent * 1e-3, self.context * 1e-5, self.pairs * 1e-7, self.depth * 1e-4)
+
+
+class _Fit:
+    """Non-negative least squares of the relative error, with the past fading out."""
+
+    def __init__(self, features: int) -> None:
+        self.coefficients = [0.0] * features
+        self.moments = [[0.0] * features for _ in range(features)]
+        self.targets = [0.0] * features
+        self.observed = 0
+        self.drift = 1.0
+
+    @property
+    def ready(self) -> bool:
+        return self.observed >= _READY_STEPS
+
+    def predict(self, x: tuple[float, ...]) -> float:
+        return self.drift * math.fsum(map(float.__mul__, self.coefficients, x))
+
+    def observe(self, x: tuple[float, ...], seconds: float) -> float | None:
+        """Learn from a step; returns what had been predicted for it."""
+        predicted = self.predict(x) if self.ready else None
+        if predicted:
+            ratio = seconds / predicted
+            if ratio > _OUTLIER and self.observed > 4 * _READY_STEPS:
+                return predicted
+            self.drift *= min(2.0, max(0.5, ratio)) ** _DRIFT
+        scale = self.drift / seconds  # coefficients describe the machine without its drift
+        scaled = [value * scale for value in x]
+        for row, value, i in zip(self.moments, scaled, range(len(x)), strict=True):
+            for j, other in enumerate(scaled):
+                row[j] = row[j] * _MEMORY + value * other
+            self.targets[i] = self.targets[i] * _MEMORY + value
+        self.observed += 1
+        if self.observed % _REFIT_STEPS == 0 or self.observed < 4 * _READY_STEPS:
+            self._refit()
+        return predicted
+
+    def _refit(self) -> None:
+        """Coordinate descent from where it was; a few rounds a time are enough, since it goes on at every refit."""
+        c, m = self.coefficients, self.moments
+        for _ in range(12):
+            for i, row in enumerate(m):
+                if row[i] > 0:
+                    rest = math.fsum(map(float.__mul__, row, c)) - row[i] * c[i]
+                    c[i] = max(0.0, (self.targets[i] - rest) / row[i])
+
+
+def kept_step_times(*machine_and_model: object, padded: Padding = int) -> StepTimes:
+    """What earlier runs learnt with the same model and settings on the same machine; kept for later ones too."""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(map(str, machine_and_model))).strip("-").lower()
+    return StepTimes(cache_folder() / "step_times" / f"{name}.json", padded)
+
+
+class StepTimes:
+    """`path`: where what was learnt is kept between runs."""
+
+    def __init__(self, path: Path | None = None, padded: Padding = int) -> None:
+        self._path = path
+        self._padded = padded
+        self._decode = _Fit(3)
+        self._mixed = _Fit(6)
+        self._errors: deque[float] = deque(maxlen=200)
+        self._mixed_errors: deque[float] = deque(maxlen=200)
+        self._observed = 0
+        self.margin = _MARGINS[1]  # what to keep free of a step's time, as a share: so far all but the worst may err
+        if path is not None:
+            self._load(path)
+
+    @property
+    def ready(self) -> bool:
+        return self._decode.ready or self._mixed.ready
+
+    def predict(self, shape: StepShape) -> float:
+        """Seconds. 0 while nothing is known."""
+        if shape.prefill:
+            if self._mixed.ready:
+                return self._mixed.predict(shape.features(self._padded))
+            return self._decode.predict(shape.without_prefill().features(self._padded)) if self._decode.ready else 0.0
+        if not shape.decodes:
+            return 0.0
+        if self._decode.ready:
+            return self._decode.predict(shape.features(self._padded))
+        return self.base_seconds(shape) if self._mixed.ready else 0.0
+
+    def base_seconds(self, shape: StepShape) -> float:
+        """What a step with prompts takes without those: reading the weights, and its streams."""
+        if self._mixed.ready:
+            return self._mixed.predict((1.0, shape.decodes * 1e-3, 0.0, shape.context * 1e-5, 0.0, 0.0))
+        return self.predict(shape.without_prefill())
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        if seconds <= 0:
+            return
+        fit = self._mixed if shape.prefill else self._decode
+        predicted = fit.observe(shape.features(self._padded), seconds)
+        if predicted is not None:
+            error = abs(predicted - seconds) / seconds
+            self._errors.append(error)
+            if shape.prefill:
+                self._mixed_errors.append(error)
+                self._observed += 1
+                if self._observed % _READY_STEPS == 0:
+                    spread = _SPREAD * statistics.median(self._mixed_errors)
+                    self.margin = min(_MARGINS[1], max(_MARGINS[0], spread))
+
+    def tokens_within(self, shape: StepShape, start: int, most: int, limit: float) -> int:
+        """The largest chunk from `start` on, up to `most`, with which the step still ends within `limit` seconds."""
+        if limit == math.inf or not self._mixed.ready or self.predict(shape.with_chunk(start, most)) <= limit:
+            return most
+        low, high = 0, most
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.predict(shape.with_chunk(start, middle)) <= limit:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def chunk_seconds(self, start: int, tokens: int) -> float:
+        """What these tokens of a prompt add to steps under way anyway, in chunks of the usual size."""
+        if tokens <= 0 or not self._mixed.ready:
+            return 0.0
+        _, per_token, beyond_bend, _, per_pair, per_depth = self._mixed.coefficients
+        pairs = tokens * start + tokens * (tokens + 1) // 2
+        depth = (start + tokens / 2) * max(1.0, tokens / _USUAL_CHUNK)
+        products = (per_token + beyond_bend) * tokens * 1e-3
+        return self._mixed.drift * (products + per_pair * pairs * 1e-7 + per_depth * depth * 1e-4)
+
+    @property
+    def median_error(self) -> float:
+        """Of |predicted - measured| / measured over the latest 200 steps."""
+        return statistics.median(self._errors) if self._errors else 0.0
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        seconds = self.chunk_seconds(0, 1024)
+        return 1024 / seconds if seconds else 0.0
+
+    def save(self) -> None:
+        if self._path is None or not self.ready:
+            return
+        fits = {
+            name: {
+                "coefficients": fit.coefficients,
+                "moments": fit.moments,
+                "targets": fit.targets,
+                "observed": fit.observed,
+                "drift": fit.drift,
+            }
+            for name, fit in (("decode", self._decode), ("mixed", self._mixed))
+        }
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(json.dumps({"version": _VERSION, **fits}))
+            temporary.replace(self._path)
+        except OSError as error:
+            log.warning("cannot keep step times in %s: %s; the next start learns them again", self._path, error)
+
+    def _load(self, path: Path) -> None:
+        try:
+            stored = json.loads(path.read_text())
+            if stored["version"] != _VERSION:
+                return
+            for name, fit in (("decode", self._decode), ("mixed", self._mixed)):
+                known, size = stored[name], len(fit.targets)
+                moments = [[float(v) for v in row] for row in known["moments"]]
+                targets, coefficients = ([float(v) for v in known[part]] for part in ("targets", "coefficients"))
+                if {len(moments), len(targets), len(coefficients), *map(len, moments)} != {size}:
+                    return
+                fit.moments, fit.targets, fit.coefficients = moments, targets, coefficients
+                fit.observed, fit.drift = int(known["observed"]), float(known["drift"])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("cannot read step times from %s: %s; they are learnt again", path, error)

@@ -1,0 +1,93 @@
+"""Who goes first: a better class, then tenants that have had less than their share, then whose token is due first.
+
+A promise that can no longer be kept gives way to those that still can, for a while; what has waited far too long goes
+first among its tenant's whatever its class. So nothing waits for ever, and the late do not make the others late.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from penstock.engine.fairness import Account
+from penstock.engine.sequence import Sequence
+from penstock.engine.step_time import StepTimes
+
+PATIENCE_SECONDS = 10.0  # when the first token is due if nothing was promised; also how far a missed promise falls back
+AGING_SECONDS = 30.0  # past due: from then on class and priority no longer count against a request
+
+Urgency = tuple[int, int, int, float, int]  # smaller goes first
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What urgency depends on besides the request, the same for a whole step."""
+
+    now: float
+    leads: Mapping[Account, int]
+    best_class: tuple[int, int]  # (rank, priority) of the best request there is
+
+    def of(self, sequence: Sequence) -> Urgency:
+        rank, priority, number = sequence.order
+        if self.now > sequence.due + AGING_SECONDS:
+            rank, priority = self.best_class
+        return rank, priority, self.leads.get(sequence.account, 0), sequence.due, number
+
+
+def demote_if_late(sequence: Sequence, now: float, times: StepTimes) -> bool:
+    """A promise that cannot be kept any more becomes a wish."""
+    if not sequence.promised:
+        return False
+    start = max(sequence.computed, sequence.prompt_len - sequence.to_compute)
+    if now + times.chunk_seconds(start, sequence.prompt_len - start) <= sequence.due:
+        return False
+    sequence.promised = False
+    sequence.due += PATIENCE_SECONDS
+    return True
+
+
+class WaitingQueue:
+    """Requests that hold no memory. A heap by due time for each class and tenant: only their heads compete."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[tuple[int, int, Account], list[tuple[float, int, Sequence]]] = {}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for heap in self._heaps.values():
+            for _, _, sequence in heap:
+                yield sequence
+
+    def push(self, sequence: Sequence) -> None:
+        rank, priority, number = sequence.order
+        heap = self._heaps.setdefault((rank, priority, sequence.account), [])
+        heapq.heappush(heap, (sequence.due, number, sequence))
+        self._size += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        key = (*sequence.order[:2], sequence.account)
+        heap = self._heaps[key]
+        if heap[0][2] is sequence:
+            heapq.heappop(heap)
+        else:
+            heap.remove((sequence.due, sequence.order[2], sequence))
+            heapq.heapify(heap)
+        if not heap:
+            del self._heaps[key]
+        self._size -= 1
+
+    @property
+    def best_class(self) -> tuple[int, int] | None:
+        return min(((rank, priority) for rank, priority, _ in self._heaps), default=None)
+
+    def first(self, ranking: Ranking, times: StepTimes) -> Sequence | None:
+        """The most urgent request. Those found late on the way fall back."""
+        for heap in self._heaps.values():
+            while demote_if_late(heap[0][2], ranking.now, times):
+                _, number, sequence = heap[0]
+                heapq.heapreplace(heap, (sequence.due, number, sequence))
+        return min((heap[0][2] for heap in self._heaps.values()), key=ranking.of, default=None)

@@ -1,0 +1,31 @@
+"""What a process keeps for the next one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = "from penstock.core.machine import keep_compiled; keep_compiled('heavy'); import heavy"
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_compiled_code_is_kept_where_python_would_not(tmp_path: Path, compiled_before: bool) -> None:
+    package = tmp_path / "site" / "heavy"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("VALUE = 1\n")
+    if compiled_before:  # beside it: then Python needs no other place
+        (package / "__pycache__").mkdir()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(package.parent), *sys.path]),
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True)
+    kept = list((tmp_path / "cache" / "penstock" / "compiled").rglob("*.pyc"))
+    assert bool(kept) is not compiled_before
+    assert not list(package.rglob("*.pyc"))
