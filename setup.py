@@ -16,7 +16,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("penstock/kernels/native")
-SHARED = ("api", "model", "pack", "threadpool", "weights")
+SHARED = ("api", "model", "pack", "sampling", "threadpool", "weights")
 KERNELS = "kernels_isa"
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread", "-Wall", "-Wno-psabi"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]

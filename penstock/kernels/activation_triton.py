@@ -1,7 +1,12 @@
-"""SiLU(gate) * up for CUDA, optionally quantised to fp8 per token."""
+"""What follows a projection on CUDA: SiLU(gate) * up, optionally quantised to fp8 per token, or adding to the residual.
+
+A product of fp8 numbers may come without the scales of its rows and channels, which are then applied here.
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,7 +17,10 @@ from penstock.kernels.overlap_triton import overlaps_launches
 
 
 @triton.jit
-def _silu_mul_kernel(out, scales, gate_up, width, BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(
+    out, scales, gate_up, of_rows, of_channels, width,
+    BLOCK: tl.constexpr, QUANTIZE: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
@@ -21,6 +29,10 @@ def _silu_mul_kernel(out, scales, gate_up, width, BLOCK: tl.constexpr, QUANTIZE:
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up + row * 2 * width + columns, mask=real, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + columns, mask=real, other=0.0).to(tl.float32)
+    if SCALED:
+        of_row = tl.load(of_rows + row)
+        gate = gate * (of_row * tl.load(of_channels + columns, mask=real, other=0.0))
+        up = up * (of_row * tl.load(of_channels + width + columns, mask=real, other=0.0))
     values = gate / (1 + tl.exp(-gate)) * up
     if QUANTIZE:
         store_quantized(values, out + row * width, scales, row, columns, real)
@@ -28,8 +40,34 @@ def _silu_mul_kernel(out, scales, gate_up, width, BLOCK: tl.constexpr, QUANTIZE:
         tl.store(out + row * width + columns, values.to(out.dtype.element_ty), mask=real)
 
 
+@triton.jit
+def _add_scaled_kernel(residual, product, of_rows, of_channels, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = columns < width
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    scales = tl.load(of_rows + row) * tl.load(of_channels + columns, mask=real, other=0.0)
+    values = tl.load(product + row * width + columns, mask=real, other=0.0).to(tl.float32) * scales
+    values += tl.load(residual + row * width + columns, mask=real, other=0.0).to(tl.float32)
+    tl.store(residual + row * width + columns, values.to(residual.dtype.element_ty), mask=real)
+
+
+@dataclass(frozen=True, slots=True)
+class ProductScales:
+    """What an fp8 product must still be multiplied by."""
+
+    of_rows: torch.Tensor  # float32 [T]
+    of_channels: torch.Tensor  # float32 [N]
+
+
 def silu_mul(
-    gate_up: torch.Tensor, *, out: torch.Tensor | None = None, scales: torch.Tensor | None = None
+    gate_up: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+    unscaled: ProductScales | None = None,
 ) -> torch.Tensor:
     """`gate_up` [T, 2 * width], gate first. With `scales` (float32 [T]) the result is float8_e4m3fn."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -40,10 +78,23 @@ def silu_mul(
     block = min(1024, triton.next_power_of_2(width)) if scales is None else triton.next_power_of_2(width)
     pdl = overlaps_launches()
     _silu_mul_kernel[rows, triton.cdiv(width, block)](
-        out, scales if scales is not None else out, gate_up, width,
-        BLOCK=block, QUANTIZE=scales is not None, PDL=pdl, num_warps=min(16, max(1, block // 256)), launch_pdl=pdl,
+        out, scales if scales is not None else out, gate_up,
+        unscaled.of_rows if unscaled else gate_up, unscaled.of_channels if unscaled else gate_up, width,
+        BLOCK=block, QUANTIZE=scales is not None, SCALED=unscaled is not None, PDL=pdl,
+        num_warps=min(16, max(1, block // 256)), launch_pdl=pdl,
     )  # fmt: skip
     return out
+
+
+def add_scaled(residual: torch.Tensor, product: torch.Tensor, unscaled: ProductScales) -> torch.Tensor:
+    """`residual += product * scales`, both [T, N]."""
+    rows, width = residual.shape
+    block, pdl = min(1024, triton.next_power_of_2(width)), overlaps_launches()
+    _add_scaled_kernel[rows, triton.cdiv(width, block)](
+        residual, product, unscaled.of_rows, unscaled.of_channels, width,
+        BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+    return residual
 
 
 def silu_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from penstock.kernels.overlap_triton import overlaps_launches
 
 
 @triton.jit
-def _gated(values, SIZE: tl.constexpr):
+def gated(values, SIZE: tl.constexpr):
     """SiLU of the first half of the rows times the second half."""
     gate, up = tl.split(tl.permute(tl.reshape(values, [2, SIZE // 2, values.shape[1]]), [1, 2, 0]))
     return gate / (1 + tl.exp(-gate)) * up
@@ -74,7 +74,7 @@ def _gemv_kernel(
     if SCALED:
         result = result * tl.load(scales + channels, mask=real, other=0.0)[None, :]
     if GATED:
-        result = tl.trans(_gated(tl.trans(result), BLOCK_N))
+        result = tl.trans(gated(tl.trans(result), BLOCK_N))
         columns = tl.program_id(0) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         real = columns < N // 2
     into = rows[:, None] * stride_out + columns[None, :]
@@ -134,7 +134,7 @@ def _skinny_kernel(
     if SCALED:
         acc = acc * tl.load(scales + channels)[:, None] * tl.load(x_scales + rows, mask=x_real, other=0.0)[None, :]
     if GATED:
-        acc = _gated(acc, BLOCK_N)
+        acc = gated(acc, BLOCK_N)
     columns = tile * OUT_N + tl.arange(0, OUT_N)
     real = (columns < width)[:, None] & x_real[None, :]
     into = rows[None, :] * stride_out + columns[:, None]

@@ -6,12 +6,23 @@ Few rows stream the weight through `gemm_triton` and fold all that in; many rows
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 
-from penstock.kernels.activation_triton import silu_mul
+from penstock.kernels.activation_triton import ProductScales, add_scaled, silu_mul
 from penstock.kernels.gemm_configs import stream_config
 from penstock.kernels.gemm_triton import GemvConfig, SplitScratch, stream_gemm, stream_gemv
 from penstock.kernels.norm_triton import add_rms_norm, quantize_fp8
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """An activation on its way from one fp8 product to the next."""
+
+    values: torch.Tensor  # float8_e4m3fn [T, K]
+    scales: torch.Tensor  # float32 [T]
 
 
 def linear(
@@ -21,60 +32,96 @@ def linear(
     *,
     scales: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
-    gated: bool = False,
-    residual: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`norm(x) @ weight.T`, then gated or added to `residual`, which is then overwritten and returned.
+    """`norm(x) @ weight.T`.
 
     `weight` [N, K] is in the dtype of `x`, or float8_e4m3fn with `scales` float32 [N]; `norm` is (gain, eps).
-    The result is in the dtype of `x` unless `out_dtype` says float32, which a plain product may have.
+    The result is in the dtype of `x`, or goes to `out`, which may be float32 where the weight is not fp8.
     """
-    rows, width = x.shape[0], weight.shape[0] // 2 if gated else weight.shape[0]
-    config = stream_config(weight, rows)
+    config = stream_config(weight, len(x))
     if config is None:
-        return _by_library(x, weight, scales, norm, gated, residual, out_dtype)
-    out = residual if residual is not None else torch.empty((rows, width), dtype=out_dtype or x.dtype, device=x.device)
+        inputs, x_scales = _prepare(x, scales, norm)
+        if scales is None and out is not None and out.dtype != x.dtype:
+            return torch.mm(inputs, weight.T, out_dtype=out.dtype, out=out)
+        if scales is None:
+            return torch.mm(inputs, weight.T, out=out)
+        return torch._scaled_mm(inputs, weight.T, scale_a=x_scales[:, None], scale_b=scales[None], out_dtype=x.dtype)
+    if out is None:
+        out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
     if isinstance(config, GemvConfig):
-        return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm, gated=gated, residual=residual)
-    inputs, both_scales = _prepare(x, scales, norm)
-    return stream_gemm(
-        out, inputs, weight, config=config, scratch=scratch, scales=both_scales, gated=gated, residual=residual
-    )
+        return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm)
+    inputs, x_scales = _prepare(x, scales, norm)
+    both = None if scales is None else (scales, x_scales)
+    return stream_gemm(out, inputs, weight, config=config, scratch=scratch, scales=both)
+
+
+def gated_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scratch: SplitScratch,
+    *,
+    scales: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float],
+) -> torch.Tensor | QuantizedRows:
+    """SiLU(gate) * up, where the first half of `norm(x) @ weight.T` is the gate. Many rows of fp8 stay quantised."""
+    config = stream_config(weight, len(x))
+    if config is None:
+        inputs, x_scales = _prepare(x, scales, norm)
+        if scales is None:
+            return silu_mul(torch.mm(inputs, weight.T))
+        unscaled, inner_scales = ProductScales(x_scales, scales), torch.empty_like(x_scales)
+        product = _unscaled_product(inputs, weight, x.dtype)
+        return QuantizedRows(silu_mul(product, scales=inner_scales, unscaled=unscaled), inner_scales)
+    out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
+    if isinstance(config, GemvConfig):
+        return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm, gated=True)
+    inputs, x_scales = _prepare(x, scales, norm)
+    both_scales = None if scales is None else (scales, x_scales)
+    return stream_gemm(out, inputs, weight, config=config, scratch=scratch, scales=both_scales, gated=True)
+
+
+def add_linear(
+    residual: torch.Tensor,
+    x: torch.Tensor | QuantizedRows,
+    weight: torch.Tensor,
+    scratch: SplitScratch,
+    *,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`residual + x @ weight.T`, in the memory of `residual`."""
+    config = stream_config(weight, len(residual))
+    if isinstance(x, torch.Tensor) and isinstance(config, GemvConfig):
+        return stream_gemv(residual, x, weight, config=config, scales=scales, residual=residual)
+    inputs, x_scales = (x.values, x.scales) if isinstance(x, QuantizedRows) else _prepare(x, scales, None)
+    if config is None or isinstance(config, GemvConfig):
+        if scales is None:
+            return torch.addmm(residual, inputs, weight.T, out=residual)
+        product = _unscaled_product(inputs, weight, residual.dtype)
+        return add_scaled(residual, product, ProductScales(x_scales, scales))
+    both = None if scales is None else (scales, x_scales)
+    return stream_gemm(residual, inputs, weight, config=config, scratch=scratch, scales=both, residual=residual)
 
 
 def _prepare(
     x: torch.Tensor, scales: torch.Tensor | None, norm: tuple[torch.Tensor, float] | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-    """The input normalised, and quantised where the weight is."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input normalised, and quantised where the weight is; and then, its scales."""
     if scales is None:
-        return (add_rms_norm(x, *norm) if norm else x), None
-    x_scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
-    inputs = add_rms_norm(x, *norm, scales=x_scales) if norm else quantize_fp8(x, x_scales)
-    return inputs, (scales, x_scales)
+        return (add_rms_norm(x, *norm) if norm else x), x
+    x_scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    return (add_rms_norm(x, *norm, scales=x_scales) if norm else quantize_fp8(x, x_scales)), x_scales
 
 
-def _by_library(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor | None,
-    norm: tuple[torch.Tensor, float] | None,
-    gated: bool,
-    residual: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> torch.Tensor:
-    inputs, both_scales = _prepare(x, scales, norm)
-    if both_scales is not None:
-        of_channels, of_rows = both_scales
-        result = torch._scaled_mm(
-            inputs, weight.T, scale_a=of_rows[:, None], scale_b=of_channels[None], out_dtype=x.dtype
-        )
-    elif residual is not None:
-        return torch.addmm(residual, inputs, weight.T, out=residual)
-    elif out_dtype not in (None, x.dtype):
-        return torch.mm(inputs, weight.T, out_dtype=out_dtype)
-    else:
-        result = torch.mm(inputs, weight.T)
-    if residual is not None:
-        return residual.add_(result)
-    return silu_mul(result) if gated else result
+def _unscaled_product(inputs: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Without the scales of rows and channels cuBLAS has a kernel for every size: at 192 rows it takes a quarter less.
+
+    Sums of products of e4m3 numbers are far from the largest bfloat16.
+    """
+    one = _one(inputs.device)
+    return torch._scaled_mm(inputs, weight.T, scale_a=one, scale_b=one, out_dtype=dtype)
+
+
+@cache
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)

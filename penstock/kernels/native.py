@@ -17,7 +17,6 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.machine import usable_cpus
@@ -30,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 
 LIBRARY = Path(__file__).with_name("_native.so")
 SCHEMES: dict[Scheme, int] = {"none": 0, "int8": 1, "int4": 2}
-LAYOUT_VERSION = 2  # of packed files; raise it whenever the order or packing of weights changes
+LAYOUT_VERSION = 3  # of packed files; raise it whenever the order or packing of weights changes
 MAGIC = b"PENSTOCK"
 ALIGNMENT = 4096  # of the weights in a packed file, so that they can be mapped
 
@@ -120,6 +119,20 @@ class _Step(ctypes.Structure):
     ]
 
 
+# Draw of model.h: how one row of logits is drawn from.
+DRAW = np.dtype(
+    [
+        ("seed", np.int64),
+        ("row", np.int32),
+        ("position", np.int32),
+        ("top_k", np.int32),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+    ]
+)
+
+
 @cache
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
@@ -141,13 +154,17 @@ def _load() -> ctypes.CDLL | str:
         "penstock_model_free": (None, [pointer]),
         "penstock_model_set": (message, [pointer, i32, i32, pointer, i64, i64]),
         "penstock_model_forward": (message, [pointer, pointer]),
+        "penstock_model_sample": (None, [pointer, pointer, pointer, i32, pointer]),
+        "penstock_model_pin_caller": (None, [pointer]),
         "penstock_model_weights": (pointer, [pointer]),
         "penstock_model_weight_bytes": (ctypes.c_uint64, [pointer]),
         "penstock_model_cache": (pointer, [pointer]),
         "penstock_model_block_bytes": (ctypes.c_uint64, [pointer]),
     }
     for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            return f"{LIBRARY.name} was built from other sources; reinstall (make install, or pip install -e .)"
         function.restype, function.argtypes = result, arguments
     return library
 
@@ -180,24 +197,24 @@ def set_isa(name: Isa) -> None:
 
 
 class NativeTurn:
-    """`Rotation` at the speed of memory, in place."""
+    """`Rotation` at the speed of memory, in place where the rows are contiguous float32."""
 
     def __init__(self, size: int) -> None:
         self.rotation = Rotation(size)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        out = rows.float().contiguous()
-        signs, mix = self.rotation.signs.numpy(), self.rotation.mix.contiguous().numpy()
+    def __call__(self, rows: Floats) -> Floats:
+        out = np.ascontiguousarray(rows, dtype=np.float32)
+        signs, mix = self.rotation.signs, self.rotation.mix
         _library().penstock_turn(
-            out.data_ptr(), len(out), out.shape[1], self.rotation.block, signs.ctypes.data, mix.ctypes.data
+            out.ctypes.data, len(out), out.shape[1], self.rotation.block, signs.ctypes.data, mix.ctypes.data
         )
         return out
 
 
-def transform_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
-    """In place, the Hadamard transform of each run of `block` values, a power of two from 16, in each row."""
-    out = rows.float().contiguous()
-    _library().penstock_hadamard(out.data_ptr(), len(out), out.shape[1], block)
+def transform_blocks(rows: Floats, block: int) -> Floats:
+    """The Hadamard transform of each run of `block` values, a power of two from 16, in each row; in place as above."""
+    out = np.ascontiguousarray(rows, dtype=np.float32)
+    _library().penstock_hadamard(out.ctypes.data, len(out), out.shape[1], block)
     return out
 
 
@@ -229,7 +246,7 @@ def unsupported_reason(config: ModelShape, block_size: int) -> str | None:
     return unavailable_reason()
 
 
-def _untied(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def _untied(weights: Iterator[tuple[str, Floats]]) -> Iterator[tuple[str, Floats]]:
     """The embedding once more, as the output projection."""
     for name, tensor in weights:
         if name != "lm_head.weight":
@@ -238,24 +255,38 @@ def _untied(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
             yield "lm_head.weight", tensor
 
 
-def _tensor_names(config: ModelShape) -> Iterator[str]:
-    """All a checkpoint must hold."""
-    expected = {
-        "q_norm.weight": config.qk_norm,
-        "k_norm.weight": config.qk_norm,
-        "q_proj.bias": config.attention_bias,
-        "k_proj.bias": config.attention_bias,
-        "v_proj.bias": config.attention_bias,
-        "o_proj.bias": config.output_bias,
-        "gate_proj.bias": config.mlp_bias,
-        "up_proj.bias": config.mlp_bias,
-        "down_proj.bias": config.mlp_bias,
+def tensor_shapes(config: ModelShape) -> dict[str, tuple[int, ...]]:
+    """All that a checkpoint of this model holds, the output projection also where it is the embedding once more."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, q),
+        "mlp.gate_proj.weight": (intermediate, hidden),
+        "mlp.up_proj.weight": (intermediate, hidden),
+        "mlp.down_proj.weight": (hidden, intermediate),
     }
-    yield from TENSORS[:3]
-    for layer in range(config.num_layers):
-        for name in TENSORS[3:]:
-            if expected.get(name.partition(".")[2], True):
-                yield f"model.layers.{layer}.{name}"
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    if config.attention_bias:
+        layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+    if config.output_bias:
+        layer |= {"self_attn.o_proj.bias": (hidden,)}
+    if config.mlp_bias:
+        layer |= {"mlp.gate_proj.bias": (intermediate,), "mlp.up_proj.bias": (intermediate,)}
+        layer |= {"mlp.down_proj.bias": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "lm_head.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for number in range(config.num_layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes
 
 
 def _check_lengths(tokens: Ints, positions: Ints, slots: Ints, tables: Ints, starts: Ints, contexts: Ints) -> None:
@@ -339,18 +370,30 @@ class NativeModel:
             self._library.penstock_model_free(self._handle)
             self._handle = None
 
+    def pin_caller(self) -> None:
+        """Keep the calling thread, which is to call `forward`, on a CPU of its own among the computing threads."""
+        self._library.penstock_model_pin_caller(self._handle)
+
     @property
     def block_bytes(self) -> int:
         """Of one cache block over all layers."""
         return int(self._library.penstock_model_block_bytes(self._handle))
 
     @property
+    def cache_bytes(self) -> int:
+        """Of the whole cache; memory only as far as blocks have been used."""
+        return self.block_bytes * self.num_blocks
+
+    @property
     def weight_bytes(self) -> int:
         return int(self._library.penstock_model_weight_bytes(self._handle))
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Quantise and pack a checkpoint's tensors, given in any order by their Hugging Face names."""
-        missing = set(_tensor_names(self.config))
+    def load(self, weights: Iterator[tuple[str, Floats]]) -> None:
+        """Quantise and pack a checkpoint's tensors, given in any order by their Hugging Face names.
+
+        They may be overwritten.
+        """
+        missing = set(tensor_shapes(self.config))
         if self.config.tie_embeddings:
             weights = _untied(weights)
         if self.scheme == "int8":
@@ -361,7 +404,7 @@ class NativeModel:
             if part not in TENSORS:
                 raise StartupError(f"tensor {name} is not part of a dense Llama-family model")
             number = int(layer.split(".")[2]) if layer else 0
-            values = np.ascontiguousarray(tensor.detach().float().cpu().numpy())
+            values = np.ascontiguousarray(tensor, dtype=np.float32)
             rows, columns = values.shape if values.ndim == 2 else (values.shape[0], 1)
             problem = self._library.penstock_model_set(
                 self._handle, TENSORS.index(part), number, values.ctypes.data, rows, columns
@@ -411,28 +454,45 @@ class NativeModel:
             self._logits = np.empty((rows, self.config.vocab_size), dtype=np.float32)
         return self._logits[:rows]
 
-    def _spread_heads(self, rows: torch.Tensor) -> torch.Tensor:
+    def _spread_heads(self, rows: Floats) -> Floats:
         block = hadamard_block(self.config.head_dim)
         return transform_blocks(rows, block) if block else rows
 
-    def _transform_mlp(self, rows: torch.Tensor) -> torch.Tensor:
+    def _transform_mlp(self, rows: Floats) -> Floats:
         return transform_blocks(rows, self._mlp_rotation) if self._mlp_rotation else rows
 
-    def forward(self, step: StepArrays) -> tuple[Floats, Ints]:
-        """Logits of the wanted rows, [R, V], valid until the next call, and the token of the largest in each, [R]."""
+    def forward(self, step: StepArrays, *, logits: bool = True) -> tuple[Floats, Ints]:
+        """Logits of the wanted rows, [R, V], valid until the next call, and the token of the largest in each, [R].
+
+        Without `logits` only the latter are computed, and there are none of the former.
+        """
         arrays = [np.ascontiguousarray(getattr(step, name), dtype=np.int32) for name in StepArrays.__slots__]
         tokens, positions, slots, tables, query_starts, contexts, logit_rows = arrays
         _check_lengths(tokens, positions, slots, tables, query_starts, contexts)
-        logits = self._logits_buffer(len(logit_rows))
+        out = self._logits_buffer(len(logit_rows) if logits else 0)
         argmax = np.empty(len(logit_rows), dtype=np.int32)
         call = _Step(
             len(tokens),
             len(contexts),
             tables.shape[1],
             len(logit_rows),
-            *(array.ctypes.data for array in (*arrays, logits, argmax)),
+            *(array.ctypes.data for array in arrays),
+            out.ctypes.data if logits else None,
+            argmax.ctypes.data,
         )
         problem = self._library.penstock_model_forward(self._handle, ctypes.byref(call))
         if problem:
             raise EngineFailure(f"native step: {problem.decode()}")
-        return logits, argmax
+        return out, argmax
+
+    def sample(self, logits: Floats, draws: npt.NDArray[Any]) -> Ints:
+        """One token per draw; `draws` has the fields of DRAW."""
+        if not (logits.flags.c_contiguous and logits.shape[1:] == (self.config.vocab_size,)):
+            raise EngineFailure("native sampling: logits must be contiguous rows over the vocabulary")
+        if len(draws) and not 0 <= draws["row"].min() <= draws["row"].max() < len(logits):
+            raise EngineFailure("native sampling: a draw names a row that does not exist")
+        tokens = np.empty(len(draws), dtype=np.int32)
+        self._library.penstock_model_sample(
+            self._handle, logits.ctypes.data, draws.ctypes.data, len(draws), tokens.ctypes.data
+        )
+        return tokens

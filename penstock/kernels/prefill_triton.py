@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.attention_triton import LOG2_E, UNSEEN, attend
+from penstock.kernels.paged_triton import LOG2_E, UNSEEN, attend, math_dtype
 
 
 @triton.jit
@@ -61,6 +61,7 @@ def _prefill_kernel(
     places = (kv_head * GROUP + rows % GROUP)[:, None] * D + dims[None, :]
     tokens = (begin + query).to(tl.int64)[:, None]
     q_rows = tl.load(q + tokens * stride_q + places, mask=real, other=0.0)
+    q_rows = q_rows.to(math_dtype(k_cache.dtype.element_ty))
 
     acc = tl.zeros([ROWS, D_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -86,11 +86,11 @@ def _rope_kernel(
     cos, sin = angles(cos_sin, tl.load(positions + token), D_PAD, ROTARY)
     at = qkv + token * stride_qkv + heads[:, None] * D
     raw = with_partners(at, real & (is_query | is_key), D_PAD, ROTARY)
-    turned = rotated(raw, cos, sin, gains, eps, D, NORM).to(qkv.dtype.element_ty)
-    values = tl.load(at + dims[None, :], mask=real & is_value, other=0.0)
+    turned = rotated(raw, cos, sin, gains, eps, D, NORM)
+    values = tl.load(at + dims[None, :], mask=real & is_value, other=0.0).to(tl.float32)
 
     tl.debug_barrier()  # in place: both halves are read before either is overwritten
-    tl.store(at + dims[None, :], turned, mask=real & is_query)
+    tl.store(at + dims[None, :], turned.to(qkv.dtype.element_ty), mask=real & is_query)
     slot = tl.load(slots + token).to(tl.int64)
     stored = real & (slot >= 0)
     place = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token

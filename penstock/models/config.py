@@ -111,6 +111,10 @@ class ModelConfig:
 def read_config(checkpoint: Checkpoint) -> ModelConfig:
     if checkpoint.kind == "gguf":
         return _from_gguf(GGUFFile(checkpoint.path))
+    if checkpoint.kind == "packed":
+        from penstock.models.packed_config import read_packed_config  # which is made of this module's parts
+
+        return read_packed_config(checkpoint.folder)
     path = checkpoint.path / "config.json" if checkpoint.kind == "folder" else checkpoint.path
     return _from_json(_Fields(path, _read_json(path)), path.parent / "generation_config.json")
 

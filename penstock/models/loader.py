@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from penstock.checkpoint.gguf import GGUFFile
 from penstock.checkpoint.source import Checkpoint, safetensors_files
@@ -21,6 +24,7 @@ Progress = Callable[[int, int], None]
 DUMMY_SEED = 0
 DUMMY_SCALE = 0.02
 NAMED_AT_MOST = 8
+_COPIES = 8  # tensors on their way to a GPU at once: one copy alone waits for the disk, then for the bus
 
 
 def load_model(
@@ -34,11 +38,19 @@ def load_model(
     """`progress` is told how many bytes of the loaded model are in place, and of how many."""
     with torch.device("meta"):
         model = build_model(config)
-    model = model.to(dtype).to_empty(device=device)
+    _allocate(model, dtype, device)
     parts = dict(model.checkpoint_tensors())
     stream = random_weights(parts) if checkpoint.kind == "dummy" else weights(checkpoint, config)
     fill(parts, stream, source=str(checkpoint.path), progress=progress or (lambda done, total: None))
     return model
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Uninitialised memory for every parameter. `Module.to_empty` does this too, but first imports sympy: 3 s."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            memory = torch.empty(parameter.shape, dtype=dtype, device=device)
+            setattr(module, name, nn.Parameter(memory, requires_grad=False))
 
 
 def fill(
@@ -47,20 +59,34 @@ def fill(
     """Copy each tensor of the stream to the part of its name: all parts once, and nothing else."""
     missing, unexpected = dict(parts), []
     done, total = 0, sum(part.nbytes for part in parts.values())
-    for name, tensor in stream:
-        part = missing.pop(name, None)
-        if part is None:
-            unexpected.append(name)
-            continue
-        if part.shape != tensor.shape:
-            raise StartupError(f"{source}: {name} has shape {tuple(tensor.shape)}, expected {tuple(part.shape)}")
-        part.copy_(tensor)
-        done += part.nbytes
-        progress(done, total)
+    copies: deque[Future[int]] = deque()
+    with ThreadPoolExecutor(_COPIES) as threads:
+        for name, tensor in stream:
+            part = missing.pop(name, None)
+            if part is None:
+                unexpected.append(name)
+                continue
+            if part.shape != tensor.shape:
+                raise StartupError(f"{source}: {name} has shape {tuple(tensor.shape)}, expected {tuple(part.shape)}")
+            if part.device.type == "cuda" and tensor.device.type == "cpu":
+                copies.append(threads.submit(_copy, part, tensor))
+                done += copies.popleft().result() if len(copies) > _COPIES else 0
+            else:
+                done += _copy(part, tensor)
+            progress(done, total)
+        for copy in copies:
+            done += copy.result()
+            progress(done, total)
     if missing:
         raise StartupError(f"{source} lacks {_some(list(missing))}")
     if unexpected:
         raise StartupError(f"{source} has tensors that its architecture does not know: {_some(unexpected)}")
+
+
+def _copy(part: torch.Tensor, tensor: torch.Tensor) -> int:
+    with torch.inference_mode():
+        part.copy_(tensor)
+    return part.nbytes
 
 
 def _some(names: list[str]) -> str:

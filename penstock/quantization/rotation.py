@@ -10,7 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 
-import torch
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
 
 # The norm in front of each matrix that reads the hidden space.
 NORM_OF = {
@@ -23,7 +26,7 @@ NORM_OF = {
 }
 
 
-Rows = Callable[[torch.Tensor], torch.Tensor]  # a linear map of each row of a matrix; may overwrite its argument
+Rows = Callable[[Floats], Floats]  # a linear map of each row of a matrix; may overwrite its argument
 
 
 def hadamard_block(size: int) -> int:
@@ -32,38 +35,45 @@ def hadamard_block(size: int) -> int:
     return min(block, 1024) if block >= 16 else 0
 
 
-def hadamard(n: int) -> torch.Tensor:
+def hadamard(n: int) -> Floats:
     """Orthonormal and symmetric, n a power of two."""
-    matrix = torch.ones(1, 1)
+    matrix = np.ones((1, 1), dtype=np.float32)
     while len(matrix) < n:
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return matrix / math.sqrt(n)
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.float32(math.sqrt(n))
+
+
+def hartley(n: int) -> Floats:
+    """Orthonormal and symmetric for any n, and no entry much above the others: a random rotation has some."""
+    angles = 2 * np.pi * np.outer(np.arange(n), np.arange(n)) / n
+    return ((np.cos(angles) + np.sin(angles)) / math.sqrt(n)).astype(np.float32)
 
 
 class Rotation:
-    """R of size m * block: random signs, a Hadamard transform within each block, a random rotation across blocks."""
+    """R of size m * block: random signs, a Hadamard transform within each block, a Hartley transform across blocks."""
 
     def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(0)
         self.block = hadamard_block(size) or 1
-        self.signs = torch.randint(0, 2, (size,), generator=generator).float() * 2 - 1
-        self.mix = torch.linalg.qr(torch.randn(size // self.block, size // self.block, generator=generator))[0]
+        random = np.random.Generator(np.random.PCG64(0))
+        self.signs: Floats = random.integers(0, 2, size).astype(np.float32) * 2 - 1
+        self.mix = hartley(size // self.block)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Floats) -> Floats:
         """x R for each row x; the plain reference of the native one."""
         spread = transform_blocks(rows * self.signs, self.block)
         blocks = spread.reshape(len(rows), len(self.mix), self.block)
-        return torch.matmul(self.mix, blocks).reshape(rows.shape)
+        turned: Floats = np.matmul(self.mix, blocks).reshape(rows.shape)
+        return turned
 
 
-def transform_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+def transform_blocks(rows: Floats, block: int) -> Floats:
     """The Hadamard transform of each run of `block` values in each row; it is its own inverse."""
     return (rows.reshape(-1, block) @ hadamard(block)).reshape(rows.shape)
 
 
 def rotated(
-    weights: Iterator[tuple[str, torch.Tensor]], turn: Rows, transform: Rows, spread_heads: Rows
-) -> Iterator[tuple[str, torch.Tensor]]:
+    weights: Iterator[tuple[str, Floats]], turn: Rows, transform: Rows, spread_heads: Rows
+) -> Iterator[tuple[str, Floats]]:
     """The same model in a hidden space turned by R, under the same names; its norms have weights of one.
 
     `turn` multiplies rows by R. `transform` is its own inverse, and what the inputs of the down projections will have
@@ -72,14 +82,13 @@ def rotated(
     norm is folded in, it differs from the embedding.
     """
 
-    def folded(part: str, weight: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def folded(part: str, weight: Floats, norm: Floats) -> Floats:
         matrix = turn(weight * norm)
-        return spread_heads(matrix.T.contiguous()).T if part == "self_attn.v_proj.weight" else matrix
+        return spread_heads(np.ascontiguousarray(matrix.T)).T if part == "self_attn.v_proj.weight" else matrix
 
-    norms: dict[str, torch.Tensor] = {}
-    waiting: dict[str, list[tuple[str, torch.Tensor]]] = {}  # by the norm in front of them, which is yet to come
+    norms: dict[str, Floats] = {}
+    waiting: dict[str, list[tuple[str, Floats]]] = {}  # by the norm in front of them, which is yet to come
     for name, tensor in weights:
-        tensor = tensor.detach().float()
         layer, part = split_name(name)
         if part in NORM_OF:
             norm = layer + NORM_OF[part]
@@ -89,19 +98,19 @@ def rotated(
                 waiting.setdefault(norm, []).append((name, tensor))
         elif part in NORM_OF.values():
             norms[name] = tensor
-            yield name, torch.ones_like(tensor)
+            yield name, np.ones_like(tensor)
             for reader, weight in waiting.pop(name, ()):
                 yield reader, folded(split_name(reader)[1], weight, tensor)
         elif part == "model.embed_tokens.weight":
-            yield name, turn(tensor.clone())
+            yield name, turn(tensor.copy())
         elif part == "self_attn.o_proj.weight":
-            yield name, turn(spread_heads(tensor.clone()).T.contiguous()).T
+            yield name, turn(np.ascontiguousarray(spread_heads(tensor.copy()).T)).T
         elif part == "self_attn.v_proj.bias":
-            yield name, spread_heads(tensor[None].clone())[0]
+            yield name, spread_heads(tensor[None].copy())[0]
         elif part == "mlp.down_proj.weight":
-            yield name, turn(transform(tensor.clone()).T.contiguous()).T
+            yield name, turn(np.ascontiguousarray(transform(tensor.copy()).T)).T
         elif part in ("self_attn.o_proj.bias", "mlp.down_proj.bias"):
-            yield name, turn(tensor[None].clone())[0]
+            yield name, turn(tensor[None].copy())[0]
         else:
             yield name, tensor
 

@@ -1,10 +1,13 @@
 """Tensors: turns a `Step` into one forward pass and sampled tokens.
 
-model_runner.py  the executor: launch, collect
+native_runner.py the executor on the CPU, without torch: launch, collect
+model_runner.py  the executor in plain torch; forward.py is its part that runs the model
+cuda_runner.py   the executor on a GPU; fused_forward.py is its part that runs the model
 batch.py         a step as arrays
-forward.py       a batch to logits, by plain torch or native kernels
-row_state.py     what is remembered of each running sequence
-sampler.py       logits to tokens
+rows.py          what is remembered of each running sequence; row_state.py keeps part of it on a device
+sampler.py       logits to tokens; host_sampler.py without torch
+scoring.py       log-probabilities
+packed.py        weights quantised and packed for the native kernels
 memory.py        how many KV blocks fit
 startup.py       from a model's name to an engine's two halves
 """

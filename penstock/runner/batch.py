@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.engine.executor import Step
-from penstock.runner.row_state import RowState
+from penstock.runner.rows import Rows
 
 Ints = npt.NDArray[np.int32]
 
@@ -29,7 +29,7 @@ class Batch:
     next_positions_N: Ints  # where the sampled token will stand
 
 
-def build_batch(step: Step, state: RowState, block_size: int) -> Batch:
+def build_batch(step: Step, state: Rows, block_size: int) -> Batch:
     counts = np.array(step.counts, dtype=np.int32)
     contexts_S = np.array(step.starts, dtype=np.int32) + counts
     rows_S = np.array(step.rows, dtype=np.int32)

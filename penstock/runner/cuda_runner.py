@@ -16,18 +16,18 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.machine import usable_cpus
-from penstock.core.request import TokenLogprob
-from penstock.engine.executor import SAMPLED, Step, StepResult
-from penstock.kernels.attention_triton import SharedPrefix, prefix_splits
+from penstock.core.request import SamplingParams, TokenLogprob
+from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult
 from penstock.kernels.decode_inputs_triton import gather_decode_inputs
+from penstock.kernels.prefix_triton import SharedPrefix, prefix_splits
 from penstock.kernels.sampling_triton import SamplingRows, argmax, sampling_scratch
 from penstock.kernels.sampling_triton import sample as sample_triton
-from penstock.models.config import ModelConfig
 from penstock.runner.batch import build_batch
 from penstock.runner.fused_forward import FusedForward
-from penstock.runner.model_runner import score, scored_prompts, scored_rows
+from penstock.runner.mixed_steps import Layout, MixedSteps
 from penstock.runner.row_state import RowState
 from penstock.runner.sampler import Draws, sample
+from penstock.runner.scoring import scored_prompts, scored_rows
 from penstock.runner.transfer import to_device, to_host
 
 # Sizes that decode steps are captured for; between them a step is padded up.
@@ -36,10 +36,15 @@ _MIN_SHARED_TOKENS = 256
 _MIN_SHARING = 8
 
 
+# The most that a request can ask of a step's sampling: every table, every pass, the most alternatives.
+_DEMANDING = SamplingParams(
+    temperature=1.0, top_k=40, top_p=0.9, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=20, max_tokens=1
+)
+
+
 @dataclass(slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
     tokens: torch.Tensor
 
 
@@ -54,15 +59,6 @@ class _InFlight:
     scores: list[Callable[[StepResult], None]] = field(default_factory=list)
 
 
-def working_memory(model: ModelConfig, max_seqs: int, max_step_tokens: int) -> int:
-    """Bytes of activations in the largest step, of logits and sampling, and of libraries' workspaces."""
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    activations = 2 * max_step_tokens * (3 * model.hidden_size + 2 * heads + 3 * model.intermediate_size)
-    logits = max_seqs * model.vocab_size * 4 * 4
-    attention = 4 * 4 * max_seqs * model.num_heads * model.head_dim
-    return activations + logits + attention + 2**30
-
-
 class CudaRunner:
     runs_ahead = True
 
@@ -71,30 +67,38 @@ class CudaRunner:
         forward: FusedForward,
         state: RowState,
         *,
-        num_blocks: int,
         block_size: int,
         vocab_size: int,
+        max_step_tokens: int,
     ) -> None:
         """The last row of `state` is spare: it pads captured steps."""
         rows, table_blocks = state.tables_RM.shape
         device = forward.device
-        self.num_blocks = num_blocks
+        self.num_blocks = forward.num_blocks
         self.idle_seconds: float | None = 0.0
         self._forward = forward
         self._state = state
         self._block_size = block_size
+        self._vocab_size = vocab_size
         self._max_seqs = rows - 1
+        self._max_step_tokens = max_step_tokens
         self._sizes = [size for size in SIZES if size < self._max_seqs] + [self._max_seqs]
         self._tables = torch.zeros((rows, table_blocks), dtype=torch.int32, device=device)
         # Of captured steps: rows, contexts, shared tokens of each sequence, and the length of the shared prefix.
         self._inputs = torch.zeros(3 * self._max_seqs + 1, dtype=torch.int32, device=device)
         self._prefix_table = torch.zeros(table_blocks, dtype=torch.int32, device=device)
+        # Steps run one after the other and what outlives one is copied, so all of them write their logits here.
+        self._logits = torch.empty((self._max_seqs, vocab_size), dtype=torch.float32, device=device)
         self._scratch = sampling_scratch(self._max_seqs, vocab_size, device)
+        self._mixed_steps = MixedSteps(forward, self._tables, self._logits, self._scratch, max_tokens=max_step_tokens)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._under_way: torch.cuda.Event | None = None  # end of the last step launched, until it is collected
 
     # -- executor ----------------------------------------------------------------------------------------------------
+
+    def padded_tokens(self, tokens: int) -> int:
+        return self._mixed_steps.padded(tokens)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> _InFlight:
@@ -134,24 +138,26 @@ class CudaRunner:
         captured = self._graphs.get((size, length > 0)) or self._capture(size, length > 0)
         self._send_inputs(rows, contexts, shared, length)
         captured.graph.replay()
-        logits, tokens = captured.logits[: len(rows)], captured.tokens[: len(rows)]
-        return self._sample(logits, tokens, rows, contexts, flight)
+        return self._sample(self._logits[: len(rows)], captured.tokens[: len(rows)], rows, contexts, flight)
 
     def _mixed(self, step: Step, flight: _InFlight) -> torch.Tensor:
         batch = build_batch(step, self._state, self._block_size)
-        scored = scored_prompts(self._state, step, batch)
-        logit_rows = np.concatenate([batch.last_N, *(rows for _, rows, _ in scored)])
-        logits_RV, likeliest_R = self._forward(batch, self._state, logit_rows)
         flight.sampled = batch.sampled_N.tolist()
-        first = len(batch.rows_N)
+        scored = scored_prompts(self._state, step, batch)
+        if not scored:
+            logits_NV, likeliest_N = self._mixed_steps.run(batch, self._state)
+            return self._sample(logits_NV, likeliest_N, batch.rows_N, batch.next_positions_N, flight)
+        hidden_TC = self._forward.step_hidden(batch, self._state)
         for index, rows, tokens in scored:
-            flight.scores.append(
-                self._prompt_scores(index, step.rows[index], logits_RV[first : first + len(rows)], tokens)
-            )
-            first += len(rows)
-        sampling = len(batch.rows_N)
-        self._state.last_token_R[to_device(batch.rows_N, logits_RV.device)] = likeliest_R[:sampling]
-        return self._sample(logits_RV[:sampling], likeliest_R[:sampling], batch.rows_N, batch.next_positions_N, flight)
+            width = self._state.params(step.rows[index]).prompt_logprobs or 0
+            flight.scores.append(self._prompt_scores(index, hidden_TC, rows, tokens, width))
+        if not flight.sampled:  # chunks of prompts only
+            return torch.empty(0, dtype=torch.int64)
+        device = hidden_TC.device
+        logits_NV = self._forward.logits(hidden_TC[to_device(batch.last_N, device)], self._logits[: len(batch.rows_N)])
+        likeliest_N = argmax(logits_NV, torch.empty(len(logits_NV), dtype=torch.int64, device=device), self._scratch)
+        self._state.last_token_R[to_device(batch.rows_N, device)] = likeliest_N
+        return self._sample(logits_NV, likeliest_N, batch.rows_N, batch.next_positions_N, flight)
 
     def _sample(
         self,
@@ -164,27 +170,37 @@ class CudaRunner:
         """The likeliest tokens are in their rows already; draw again where a row asks for more than that."""
         if not self._state.needs[rows].any():
             return likeliest
-        tokens = sample(logits.float(), likeliest, self._state, rows, positions, self._choose)
+        tokens = sample(logits, likeliest, self._state, rows, positions, self._choose)
         asked, widths = scored_rows(self._state, rows)
         if asked:
-            # The logits' memory belongs to the next step of this size: keep what is asked for.
-            kept, chosen = logits[asked].float(), tokens[asked]
+            scores = _Scores(logits[asked], tokens[asked], max(widths))
             indices = [flight.sampled[i] for i in asked]
 
             def add(result: StepResult) -> None:
-                result.logprobs = dict(zip(indices, score(kept, chosen, widths), strict=True))
+                result.logprobs = dict(zip(indices, scores.read(widths), strict=True))
 
             flight.scores.append(add)
         return tokens
 
     def _prompt_scores(
-        self, index: int, row: int, logits: torch.Tensor, tokens: torch.Tensor
+        self,
+        index: int,
+        hidden_TC: torch.Tensor,
+        rows: npt.NDArray[np.int32],
+        tokens: npt.NDArray[np.int32],
+        width: int,
     ) -> Callable[[StepResult], None]:
-        width = self._state.params(row).prompt_logprobs or 0
+        """A few rows at a time: the logits of a whole prompt could outgrow the memory."""
+        pieces, most, device = [], self._max_seqs, hidden_TC.device
+        for first in range(0, len(rows), most):
+            hidden = hidden_TC[to_device(rows[first : first + most], device)]
+            following = to_device(tokens[first : first + most], device)
+            pieces.append(_Scores(self._forward.logits(hidden, self._logits[: len(hidden)]), following, width))
 
         def add(result: StepResult) -> None:
-            scores: list[TokenLogprob] = score(logits.float(), tokens, [width] * len(tokens))
-            result.prompt_logprobs[index] = scores
+            result.prompt_logprobs[index] = [
+                token for piece in pieces for token in piece.read([width] * len(piece.tokens))
+            ]
 
         return add
 
@@ -254,15 +270,7 @@ class CudaRunner:
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
-    def capture_all(self) -> int:
-        """Before serving. Returns how many sizes were captured."""
-        self._compile_all()
-        with torch.inference_mode():
-            for size in reversed(self._sizes):  # largest first, so that the smaller ones share its memory
-                self._capture(size, False)
-        return len(self._sizes)
-
-    def _compile_all(self) -> None:
+    def compile_all(self) -> None:
         """Kernels that no cache on disk has yet are compiled side by side: each thread runs some size on padding.
 
         They share scratch memory, so what they compute is worthless and arrival counters must be cleared afterwards.
@@ -273,29 +281,86 @@ class CudaRunner:
             with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
                 self._decode_body(size, shared, layers)
 
+        def run_mixed(layout: Layout) -> None:
+            with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+                self._mixed_steps.compile(layout, self._state)
+
         self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32), None, 0)
+        self._mixed_steps.pad()
         torch.cuda.synchronize()
         run(self._sizes[-1], False)  # on this thread, so that its libraries are set up before anything is captured
         with ThreadPoolExecutor(min(16, usable_cpus())) as threads:
-            runs = [threads.submit(self._forward.warm_up)]
+            runs = [threads.submit(self._forward.warm_up), threads.submit(self._warm_up_sampling)]
             runs += [threads.submit(run, size, False) for size in self._sizes]
             runs += [threads.submit(run, size, True) for size in self._sizes if size >= _MIN_SHARING]
+            runs += [threads.submit(run_mixed, layout) for layout in self._mixed_steps.layouts]
             for done in runs:
                 done.result()
         torch.cuda.synchronize()
         self._forward.clear_scratch()
         self._scratch.arrivals.zero_()
 
+    def _warm_up_sampling(self) -> None:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            one, zero = torch.ones(1, device=self._logits.device), torch.zeros(1, device=self._logits.device)
+            for filtered in (False, True):
+                self._choose(self._logits[:1], Draws(one, zero.long(), zero.int(), one.int(), one, zero, filtered))
+
+    def probe(self, max_step_tokens: int | None = None) -> int:
+        """Run the largest step there can be, with everything that sampling may need; bytes that it took at its peak.
+
+        It writes block 0 of the cache. Raises torch.OutOfMemoryError.
+        """
+        state = self._state
+        rows, table_blocks = state.tables_RM.shape
+        self._state = RowState(rows, table_blocks, self._vocab_size, self._logits.device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        try:
+            self.collect(self.launch(self._largest_step(max_step_tokens or self._max_step_tokens)))
+            return torch.cuda.max_memory_allocated() - before
+        finally:
+            self._state, self.idle_seconds, self._under_way = state, 0.0, None
+            torch.cuda.empty_cache()
+
+    def _largest_step(self, max_tokens: int) -> Step:
+        longest = self._state.tables_RM.shape[1] * self._block_size
+        rows = min(self._max_seqs, max_tokens)
+        counts = [min(len(part), longest) for part in np.array_split(np.arange(max_tokens), rows)]
+        return Step(
+            rows=list(range(rows)),
+            starts=[0] * rows,
+            counts=counts,
+            samples=[True] * rows,
+            tokens=[0] * sum(counts),
+            setups=[RowSetup(row, _DEMANDING, 0, [0] * count, count, ()) for row, count in enumerate(counts)],
+        )
+
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Before capturing."""
+        self._forward.allocate_cache(num_blocks)
+        self.num_blocks = num_blocks
+
+    def capture_all(self) -> int:
+        """Before serving, over the cache that stays. Returns how many sizes were captured."""
+        with torch.inference_mode():
+            mixed = self._mixed_steps.capture_all(self._state, self._pool)
+            for size in reversed(self._sizes):  # largest first, so that the smaller ones share its memory
+                self._capture(size, False)
+        return mixed + len(self._sizes)
+
     def _capture(self, size: int, shared: bool) -> _Graph:
         """Everything was compiled before."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            logits, tokens = self._decode_body(size, shared)
-        self._graphs[size, shared] = captured = _Graph(graph, logits, tokens)
+            tokens = self._decode_body(size, shared)
+        self._graphs[size, shared] = captured = _Graph(graph, tokens)
         return captured
 
-    def _decode_body(self, size: int, shared: bool, layers: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode_body(self, size: int, shared: bool, layers: int | None = None) -> torch.Tensor:
+        """The tokens chosen; what they were chosen from is in `_logits`."""
         seqs, forward, state = self._max_seqs, self._forward, self._state
         rows, contexts = self._inputs[:size], self._inputs[seqs : seqs + size]
         inputs = gather_decode_inputs(
@@ -303,10 +368,10 @@ class CudaRunner:
         )
         prefix = self._prefix_of(size) if shared else None
         hidden = forward.hidden(inputs.x_SC, forward.attend_decode(inputs, contexts, prefix), layers)
-        logits = forward.logits(hidden)
+        logits = forward.logits(hidden, self._logits[:size])
         chosen = argmax(logits, torch.empty(size, dtype=torch.int64, device=logits.device), self._scratch)
         state.last_token_R.index_copy_(0, rows.long(), chosen)
-        return logits, chosen
+        return chosen
 
     def _prefix_of(self, size: int) -> SharedPrefix:
         seqs = self._max_seqs
@@ -316,3 +381,22 @@ class CudaRunner:
             lengths_S=self._inputs[2 * seqs : 2 * seqs + size],
             splits=prefix_splits(size, self._forward.num_heads, self._forward.max_model_len),
         )
+
+
+class _Scores:
+    """Log-probabilities of some tokens and of the likeliest beside them, on their way to the host."""
+
+    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> None:
+        values = logits.log_softmax(-1)
+        top = values.topk(most, -1)
+        self.tokens, self._own = to_host(tokens), to_host(values.gather(-1, tokens.long()[:, None])[:, 0])
+        self._top, self._top_tokens = to_host(top.values), to_host(top.indices)
+
+    def read(self, widths: list[int]) -> list[TokenLogprob]:
+        rows = zip(
+            self.tokens.tolist(), self._own.tolist(), self._top_tokens.tolist(), self._top.tolist(), widths, strict=True
+        )
+        return [
+            TokenLogprob(token, own, tuple(zip(tokens[:width], values[:width], strict=True)))
+            for token, own, tokens, values, width in rows
+        ]

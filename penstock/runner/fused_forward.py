@@ -1,4 +1,5 @@
-"""The dense decoder of `models/llama.py` by fused Triton kernels: five launches a layer for one decoding sequence.
+"""The decoders of `models/llama.py` and `models/moe.py` by fused Triton kernels: five launches a dense layer for one
+decoding sequence.
 
     norm · qkv   →   q/k norm · rope · cache write · attention   →   out + residual
     norm · gate_up · silu·mul   →   down + residual
@@ -19,24 +20,21 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.attention_triton import (
-    SharedPrefix,
-    Turn,
-    decode_attention,
-    decode_config,
-    decode_scratch,
-    prefix_splits,
-)
 from penstock.kernels.decode_inputs_triton import DecodeInputs
 from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
+from penstock.kernels.decode_triton import Turn, decode_attention, decode_config, decode_scratch
 from penstock.kernels.gemm_triton import split_scratch
-from penstock.kernels.linear_triton import linear
+from penstock.kernels.linear_triton import add_linear, gated_linear, linear
+from penstock.kernels.moe_triton import ExpertWeights, mix_experts
+from penstock.kernels.norm_triton import add_rms_norm
 from penstock.kernels.prefill_triton import prefill_attention
+from penstock.kernels.prefix_triton import SharedPrefix, prefix_splits
 from penstock.kernels.rope_triton import rope_and_cache
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig
 from penstock.models.layers import MLP, Linear
-from penstock.models.llama import DecoderLayer, Llama
+from penstock.models.llama import DecoderLayer, FeedForward, Llama
+from penstock.models.moe import Experts
 from penstock.models.rope import Rotary
 from penstock.quantization.fp8 import quantize_channels
 from penstock.runner.batch import Batch
@@ -55,18 +53,29 @@ class _Projection:
 
 
 @dataclass(frozen=True, slots=True)
+class _Dense:
+    gate_up: _Projection
+    down: _Projection
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    router: torch.Tensor
+    experts: ExpertWeights
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
     attention_norm: torch.Tensor
     qkv: _Projection
     head_norms: tuple[torch.Tensor, torch.Tensor] | None
     out: _Projection
     mlp_norm: torch.Tensor
-    gate_up: _Projection
-    down: _Projection
+    mlp: _Dense | _Routed
 
 
 @dataclass(frozen=True, slots=True)
-class _MixedStep:
+class MixedStep:
     """A `Batch` on the device, as far as attention reads it."""
 
     positions_T: torch.Tensor
@@ -75,9 +84,10 @@ class _MixedStep:
     query_starts: torch.Tensor
     contexts_S: torch.Tensor
     num_decodes: int
+    num_queries: int  # of the other sequences, at most
 
     @classmethod
-    def of(cls, batch: Batch, put: Callable[[npt.NDArray[np.int32]], torch.Tensor]) -> _MixedStep:
+    def of(cls, batch: Batch, put: Callable[[npt.NDArray[np.int32]], torch.Tensor]) -> MixedStep:
         return cls(
             positions_T=put(batch.positions_T),
             slots_T=put(batch.slots_T),
@@ -85,6 +95,7 @@ class _MixedStep:
             query_starts=put(batch.query_starts),
             contexts_S=put(batch.contexts_S),
             num_decodes=batch.num_decodes,
+            num_queries=len(batch.tokens_T) - batch.num_decodes,
         )
 
 
@@ -100,7 +111,9 @@ class FusedForward:
         block_size: int,
         max_seqs: int,
         max_model_len: int,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
+        """`kv_dtype` is that of the model, or float8_e4m3fn without scales: what is beyond 448 is stored as that."""
         spec = model.attention_spec
         self._spec = spec
         self._eps = config.norm_eps
@@ -109,32 +122,44 @@ class FusedForward:
         self.num_heads = spec.num_heads
         self.embedding = model.embedding
         self._norm = model.norm.weight
-        self._head = _Projection(model.head.weight if model.head else model.embedding, None, None)
+        self._head = model.head.weight if model.head else model.embedding
         self._layers = [_layer(layer) for layer in model.layers]
         self.device = model.embedding.device
         self._cos_sin = _cos_sin(model.rotary, max_model_len, self.device)
-        cache = (spec.num_layers, num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
-        self._keys = torch.empty(cache, dtype=model.embedding.dtype, device=self.device)
-        self._values = torch.empty(cache, dtype=model.embedding.dtype, device=self.device)
+        self._kv_dtype = kv_dtype or model.embedding.dtype
+        self.allocate_cache(num_blocks)
         self._splits = split_scratch(self.device)
+        self._experts = config.moe.num_experts if config.moe else 0
         shared = max(size * prefix_splits(size, spec.num_heads, max_model_len) for size in range(1, max_seqs + 1))
         rows = decode_parts(max_seqs, spec.num_kv_heads) + shared
         self._decode_scratch = decode_scratch(
             max_seqs, spec.num_heads, spec.num_kv_heads, spec.head_dim, rows, self.device
         )
 
+    def allocate_cache(self, num_blocks: int) -> None:
+        """Anew: what is in the cache, and what was captured over it, is lost."""
+        spec = self._spec
+        shape = (spec.num_layers, num_blocks, spec.num_kv_heads, self._block_size, spec.head_dim)
+        self.num_blocks = num_blocks
+        self._keys = self._values = torch.empty(0)  # the old memory goes first
+        self._keys = torch.empty(shape, dtype=self._kv_dtype, device=self.device)
+        self._values = torch.empty(shape, dtype=self._kv_dtype, device=self.device)
+
     def __call__(
         self, batch: Batch, state: RowState, logit_rows: npt.NDArray[np.int32]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TC = self.step_hidden(batch, state)
+        if not len(logit_rows):  # chunks of prompts only
+            return x_TC[:0], x_TC.new_empty(0, dtype=torch.int64)
+        logits_RV = self.logits(x_TC[self._put(logit_rows).long()])
+        return logits_RV, logits_RV.argmax(-1)
+
+    def step_hidden(self, batch: Batch, state: RowState) -> torch.Tensor:
+        """The residual stream of every token of a step, launched kernel by kernel."""
         put = self._put
         tokens_T = put(batch.tokens_T)
         tokens_T = torch.where(tokens_T < 0, state.last_token_R[put(batch.rows_T).long()].int(), tokens_T)
-        x_TC = F.embedding(tokens_T, self.embedding)
-        x_TC = self.hidden(x_TC, self._attend_mixed(_MixedStep.of(batch, put)))
-        if not len(logit_rows):  # chunks of prompts only
-            return x_TC[:0], x_TC.new_empty(0, dtype=torch.int64)
-        logits_RV = self.logits(x_TC[put(logit_rows).long()])
-        return logits_RV, logits_RV.argmax(-1)
+        return self.hidden(F.embedding(tokens_T, self.embedding), self.attend_mixed(MixedStep.of(batch, put)))
 
     def _put(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
         return to_device(values, self.device)
@@ -144,9 +169,9 @@ class FusedForward:
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
             zeros = torch.zeros(256, dtype=torch.int32, device=self.device)
             ends = torch.tensor([0, 256], dtype=torch.int32, device=self.device)
-            step = _MixedStep(zeros, zeros - 1, zeros[None], ends, ends[1:], num_decodes=0)
+            step = MixedStep(zeros, zeros - 1, zeros[None], ends, ends[1:], num_decodes=0, num_queries=256)
             x_TC = F.embedding(zeros, self.embedding)
-            self.logits(self.hidden(x_TC, self._attend_mixed(step), self.distinct_layers)[:1])
+            self.logits(self.hidden(x_TC, self.attend_mixed(step), self.distinct_layers)[:1])
 
     def clear_scratch(self) -> None:
         self._splits.arrivals.zero_()
@@ -154,58 +179,54 @@ class FusedForward:
 
     @property
     def distinct_layers(self) -> int:
-        """The first layers that use every kernel there is; they differ in their windows at most."""
-        windows = self._spec.windows
-        return max(windows.index(window) for window in set(windows)) + 1
+        """The first layers that use every kernel there is; they differ in their windows and experts at most."""
+        kinds = [(window, type(layer.mlp)) for window, layer in zip(self._spec.windows, self._layers, strict=True)]
+        return max(kinds.index(kind) for kind in set(kinds)) + 1
 
     def hidden(self, x_TC: torch.Tensor, attend: Attend, layers: int | None = None) -> torch.Tensor:
         """From embeddings to the residual stream after the last layer; the final norm belongs to `logits`."""
+        splits = self._splits
+        # Not shared by steps that are warmed up side by side: wrong counts would lead outside the tiles.
+        counts_E = torch.zeros(self._experts, dtype=torch.int32, device=self.device) if self._experts else None
         for number, layer in enumerate(self._layers[:layers]):
-            qkv = self._project(x_TC, layer.qkv, norm=layer.attention_norm)
-            mixed = attend(number, qkv).flatten(1)
-            x_TC = self._project(mixed, layer.out, residual=x_TC)
-            inner = self._project(x_TC, layer.gate_up, norm=layer.mlp_norm, gated=True)
-            x_TC = self._project(inner, layer.down, residual=x_TC)
+            norm, (qkv, out) = (layer.attention_norm, self._eps), (layer.qkv, layer.out)
+            projected = linear(x_TC, qkv.weight, splits, scales=qkv.scales, norm=norm)
+            if qkv.bias is not None:
+                projected.add_(qkv.bias)
+            mixed = attend(number, projected).flatten(1)
+            x_TC = add_linear(x_TC, mixed, out.weight, splits, scales=out.scales)
+            x_TC = self._feed_forward(x_TC, layer, counts_E)
         return x_TC
 
-    def logits(self, x_RC: torch.Tensor) -> torch.Tensor:
+    def _feed_forward(self, x_TC: torch.Tensor, layer: _Layer, counts_E: torch.Tensor | None) -> torch.Tensor:
+        norm, mlp = (layer.mlp_norm, self._eps), layer.mlp
+        if isinstance(mlp, _Dense):
+            gate_up, down = mlp.gate_up, mlp.down
+            inner = gated_linear(x_TC, gate_up.weight, self._splits, scales=gate_up.scales, norm=norm)
+            return add_linear(x_TC, inner, down.weight, self._splits, scales=down.scales)
+        assert counts_E is not None
+        normed = add_rms_norm(x_TC, *norm)
+        scores_TE = torch.empty((len(x_TC), len(mlp.router)), dtype=torch.float32, device=x_TC.device)
+        linear(normed, mlp.router, self._splits, out=scores_TE)
+        return mix_experts(x_TC, normed, scores_TE, mlp.experts, counts_E)
+
+    def logits(self, x_RC: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """In float32: rounded to bfloat16, likely tokens would tie."""
-        return self._project(x_RC, self._head, norm=self._norm, out_dtype=torch.float32)
+        if out is None:
+            out = torch.empty((len(x_RC), len(self._head)), dtype=torch.float32, device=x_RC.device)
+        return linear(x_RC, self._head, self._splits, norm=(self._norm, self._eps), out=out)
 
-    def _project(
-        self,
-        x: torch.Tensor,
-        projection: _Projection,
-        *,
-        norm: torch.Tensor | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        out = linear(
-            x,
-            projection.weight,
-            self._splits,
-            scales=projection.scales,
-            norm=(norm, self._eps) if norm is not None else None,
-            gated=gated,
-            residual=residual,
-            out_dtype=out_dtype,
-        )
-        return out if projection.bias is None else out.add_(projection.bias)
-
-    def _attend_mixed(self, step: _MixedStep) -> Attend:
+    def attend_mixed(self, step: MixedStep) -> Attend:
         """Attention of sequences that decode, then of those that compute several tokens."""
         decodes = step.num_decodes
         attend_decodes = self._divided(step.tables_SM[:decodes], step.contexts_S[:decodes]) if decodes else None
-        prompts = len(step.positions_T) - decodes
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             q_THD = self._turn(layer, qkv, step.positions_T, step.slots_T)
-            out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+            out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)  # for the padding
             if attend_decodes:
                 attend_decodes(layer, out_THD[:decodes], q_THD[:decodes], None, None)
-            if prompts:
+            if step.num_queries:
                 prefill_attention(
                     out_THD,
                     q_THD,
@@ -214,7 +235,7 @@ class FusedForward:
                     step.tables_SM[decodes:],
                     step.query_starts[decodes:],
                     step.contexts_S[decodes:],
-                    num_queries=prompts,
+                    num_queries=step.num_queries,
                     scale=self._spec.scale,
                     window=self._spec.windows[layer],
                 )
@@ -294,18 +315,30 @@ class FusedForward:
 
 
 def supports_fused(model: CausalLM, config: ModelConfig) -> TypeGuard[Llama]:
-    """Dense, and without biases in the places where the kernels fold other work in."""
-    return isinstance(model, Llama) and config.moe is None and not config.mlp_bias and not config.output_bias
+    """Without biases in the places where the kernels fold other work in."""
+    return isinstance(model, Llama) and not config.mlp_bias and not config.output_bias
 
 
 def quantize_fp8(model: Llama) -> None:
-    """Replace the weights of all layers by e4m3 with a scale per channel, one by one; embedding and head stay."""
+    """Replace the weights of all layers by e4m3 with a scale per channel, one by one.
+
+    Embedding, head and routers stay as they are.
+    """
     for layer in model.layers:
-        assert isinstance(layer.mlp, MLP), "experts have no fused form"
-        for module in (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down):
+        attention, mlp = layer.attention, layer.mlp
+        if isinstance(mlp, Experts):
+            gate_up, down = quantize_channels(mlp.gate_up), quantize_channels(mlp.down)
+            mlp.gate_up, mlp.down = (_frozen(part.weight) for part in (gate_up, down))
+            mlp.scales = (gate_up.scales, down.scales)
+        dense = [mlp.gate_up, mlp.down] if isinstance(mlp, MLP) else []
+        for module in (attention.qkv, attention.out, *dense):
             quantized = quantize_channels(module.weight)
-            module.weight = torch.nn.Parameter(quantized.weight, requires_grad=False)
+            module.weight = _frozen(quantized.weight)
             module.register_buffer("scales", quantized.scales)
+
+
+def _frozen(weight: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(weight, requires_grad=False)
 
 
 def _projection(module: Linear) -> _Projection:
@@ -313,7 +346,6 @@ def _projection(module: Linear) -> _Projection:
 
 
 def _layer(layer: DecoderLayer) -> _Layer:
-    assert isinstance(layer.mlp, MLP), "experts have no fused form"
     attention = layer.attention
     norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.q_norm and attention.k_norm else None
     return _Layer(
@@ -322,9 +354,17 @@ def _layer(layer: DecoderLayer) -> _Layer:
         head_norms=norms,
         out=_projection(attention.out),
         mlp_norm=layer.mlp_norm.weight,
-        gate_up=_projection(layer.mlp.gate_up),
-        down=_projection(layer.mlp.down),
+        mlp=_feed_forward(layer.mlp),
     )
+
+
+def _feed_forward(mlp: FeedForward) -> _Dense | _Routed:
+    if isinstance(mlp, MLP):
+        return _Dense(_projection(mlp.gate_up), _projection(mlp.down))
+    assert isinstance(mlp, Experts), "a feed-forward that the kernels do not know"
+    moe = mlp.moe
+    experts = ExpertWeights(mlp.gate_up, mlp.down, mlp.scales, moe.experts_per_token, moe.norm_topk_prob)
+    return _Routed(mlp.router.weight, experts)
 
 
 def _cos_sin(rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from penstock.core.errors import StartupError
 from penstock.core.machine import free_memory
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -29,30 +31,33 @@ class KVDemand:
     reserve: int = 0  # bytes that steps need beside the cache
 
 
-def kv_blocks(demand: KVDemand, kv_memory_gib: float | None, device: torch.device) -> int:
+def kv_blocks(demand: KVDemand, kv_memory_gib: float | None, device: torch.device | None = None) -> int:
     """Blocks to allocate, from the setting or from free memory; never more than all rows could use."""
     per_sequence = -(-demand.max_model_len // demand.block_size)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    on_gpu = device is not None and device.type == "cuda"
+    free = _free_on_gpu(device) if on_gpu else free_memory()
     if kv_memory_gib is not None:
         budget, reason = int(kv_memory_gib * GIB), "as set by kv_memory_gib"
-    elif device.type == "cuda":
+    elif on_gpu:
         budget = int((free - demand.reserve) * _GPU_SHARE)
         reason = f"{_GPU_SHARE:.0%} of {free / GIB:.1f} GiB free on the GPU less {demand.reserve / GIB:.1f} for steps"
     else:
         full = _CPU_FULL_REQUESTS * per_sequence * demand.block_bytes
         budget = int(min(free * _CPU_SHARE, max(_CPU_FLOOR, full)))
         reason = f"of {free / GIB:.1f} GiB free; --kv-memory-gib for more"
-    if budget > free - demand.reserve:
+    room = int((free - demand.reserve) * (_GPU_SHARE if on_gpu else 1))
+    if budget > room > 0:
         raise StartupError(
-            f"kv_memory_gib is {budget / GIB:.2f} GiB but only {(free - demand.reserve) / GIB:.2f} GiB are left after "
-            "loading the model; lower kv_memory_gib",
+            f"kv_memory_gib is {budget / GIB:.2f} GiB but only {room / GIB:.2f} GiB are left beside the model and its "
+            f"steps; set kv_memory_gib to at most {room / GIB:.2f}",
             param="engine.kv_memory_gib",
         )
     blocks = min(budget // demand.block_bytes, demand.max_seqs * per_sequence)
     if blocks < 2:
         raise StartupError(
             f"no room for a KV cache: {budget / GIB:.3f} GiB ({reason}), one block of {demand.block_size} tokens "
-            f"takes {demand.block_bytes / 2**20:.1f} MiB; raise kv_memory_gib or use a smaller model",
+            f"takes {demand.block_bytes / 2**20:.1f} MiB; raise kv_memory_gib, lower max_step_tokens or max_seqs, "
+            "or use a smaller model",
             param="engine.kv_memory_gib",
         )
     tokens = blocks * demand.block_size
@@ -69,3 +74,9 @@ def kv_blocks(demand: KVDemand, kv_memory_gib: float | None, device: torch.devic
         demand.max_model_len,
     )
     return blocks
+
+
+def _free_on_gpu(device: torch.device | None) -> int:
+    import torch  # the native CPU path does without it
+
+    return torch.cuda.mem_get_info(device)[0]

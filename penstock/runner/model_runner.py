@@ -1,26 +1,22 @@
-"""The executor: one forward pass and one sampled token per caught-up sequence, launched ahead of being read."""
+"""The executor in plain torch: one forward pass and one sampled token per caught-up sequence."""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from penstock.core.request import TokenLogprob
 from penstock.engine.executor import Step, StepResult
-from penstock.runner.batch import Batch, build_batch
+from penstock.runner import scoring
+from penstock.runner.batch import Batch, Ints, build_batch
 from penstock.runner.forward import Forward
-from penstock.runner.row_state import Needs, RowState
+from penstock.runner.row_state import RowState
 from penstock.runner.sampler import sample
+from penstock.runner.scoring import scored_rows as scored_rows
 
 
 class ModelRunner:
-    """Runs a step when its result is asked for.
-
-    On the CPU the threads that compute a step already use every core: a step launched ahead would only compete with
-    the scheduling, sending and detokenising of the one before it, and each time a computing thread loses its core all
-    others wait for it at the next barrier. On two cores one sequence went from 90 to 127 tok/s without it.
-    """
+    """Plain torch, on any device. Runs a step when its result is asked for, as `NativeRunner` does and why."""
 
     runs_ahead = False
 
@@ -30,6 +26,9 @@ class ModelRunner:
         self._forward = forward
         self._state = state
         self._block_size = block_size
+
+    def padded_tokens(self, tokens: int) -> int:
+        return tokens
 
     def launch(self, step: Step) -> Step:
         return step
@@ -60,22 +59,9 @@ class ModelRunner:
         return result
 
 
-def scored_prompts(state: RowState, step: Step, batch: Batch) -> list[tuple[int, npt.NDArray[np.int32], torch.Tensor]]:
-    """For those that ask for prompt logprobs: the sequence, its tokens in the batch, the prompt tokens that follow."""
-    found = []
-    for index in np.flatnonzero(state.needs[step.rows] & Needs.PROMPT_LOGPROBS).tolist():
-        start, count = step.starts[index], step.counts[index]
-        following = state.prompt(step.rows[index])[start + 1 : start + 1 + count]
-        if following:
-            rows = batch.query_starts[index] + np.arange(len(following), dtype=np.int32)
-            found.append((index, rows, torch.tensor(following)))
-    return found
-
-
-def scored_rows(state: RowState, rows: npt.NDArray[np.int32]) -> tuple[list[int], list[int]]:
-    """Which of these rows ask for logprobs of what they sample, and how many alternatives each."""
-    asked = np.flatnonzero(state.needs[rows] & Needs.LOGPROBS).tolist()
-    return asked, [state.params(int(rows[i])).logprobs or 0 for i in asked]
+def scored_prompts(state: RowState, step: Step, batch: Batch) -> list[tuple[int, Ints, torch.Tensor]]:
+    found = scoring.scored_prompts(state, step, batch)
+    return [(index, rows, torch.from_numpy(tokens).long()) for index, rows, tokens in found]
 
 
 def score(logits: torch.Tensor, tokens: torch.Tensor, widths: list[int]) -> list[TokenLogprob]:

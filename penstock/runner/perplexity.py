@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
+import numpy.typing as npt
 
 from penstock.kernels.native import NativeModel, StepArrays
 
@@ -26,7 +26,7 @@ def perplexity(model: NativeModel, tokens: Sequence[int], progress: Callable[[in
     return math.exp(total / scored)
 
 
-def _losses(model: NativeModel, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> torch.Tensor:
+def _losses(model: NativeModel, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> npt.NDArray[np.float64]:
     positions = np.arange(len(tokens), dtype=np.int32)
     blocks = -(-len(tokens) // model.block_size)
     logits, _ = model.forward(
@@ -40,5 +40,7 @@ def _losses(model: NativeModel, tokens: np.ndarray[tuple[int], np.dtype[np.int32
             logit_rows_R=positions[:-1],
         )
     )
-    following = torch.from_numpy(tokens[1:]).long()
-    return torch.nn.functional.cross_entropy(torch.from_numpy(logits), following, reduction="none")
+    peaks = logits.max(axis=1)
+    totals = np.log(np.exp(logits - peaks[:, None]).sum(axis=1, dtype=np.float64)) + peaks
+    losses: npt.NDArray[np.float64] = totals - logits[np.arange(len(logits)), tokens[1:]]
+    return losses

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.runner.row_state import Needs, RowState
+from penstock.runner.row_state import RowState
+from penstock.runner.rows import Needs
 from penstock.runner.transfer import to_device
 
 _MASK = 0xFFFFFFFF

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
+from penstock.checkpoint.revision import revision
 from penstock.checkpoint.source import Checkpoint, resolve
 from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import StartupError
-from penstock.core.machine import usable_cpus
+from penstock.core.machine import keep_compiled, usable_cpus
 from penstock.engine.executor import Executor
-from penstock.engine.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.step_time import kept_step_times
 from penstock.kernels import native
-from penstock.kernels.attention_reference import ReferenceAttention, block_bytes
-from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig, read_config
-from penstock.models.loader import load_model
-from penstock.runner.forward import TorchForward
 from penstock.runner.memory import KVDemand, kv_blocks
-from penstock.runner.model_runner import ModelRunner
-from penstock.runner.row_state import RowState
+
+if TYPE_CHECKING:  # the native CPU path does without torch: 0.2 GiB and a second or two
+    import torch
+
+    from penstock.models.base import CausalLM
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +40,37 @@ class _Plan:
     checkpoint: Checkpoint
     model: ModelConfig
     engine: EngineConfig
-    device: torch.device
-    dtype: torch.dtype
+    device_kind: Literal["cpu", "cuda"]
     max_model_len: int
     max_step_tokens: int
     progress: Progress | None
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device(self.device_kind)
+
+    @property
+    def dtype_name(self) -> str:
+        default = "bfloat16" if self.device_kind == "cuda" else "float32"
+        return default if self.engine.dtype == "auto" else self.engine.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        return dtype
+
+    @property
+    def machine(self) -> str:
+        """What step times depend on."""
+        if self.device_kind == "cpu":
+            return f"cpu-{usable_cpus()}"
+        import torch
+
+        return torch.cuda.get_device_name(self.device)
 
     @property
     def table_blocks(self) -> int:
@@ -54,20 +82,20 @@ class _Plan:
 
 def start(model: str, config: EngineConfig, progress: Progress | None = None) -> tuple[Scheduler, Executor, EngineInfo]:
     """Load a model and return the two halves of an engine: who decides and who computes."""
+    keep_compiled("torch")
     checkpoint = resolve(model)
     model_config = read_config(checkpoint)
-    device = _device(config)
+    device = _device(config, checkpoint)
     plan = _Plan(
         checkpoint=checkpoint,
         model=model_config,
         engine=config,
-        device=device,
-        dtype=_dtype(config, device),
+        device_kind=device,
         max_model_len=_max_model_len(config, model_config),
-        max_step_tokens=config.max_step_tokens or (8192 if device.type == "cuda" else 256),
+        max_step_tokens=config.max_step_tokens or (8192 if device == "cuda" else 256),
         progress=progress,
     )
-    executor = _cuda_executor(plan) if device.type == "cuda" else _cpu_executor(plan)
+    executor = _cuda_executor(plan) if device == "cuda" else _cpu_executor(plan)
     limits = SchedulerLimits(
         num_blocks=executor.num_blocks,
         block_size=config.block_size,
@@ -77,16 +105,33 @@ def start(model: str, config: EngineConfig, progress: Progress | None = None) ->
         vocab_size=model_config.vocab_size,
         eos_ids=frozenset(model_config.eos_ids),
         prefix_caching=config.prefix_caching,
+        max_waiting=config.max_waiting,
+        fcfs=config.scheduling == "fcfs",
     )
     if limits.longest_sequence < plan.max_model_len:
         log.warning("requests are limited to %d tokens, all that the KV cache holds", limits.longest_sequence)
-    return Scheduler(limits), executor, EngineInfo(checkpoint.name, limits.longest_sequence, model_config.vocab_size)
+    times = kept_step_times(
+        plan.machine,
+        checkpoint.name,
+        config.quantization,
+        config.dtype,
+        config.kv_dtype,
+        padded=executor.padded_tokens,
+    )
+    info = EngineInfo(
+        checkpoint.name, limits.longest_sequence, model_config.vocab_size, f"{revision(checkpoint)}-{_precision(plan)}"
+    )
+    return Scheduler(limits, times), executor, info
 
 
 def _cpu_executor(plan: _Plan) -> Executor:
-    torch.set_num_threads(usable_cpus())
     scheme = _cpu_scheme(plan)
-    return _torch_executor(plan, _load(plan)) if scheme is None else _native_executor(plan, scheme)
+    if scheme is not None:
+        return _native_executor(plan, scheme)
+    import torch
+
+    torch.set_num_threads(usable_cpus())
+    return _torch_executor(plan, _load(plan))
 
 
 def _cpu_scheme(plan: _Plan) -> native.Scheme | None:
@@ -94,7 +139,11 @@ def _cpu_scheme(plan: _Plan) -> native.Scheme | None:
     config = plan.engine
     if config.quantization == "fp8":
         raise StartupError("quantization fp8 needs a CUDA device; use int8, int4 or none", param="engine.quantization")
+    if config.kv_dtype == "fp8":
+        raise StartupError("kv_dtype fp8 needs a CUDA device; leave it out", param="engine.kv_dtype")
     problem = native.unsupported_reason(plan.model, config.block_size)
+    if plan.checkpoint.kind == "packed":
+        return _packed_scheme(plan, problem)
     if config.quantization in ("int8", "int4"):
         if problem:
             raise StartupError(f"quantization {config.quantization}: {problem}", param="engine.quantization")
@@ -107,20 +156,40 @@ def _cpu_scheme(plan: _Plan) -> native.Scheme | None:
     return "int8" if config.quantization == "auto" and config.dtype == "auto" else "none"
 
 
+def _packed_scheme(plan: _Plan, problem: str | None) -> native.Scheme:
+    config, scheme = plan.engine, plan.model.dtype
+    if problem:
+        raise StartupError(f"{plan.checkpoint.path.parent} is packed for the native kernels, but {problem}")
+    if config.quantization not in ("auto", scheme):
+        raise StartupError(
+            f"{plan.checkpoint.path.parent} holds {scheme} weights, not {config.quantization}; leave quantization out",
+            param="engine.quantization",
+        )
+    if config.dtype in ("float32", "float16"):
+        raise StartupError(f"the checkpoint is packed in {scheme}; leave dtype out", param="engine.dtype")
+    return "int4" if scheme == "int4" else "int8"
+
+
 def _native_executor(plan: _Plan, scheme: native.Scheme) -> Executor:
-    from penstock.runner.native_forward import NativeForward, fill, native_model
+    from penstock.runner.native_runner import NativeRunner
+    from penstock.runner.packed import fill, native_model
+    from penstock.runner.rows import HostRows
 
     config, model = plan.engine, plan.model
-    block = 2 * model.num_layers * config.block_size * model.num_kv_heads * model.head_dim * torch.bfloat16.itemsize
-    num_blocks = kv_blocks(plan.kv_demand(block), config.kv_memory_gib, plan.device)
+    block = 2 * model.num_layers * config.block_size * model.num_kv_heads * model.head_dim * 2  # bytes of a bfloat16
+    num_blocks = kv_blocks(plan.kv_demand(block), config.kv_memory_gib)
     network = native_model(model, scheme, block_size=config.block_size, num_blocks=num_blocks, threads=usable_cpus())
     fill(network, plan.checkpoint, model, plan.progress)
-    state = RowState(config.max_seqs, plan.table_blocks, model.vocab_size, plan.device)
-    return ModelRunner(NativeForward(network), state, num_blocks=num_blocks, block_size=config.block_size)
+    return NativeRunner(network, HostRows(config.max_seqs, plan.table_blocks, model.vocab_size))
 
 
 def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
     """The model as it is written down, on any device."""
+    from penstock.kernels.attention_reference import ReferenceAttention, block_bytes
+    from penstock.runner.forward import TorchForward
+    from penstock.runner.model_runner import ModelRunner
+    from penstock.runner.row_state import RowState
+
     config, spec = plan.engine, model.attention_spec
     demand = plan.kv_demand(block_bytes(spec, config.block_size, plan.dtype))
     num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device)
@@ -131,41 +200,41 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
 
 
 def _cuda_executor(plan: _Plan) -> Executor:
-    from penstock.runner.cuda_runner import CudaRunner, working_memory  # Triton comes with torch for CUDA only
-    from penstock.runner.fused_forward import FusedForward, quantize_fp8, supports_fused
+    import torch
 
-    config, quantization = plan.engine, plan.engine.quantization
-    if quantization in ("int8", "int4"):
-        raise StartupError(f"quantization {quantization} runs on CPU; on CUDA use fp8", param="engine.quantization")
-    model = _load(plan)
-    if not supports_fused(model, plan.model):
-        if quantization == "fp8":
-            raise StartupError("quantization fp8 covers dense models only", param="engine.quantization")
-        return _torch_executor(plan, model)
-    if quantization == "fp8":
-        quantize_fp8(model)
-    reserve = working_memory(plan.model, config.max_seqs, plan.max_step_tokens)
-    demand = plan.kv_demand(block_bytes(model.attention_spec, config.block_size, plan.dtype), reserve)
-    num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device)
-    forward = FusedForward(
-        model,
-        plan.model,
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_seqs=config.max_seqs,
-        max_model_len=plan.max_model_len,
-    )
-    state = RowState(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, plan.device)
-    runner = CudaRunner(
-        forward, state, num_blocks=num_blocks, block_size=config.block_size, vocab_size=plan.model.vocab_size
-    )
-    began = time.monotonic()
-    sizes = runner.capture_all()
-    log.info("captured decode steps of %d sizes, %.1f s", sizes, time.monotonic() - began)
-    return runner
+    from penstock.runner.cuda_startup import fused_executor  # Triton comes with torch for CUDA only
+    from penstock.runner.fused_forward import supports_fused
+
+    config = plan.engine
+    if config.quantization in ("int8", "int4"):
+        raise StartupError(
+            f"quantization {config.quantization} runs on CPU; on CUDA use fp8", param="engine.quantization"
+        )
+    try:
+        model = _load(plan)
+    except torch.OutOfMemoryError as error:
+        total = torch.cuda.mem_get_info(plan.device)[1] / 2**30
+        raise StartupError(
+            f"the weights of {plan.checkpoint.name} do not fit into what is free of the GPU's {total:.0f} GiB; use a "
+            "smaller model, or free the memory that other processes hold"
+        ) from error
+    if supports_fused(model, plan.model):
+        return fused_executor(plan, model)
+    if config.quantization == "fp8" or config.kv_dtype == "fp8":
+        raise StartupError("fp8 is not there for models with biases in their MLP", param="engine.quantization")
+    return _torch_executor(plan, model)
+
+
+def _precision(plan: _Plan) -> str:
+    """Names everything but the weights that decides the logits; batches and instruction sets move them less."""
+    native_runs = plan.device_kind == "cpu" and not native.unsupported_reason(plan.model, plan.engine.block_size)
+    kind = f"{plan.device_kind}-{'native' if native_runs else 'torch'}"
+    return f"{kind}-{plan.dtype_name}-{plan.engine.quantization}-{plan.engine.kv_dtype}"
 
 
 def _load(plan: _Plan) -> CausalLM:
+    from penstock.models.loader import load_model
+
     began = time.monotonic()
     model = load_model(plan.checkpoint, plan.model, dtype=plan.dtype, device=plan.device, progress=plan.progress)
     log.info(
@@ -180,19 +249,29 @@ def _load(plan: _Plan) -> CausalLM:
     return model
 
 
-def _device(config: EngineConfig) -> torch.device:
-    if config.device == "cuda" and not torch.cuda.is_available():
+def _device(config: EngineConfig, checkpoint: Checkpoint) -> Literal["cpu", "cuda"]:
+    if checkpoint.kind == "packed" and config.device == "cuda":
+        raise StartupError(
+            f"{checkpoint.path.parent} is packed for the CPU; serve the original checkpoint", param="engine.device"
+        )
+    if config.device == "cpu" or checkpoint.kind == "packed":
+        return "cpu"
+    if _cuda_available():
+        return "cuda"
+    if config.device == "cuda":
         raise StartupError("device is cuda but torch sees no CUDA device; use --device cpu", param="engine.device")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    return "cpu"
 
 
-def _dtype(config: EngineConfig, device: torch.device) -> torch.dtype:
-    if config.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    return dtype
+def _cuda_available() -> bool:
+    """Asks torch only where there is a driver, so that a machine without one never loads torch for this."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

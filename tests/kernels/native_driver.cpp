@@ -58,6 +58,18 @@ int run(const Kernels& kernels, Scheme scheme, int heads, int kv_heads, int thre
         if (!model.forward(call).empty()) return 2;
         for (float v : logits)
             if (!std::isfinite(v)) return 3;
+        std::vector<Draw> draws;
+        for (int32_t row = 0; row < int32_t(rows.size()); row++)
+            draws.push_back({row * 77, row, step, row % 3 * 5, 0.7f, row % 2 ? 0.8f : 1.f, row % 5 == 4 ? 0.1f : 0.f});
+        std::vector<int32_t> drawn(draws.size(), -1);
+        model.sample(logits.data(), draws.data(), int(draws.size()), drawn.data());
+        for (int32_t token : drawn)
+            if (token < 0 || token >= vocab) return 4;
+        Step greedy = call;
+        greedy.logits = nullptr;
+        std::vector<int32_t> again(rows.size());
+        greedy.argmax = again.data();
+        if (!model.forward(greedy).empty() || again != argmax) return 5;
     }
     return 0;
 }

@@ -21,7 +21,8 @@ LEVELS = {"portable": [], "avx2": ["-mavx2", "-mfma"], "avx512vnni": [*AVX512, "
 @pytest.mark.skipif(shutil.which("g++") is None or not native.available(), reason="needs g++")
 def test_steps_of_all_kernels_are_clean(tmp_path: Path) -> None:
     builds = [
-        ([], source) for source in (DRIVER, *(SOURCES / f"{n}.cpp" for n in ("model", "pack", "threadpool", "weights")))
+        ([], source)
+        for source in (DRIVER, *(SOURCES / f"{n}.cpp" for n in ("model", "pack", "sampling", "threadpool", "weights")))
     ]
     builds += [([*flags, f"-DPENSTOCK_ISA={level}"], SOURCES / "kernels_isa.cpp") for level, flags in LEVELS.items()]
     running = []

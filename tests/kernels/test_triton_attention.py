@@ -7,16 +7,11 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels.attention_triton import (
-    DecodeConfig,
-    SharedPrefix,
-    Turn,
-    decode_attention,
-    decode_scratch,
-    paged_attention_reference,
-)
 from penstock.kernels.decode_plan_triton import MOST_PARTS, decode_parts, plan_decode
+from penstock.kernels.decode_triton import DecodeConfig, Turn, decode_attention, decode_scratch
+from penstock.kernels.paged_triton import paged_attention_reference
 from penstock.kernels.prefill_triton import PrefillConfig, prefill_attention
+from penstock.kernels.prefix_triton import SharedPrefix
 from penstock.kernels.rope_triton import rope_and_cache
 
 BLOCK = 16
@@ -41,6 +36,11 @@ def make_cache(
 
 def tolerance(dtype: torch.dtype) -> float:
     return 1e-5 if dtype == torch.float32 else 2e-3
+
+
+def queries(dtype: torch.dtype) -> torch.dtype:
+    """Over a cache of this dtype."""
+    return torch.float32 if dtype == torch.float8_e4m3fn else dtype
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,7 @@ def test_parts_fill_the_device_and_leave_room_to_divide() -> None:
         ((4, 1), 64, torch.float32, 5, 0),
         ((6, 2), 48, torch.float32, 9, 0),  # odd group, head size that is no power of two
         ((4, 2), 64, torch.float16, 8, 0),
+        ((4, 2), 32, torch.float8_e4m3fn, 8, 0),
         ((2, 2), 32, torch.float32, 8, 20),
     ],
 )
@@ -99,7 +100,7 @@ def test_decode(heads: tuple[int, int], dim: int, dtype: torch.dtype, parts: int
     generator = torch.Generator().manual_seed(1)
     contexts = [1, 37, 0, 130]  # a first token, a partial block, padding, several tiles
     k, v, tables = make_cache(generator, contexts, heads, dim, dtype)
-    q = torch.randn(len(contexts), heads[0], dim, generator=generator).to(dtype)
+    q = torch.randn(len(contexts), heads[0], dim, generator=generator).to(queries(dtype))
     scratch = decode_scratch(len(contexts), *heads, dim, parts, q.device)
     plan = plan_decode(torch.tensor(contexts, dtype=torch.int32), parts, 32, window=window)
     for _ in range(2):  # the arrival counters must be back at zero after a launch
@@ -146,12 +147,15 @@ def test_decode_turns_and_stores_what_is_new(
     torch.testing.assert_close(v, v_expected, atol=0, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("parts", "prefix_splits", "shared"), [(5, 1, 48), (8, 3, 112), (8, 4, 16)])
-def test_decode_over_shared_prefix(parts: int, prefix_splits: int, shared: int) -> None:
+@pytest.mark.parametrize(
+    ("parts", "prefix_splits", "shared", "dtype"),
+    [(5, 1, 48, torch.float32), (8, 3, 112, torch.float8_e4m3fn), (8, 4, 16, torch.float32)],
+)
+def test_decode_over_shared_prefix(parts: int, prefix_splits: int, shared: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     heads, dim = (4, 2), 32
     contexts = [shared + 1, shared + 70, 90, shared + 33]  # the third sequence shares nothing
-    k, v, tables = make_cache(generator, contexts, heads, dim, torch.float32)
+    k, v, tables = make_cache(generator, contexts, heads, dim, dtype)
     for member in (1, 3):
         tables[member, : shared // BLOCK] = tables[0, : shared // BLOCK]
     q = torch.randn(len(contexts), heads[0], dim, generator=generator)
@@ -168,7 +172,7 @@ def test_decode_over_shared_prefix(parts: int, prefix_splits: int, shared: int) 
         out.fill_(torch.nan)
         decode_attention(out, q, k, v, tables, plan, scale=0.2, scratch=scratch, prefix=prefix, config=DecodeConfig(32))
         expected = paged_attention_reference(q, k, v, tables, list(range(5)), contexts, 0.2)
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(out, expected, atol=tolerance(dtype), rtol=tolerance(dtype))
 
 
 @pytest.mark.parametrize(
@@ -177,6 +181,7 @@ def test_decode_over_shared_prefix(parts: int, prefix_splits: int, shared: int) 
         ((4, 2), 64, torch.float32, 0),
         ((6, 2), 48, torch.float32, 0),
         ((4, 1), 32, torch.float16, 0),
+        ((4, 2), 32, torch.float8_e4m3fn, 0),
         ((2, 2), 32, torch.float32, 24),
     ],
 )
@@ -185,7 +190,7 @@ def test_prefill(heads: tuple[int, int], dim: int, dtype: torch.dtype, window: i
     generator = torch.Generator().manual_seed(3)
     starts, contexts = [2, 3, 42, 42, 59], [40, 39, 7, 100]  # a short chunk late in its prompt, a whole one, none
     k, v, tables = make_cache(generator, contexts, heads, dim, dtype)
-    q = torch.randn(starts[-1], heads[0], dim, generator=generator).to(dtype)
+    q = torch.randn(starts[-1], heads[0], dim, generator=generator).to(queries(dtype))
     out = torch.full_like(q, 7.0)
     prefill_attention(
         out, q, k, v, tables, torch.tensor(starts, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32),

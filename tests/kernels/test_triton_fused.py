@@ -7,7 +7,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels.activation_triton import silu_mul, silu_mul_reference
+from penstock.kernels.activation_triton import ProductScales, add_scaled, silu_mul, silu_mul_reference
 from penstock.kernels.gemm_triton import (
     GemvConfig,
     SkinnyConfig,
@@ -16,7 +16,7 @@ from penstock.kernels.gemm_triton import (
     stream_gemm,
     stream_gemv,
 )
-from penstock.kernels.linear_triton import linear
+from penstock.kernels.linear_triton import add_linear, gated_linear, linear
 from penstock.kernels.norm_triton import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -67,6 +67,20 @@ def test_quantised_rows_come_back() -> None:
 def test_silu_mul() -> None:
     gate_up = randn(3, 2 * 1100)
     close(silu_mul(gate_up), silu_mul_reference(gate_up), 1e-5)
+
+
+def test_scales_left_out_of_a_product_are_applied_after_it() -> None:
+    rows, width = 3, 1100
+    product, unscaled = randn(rows, 2 * width), ProductScales(randn(rows).abs(), randn(2 * width).abs())
+    scaled = product * unscaled.of_rows[:, None] * unscaled.of_channels
+    close(silu_mul(product, unscaled=unscaled), silu_mul_reference(scaled), 1e-5)
+    scales = torch.empty(rows)
+    quantised = silu_mul(product, scales=scales, unscaled=unscaled)
+    assert typical_error(quantised.float() * scales[:, None], silu_mul_reference(scaled)) < 0.04
+    residual = randn(rows, 2 * width, seed=1)
+    expected = residual + scaled
+    assert add_scaled(residual, product, unscaled) is residual
+    close(residual, expected, 1e-5)
 
 
 @pytest.mark.parametrize(("heads", "dim", "rotary", "normed"), [((5, 2), 32, 32, True), ((4, 4), 48, 24, False)])
@@ -140,12 +154,14 @@ def test_gemm_refuses_a_scratch_that_its_splits_would_overrun() -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 9, 70])  # the vector kernel, the matrix kernel, the library
-@pytest.mark.parametrize(("normed", "gated", "adds"), [(True, False, False), (True, True, False), (False, False, True)])
-def test_linear_is_the_same_function_at_every_batch_size(rows: int, normed: bool, gated: bool, adds: bool) -> None:
-    n, k = 96, 128
-    x, weight, norm = randn(rows, k), randn(n, k) / 10, (randn(k, seed=1), 1e-5) if normed else None
-    residual = randn(rows, n) if adds else None
-    expected = linear_reference(x, weight, norm=norm, gated=gated, residual=residual)
-    result = linear(x, weight, split_scratch(CPU, 1 << 16, 16), norm=norm, gated=gated, residual=residual)
-    close(result, expected)
-    assert residual is None or result is residual
+def test_linear_layers_are_the_same_function_at_every_batch_size(rows: int) -> None:
+    n, k, scratch = 96, 128, split_scratch(CPU, 1 << 16, 16)
+    x, weight, norm = randn(rows, k), randn(n, k) / 10, (randn(k, seed=1), 1e-5)
+    residual, out = randn(rows, n), torch.full((rows, n), torch.nan)
+    close(linear(x, weight, scratch, norm=norm), linear_reference(x, weight, norm=norm))
+    assert linear(x, weight, scratch, out=out) is out
+    close(out, linear_reference(x, weight))
+    close(gated_linear(x, weight, scratch, norm=norm), linear_reference(x, weight, norm=norm, gated=True))
+    expected = linear_reference(x, weight, residual=residual)
+    assert add_linear(residual, x, weight, scratch) is residual
+    close(residual, expected)

@@ -14,7 +14,8 @@ from penstock.kernels import native
 from penstock.models.config import read_config
 from penstock.runner.forward import TorchForward
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.native_forward import NativeForward, fill, native_model
+from penstock.runner.native_runner import NativeRunner
+from penstock.runner.packed import fill, native_model
 from penstock.runner.perplexity import perplexity
 from penstock.runner.startup import Progress, start
 from penstock.text.tokenizer import load_tokenizer
@@ -29,10 +30,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def forward_of(config: EngineConfig, progress: Progress | None = None) -> object:
-    _, executor, _ = start("smollm2-135m", config, progress)
-    assert isinstance(executor, ModelRunner)
-    return executor._forward
+def executor_of(config: EngineConfig, progress: Progress | None = None) -> object:
+    return start("smollm2-135m", config, progress)[1]
+
+
+def runs_on_torch(executor: object) -> bool:
+    return isinstance(executor, ModelRunner) and isinstance(executor._forward, TorchForward)
 
 
 def test_int8_kernels_by_default_and_packed_weights_at_the_second_start(
@@ -43,7 +46,7 @@ def test_int8_kernels_by_default_and_packed_weights_at_the_second_start(
     for said in ("loaded and packed", "read packed"):
         caplog.clear()
         config = EngineConfig(**SMALL)  # type: ignore[arg-type]
-        assert isinstance(forward_of(config, lambda done, total: reports.append((done, total))), NativeForward)
+        assert isinstance(executor_of(config, lambda done, total: reports.append((done, total))), NativeRunner)
         assert said in caplog.text
         assert "in int8" in caplog.text
     assert len(reports) > 200  # one per tensor, of the first start only
@@ -52,7 +55,7 @@ def test_int8_kernels_by_default_and_packed_weights_at_the_second_start(
 
 
 def test_float32_is_plain_torch() -> None:
-    assert isinstance(forward_of(EngineConfig(dtype="float32", **SMALL)), TorchForward)  # type: ignore[arg-type]
+    assert runs_on_torch(executor_of(EngineConfig(dtype="float32", **SMALL)))  # type: ignore[arg-type]
 
 
 def test_without_the_library_it_runs_on_torch_and_says_so(
@@ -61,7 +64,7 @@ def test_without_the_library_it_runs_on_torch_and_says_so(
     monkeypatch.setattr(native, "LIBRARY", Path("/nowhere/_native.so"))
     native._load.cache_clear()
     try:
-        assert isinstance(forward_of(EngineConfig(**SMALL)), TorchForward)  # type: ignore[arg-type]
+        assert runs_on_torch(executor_of(EngineConfig(**SMALL)))  # type: ignore[arg-type]
         assert "reinstall with a C++20 compiler" in caplog.text
         with pytest.raises(StartupError, match=r"quantization int4: .*was not built"):
             start("smollm2-135m", EngineConfig(quantization="int4", **SMALL))  # type: ignore[arg-type]

@@ -124,6 +124,12 @@ PENSTOCK_API const char* penstock_model_forward(Model* model, const Step* step) 
     }
 }
 
+PENSTOCK_API void penstock_model_sample(Model* model, const float* logits, const Draw* draws, int32_t count,
+                                        int32_t* tokens) {
+    model->sample(logits, draws, count, tokens);
+}
+
+PENSTOCK_API void penstock_model_pin_caller(Model* model) { model->pin_caller(); }
 PENSTOCK_API uint8_t* penstock_model_weights(Model* model) { return model->weights(); }
 PENSTOCK_API uint64_t penstock_model_weight_bytes(Model* model) { return model->weight_bytes(); }
 PENSTOCK_API uint8_t* penstock_model_cache(Model* model) { return reinterpret_cast<uint8_t*>(model->cache()); }

@@ -35,6 +35,14 @@ PENSTOCK_INLINE void put(float* to, f32x16 v, int columns, bool add) {
     }
 }
 
+PENSTOCK_INLINE void keep_best(Best& best, f32x16 y, int column, int columns) {
+    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const f32x16 before = load<f32x16>(best.value);
+    const i32x16 better = (y > before) & (lanes < columns);
+    store(best.value, better ? y : before);
+    store(best.column, better ? lanes + column : load<i32x16>(best.column));
+}
+
 template <int MR>
 PENSTOCK_INLINE void finish_tile(const Matrix& w, int panel, const f32x16 (&y)[MR][2], int row, const Output& out) {
     for (int r = 0; r < MR; r++) {
@@ -48,6 +56,11 @@ PENSTOCK_INLINE void finish_tile(const Matrix& w, int panel, const f32x16 (&y)[M
         if (out.epilogue == SILU_MUL) {
             put(to + panel * 16, silu(first) * second, w.n / 2 - panel * 16, false);
             continue;
+        }
+        if (out.epilogue == CHOOSE) {
+            keep_best(out.best[row + r], first, column, w.n - column);
+            keep_best(out.best[row + r], second, column + 16, w.n - column - 16);
+            if (!out.data) continue;
         }
         put(to + column, first, w.n - column, out.epilogue == ADD);
         put(to + column + 16, second, w.n - column - 16, out.epilogue == ADD);

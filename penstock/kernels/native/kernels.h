@@ -48,6 +48,13 @@ enum Epilogue : int32_t {
     STORE = 0,     // out = y
     ADD = 1,       // out += y
     SILU_MUL = 2,  // columns 0..15 of a panel are gates, 16..31 ups: out = silu(gate) * up, half as wide
+    CHOOSE = 3,    // keep the largest y of each row in `best`, and out = y unless data is null
+};
+
+// The largest of what one thread has seen of a row, still spread over 16 lanes.
+struct alignas(64) Best {
+    float value[16];
+    int32_t column[16];
 };
 
 struct Range {
@@ -58,6 +65,7 @@ struct Output {
     Epilogue epilogue;
     float* data;
     size_t stride;
+    Best* best = nullptr;  // per row, of this thread; CHOOSE only
 };
 
 // Keys and values of one layer. A block holds, per key/value head,
@@ -108,7 +116,11 @@ struct Kernels {
     size_t (*attention_scratch)(int head_dim);
     void (*attend)(const Cache& cache, int kv_head, const AttentionTask& task, const AttentionBuffers& buffers);
     void (*merge_partials)(const float* partials, int count, int heads, int head_dim, float* out);
-    int32_t (*argmax)(const float* x, int n);
+    int32_t (*best_column)(const Best* parts, size_t step, int count);  // over parts 0, step, 2 step …
+    float (*scale_logits)(const float* logits, int n, float temperature, float* out);
+    float (*total_mass)(const float* v, int n, float peak);
+    int (*at_least)(const float* v, int n, float threshold, int32_t* out);
+    int32_t (*draw)(const float* v, int n, uint64_t seed, uint32_t position);
 };
 
 extern const Kernels portable_kernels;

@@ -4,6 +4,7 @@
 #include "gemm_int4.h"
 #include "gemm_int8.h"
 #include "ops.h"
+#include "sampling.h"
 
 namespace PENSTOCK_ISA {
 
@@ -34,5 +35,9 @@ extern const penstock::Kernels penstock::PENSTOCK_JOIN(PENSTOCK_ISA, _kernels) =
     PENSTOCK_ISA::attention_scratch,
     PENSTOCK_ISA::attend,
     PENSTOCK_ISA::merge_partials,
-    PENSTOCK_ISA::argmax,
+    PENSTOCK_ISA::best_column,
+    PENSTOCK_ISA::scale_logits,
+    PENSTOCK_ISA::total_mass,
+    PENSTOCK_ISA::at_least,
+    PENSTOCK_ISA::draw,
 };

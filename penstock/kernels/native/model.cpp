@@ -22,6 +22,12 @@ size_t operand_stride(size_t width) {
     return stride % 512 ? stride : stride + 64;
 }
 
+const Best NO_BEST = [] {
+    Best best{};
+    std::fill(std::begin(best.value), std::end(best.value), -INFINITY);
+    return best;
+}();
+
 Range share(int count, int thread, int threads) {
     return {int(int64_t(count) * thread / threads), int(int64_t(count) * (thread + 1) / threads)};
 }
@@ -142,6 +148,7 @@ std::string Model::forward(const Step& step) {
     if (std::string problem = check(step); !problem.empty()) return problem;
     reserve(step);
     plan_attention(step);
+    best_.resize(std::max(best_.size(), size_t(step.num_logits) * pool_.size()));
     for (WorkCounter& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
     pool_.run([&](int thread) { run(step, thread); });
     return "";
@@ -181,11 +188,13 @@ void Model::run(const Step& step, int thread) {
     pool_.barrier();
     normalize(final_norm_, head_.scheme, step.logit_rows, step.num_logits, thread);
     pool_.barrier();
-    multiply(head_, hidden_, step.num_logits, {STORE, step.logits, size_t(spec_.vocab)}, thread, phase);
+    Best* best = best_.data() + size_t(thread) * step.num_logits;
+    std::fill(best, best + step.num_logits, NO_BEST);
+    multiply(head_, hidden_, step.num_logits, {CHOOSE, step.logits, size_t(spec_.vocab), best}, thread, phase);
     pool_.barrier();
     const Range mine = share(step.num_logits, thread, pool_.size());
     for (int r = mine.begin; r < mine.end; r++)
-        step.argmax[r] = kernels_->argmax(step.logits + size_t(r) * spec_.vocab, spec_.vocab);
+        step.argmax[r] = kernels_->best_column(best_.data() + r, step.num_logits, pool_.size());
 }
 
 void Model::embed(const Step& step, int thread) {

@@ -34,8 +34,15 @@ struct Step {
     const int32_t* query_starts;                // [num_sequences + 1]
     const int32_t* contexts;                    // [num_sequences]
     const int32_t* logit_rows;                  // [num_logits]
-    float* logits;                              // [num_logits, vocab]
+    float* logits;                              // [num_logits, vocab]; null: only the argmax is wanted
     int32_t* argmax;                            // [num_logits]
+};
+
+// How one row of logits is drawn from; top_k 0, top_p 1 and min_p 0 are off.
+struct Draw {
+    int64_t seed;
+    int32_t row, position, top_k;
+    float temperature, top_p, min_p;
 };
 
 // Zeroed memory in huge pages where the system grants them: a weight stream then misses the TLB 512 times less.
@@ -68,11 +75,15 @@ class Model {
     std::string set_tensor(Tensor kind, int layer, const float* data, int64_t rows, int64_t columns);
     std::string forward(const Step& step);
 
+    // One token per draw, from rows of logits that may have been changed since a step wrote them.
+    void sample(const float* logits, const Draw* draws, int count, int32_t* tokens);
+
     uint8_t* weights() const { return weights_.data(); }
     size_t weight_bytes() const { return weights_.size(); }
     size_t block_bytes() const;
     uint16_t* cache() const { return reinterpret_cast<uint16_t*>(cache_.data()); }
     void use(const Kernels& kernels);
+    void pin_caller() const { pool_.pin_caller(); }
 
   private:
     struct Place;
@@ -111,6 +122,9 @@ class Model {
     std::vector<AttentionTask> tasks_;
     std::vector<std::pair<int32_t, int32_t>> merges_;  // (token, number of partials), in slot order
     std::vector<WorkCounter> counters_;
+    std::vector<Best> best_;                    // [thread][logit row]
+    std::vector<std::vector<float>> scaled_;    // per thread: logits over temperature
+    std::vector<std::vector<int32_t>> likely_;  // per thread: candidates
 };
 
 }  // namespace penstock

@@ -126,21 +126,18 @@ static void write_cache(const Cache& cache, int head, int32_t slot, const float*
     for (int d = 0; d < cache.head_dim; d++) v[2 * d] = to_bf16(value[d]);
 }
 
-// The lowest index of the largest value.
-static int32_t argmax(const float* x, int n) {
-    int32_t best = 0;
-    int i = 0;
-    if (n >= 16) {
-        f32x16 top = load<f32x16>(x);
-        for (i = 16; i + 16 <= n; i += 16) top = vmax(top, load<f32x16>(x + i));
-        const float peak = maximum(top);
-        for (best = 0; best < i && x[best] != peak; best++) {
-        }
-        if (best == i) best = 0;  // only when the row holds NaN
+// The column of the largest value among what several threads kept of a row.
+static int32_t best_column(const Best* parts, size_t step, int count) {
+    f32x16 best = load<f32x16>(parts->value);
+    i32x16 column = load<i32x16>(parts->column);
+    for (int i = 1; i < count; i++) {
+        const f32x16 value = load<f32x16>(parts[i * step].value);
+        const i32x16 other = load<i32x16>(parts[i * step].column);
+        const i32x16 better = (value > best) | ((value == best) & (other < column));
+        best = better ? value : best;
+        column = better ? other : column;
     }
-    for (; i < n; i++)
-        if (x[i] > x[best]) best = i;
-    return best;
+    return index_of_best(best, column);
 }
 
 }  // namespace PENSTOCK_ISA

@@ -65,6 +65,15 @@ PENSTOCK_INLINE float maximum(f32x16 v) {
     return v[0];
 }
 
+// The index that stands beside the largest value; of equal values the lowest index.
+PENSTOCK_INLINE int32_t index_of_best(f32x16 best, i32x16 index) {
+    const float peak = maximum(best);
+    int32_t found = INT32_MAX;
+    for (int i = 0; i < 16; i++)
+        if (best[i] == peak && index[i] < found) found = index[i];
+    return found == INT32_MAX ? 0 : found;  // only when there is NaN among them
+}
+
 // Round to nearest for |v| < 2^22, by letting the addition drop the fraction bits.
 PENSTOCK_INLINE i32x16 round_to_int(f32x16 v) {
     const f32x16 magic = splat(12582912.f);

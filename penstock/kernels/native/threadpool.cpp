@@ -1,5 +1,8 @@
 #include "threadpool.h"
 
+#if defined(__linux__)
+#include <sched.h>
+#endif
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -8,9 +11,10 @@ namespace penstock {
 
 namespace {
 
-// Pauses before sleeping; one takes 20 to 50 ns. Waking a sleeper costs 50 us and more on a virtual machine.
-constexpr int BARRIER_SPINS = 1000;  // the others are computing
-constexpr int STEP_SPINS = 4000;     // the next step is being scheduled, or there is none
+// Pauses before sleeping; one takes 20 to 50 ns. Waking a sleeper costs 50 us and more on a virtual machine, so a
+// barrier outwaits what a gateway or client does between two tokens on the core of the thread that is late.
+constexpr int BARRIER_SPINS = 10000;
+constexpr int STEP_SPINS = 10000;  // the next step is being scheduled, or there is none
 
 void pause() {
 #if defined(__x86_64__)
@@ -26,6 +30,23 @@ void wait_while(std::atomic<uint32_t>& value, uint32_t old, int spins) {
         pause();
     }
     value.wait(old, std::memory_order_acquire);
+}
+
+// Keep a thread on one of the CPUs this process may use, if there are as many as threads. The system would else put two
+// of them on one core whenever another process takes the second, and leave them there, one waiting for the other at each
+// barrier, long after that has gone back to sleep.
+void pin(int thread, int threads) {
+#if defined(__linux__)
+    cpu_set_t usable, one;
+    if (sched_getaffinity(0, sizeof usable, &usable) != 0 || CPU_COUNT(&usable) != threads) return;
+    for (int cpu = 0, number = 0; cpu < CPU_SETSIZE; cpu++) {
+        if (!CPU_ISSET(cpu, &usable) || number++ != thread) continue;
+        CPU_ZERO(&one);
+        CPU_SET(cpu, &one);
+        sched_setaffinity(0, sizeof one, &one);  // of the calling thread; where it is refused nothing is lost but speed
+        return;
+    }
+#endif
 }
 
 }  // namespace
@@ -50,7 +71,10 @@ void ThreadPool::run(Job job, void* context) {
     barrier();
 }
 
+void ThreadPool::pin_caller() const { pin(0, size_); }
+
 void ThreadPool::work(int thread) {
+    pin(thread, size_);
     for (uint32_t seen = 0;; seen++) {
         wait_while(epoch_, seen, STEP_SPINS);
         if (stopping_) return;

@@ -1,15 +1,12 @@
-"""Paged attention for CUDA: decode, divided by `decode_plan_triton`, and decode over a prefix that many share.
+"""Paged decode attention for CUDA: one query per sequence, divided by `decode_plan_triton`.
 
-Layout of the cache, per layer, keys and values apart: [N, K, B, D]. A block's tokens of one head are contiguous
-(4 KiB at 16 x 128 bf16), so one program streams long runs. Prefill over the same cache is in `prefill_triton`.
-
-Shape suffixes as in `base`: S sequences, H query heads, K key/value heads, D head size, N blocks, B tokens per block.
+What sequences share at their start may be left to `prefix_triton`; the two are merged here. Shapes as in
+`paged_triton`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -18,51 +15,9 @@ import triton.language as tl
 
 from penstock.kernels.decode_plan_triton import FIELDS
 from penstock.kernels.overlap_triton import overlaps_launches
+from penstock.kernels.paged_triton import LOG2_E, UNSEEN, attend, math_dtype
+from penstock.kernels.prefix_triton import DecodeScratch, SharedPrefix, attend_prefix
 from penstock.kernels.rope_triton import angles, head_gains, rotated, with_partners
-
-LOG2_E = math.log2(math.e)
-UNSEEN = tl.constexpr(-1.0e30)  # finite stand-in for -inf: a row that saw no key yet must not produce NaN
-
-
-@triton.jit
-def attend(
-    q, acc, total, peak, k_head, v_head, table, start, stop, last, window, scale, stride_block, stride_token,
-    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Online softmax of the rows of `q` over tokens [start, stop). Row r sees tokens up to `last[r]` if MASKED."""
-    dims = tl.arange(0, D_PAD)
-    for base in tl.range(start, stop, BLOCK_N):
-        tokens = base + tl.arange(0, BLOCK_N)
-        if MASKED:
-            blocks = tl.load(table + tokens // BLOCK_SIZE, mask=tokens < stop, other=0).to(tl.int64)
-        else:
-            blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
-        places = (blocks * stride_block + (tokens % BLOCK_SIZE) * stride_token)[:, None] + dims[None, :]
-        if MASKED:
-            # A reused block may hold another request's NaN past the end of this sequence: never load it.
-            inside = (tokens < stop)[:, None] & (dims < D)[None, :]
-            k = tl.load(k_head + places, mask=inside, other=0.0)
-            v = tl.load(v_head + places, mask=inside, other=0.0)
-        elif D == D_PAD:
-            k = tl.load(k_head + places)
-            v = tl.load(v_head + places)
-        else:
-            k = tl.load(k_head + places, mask=(dims < D)[None, :], other=0.0)
-            v = tl.load(v_head + places, mask=(dims < D)[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if MASKED:
-            visible = tokens[None, :] <= last[:, None]
-            if WINDOW:
-                visible = visible & (tokens[None, :] > last[:, None] - window)
-            scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-        decay = tl.exp2(peak - new_peak)
-        weights = tl.exp2(scores * scale - new_peak[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        peak = new_peak
-    return acc, total, peak
 
 
 @triton.jit
@@ -147,6 +102,7 @@ def _decode_kernel(
     heads = kv_head * GROUP + rows
     real = (rows < GROUP)[:, None] & (dims < D)[None, :]
     places = heads[:, None] * D + dims[None, :]
+    MATH: tl.constexpr = math_dtype(k_cache.dtype.element_ty)
     if ROTARY > 0:
         cos, sin = angles(cos_sin, tl.maximum(context - 1, 0), D_PAD, ROTARY)
         q_gains = head_gains(q_gain, D, D_PAD, ROTARY, NORM)
@@ -164,9 +120,9 @@ def _decode_kernel(
         raw_q = with_partners(token + heads[:, None] * D, real, D_PAD, ROTARY)
         raw_k = with_partners(token + (HEADS + kv_head) * D + tl.zeros([1, 1], tl.int32), fresh, D_PAD, ROTARY)
         value = tl.load(token + (HEADS + HEADS // GROUP + kv_head) * D + dims[None, :], mask=fresh, other=0.0)
-        q_rows = rotated(raw_q, cos, sin, q_gains, eps, D, NORM).to(k_cache.dtype.element_ty)
+        q_rows = rotated(raw_q, cos, sin, q_gains, eps, D, NORM).to(MATH)
         key = rotated(raw_k, cos, sin, k_gains, eps, D, NORM).to(k_cache.dtype.element_ty)
-        value = value.to(v_cache.dtype.element_ty)
+        value = value.to(tl.float32).to(v_cache.dtype.element_ty)
         place = block * stride_block + last % BLOCK_SIZE * stride_token + dims[None, :]
         tl.store(k_head + place, key, mask=fresh)
         tl.store(v_head + place, value, mask=fresh)
@@ -176,7 +132,7 @@ def _decode_kernel(
         acc = value.to(tl.float32) + tl.zeros([ROWS, D_PAD], tl.float32)
         end = stop - own.to(tl.int32)
     else:
-        q_rows = tl.load(q + seq.to(tl.int64) * stride_q + places, mask=real, other=0.0)
+        q_rows = tl.load(q + seq.to(tl.int64) * stride_q + places, mask=real, other=0.0).to(MATH)
         peak = tl.full([ROWS], UNSEEN, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D_PAD], tl.float32)
@@ -210,53 +166,6 @@ def _decode_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
-def _prefix_kernel(
-    q, k_cache, v_cache, table, shared_len, partial_out, partial_lse, num_seqs, scale,
-    stride_q, stride_block, stride_head, stride_token,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """All queries of one key/value head against a piece of the shared prefix, read once for ROWS queries."""
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-    length = tl.load(shared_len)
-    share = tl.cdiv(tl.cdiv(length, BLOCK_N), tl.num_programs(2)) * BLOCK_N
-    start = split * share
-    stop = tl.minimum(start + share, length)
-
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    seqs = rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
-    dims = tl.arange(0, D_PAD)
-    real = (seqs < num_seqs)[:, None] & (dims < D)[None, :]
-    q_rows = tl.load(q + (seqs * stride_q + heads * D)[:, None] + dims[None, :], mask=real, other=0.0)
-    acc = tl.zeros([ROWS, D_PAD], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    peak = tl.full([ROWS], UNSEEN, tl.float32)
-    k_head = k_cache + kv_head * stride_head
-    v_head = v_cache + kv_head * stride_head
-    whole = start + tl.maximum(stop - start, 0) // BLOCK_N * BLOCK_N
-    last = tl.zeros([ROWS], tl.int32) + (stop - 1)
-    acc, total, peak = attend(
-        q_rows, acc, total, peak, k_head, v_head, table, start, whole, last, 0, scale, stride_block, stride_token,
-        D, D_PAD, BLOCK_SIZE, BLOCK_N, False, False,
-    )  # fmt: skip
-    acc, total, peak = attend(
-        q_rows, acc, total, peak, k_head, v_head, table, whole, stop, last, 0, scale, stride_block, stride_token,
-        D, D_PAD, BLOCK_SIZE, BLOCK_N, True, False,
-    )  # fmt: skip
-    into = (split * num_seqs + seqs) * HEADS + heads
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(partial_out + into.to(tl.int64)[:, None] * D + dims[None, :], result, mask=real)
-    tl.store(partial_lse + into, peak + tl.log2(total), mask=seqs < num_seqs)
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
     """Tile shape of the decode kernel."""
@@ -264,34 +173,6 @@ class DecodeConfig:
     block_n: int
     num_warps: int = 4
     num_stages: int = 4
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixConfig:
-    rows: int = 128
-    block_n: int = 64
-    num_warps: int = 8
-    num_stages: int = 5
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeScratch:
-    """Partial results of parts and of a shared prefix. One scratch serves all layers, which run one after the other."""
-
-    out: torch.Tensor  # float32 [rows * H * D]
-    lse: torch.Tensor  # float32 [rows * H], base-2 logarithm of the softmax denominator
-    arrivals: torch.Tensor  # int32 [S * K], zero between launches
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Blocks that the sequences with `lengths_S[s] > 0` have in common at the start of their tables."""
-
-    table_M: torch.Tensor  # int32
-    length: torch.Tensor  # int32 [1]
-    lengths_S: torch.Tensor  # int32: `length` for members, 0 for the others
-    splits: int
-    config: PrefixConfig = PrefixConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,18 +189,15 @@ def decode_config(
 ) -> DecodeConfig:
     """Tiles measured on an H200: larger while a program must hide latency alone, small once the device is full.
 
-    `row_bytes` is the size of one key of one head; beyond 256 a large tile would not fit. After a shared prefix there
-    is little left of each sequence to read.
+    `row_bytes` is the size of one key of one head; beyond 256 a large tile would not fit, and up to 128, which is fp8,
+    fewer warps convert more. After a shared prefix there is little left of each sequence to read.
     """
     programs = num_seqs * num_kv_heads
+    if row_bytes <= 128 and programs >= 132:
+        return DecodeConfig(64, 2, 4) if programs >= 1024 else DecodeConfig(128, 4, 4)
     if row_bytes > 256 or (programs >= 1024 and after_prefix):
         return DecodeConfig(32, 2, 4)
     return DecodeConfig(128, 8, 4) if 132 <= programs < 1024 else DecodeConfig(64, 4, 4)
-
-
-def prefix_splits(num_seqs: int, num_heads: int, max_prefix: int, programs: int = 132) -> int:
-    tiles = -(-num_seqs * num_heads // PrefixConfig().rows)
-    return max(1, min(programs // tiles, -(-max_prefix // 256), 16))
 
 
 def decode_scratch(
@@ -360,7 +238,7 @@ def decode_attention(
     if prefix is not None:
         if turn is not None:
             raise ValueError("queries over a shared prefix must be turned before, by rope_and_cache")
-        _launch_prefix(q, k_cache, v_cache, prefix, scratch, scale, pdl)
+        attend_prefix(q, k_cache, v_cache, prefix, scratch, scale, pdl)
     q_gain, k_gain = turn.norm_weights if turn and turn.norm_weights else (q, q)
     _decode_kernel[K, len(plan)](
         out_SHD, q, k_cache, v_cache, tables_SM, plan, scratch.out, scratch.lse, scratch.arrivals,
@@ -372,54 +250,3 @@ def decode_attention(
         ROTARY=turn.cos_sin.shape[1] if turn else 0, NORM=turn is not None and turn.norm_weights is not None,
         PREFIX=prefix is not None, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip
-
-
-def _launch_prefix(
-    q_SHD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    prefix: SharedPrefix,
-    scratch: DecodeScratch,
-    scale: float,
-    pdl: bool,
-) -> None:
-    S, H, D = q_SHD.shape
-    K, B = k_cache.shape[1:3]
-    config = prefix.config
-    _prefix_kernel[triton.cdiv(S * H // K, config.rows), K, prefix.splits](
-        q_SHD, k_cache, v_cache, prefix.table_M, prefix.length, scratch.out, scratch.lse, S, scale * LOG2_E,
-        q_SHD.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        HEADS=H, GROUP=H // K, ROWS=config.rows, D=D, D_PAD=triton.next_power_of_2(D), BLOCK_SIZE=B,
-        BLOCK_N=config.block_n, PDL=pdl,
-        num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
-    )  # fmt: skip
-
-
-def paged_attention_reference(
-    q_THD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    tables_SM: torch.Tensor,
-    query_starts: list[int],
-    contexts: list[int],
-    scale: float,
-    window: int = 0,
-) -> torch.Tensor:
-    """Ragged causal attention over the paged cache in float32, one sequence at a time. Decode is one query each."""
-    out = torch.zeros_like(q_THD, dtype=torch.float32)
-    group = q_THD.shape[1] // k_cache.shape[1]
-    for s, context in enumerate(contexts):
-        rows = slice(query_starts[s], query_starts[s + 1])
-        if rows.start == rows.stop or context == 0:
-            continue
-        blocks = tables_SM[s, : triton.cdiv(context, k_cache.shape[2])].long()
-        k, v = (
-            c[blocks].transpose(0, 1).flatten(1, 2)[:, :context].float().repeat_interleave(group, 0)
-            for c in (k_cache, v_cache)
-        )
-        scores = torch.einsum("qhd,hkd->hqk", q_THD[rows].float(), k) * scale
-        last = torch.arange(context - (rows.stop - rows.start), context, device=q_THD.device)[:, None]
-        tokens = torch.arange(context, device=q_THD.device)[None]
-        hidden = (tokens > last) | ((tokens <= last - window) if window else False)
-        out[rows] = torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-    return out

@@ -1,0 +1,118 @@
+"""From loaded weights to an executor on a GPU: compile, try the largest step, size the cache by it, capture.
+
+Whatever does not fit is found here, before anything is served, and reported with a number that does.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.core.errors import StartupError
+from penstock.kernels.attention_reference import block_bytes
+from penstock.models.llama import Llama
+from penstock.runner.cuda_runner import CudaRunner
+from penstock.runner.fused_forward import FusedForward, quantize_fp8
+from penstock.runner.memory import GIB, kv_blocks
+from penstock.runner.row_state import RowState
+
+if TYPE_CHECKING:
+    from penstock.runner.startup import _Plan as Plan
+
+log = logging.getLogger(__name__)
+
+
+def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
+    config = plan.engine
+    if config.quantization == "fp8":
+        quantize_fp8(model)
+    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else plan.dtype
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    runner = _with_smallest_cache(plan, model, kv_dtype, free)
+    began = time.monotonic()
+    runner.compile_all()
+    compiled = time.monotonic()
+    step_bytes = _try_largest_step(plan, runner, free)
+    block = block_bytes(model.attention_spec, config.block_size, kv_dtype)
+    num_blocks = kv_blocks(plan.kv_demand(block, step_bytes), config.kv_memory_gib, plan.device)
+    try:
+        runner.allocate_cache(num_blocks)
+        sizes = runner.capture_all()
+        runner.probe()  # once more, now that everything is in its place
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"the largest step does not fit beside a KV cache of {num_blocks * block / GIB:.2f} GiB; "
+            f"set kv_memory_gib to at most {0.9 * num_blocks * block / GIB:.2f}",
+            param="engine.kv_memory_gib",
+        ) from error
+    log.info(
+        "compiled kernels in %.1f s, captured decode steps of %d sizes and tried the largest step (%.2f GiB) in %.1f s",
+        compiled - began,
+        sizes,
+        step_bytes / GIB,
+        time.monotonic() - compiled,
+    )
+    return runner
+
+
+def _with_smallest_cache(plan: Plan, model: Llama, kv_dtype: torch.dtype, free: int) -> CudaRunner:
+    config = plan.engine
+    try:
+        forward = FusedForward(
+            model,
+            plan.model,
+            num_blocks=1,
+            block_size=config.block_size,
+            max_seqs=config.max_seqs,
+            max_model_len=plan.max_model_len,
+            kv_dtype=kv_dtype,
+        )
+        return CudaRunner(
+            forward,
+            RowState(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, plan.device),
+            block_size=config.block_size,
+            vocab_size=plan.model.vocab_size,
+            max_step_tokens=plan.max_step_tokens,
+        )
+    except torch.OutOfMemoryError as error:
+        raise _too_many_sequences(plan, free) from error
+
+
+def _try_largest_step(plan: Plan, runner: CudaRunner, free: int) -> int:
+    """Bytes it takes; or the largest that would do."""
+    try:
+        return runner.probe()
+    except torch.OutOfMemoryError as error:
+        tokens = plan.max_step_tokens // 2
+        while tokens > 1 and not _fits(runner, tokens):
+            tokens //= 2
+        if tokens <= 1:
+            raise _too_many_sequences(plan, free) from error
+        raise StartupError(
+            f"a step of {plan.max_step_tokens} tokens does not fit into the {free / GIB:.2f} GiB that the weights "
+            f"leave free; set max_step_tokens to at most {tokens // 2}, which leaves room for a KV cache",
+            param="engine.max_step_tokens",
+        ) from error
+
+
+def _fits(runner: CudaRunner, tokens: int) -> bool:
+    try:
+        runner.probe(tokens)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def _too_many_sequences(plan: Plan, free: int) -> StartupError:
+    """A sequence takes its logits several times over: as they are, adjusted, in sampling's lists, as tables."""
+    each = 8 * 4 * plan.model.vocab_size
+    fitting = max(1, min(plan.engine.max_seqs // 2, int(free / 2 / each)))
+    return StartupError(
+        f"sampling for {plan.engine.max_seqs} sequences does not fit into the {free / GIB:.2f} GiB that the weights "
+        f"leave free; set max_seqs to at most {fitting}",
+        param="engine.max_seqs",
+    )

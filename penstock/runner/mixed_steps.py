@@ -1,0 +1,158 @@
+"""Steps with prompts in them, padded to a ladder of sizes so that most of them replay a captured CUDA graph.
+
+Launching such a step kernel by kernel takes the host 10 to 20 ms, longer than the device needs for a few hundred
+tokens; streams would stall for it and first tokens wait. What a step reads lies in one fixed buffer, sent in one copy.
+Padding has context 0, writes to no slot and samples into a spare row. Only the number of tokens costs time, so their
+ladder is fine; of sequences that decode there are few sizes: attention over the first rows writes zeros beyond them,
+and attention of the prompts, which comes after, overwrites those. T tokens, S sequences, N sequences that sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from penstock.kernels.sampling_triton import SamplingScratch, argmax
+from penstock.runner.batch import Batch
+from penstock.runner.fused_forward import FusedForward, MixedStep
+from penstock.runner.row_state import RowState
+
+_DECODES = (32, 256)
+_TOKENS = (128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+_PROMPTS = 32  # in a captured step, and what others are padded to a multiple of
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything is in the buffer."""
+
+    decodes: int
+    prompts: int
+    tokens: int
+    most_sampled: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        T, S, N = self.tokens, self.decodes + self.prompts, self.most_sampled
+        return (T, T, T, T, S, S, S + 1, N, N)
+
+    def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.split(buffer[: sum(self.sizes)], list(self.sizes)))
+
+    def pack(self, batch: Batch, spare: int) -> npt.NDArray[np.int32]:
+        T, S, N = self.sizes[0], self.sizes[4], self.most_sampled
+        real, padded = batch.num_decodes, self.decodes
+        starts = np.full(S + 1, batch.query_starts[-1], dtype=np.int32)
+        starts[padded : padded + len(batch.query_starts) - real] = batch.query_starts[real:]
+
+        def by_sequence(values: npt.NDArray[np.int32], fill: int) -> npt.NDArray[np.int32]:
+            return np.concatenate([_padded(values[:real], padded, fill), _padded(values[real:], self.prompts, fill)])
+
+        return np.concatenate(
+            [
+                _padded(batch.tokens_T, T, 0),
+                _padded(batch.rows_T, T, spare),
+                _padded(batch.positions_T, T, 0),
+                _padded(batch.slots_T, T, -1),
+                by_sequence(batch.rows_T[batch.query_starts[1:] - 1], spare),
+                by_sequence(batch.contexts_S, 0),
+                starts,
+                _padded(batch.last_N, N, 0),
+                _padded(batch.rows_N, N, spare),
+            ]
+        )
+
+
+def _padded(values: npt.NDArray[np.int32], size: int, fill: int) -> npt.NDArray[np.int32]:
+    padded = np.full(size, fill, dtype=np.int32)
+    padded[: len(values)] = values
+    return padded
+
+
+class MixedSteps:
+    def __init__(
+        self,
+        forward: FusedForward,
+        tables: torch.Tensor,
+        logits: torch.Tensor,
+        scratch: SamplingScratch,
+        *,
+        max_tokens: int,
+    ) -> None:
+        """`tables` are the block tables of all rows, the last of which is spare; `logits` has a row per sequence."""
+        self._forward = forward
+        self._tables = tables
+        self._logits = logits
+        self._scratch = scratch
+        self._max_seqs = len(logits)
+        self._decodes = [size for size in _DECODES if size < self._max_seqs] + [self._max_seqs]
+        self._tokens = [size for size in _TOKENS if size <= max_tokens]
+        largest = self._layout(self._max_seqs, self._max_seqs, max_tokens)
+        self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
+        self._graphs: dict[Layout, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    def run(self, batch: Batch, state: RowState) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and likeliest tokens of the sequences that sample, which are in their rows already."""
+        decodes, sampled = batch.num_decodes, len(batch.rows_N)
+        layout = self._layout(decodes, len(batch.contexts_S) - decodes, len(batch.tokens_T))
+        packed = torch.from_numpy(layout.pack(batch, spare=self._max_seqs))
+        source = packed.pin_memory() if self._inputs.is_cuda else packed
+        self._inputs[: len(packed)].copy_(source, non_blocking=True)
+        if layout in self._graphs:
+            graph, chosen = self._graphs[layout]
+            graph.replay()
+        else:
+            chosen = self._body(layout, state)
+        return self._logits[:sampled], chosen[:sampled]
+
+    def padded(self, tokens: int) -> int:
+        return next((size for size in self._tokens if size >= tokens), -(-tokens // 256) * 256)
+
+    def _layout(self, decodes: int, prompts: int, tokens: int) -> Layout:
+        """The smallest captured one that holds this; beyond those, one of not too many shapes."""
+        decodes = next(size for size in self._decodes if size >= decodes)
+        prompts = -(-prompts // _PROMPTS) * _PROMPTS
+        tokens = self.padded(max(tokens, decodes))
+        return Layout(decodes, prompts, tokens, min(self._max_seqs, decodes + prompts))
+
+    def _body(self, layout: Layout, state: RowState, layers: int | None = None) -> torch.Tensor:
+        forward = self._forward
+        tokens_T, rows_T, positions_T, slots_T, rows_S, contexts_S, starts, last_N, rows_N = layout.split(self._inputs)
+        tokens_T = torch.where(tokens_T < 0, state.last_token_R[rows_T.long()].int(), tokens_T)
+        tables_SM = self._tables[rows_S.long()]
+        step = MixedStep(positions_T, slots_T, tables_SM, starts, contexts_S, layout.decodes, layout.tokens)
+        hidden_TC = forward.hidden(F.embedding(tokens_T, forward.embedding), forward.attend_mixed(step), layers)
+        logits_NV = forward.logits(hidden_TC[last_N.long()], self._logits[: layout.most_sampled])
+        chosen = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
+        chosen = argmax(logits_NV, chosen, self._scratch)
+        state.last_token_R.index_copy_(0, rows_N.long(), chosen)
+        return chosen
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Those that between them use every kernel; the largest first, so that smaller ones share its memory."""
+        sizes = [(decodes, tokens) for tokens in reversed(self._tokens) for decodes in reversed(self._decodes)]
+        return list(dict.fromkeys(self._layout(decodes, _PROMPTS, tokens) for decodes, tokens in sizes))
+
+    def compile(self, layout: Layout, state: RowState) -> None:
+        """Run the kernels of a layout once, on padding. Inputs must be all padding."""
+        self._body(layout, state, self._forward.distinct_layers)
+
+    def pad(self) -> None:
+        """Make everything in the buffer padding, as compiling and capturing need it: block 0 may be written."""
+        self._inputs.zero_()
+
+    def capture_all(self, state: RowState, pool: Any) -> int:
+        self.pad()
+        for layout in (layout for layout in self.layouts if layout.decodes <= max(_DECODES)):
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                chosen = self._body(layout, state)
+            self._graphs[layout] = (graph, chosen)
+        return len(self._graphs)
