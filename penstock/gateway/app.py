@@ -6,19 +6,21 @@ from collections.abc import Sequence
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
-from penstock.core.config import ServerConfig
+from penstock.core.config import JwtConfig, Settings
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import InvalidRequest, StartupError
+from penstock.gateway.admin import AdminEndpoints
+from penstock.gateway.auth import Door, Verifier
+from penstock.gateway.budgets import Prices, SpendMetrics
 from penstock.gateway.chat import ChatCompletions
 from penstock.gateway.completions import Completions
-from penstock.gateway.exchange import Edge, Endpoint, Exchange, Handler, Traffic
+from penstock.gateway.exchange import Edge, Endpoint, Enter, Exchange, Handler, Traffic, anybody
+from penstock.gateway.limits import Metering
+from penstock.gateway.objectives import Objectives
 from penstock.gateway.openai_types import (
     Detokenized,
     DetokenizeRequest,
@@ -28,8 +30,14 @@ from penstock.gateway.openai_types import (
     Tokenized,
     TokenizeRequest,
 )
+from penstock.gateway.openapi import OpenApi
+from penstock.gateway.requests import RequestEndpoints
 from penstock.gateway.serving import Serving, encode_json, off_loop_if_long
+from penstock.gateway.tenants import Directory
 from penstock.observability.metrics import GatewayMetrics
+from penstock.observability.request_log import RequestLog
+from penstock.observability.tracing import start_tracing
+from penstock.state.memory import MemoryStore
 from penstock.text.tokenizer import Tokenizer
 
 HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
@@ -41,9 +49,16 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def create_app(
-    engine: ServedEngine, tokenizer: Tokenizer, settings: ServerConfig, *, model_names: Sequence[str]
+    engine: ServedEngine,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    *,
+    model_names: Sequence[str],
+    directory: Directory | None = None,
+    collectors: Sequence[Collector] = (),
 ) -> Starlette:
-    """`model_names` are what clients may put in `model`; the first is the canonical one.
+    """`model_names` are what clients may put in `model`; the first is the canonical one. Without a directory there are
+    the tenants of the settings, no keys, and nothing is remembered.
 
     `app.state.traffic` drains: `drain()` refuses new generation requests, `idle()` waits for those in flight,
     `abort()` ends them.
@@ -52,15 +67,34 @@ def create_app(
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
     traffic = Traffic()
     metrics = GatewayMetrics(lambda: engine.stats)
+    for collector in collectors:
+        metrics.registry.register(collector)
+    directory = directory or Directory(settings, MemoryStore())
+    door = Door(directory, _verifier(settings.jwt))
+    spend = SpendMetrics(settings.machine_per_hour)
+    metrics.registry.register(spend)
     serving = Serving(
-        engine, tokenizer, tuple(model_names), metrics, traffic, max_body=int(settings.max_body_mib * 2**20)
+        engine,
+        tokenizer,
+        tuple(model_names),
+        metrics,
+        traffic,
+        Objectives(settings.classes, settings.default_class, lambda: engine.stats),
+        Metering(directory.store, Prices(settings, model_names[0], lambda: engine.stats), spend, model_names[0]),
+        max_body=int(settings.server.max_body_mib * 2**20),
+        body_seconds=settings.server.body_seconds,
+        semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),
     )
     chat = ChatCompletions(serving)
     text = TextEndpoints(serving, chat)
     status = StatusEndpoints(serving)
+    admin = AdminEndpoints(serving, directory)
+    requests = RequestLog()
+    tracing = start_tracing(settings.observability.otlp_endpoint)
+    accounts = RequestEndpoints(requests)
 
-    def route(method: str, path: str, handle: Handler) -> Route:
-        return Route(path, Endpoint(path, handle), methods=[method])
+    def route(method: str, path: str, handle: Handler, enter: Enter = door.enter) -> Route:
+        return Route(path, Endpoint(path, enter, handle), methods=[method])
 
     app = Starlette(
         routes=[
@@ -68,22 +102,42 @@ def create_app(
             route("POST", "/v1/completions", Completions(serving)),
             route("GET", "/v1/models", status.models),
             route("GET", "/v1/models/{id:path}", status.model),
+            route("GET", "/v1/requests", accounts.slowest),
+            route("GET", "/v1/requests/{id:path}", accounts.one),
             route("POST", "/tokenize", text.tokenize),
             route("POST", "/detokenize", text.detokenize),
-            route("GET", "/health", status.health),
-            route("GET", "/metrics", status.metrics),
-            route("GET", "/", status.hint),
+            route("GET", "/admin/tenants", admin.tenants, door.enter_admin),
+            route("PUT", "/admin/tenants/{name}", admin.put_tenant, door.enter_admin),
+            route("DELETE", "/admin/tenants/{name}", admin.delete_tenant, door.enter_admin),
+            route("GET", "/admin/keys", admin.keys, door.enter_admin),
+            route("POST", "/admin/keys", admin.create_key, door.enter_admin),
+            route("DELETE", "/admin/keys/{id}", admin.revoke_key, door.enter_admin),
+            route("GET", "/admin/usage", admin.usage, door.enter_admin),
+            route("GET", "/health", status.health, anybody),
+            route("GET", "/metrics", status.metrics, door.enter_metrics),
+            route("GET", "/openapi.json", OpenApi(serving), anybody),
+            route("GET", "/", status.hint, anybody),
         ],
-        middleware=[Middleware(Edge, traffic=traffic, metrics=metrics)],
-        exception_handlers={HTTPException: _leave_to_edge},
     )
+    # Not as a middleware: Starlette's own layers around those would handle errors that are the edge's, once per send.
+    plain = {
+        ("POST", route.path): route.app
+        for route in app.routes
+        if isinstance(route, Route) and route.methods == {"POST"} and "{" not in route.path
+    }
+    app.middleware_stack = Edge(app.router, traffic, metrics, requests, tracing, plain)
     app.router.redirect_slashes = False
     app.state.traffic = traffic
+    app.state.tracing = tracing
     return app
 
 
-async def _leave_to_edge(request: Request, error: Exception) -> Response:
-    raise error
+def _verifier(config: JwtConfig | None) -> Verifier | None:
+    if config is None:
+        return None
+    from penstock.gateway.web_tokens import TokenVerifier  # its cryptography takes a while to load
+
+    return TokenVerifier(config)
 
 
 class TextEndpoints:
@@ -96,7 +150,7 @@ class TextEndpoints:
     async def tokenize(self, exchange: Exchange) -> None:
         body = await self.serving.read(exchange, _tokenize_decoder)
         if body.model is not None:
-            self.serving.check_model(body.model)
+            self.serving.check_model(exchange, body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         if body.prompt is None:
@@ -113,7 +167,7 @@ class TextEndpoints:
     async def detokenize(self, exchange: Exchange) -> None:
         body = await self.serving.read(exchange, _detokenize_decoder)
         if body.model is not None:
-            self.serving.check_model(body.model)
+            self.serving.check_model(exchange, body.model)
         self.serving.check_token_ids(body.tokens, "tokens")
         text = self.serving.tokenizer.decode(body.tokens, skip_special_tokens=False)
         await exchange.send(200, encode_json(Detokenized(text)))
@@ -129,11 +183,12 @@ class StatusEndpoints:
         return ModelCard(name, self.serving.created, self.serving.engine.info.max_model_len)
 
     async def models(self, exchange: Exchange) -> None:
-        await exchange.send(200, encode_json(ModelList([self._card(name) for name in self.serving.model_names])))
+        cards = [self._card(name) for name in self.serving.models_of(exchange)]
+        await exchange.send(200, encode_json(ModelList(cards)))
 
     async def model(self, exchange: Exchange) -> None:
         name: str = exchange.scope["path_params"]["id"]
-        self.serving.check_model(name)
+        self.serving.check_model(exchange, name)
         await exchange.send(200, encode_json(self._card(name)))
 
     async def health(self, exchange: Exchange) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from penstock.gateway.errors import require
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Choice, Generation, Prompt, build_choices
 from penstock.gateway.logprobs import chat_logprobs, prompt_logprobs
+from penstock.gateway.objectives import reported_tier
 from penstock.gateway.openai_types import (
     ChatChoice,
     ChatChunk,
@@ -26,6 +28,7 @@ from penstock.gateway.openai_types import (
     TokenizeRequest,
 )
 from penstock.gateway.sampling import output_limit, sampling_params
+from penstock.gateway.semantic import similar_chat
 from penstock.gateway.serving import DONE, Serving, encode_json, event, off_loop_if_long
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.stream import TextDelta
@@ -42,11 +45,12 @@ class ChatCompletions:
         self.template = ChatTemplate(serving.tokenizer.chat_template)
 
     async def __call__(self, exchange: Exchange) -> None:
-        self.serving.traffic.admit()
-        body = await self.serving.read(exchange, _decoder)
-        self.serving.check_model(body.model)
+        body = await self.serving.accept(exchange, _decoder)
         _refuse_unsupported(body)
         prompt = await self.tokenize(body, exchange.body_size)
+        if exchange.endpoint in self.serving.semantic_routes:
+            similar = await off_loop_if_long(exchange.body_size, lambda: similar_chat(body), "messages")
+            prompt = replace(prompt, similar=similar)
         generation = self._start(exchange, body, prompt)
         if body.stream:
             await self._stream(exchange, body, generation)
@@ -90,14 +94,13 @@ class ChatCompletions:
     def _start(self, exchange: Exchange, body: ChatRequest, prompt: Prompt) -> Generation:
         info = self.serving.engine.info
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limit = output_limit(
-            getattr(body, param), None, len(prompt.token_ids), info, prompt_param="messages", param=param
-        )
+        asked, length = getattr(body, param), len(prompt.token_ids)
+        limit = output_limit(asked, None, length, info, exchange.tenant, prompt_param="messages", param=param)
         params = sampling_params(
             body, info, max_tokens=limit, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs
         )
         choices = build_choices(exchange, self.serving.tokenizer, body, [(prompt, params)])
-        return Generation(self.serving.engine, self.serving.metrics, exchange, choices)
+        return Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
 
     async def _answer(self, exchange: Exchange, body: ChatRequest, generation: Generation) -> None:
         await generation.collect()
@@ -106,7 +109,8 @@ class ChatCompletions:
             created=int(time.time()),
             model=body.model,
             choices=[self._choice(choice, bool(body.logprobs)) for choice in generation.choices],
-            usage=generation.usage(),
+            usage=generation.reported_usage(),
+            service_tier=reported_tier(body.service_tier),
         )
         if body.prompt_logprobs is not None:
             entries = generation.choices[0].prompt_logprobs or []
@@ -122,10 +126,11 @@ class ChatCompletions:
         completion_id, created, model = f"chatcmpl-{exchange.unique}", int(time.time()), body.model
         include_usage = bool(body.stream_options and body.stream_options.include_usage)
         usage = None if include_usage else UNSET
+        tier = reported_tier(body.service_tier)
         tokenizer = self.serving.tokenizer
 
         def one(choice: ChatChunkChoice) -> bytes:
-            return event(ChatChunk(completion_id, created, model, [choice], usage))
+            return event(ChatChunk(completion_id, created, model, [choice], usage, service_tier=tier))
 
         async def emit(choice: Choice, delta: TextDelta) -> None:
             index = choice.index
@@ -142,7 +147,9 @@ class ChatCompletions:
                 await exchange.send_events(events)
 
         await generation.run(emit)
-        last = event(ChatChunk(completion_id, created, model, [], generation.usage())) if include_usage else b""
+        reported = generation.reported_usage()
+        with_last = include_usage or reported.ledger is not UNSET
+        last = event(ChatChunk(completion_id, created, model, [], reported, service_tier=tier)) if with_last else b""
         await exchange.end_events(last + DONE)
 
 

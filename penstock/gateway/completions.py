@@ -13,8 +13,10 @@ from penstock.gateway.errors import require
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Choice, Generation, Prompt, build_choices
 from penstock.gateway.logprobs import completion_logprobs, prompt_logprobs
+from penstock.gateway.objectives import reported_tier
 from penstock.gateway.openai_types import Completion, CompletionChoice, CompletionRequest, TokenIds, Usage
 from penstock.gateway.sampling import output_limit, sampling_params
+from penstock.gateway.semantic import similar_completion
 from penstock.gateway.serving import DONE, Serving, encode_json, event, off_loop_if_long
 from penstock.text.stream import TextDelta
 
@@ -29,14 +31,12 @@ class Completions:
         self.serving = serving
 
     async def __call__(self, exchange: Exchange) -> None:
-        self.serving.traffic.admit()
-        body = await self.serving.read(exchange, _decoder)
-        self.serving.check_model(body.model)
+        body = await self.serving.accept(exchange, _decoder)
         _check(body)
-        prompts = [(prompt, self._params(body, prompt)) for prompt in await self._tokenize(body)]
+        prompts = [(prompt, self._params(exchange, body, prompt)) for prompt in await self._tokenize(body)]
         prompt_only = body.max_tokens == 0
         choices = build_choices(exchange, self.serving.tokenizer, body, prompts, prompt_only=prompt_only)
-        generation = Generation(self.serving.engine, self.serving.metrics, exchange, choices)
+        generation = Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
         shape = _Shape(self.serving, body, exchange)
         if body.stream:
             await _stream(exchange, generation, shape)
@@ -59,16 +59,23 @@ class Completions:
             param = "prompt" if len(prompts) == 1 else f"prompt[{position}]"
             require(len(token_ids) > 0, param, "must not be empty")
             self.serving.check_token_ids(token_ids, param)
+        semantic = "/v1/completions" in self.serving.semantic_routes
         return [
-            Prompt(ids, prompt if isinstance(prompt, str) else None)
-            for prompt, ids in zip(prompts, encoded, strict=True)
+            Prompt(ids, text, similar_completion(body, text) if semantic else None)
+            for text, ids in zip((p if isinstance(p, str) else None for p in prompts), encoded, strict=True)
         ]
 
-    def _params(self, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
+    def _params(self, exchange: Exchange, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
         info = self.serving.engine.info
         requested = 1 if body.max_tokens == 0 else body.max_tokens  # scoring a prompt still takes a step
         limit = output_limit(
-            requested, DEFAULT_MAX_TOKENS, len(prompt.token_ids), info, prompt_param="prompt", param="max_tokens"
+            requested,
+            DEFAULT_MAX_TOKENS,
+            len(prompt.token_ids),
+            info,
+            exchange.tenant,
+            prompt_param="prompt",
+            param="max_tokens",
         )
         wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
         return sampling_params(
@@ -83,11 +90,12 @@ class _Shape:
         self.tokenizer = serving.tokenizer
         self.body = body
         self.id = f"cmpl-{exchange.unique}"
+        self.tier = reported_tier(body.service_tier)
         self.created = int(time.time())
         self.offsets: dict[int, int] = {}  # by choice: where its next token begins in its text
 
     def completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
-        return Completion(self.id, self.created, self.body.model, choices, usage)
+        return Completion(self.id, self.created, self.body.model, choices, usage, service_tier=self.tier)
 
     def choice(self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob]) -> CompletionChoice:
         """The next piece of a choice; its first one begins with the prompt when echo was asked for."""
@@ -116,7 +124,7 @@ async def _answer(exchange: Exchange, generation: Generation, shape: _Shape) -> 
         if shape.body.prompt_logprobs is not None:
             entries = choice.prompt_logprobs or []
             choices[-1].prompt_logprobs = prompt_logprobs(shape.tokenizer, entries, shape.body.prompt_logprobs)
-    await exchange.send(200, encode_json(shape.completion(choices, generation.usage())))
+    await exchange.send(200, encode_json(shape.completion(choices, generation.reported_usage())))
 
 
 async def _stream(exchange: Exchange, generation: Generation, shape: _Shape) -> None:
@@ -130,7 +138,9 @@ async def _stream(exchange: Exchange, generation: Generation, shape: _Shape) -> 
             await exchange.send_events(event(shape.completion([piece], usage)))
 
     await generation.run(emit)
-    last = event(shape.completion([], generation.usage())) if include_usage else b""
+    reported = generation.reported_usage()
+    with_last = include_usage or reported.ledger is not UNSET
+    last = event(shape.completion([], reported)) if with_last else b""
     await exchange.end_events(last + DONE)
 
 

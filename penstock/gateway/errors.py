@@ -9,7 +9,16 @@ from typing import TypeVar
 import msgspec
 from starlette.exceptions import HTTPException
 
-from penstock.core.errors import InvalidRequest, NotFound, Overloaded, PenstockError, Unavailable
+from penstock.core.errors import (
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PenstockError,
+    RequestTimeout,
+    RequestTooLarge,
+    Unauthorized,
+    Unavailable,
+)
 
 T = TypeVar("T")
 
@@ -60,7 +69,13 @@ def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:
     if isinstance(error, MethodNotAllowed):
         return [(b"allow", error.allow.encode())]
     if isinstance(error, Overloaded):
-        return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+        wait = (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))
+        # OpenAI's clients repeat a 429 by themselves, unless told.
+        return [wait] if error.retryable else [wait, (b"x-should-retry", b"false")]
+    if isinstance(error, RequestTimeout | RequestTooLarge):
+        return [(b"connection", b"close")]  # the rest of the body is not read
+    if isinstance(error, Unauthorized):
+        return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, Unavailable):
         return [(b"retry-after", b"%d" % UNAVAILABLE_RETRY_SECONDS)]
     return []

@@ -11,23 +11,33 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from penstock.core.errors import PenstockError, RequestTooLarge, Unavailable
+from penstock.core.errors import DeadlineExceeded, PenstockError, RequestTooLarge, Unavailable
+from penstock.core.request import Objective
 from penstock.gateway.errors import ClientGone, InternalError, error_body, error_headers, from_http_exception
+from penstock.gateway.keys import redacted
+from penstock.gateway.tenants import OPEN
+from penstock.observability.account import Account
 from penstock.observability.logging import log
 from penstock.observability.metrics import GatewayMetrics
+from penstock.observability.request_log import RequestLog
+from penstock.observability.tracing import Tracing
 
 logger = logging.getLogger("penstock.gateway")
 
 Header = tuple[bytes, bytes]
+MakeAccount = Callable[[int, str | None], Account]  # of a status and an error's message
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
+WATCH_AFTER_SECONDS = 0.02  # answers from a cache are out before, and would pay more for the watching than for the rest
+
 _QUIET = frozenset(("/health", "/metrics"))  # polled every few seconds; not worth a log line
 _JSON: Header = (b"content-type", b"application/json")
 _STREAM_HEADERS: list[Header] = [
@@ -45,20 +55,28 @@ class Exchange:
         "_receive",
         "_send",
         "_task",
+        "account",
         "arrived",
         "body_size",
+        "deadline",
         "endpoint",
+        "headers",
         "id",
-        "output_tokens",
-        "prompt_tokens",
+        "model",
+        "objective",
+        "output_asked",
+        "received",
         "scope",
+        "span",
         "status",
         "streaming",
+        "tenant",
         "unique",
     )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scope = scope
+        self.received: dict[bytes, bytes] = dict(scope["headers"])
         self.arrived = time.monotonic()
         self.unique = secrets.token_hex(12)  # a client may send the same x-request-id twice; this is ours alone
         self.id = self.header(b"x-request-id", _REQUEST_ID) or self.unique
@@ -66,8 +84,14 @@ class Exchange:
         self.status = 0  # 0: the response has not started
         self.streaming = False
         self.body_size = 0
-        self.prompt_tokens: int | None = None
-        self.output_tokens: int | None = None
+        self.output_asked = False  # whether the client said how many
+        self.model = ""
+        self.tenant = OPEN
+        self.objective = Objective()
+        self.deadline: float | None = None  # seconds after arrival
+        self.headers: list[Header] = []  # of the response, beside those every response has
+        self.account: MakeAccount | None = None  # of a request that generates
+        self.span: Any = None  # of OpenTelemetry, while tracing is on
         self._receive = receive
         self._send = send
         self._task = asyncio.current_task()
@@ -78,18 +102,29 @@ class Exchange:
         path: str = self.scope["path"]
         return path
 
+    @property
+    def objective_name(self) -> str:
+        return self.objective.name
+
+    def remaining(self) -> float | None:
+        """Seconds from now to the deadline; raises when it has passed."""
+        if self.deadline is None:
+            return None
+        left = self.arrived + self.deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"the deadline of {self.deadline * 1000:.0f} ms passed before the work began")
+        return left
+
     def header(self, name: bytes, pattern: re.Pattern[bytes]) -> str | None:
-        for key, value in self.scope["headers"]:
-            if key == name:
-                return value.decode("ascii") if pattern.fullmatch(value) else None
-        return None
+        """None as well if the value is of another form."""
+        value = self.received.get(name)
+        return value.decode("ascii") if value is not None and pattern.fullmatch(value) else None
 
     async def body(self, limit: int) -> bytes:
         """The whole body; refused at its header, or as soon as a chunked one outgrows the limit."""
-        too_large = RequestTooLarge(f"body is larger than the limit of {limit} bytes", code="body_too_large")
         length = self.header(b"content-length", _LENGTH)
         if length is not None and int(length) > limit:
-            raise too_large
+            raise _too_large(limit)
         parts: list[bytes] = []
         while True:
             message = await self._receive()
@@ -98,7 +133,7 @@ class Exchange:
             parts.append(message["body"])
             self.body_size += len(parts[-1])
             if self.body_size > limit:
-                raise too_large
+                raise _too_large(limit)
             if not message["more_body"]:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -107,7 +142,11 @@ class Exchange:
         length = (b"content-length", b"%d" % len(body))
         request_id = (b"x-request-id", self.id.encode())
         await self._send(
-            {"type": "http.response.start", "status": status, "headers": [length, request_id, *(headers or (_JSON,))]}
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [length, request_id, *self.headers, *(headers or (_JSON,))],
+            }
         )
         await self._send({"type": "http.response.body", "body": body})
 
@@ -116,7 +155,7 @@ class Exchange:
         if not self.status:
             self.status = 200
             self.streaming = True
-            headers = [(b"x-request-id", self.id.encode()), *_STREAM_HEADERS]
+            headers = [(b"x-request-id", self.id.encode()), *self.headers, *_STREAM_HEADERS]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
@@ -135,20 +174,24 @@ class Exchange:
             self._cancelled_by = reason
             self._task.cancel()
 
-    @asynccontextmanager
-    async def cancelled_on_disconnect(self) -> AsyncIterator[None]:
-        """While inside, a client that closes its connection cancels this exchange at once."""
+    @contextmanager
+    def cancelled_on_disconnect(self) -> Iterator[None]:
+        """While inside, a client that closes its connection cancels this exchange within WATCH_AFTER_SECONDS."""
+        loop = asyncio.get_running_loop()
+        watchers: list[asyncio.Task[None]] = []
 
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
                 pass
             self.cancel(ClientGone("client closed the connection"))
 
-        watcher = asyncio.create_task(watch())
+        timer = loop.call_later(WATCH_AFTER_SECONDS, lambda: watchers.append(loop.create_task(watch())))
         try:
             yield
         finally:
-            watcher.cancel()
+            timer.cancel()
+            for watcher in watchers:
+                watcher.cancel()
 
     def reason(self, error: BaseException) -> PenstockError:
         """Why the exchange failed, in terms a client may see."""
@@ -165,7 +208,16 @@ class Exchange:
         return InternalError(f"internal error; the log has details under request id {self.id}")
 
 
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(f"body is larger than the limit of {limit} bytes", code="body_too_large")
+
+
 Handler = Callable[[Exchange], Awaitable[None]]
+Enter = Callable[[Exchange], None]  # finds out who asks, or refuses
+
+
+def anybody(exchange: Exchange) -> None:
+    """For endpoints that need no key."""
 
 
 class Traffic:
@@ -204,25 +256,39 @@ class Traffic:
 
 
 class Endpoint:
-    """An `async def f(exchange)` as the ASGI app that a route wants."""
+    """A door and an `async def f(exchange)` behind it, as the ASGI app that a route wants."""
 
-    def __init__(self, name: str, handle: Handler) -> None:
+    def __init__(self, name: str, enter: Enter, handle: Handler) -> None:
         self.name = name
+        self.enter = enter
         self.handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["exchange"]
         exchange.endpoint = self.name
+        self.enter(exchange)
         await self.handle(exchange)
 
 
 class Edge:
     """The outermost layer. Plain ASGI: per-chunk sends go from the endpoint to the server with nothing between."""
 
-    def __init__(self, app: ASGIApp, traffic: Traffic, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        traffic: Traffic,
+        metrics: GatewayMetrics,
+        requests: RequestLog,
+        tracing: Tracing | None = None,
+        endpoints: Mapping[tuple[str, str], ASGIApp] | None = None,
+    ) -> None:
+        """`endpoints` by method and path are found without `app`, the router."""
         self.app = app
+        self.endpoints = endpoints or {}
         self.traffic = traffic
         self.metrics = metrics
+        self.requests = requests
+        self.tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -230,11 +296,14 @@ class Edge:
             return
         exchange = Exchange(scope, receive, send)
         scope["exchange"] = exchange
+        if self.tracing is not None and exchange.path not in _QUIET:
+            self.tracing.begin(exchange)
         self.traffic.enter(exchange)
         self.metrics.in_flight += 1
         reason: PenstockError | None = None
         try:
-            await self.app(scope, receive, send)
+            app = self.endpoints.get((scope["method"], scope["path"]), self.app)
+            await app(scope, receive, send)
         except (Exception, asyncio.CancelledError) as error:
             reason = exchange.reason(error)
             if not isinstance(reason, ClientGone):
@@ -247,18 +316,40 @@ class Edge:
     def _record(self, exchange: Exchange, reason: PenstockError | None) -> None:
         """An error in mid-stream is counted by its own status, though the response began with 200."""
         status = exchange.status if reason is None else reason.status
+        why = None if reason is None else reason.message
         self.metrics.requests[exchange.endpoint, status] += 1
+        account = None if exchange.account is None else exchange.account(status, why)
+        if account is not None:
+            self.metrics.settle(account)
+            self.requests.add(account)
+        if self.tracing is not None:
+            self.tracing.end(exchange, status, why, account)
         if exchange.path not in _QUIET:
             log(
                 logger,
                 logging.INFO,
                 "request",
                 method=exchange.scope["method"],
-                path=exchange.path,
+                path=redacted(exchange.path),
                 status=status,
                 ms=(time.monotonic() - exchange.arrived) * 1000,
-                prompt=exchange.prompt_tokens,
-                output=exchange.output_tokens,
-                id=exchange.id,
-                why=reason and reason.message,
+                tenant=exchange.tenant.name or None,
+                **_log_fields(account),
+                id=redacted(exchange.id),
+                why=why and redacted(why),
             )
+
+
+def _log_fields(account: Account | None) -> dict[str, Any]:
+    if account is None:
+        return {}
+    parts = account.choices[0].parts
+    return {
+        "class": account.objective,
+        "cache": account.choices[0].cache,
+        "first_ms": account.ttft and account.ttft * 1000,
+        "queued_ms": parts.queued * 1000,
+        "prompt": account.prompt_tokens,
+        "cached": account.cached_tokens,
+        "output": account.output_tokens,
+    }

@@ -3,24 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.core.engine import Engine
-from penstock.core.errors import EngineFailure, Unavailable
-from penstock.core.request import Chunk, FinishReason, GenerateRequest, SamplingParams, TokenLogprob, choice_seed
+from penstock.core.errors import DeadlineExceeded, EngineFailure, Unavailable
+from penstock.core.ledger import Ledger
+from penstock.core.request import (
+    CacheControl,
+    CacheStatus,
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    SimilarPrompt,
+    TokenLogprob,
+    choice_seed,
+)
+from penstock.gateway.cache_control import cache_control, cache_header
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.limits import Metering
 from penstock.gateway.openai_types import PromptTokensDetails, SamplingFields, Usage
+from penstock.observability.account import Account, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
+from penstock.state.store import Grant
 from penstock.text.stream import TextDelta, TextStream
 from penstock.text.tokenizer import Tokenizer
+
+_TRUE = re.compile(rb"true|1", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: Sequence[int]
     text: str | None = None  # as the client sent it; None: token ids were sent
+    similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
 
 
 @dataclass(slots=True)
@@ -35,9 +54,19 @@ class Choice:
     prompt_only: bool  # only the prompt's log-probabilities are wanted; the step they cost samples a token to drop
     opened: bool = False  # something was sent for it
     cached_tokens: int = 0
+    cache: CacheStatus | None = None  # None: nothing has come, or there is no result cache
     prompt_logprobs: list[TokenLogprob | None] | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    submitted: float | None = None  # these three: time.monotonic()
+    first: float | None = None
+    ended: float | None = None
+    ledger: Ledger | None = None  # None as well: the engine computed the answer for another request
+
+    @property
+    def computed(self) -> bool:
+        """Whether the engine worked for it; otherwise a result cache had the answer or shared another's."""
+        return self.cache is None or self.cache.computed
 
 
 Emit = Callable[[Choice, TextDelta], Awaitable[None]]
@@ -52,8 +81,13 @@ def build_choices(
     prompt_only: bool = False,
 ) -> list[Choice]:
     """`n` choices of each prompt, in the order OpenAI numbers them."""
+    exchange.model = body.model
+    exchange.output_asked = (body.max_tokens, getattr(body, "max_completion_tokens", None)) != (None, None)
+    deadline = exchange.remaining()
+    control = cache_control(exchange)
     choices: list[Choice] = []
     for prompt, params in prompts:
+        cache = control if prompt.similar is None else replace(control or CacheControl(), similar=prompt.similar)
         for number in range(params.n):
             request = GenerateRequest(
                 id=f"{exchange.unique}-{len(choices)}",
@@ -62,6 +96,11 @@ def build_choices(
                 seed=choice_seed(params.seed, number),
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                objective=exchange.objective,
+                deadline=deadline,
+                tenant=exchange.tenant.name,
+                weight=exchange.tenant.weight,
+                cache=cache,
             )
             stream = TextStream(tokenizer, params)
             choices.append(Choice(len(choices), prompt, request, stream, number == 0, prompt_only))
@@ -69,15 +108,21 @@ def build_choices(
 
 
 class Generation:
-    def __init__(self, engine: Engine, metrics: GatewayMetrics, exchange: Exchange, choices: list[Choice]) -> None:
+    def __init__(
+        self, engine: Engine, metrics: GatewayMetrics, metering: Metering, exchange: Exchange, choices: list[Choice]
+    ) -> None:
         self.engine = engine
         self.metrics = metrics
+        self.metering = metering
         self.exchange = exchange
         self.choices = choices
+        self.final_usage: Usage | None = None  # when all has been generated
+        exchange.account = self.account
 
     async def run(self, emit: Emit) -> None:
         """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine."""
-        async with self.exchange.cancelled_on_disconnect():
+        with self.exchange.cancelled_on_disconnect():
+            grant = await self.metering.admit(self.exchange, self._expected_tokens())
             try:
                 if len(self.choices) == 1:
                     await self._run_choice(self.choices[0], emit)
@@ -85,6 +130,7 @@ class Generation:
                     await self._run_all(emit)
             finally:
                 self._record()
+                self._settle(grant)
 
     async def collect(self) -> None:
         """Run without passing anything on: the choices hold what was generated."""
@@ -103,16 +149,18 @@ class Generation:
             raise failures.exceptions[0] from None
 
     async def _run_choice(self, choice: Choice, emit: Emit) -> None:
+        choice.submitted = time.monotonic()
         chunks = self.engine.submit(choice.request)
         push = choice.stream.push
         last: float | None = None
         try:
             async for chunk in chunks:
-                _raise_failure(chunk)
+                if chunk.finish_reason is not None:
+                    self._last_chunk(choice, chunk)
                 now = time.monotonic()
                 if last is None:
                     self._first_chunk(choice, chunk, now)
-                elif count := len(chunk.token_ids):
+                elif (count := len(chunk.token_ids)) and choice.computed:
                     self.metrics.token_gap.observe((now - last) / count, count)
                 last = now
                 delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
@@ -122,22 +170,50 @@ class Generation:
                     return
             raise EngineFailure("the engine ended the stream without a finish reason")
         finally:
+            choice.ended = time.monotonic()
             await chunks.aclose()
 
     def _first_chunk(self, choice: Choice, chunk: Chunk, now: float) -> None:
+        choice.first = now
         self.metrics.first_token.observe(now - self.exchange.arrived)
-        self.metrics.queue_time.observe(chunk.queue_seconds)
+        if chunk.cache is None or chunk.cache.computed:
+            self.metrics.queue_time.observe(chunk.queue_seconds)
+        if chunk.cache is not None:
+            choice.cache = chunk.cache
+            header = cache_header(known.cache for known in self.choices if known.cache is not None)
+            headers = self.exchange.headers
+            headers[:] = [*(other for other in headers if other[0] != header[0]), header]
         choice.cached_tokens = chunk.cached_tokens
         choice.prompt_logprobs = chunk.prompt_logprobs
 
+    def _last_chunk(self, choice: Choice, chunk: Chunk) -> None:
+        if chunk.ledger is not None and chunk.ledger.request_id == choice.request.id:
+            choice.ledger = chunk.ledger
+        _raise_failure(chunk)
+
     def _record(self) -> None:
-        usage = self.usage()
-        self.exchange.prompt_tokens = usage.prompt_tokens
-        self.exchange.output_tokens = usage.completion_tokens
+        usage = self.final_usage = self.usage()
         self.metrics.prompt_tokens += usage.prompt_tokens
         self.metrics.cached_tokens += usage.prompt_tokens_details.cached_tokens
         self.metrics.output_tokens += usage.completion_tokens
         self.metrics.request_time.observe(time.monotonic() - self.exchange.arrived)
+
+    def _expected_tokens(self) -> int:
+        tenant, asked = self.exchange.tenant.name, self.exchange.output_asked
+        prompts = sum(len(choice.prompt.token_ids) for choice in self.choices if choice.first_of_prompt)
+        limits = (choice.request.params.max_tokens or 0 for choice in self.choices)
+        return prompts + sum(self.metering.expected_output(tenant, limit, asked) for limit in limits)
+
+    def _settle(self, grant: Grant) -> None:
+        """What was not computed for this request is not charged."""
+        computed = [choice for choice in self.choices if choice.first is not None and choice.computed]
+        prompted = [choice for choice in computed if choice.first_of_prompt]
+        self.metering.settle(
+            grant,
+            sum(len(choice.prompt.token_ids) for choice in prompted),
+            sum(choice.cached_tokens for choice in prompted),
+            [choice.stream.output_tokens for choice in computed],
+        )
 
     def usage(self) -> Usage:
         prompted = [choice for choice in self.choices if choice.first_of_prompt]
@@ -146,9 +222,54 @@ class Generation:
         cached = sum(choice.cached_tokens for choice in prompted)
         return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached))
 
+    def reported_usage(self) -> Usage:
+        """What the response says, with the account so far when the client asked for it."""
+        usage = self.final_usage or self.usage()
+        if self.exchange.header(b"x-penstock-ledger", _TRUE) is not None:
+            usage.ledger = self.account(200, None)
+        return usage
+
+    def account(self, status: int, error: str | None) -> Account:
+        """Up to now."""
+        exchange, usage, now = self.exchange, self.final_usage or self.usage(), time.monotonic()
+        total = now - exchange.arrived
+        firsts = [choice.first for choice in self.choices if choice.first is not None]
+        request = self.choices[0].request
+        return Account(
+            id=exchange.unique,
+            request_id=exchange.id,
+            tenant=request.tenant,
+            objective=request.objective.name,
+            endpoint=exchange.endpoint,
+            model=exchange.model,
+            status=status,
+            error=error,
+            arrived=time.time() - total,
+            total=total,
+            ttft=min(firsts) - exchange.arrived if firsts else None,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            choices=[self._choice_account(choice, total, now) for choice in self.choices],
+        )
+
+    def _choice_account(self, choice: Choice, total: float, now: float) -> ChoiceAccount:
+        submitted = now if choice.submitted is None else choice.submitted
+        answered = (choice.ended or now) - submitted
+        parts = parts_of(total, submitted - self.exchange.arrived, answered, choice.ledger)
+        return ChoiceAccount(
+            index=choice.index,
+            parts=parts,
+            finish_reason=choice.finish_reason,
+            cache=None if choice.cache is None else choice.cache.state,
+            engine=choice.ledger,
+        )
+
 
 def _raise_failure(chunk: Chunk) -> None:
     if chunk.finish_reason == "error":
         raise EngineFailure(chunk.error or "the engine could not finish the request")
+    if chunk.finish_reason == "deadline":
+        raise DeadlineExceeded(chunk.error or "the deadline passed before the answer was finished")
     if chunk.finish_reason == "abort":
         raise Unavailable("the engine aborted the request", code="aborted")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from penstock.core.request import FinishReason
+from penstock.observability.account import Account
 
 Unsupported: TypeAlias = Any
 TokenIds: TypeAlias = list[int]
@@ -68,6 +69,7 @@ class SamplingFields(Struct, kw_only=True):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
+    service_tier: Annotated[str, Meta(max_length=64)] | None = None  # OpenAI's words, or the name of a class
 
     top_k: int | None = None
     min_p: float | None = None
@@ -78,6 +80,7 @@ class SamplingFields(Struct, kw_only=True):
     prompt_logprobs: int | None = None
     priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    deadline_ms: Annotated[float, Meta(gt=0, le=86_400_000)] | None = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -140,6 +143,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    ledger: Account | UnsetType = UNSET  # when the request asks for it
 
 
 class TopLogprob(Struct):
@@ -196,6 +200,7 @@ class ChatCompletion(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    service_tier: str | UnsetType = UNSET
 
 
 class ChatDelta(Struct, omit_defaults=True):
@@ -217,6 +222,7 @@ class ChatChunk(Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    service_tier: str | UnsetType = UNSET
 
 
 class CompletionChoice(Struct):
@@ -238,6 +244,7 @@ class Completion(Struct):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
+    service_tier: str | UnsetType = UNSET
 
 
 class ModelCard(Struct):

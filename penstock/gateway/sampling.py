@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from penstock.core.config import TenantConfig
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import ContextTooLong
 from penstock.core.request import SamplingParams
@@ -54,9 +55,23 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
 
 
 def output_limit(
-    requested: int | None, default: int | None, prompt_tokens: int, info: EngineInfo, *, prompt_param: str, param: str
+    requested: int | None,
+    default: int | None,
+    prompt_tokens: int,
+    info: EngineInfo,
+    tenant: TenantConfig,
+    *,
+    prompt_param: str,
+    param: str,
 ) -> int:
-    """How many tokens a prompt may be answered with. What was asked for explicitly must fit; a default is clamped."""
+    """How many tokens a prompt may be answered with. What was asked for explicitly must fit the model; a default is
+    clamped, and so is everything to what the tenant may have."""
+    if tenant.max_prompt_tokens is not None and prompt_tokens > tenant.max_prompt_tokens:
+        raise ContextTooLong(
+            f"{prompt_param}: the prompt has {prompt_tokens} tokens, and this tenant is limited to "
+            f"{tenant.max_prompt_tokens}; shorten the prompt",
+            param=prompt_param,
+        )
     room = info.max_model_len - prompt_tokens
     if room < 1:
         raise ContextTooLong(
@@ -64,8 +79,9 @@ def output_limit(
             "and at least one token must be left for the output; shorten the prompt",
             param=prompt_param,
         )
+    ceiling = room if tenant.max_tokens is None else min(tenant.max_tokens, room)
     if requested is None:
-        return room if default is None else min(default, room)
+        return ceiling if default is None else min(default, ceiling)
     require(requested >= 1, param, "must be at least 1")
     if requested > room:
         raise ContextTooLong(
@@ -73,4 +89,4 @@ def output_limit(
             f"{info.max_model_len}; shorten the prompt or ask for at most {room} tokens",
             param=param,
         )
-    return requested
+    return min(requested, ceiling)

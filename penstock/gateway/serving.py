@@ -11,13 +11,17 @@ from typing import TypeVar
 import msgspec
 
 from penstock.core.engine import ServedEngine
-from penstock.core.errors import InvalidRequest, NotFound
+from penstock.core.errors import InvalidRequest, NotFound, RequestTimeout
 from penstock.gateway.errors import decode_json, require
 from penstock.gateway.exchange import Exchange, Traffic
+from penstock.gateway.limits import Metering
+from penstock.gateway.objectives import Objectives
+from penstock.gateway.openai_types import SamplingFields
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+B = TypeVar("B", bound=SamplingFields)
 
 INLINE_CHARACTERS = 2048  # tokenising more than this would stall the event loop for about a millisecond
 
@@ -31,15 +35,43 @@ class Serving:
     model_names: tuple[str, ...]  # the first one is canonical
     metrics: GatewayMetrics
     traffic: Traffic
+    objectives: Objectives
+    metering: Metering
     max_body: int  # bytes
+    body_seconds: float
+    semantic_routes: frozenset[str] = frozenset()  # where prompts of the same meaning may share an answer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
-        return decode_json(decoder, await exchange.body(self.max_body))
+    async def accept(self, exchange: Exchange, decoder: msgspec.json.Decoder[B]) -> B:
+        """A request to generate: its body, when the server, the model and its class are there for it."""
+        self.traffic.admit()
+        body = await self.read(exchange, decoder)
+        self.check_model(exchange, body.model)
+        self.objectives.assign(exchange, body)
+        return body
 
-    def check_model(self, name: str) -> None:
-        if name not in self.model_names:
-            served = ", ".join(self.model_names)
+    async def read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
+        most = exchange.tenant.max_body_mib
+        limit = self.max_body if most is None else min(self.max_body, int(most * 2**20))
+        timer = asyncio.get_running_loop().call_later(self.body_seconds, self._give_up, exchange)
+        try:
+            body = await exchange.body(limit)
+        finally:
+            timer.cancel()
+        return decode_json(decoder, body)
+
+    def _give_up(self, exchange: Exchange) -> None:
+        exchange.cancel(RequestTimeout(f"the body did not arrive within {self.body_seconds:g} s"))
+
+    def models_of(self, exchange: Exchange) -> tuple[str, ...]:
+        """The names a tenant may use: they all mean the same model, so one that is allowed allows the others."""
+        allowed = exchange.tenant.models
+        return self.model_names if allowed is None or not set(allowed).isdisjoint(self.model_names) else ()
+
+    def check_model(self, exchange: Exchange, name: str) -> None:
+        models = self.models_of(exchange)
+        if name not in models:
+            served = ", ".join(models) or "nothing for this tenant"
             raise NotFound(
                 f"model {name[:200]!r} is not served here; served: {served}", param="model", code="model_not_found"
             )

@@ -1,1 +1,1 @@
-"""What an operator sees: metrics and logs."""
+"""What an operator sees: metrics, logs, traces, and where the time of every request went."""

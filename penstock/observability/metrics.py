@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.core.engine import EngineStats
+from penstock.observability.account import Account
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
@@ -30,7 +31,10 @@ ENGINE_COUNTERS = (
     ("preemptions", "Sequences put back to waiting for lack of KV memory"),
     ("batch_tokens", "Tokens computed over all steps; over engine_steps: tokens per step"),
     ("batch_sequences", "Sequences advanced over all steps; over engine_steps: batch size"),
+    ("refused", "Requests refused because their objective could not be met"),
+    ("expired", "Requests stopped because their deadline passed"),
 )
+PARTS = ("prepare", "queued", "prefill", "decode", "stalled", "answer", "relay")  # of Account
 
 
 class Histogram:
@@ -80,8 +84,31 @@ class GatewayMetrics(Collector):
             "penstock_request_seconds", "From arrival of a generation request to the end of its response", SECONDS
         )
         self.queue_time = Histogram("penstock_queue_seconds", "From arrival at the engine to the first step", SECONDS)
+        self.part_seconds: Counter[tuple[str, str]] = Counter()  # by (class, part)
+        self.queue_causes: Counter[str] = Counter()  # seconds
+        self.missed_tokens: Counter[str] = Counter()  # by cause
+        self.objectives: Counter[tuple[str, str, bool]] = Counter()  # by (class, ttft or gap, met)
+        self.recomputed_tokens = 0
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
+
+    def settle(self, account: Account) -> None:
+        """Add a finished request's time and what the engine says of it."""
+        name = account.objective
+        for choice in account.choices:
+            for part in PARTS:
+                self.part_seconds[name, part] += getattr(choice.parts, part)
+            ledger = choice.engine
+            if ledger is None:
+                continue
+            for cause, seconds in ledger.queued.items():
+                self.queue_causes[cause] += seconds  # type: ignore[assignment]  # a Counter of floats is still one
+            for reason, tokens in ledger.missed_tokens.items():
+                self.missed_tokens[reason] += tokens
+            self.recomputed_tokens += ledger.recomputed_tokens
+            for objective, met in (("ttft", ledger.met_ttft), ("gap", ledger.met_gap)):
+                if met is not None:
+                    self.objectives[name, objective, met] += 1
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -102,7 +129,37 @@ class GatewayMetrics(Collector):
         yield CounterMetricFamily("penstock_output_tokens", "Tokens sent to clients", self.output_tokens)
         for histogram in (self.first_token, self.token_gap, self.request_time, self.queue_time):
             yield histogram.family()
+        yield from self._collect_ledgers()
         yield from self._collect_engine(self._engine_stats())
+
+    def _collect_ledgers(self) -> Iterator[Metric]:
+        parts = CounterMetricFamily(
+            "penstock_part_seconds", "Time of finished choices by the part it went to", labels=["class", "part"]
+        )
+        for (name, part), seconds in sorted(self.part_seconds.items()):
+            parts.add_metric([name, part], seconds)
+        yield parts
+        causes = CounterMetricFamily(
+            "penstock_queue_cause_seconds", "Time queued in the engine by its cause", labels=["cause"]
+        )
+        for cause, seconds in sorted(self.queue_causes.items()):
+            causes.add_metric([cause], seconds)
+        yield causes
+        missed = CounterMetricFamily(
+            "penstock_cache_miss_tokens", "Prompt tokens not found in the prefix cache, by why", labels=["cause"]
+        )
+        for cause, tokens in sorted(self.missed_tokens.items()):
+            missed.add_metric([cause], tokens)
+        yield missed
+        objectives = CounterMetricFamily(
+            "penstock_objectives", "Promises of finished choices, kept or not", labels=["class", "objective", "met"]
+        )
+        for (name, objective, met), count in sorted(self.objectives.items()):
+            objectives.add_metric([name, objective, "true" if met else "false"], count)
+        yield objectives
+        yield CounterMetricFamily(
+            "penstock_recomputed_tokens", "Tokens computed again after a preemption", self.recomputed_tokens
+        )
 
     @staticmethod
     def _collect_engine(stats: EngineStats) -> Iterator[Metric]:
@@ -114,6 +171,17 @@ class GatewayMetrics(Collector):
         yield GaugeMetricFamily("penstock_kv_utilisation", "KV blocks held over all, 0 to 1", used)
         yield GaugeMetricFamily(
             "penstock_seconds_since_step", "Age of the last step while there is work", stats.seconds_since_step
+        )
+        yield GaugeMetricFamily(
+            "penstock_step_time_error",
+            "Median relative error of predicted step times",
+            stats.step_time_error,
+        )
+        yield GaugeMetricFamily(
+            "penstock_prefill_tokens_per_second", "As the step-time model knows it", stats.prefill_tokens_per_second
+        )
+        yield GaugeMetricFamily(
+            "penstock_decode_step_seconds", "Predicted step of the running sequences", stats.decode_step_seconds
         )
         for name, help in ENGINE_COUNTERS:
             yield CounterMetricFamily(f"penstock_engine_{name}", help, getattr(stats, name))

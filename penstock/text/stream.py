@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.core.request import Chunk, FinishReason, SamplingParams, TokenLogprob
@@ -45,13 +46,12 @@ class TextStream:
         delta = TextDelta("", [], chunk.finish_reason)
         hidden = self._ends_with_stop_token(chunk)
         parts: list[str] = []
-        for position, token_id in enumerate(chunk.token_ids, start=1):
-            self.output_tokens += 1
-            delta.token_ids.append(token_id)
-            if not (hidden and position == len(chunk.token_ids)):
-                parts.append(self._show(self._detokenizer.push((token_id,))))
-            if self._stops.matched is not None:
-                break
+        if not self._params.stop:  # nothing ends the text before the tokens end
+            self.output_tokens += len(chunk.token_ids)
+            delta.token_ids += chunk.token_ids
+            parts.append(self._detokenizer.push(chunk.token_ids[:-1] if hidden else chunk.token_ids))
+        else:
+            parts += self._until_stop(chunk, delta, hidden)
         if chunk.finish_reason is not None and self._stops.matched is None:
             parts += [self._show(self._detokenizer.finish()), self._stops.finish()]
         if self._stops.matched is not None:
@@ -64,6 +64,15 @@ class TextStream:
         self._parts.append(delta.text)
         self.finish_reason = delta.finish_reason
         return delta
+
+    def _until_stop(self, chunk: Chunk, delta: TextDelta, hidden: bool) -> Iterator[str]:
+        for position, token_id in enumerate(chunk.token_ids, start=1):
+            self.output_tokens += 1
+            delta.token_ids.append(token_id)
+            if not (hidden and position == len(chunk.token_ids)):
+                yield self._show(self._detokenizer.push((token_id,)))
+            if self._stops.matched is not None:
+                return
 
     def _show(self, text: str) -> str:
         """Stop strings count only where they begin after the first `min_tokens` tokens."""

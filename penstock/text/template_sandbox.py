@@ -50,6 +50,7 @@ class CompiledTemplate:
         tree = environment.parse(source)
         names = {node.name for node in tree.find_all(nodes.Name)}
         self._template = environment.from_string(source)
+        self._template.globals = dict(self._template.globals)  # a ChainMap otherwise, walked through for each rendering
         self.knows_tools = "tools" in names
         self.knows_developer = "developer" in {node.value for node in tree.find_all(nodes.Const)}
         self.reads_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))

@@ -20,6 +20,7 @@ from penstock.checkpoint.gguf import GGUFFile
 from penstock.checkpoint.source import Checkpoint
 from penstock.core.errors import InvalidRequest, StartupError
 from penstock.text import gguf_vocabulary
+from penstock.text.segments import SegmentEncoder
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "▁"
@@ -51,6 +52,7 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         byte_level, self.strips_first_space = _decoding_rules(backend)
         self._bytes = _BytesByToken(backend, byte_level, verbatim=frozenset(added) if byte_level else frozenset())
+        self._segments = SegmentEncoder(backend, added) if byte_level and SegmentEncoder.applies(added) else None
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = bos_id
         self.eos_ids = eos_ids  # every token that ends an answer; the first one is the model's own `eos_token`
@@ -68,6 +70,8 @@ class Tokenizer:
         """Releases the GIL, so long texts may be encoded in a thread. A rendered chat template already holds its
         special tokens: encode it with `add_special_tokens=False`."""
         try:
+            if self._segments is not None and not add_special_tokens:
+                return self._segments.encode(text)
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # what the library raises for a str that has no UTF-8 form
             raise InvalidRequest("the text holds half of a surrogate pair and is no valid Unicode") from error
@@ -84,6 +88,16 @@ class Tokenizer:
         if skip_special_tokens:
             return b"".join([pieces[i] for i in token_ids if i not in special])
         return b"".join([pieces[i] for i in token_ids])
+
+    def save(self, folder: Path) -> None:
+        """Write the files from which `load_tokenizer` makes the same tokenizer."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        config = {"chat_template": self.chat_template}
+        for name, ids in (("bos", [self.bos_id]), ("eos", self.eos_ids)):
+            if ids and ids[0] is not None:
+                config[f"{name}_token"] = self._backend.id_to_token(ids[0])
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_ids)}))
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes[token_id]

@@ -14,9 +14,11 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 
 from penstock.core.config import Settings, settings_from_mapping
 from penstock.core.errors import PenstockError
+from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
 from penstock.observability.logging import configure_logging
 from penstock.worker.server import WorkerServer
@@ -38,7 +40,7 @@ def main() -> int:
 
 
 async def _serve(settings: Settings, address: str, ready_fd: int) -> int:
-    from penstock.runner.progress import LoadProgress  # torch is imported from here on
+    from penstock.runner.progress import LoadProgress  # numpy, and torch where it is needed, from here on
     from penstock.runner.startup import start
 
     scheduler, executor, info = start(settings.model, settings.engine, LoadProgress(sys.stderr))
@@ -50,7 +52,8 @@ async def _serve(settings: Settings, address: str, ready_fd: int) -> int:
     _stop_with_parent(stop)
     gc.collect()
     gc.freeze()  # what was loaded stays; collecting garbage must not walk through it in the middle of a step
-    thread = threading.Thread(target=_run, args=(engine,), name="engine", daemon=True)
+    _log_memory(executor)
+    thread = threading.Thread(target=_run, args=(engine, executor), name="engine", daemon=True)
     thread.start()
     listener = await server.serve(address)
     beat = asyncio.create_task(server.beat())
@@ -63,7 +66,40 @@ async def _serve(settings: Settings, address: str, ready_fd: int) -> int:
     return 0
 
 
-def _run(engine: EngineLoop) -> None:
+def _log_memory(executor: Executor) -> None:
+    """What the machine gives for this: now, and once the KV cache is full."""
+    from penstock.runner.native_runner import NativeRunner
+
+    here, gateway = _resident_mib("self"), _resident_mib(str(os.getppid()))
+    if isinstance(executor, NativeRunner):
+        weights, cache = executor.model.weight_bytes / 2**20, executor.model.cache_bytes / 2**20
+        log.info(
+            "memory: %.0f MiB resident here (weights %.0f, Python and libraries %.0f) and %.0f in the gateway; "
+            "the KV cache takes up to %.0f more as it fills: %.0f MiB in all",
+            here,
+            weights,
+            here - weights,
+            gateway,
+            cache,
+            here + gateway + cache,
+        )
+    else:
+        log.info("memory: %.0f MiB resident here and %.0f in the gateway", here, gateway)
+
+
+def _resident_mib(process: str) -> float:
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    except OSError:  # no /proc (macOS)
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _run(engine: EngineLoop, executor: Executor) -> None:
+    from penstock.runner.native_runner import NativeRunner
+
+    if isinstance(executor, NativeRunner):
+        executor.model.pin_caller()
     try:
         engine.run()
     except BaseException:

@@ -41,13 +41,19 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
     error: str  # name of a class in core.errors
     message: str
     param: str | None
+    retry_after: float | None = None
+
+    @classmethod
+    def of(cls, request_id: str, error: errors.PenstockError) -> Refused:
+        retry_after = error.retry_after if isinstance(error, errors.Overloaded) else None
+        return cls(request_id, type(error).__name__, error.message, error.param, retry_after)
 
     def exception(self) -> errors.PenstockError:
-        kind = getattr(errors, self.error, errors.EngineFailure)
-        if kind not in (errors.InvalidRequest, errors.ContextTooLong):
-            kind = errors.EngineFailure
-        refusal: errors.PenstockError = kind(self.message, param=self.param)
-        return refusal
+        if self.error == "Overloaded":
+            return errors.Overloaded(self.message, retry_after=self.retry_after or 1.0, param=self.param)
+        kinds: dict[str, type[errors.InvalidRequest] | type[errors.EngineFailure]]
+        kinds = {"InvalidRequest": errors.InvalidRequest, "ContextTooLong": errors.ContextTooLong}
+        return kinds.get(self.error, errors.EngineFailure)(self.message, param=self.param)
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):
@@ -67,9 +73,29 @@ def frame(message: ToWorker | FromWorker) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def take_frames(buffer: bytearray) -> list[bytes]:
+    """Cut the frames that are complete off the beginning of what was received."""
+    frames: list[bytes] = []
+    at = 0
+    while len(buffer) - at >= _LENGTH.size:
+        (length,) = _LENGTH.unpack_from(buffer, at)
+        _check_length(length)
+        end = at + _LENGTH.size + length
+        if end > len(buffer):
+            break
+        frames.append(bytes(buffer[at + _LENGTH.size : end]))
+        at = end
+    del buffer[:at]
+    return frames
+
+
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
     """Raises IncompleteReadError at the end of the stream."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    _check_length(length)
+    return await reader.readexactly(length)
+
+
+def _check_length(length: int) -> None:
     if length > MAX_FRAME:
         raise ConnectionError(f"a frame of {length} bytes is over the limit of {MAX_FRAME}")
-    return await reader.readexactly(length)

@@ -105,8 +105,7 @@ class WorkerServer:
                 raise PenstockError(f"request id {request.id!r} is in use")
             self.engine.submit(request)
         except PenstockError as error:
-            refusal = Refused(request.id, type(error).__name__, error.message, error.param)
-            client.writer.write(frame(refusal))
+            client.writer.write(frame(Refused.of(request.id, error)))
         else:
             self._owners[request.id] = client
             client.requests.add(request.id)

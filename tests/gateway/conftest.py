@@ -4,17 +4,21 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import httpx
 import openai
 import pytest
 import uvloop
 
-from penstock.core.config import ServerConfig
+from penstock.cache.build import open_cache
+from penstock.core.config import CacheConfig, ServerConfig, Settings
 from penstock.core.request import GenerateRequest
 from penstock.gateway.app import create_app
+from penstock.gateway.keys import create_key
 from penstock.gateway.server import serve
+from penstock.gateway.tenants import Directory, open_directory
+from penstock.state.open import open_store
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.scripted_engine import MODEL, ScriptedEngine, Step, load_built_in_tokenizer, says
 
@@ -32,13 +36,25 @@ class Gateway:
     tokenizer: Tokenizer
     host: str = ""
     port: int = 0
+    loop: asyncio.AbstractEventLoop = field(init=False)
+    directory: Directory = field(init=False)
 
     @property
     def url(self) -> str:
         return f"http://{self.host}:{self.port}"
 
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=20)
+
+    def key(self, tenant: str) -> str:
+        """A new one of a tenant; of the administrator for ""."""
+
+        async def create() -> str:
+            key, _ = await create_key(self.directory.store, tenant)
+            await self.directory.reload()
+            return key
+
+        return asyncio.run_coroutine_threadsafe(create(), self.loop).result(20)
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=20)
@@ -53,9 +69,9 @@ class Gateway:
 
 
 @contextmanager
-def serving(tokenizer: Tokenizer) -> Iterator[Gateway]:
+def serving(tokenizer: Tokenizer, settings: Settings | None = None, *, cached: bool = False) -> Iterator[Gateway]:
     engine = ScriptedEngine(tokenizer, lambda request: [])
-    app = create_app(engine, tokenizer, ServerConfig(max_body_mib=0.25), model_names=[MODEL, "org/alias"])
+    settings = settings or Settings(server=ServerConfig(max_body_mib=0.25))
     gateway = Gateway(engine, tokenizer)
     gateway.answers("Hello there, friend!")
     ready = threading.Event()
@@ -66,10 +82,25 @@ def serving(tokenizer: Tokenizer) -> Iterator[Gateway]:
         ready.set()
 
     async def run() -> None:
-        task = asyncio.ensure_future(serve(app, "127.0.0.1", 0, on_ready, 0.0))
-        stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
-        with suppress(asyncio.CancelledError):
-            await task
+        before = settings if cached else replace(settings, cache=CacheConfig(enabled=False))
+        async with (
+            open_store(settings.state or "memory") as store,
+            open_directory(settings, store) as directory,
+            open_cache(engine, tokenizer, before) as (served, collectors),
+        ):
+            gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
+            app = create_app(
+                served,
+                tokenizer,
+                settings,
+                model_names=[MODEL, "org/alias"],
+                directory=directory,
+                collectors=collectors,
+            )
+            task = asyncio.ensure_future(serve(app, "127.0.0.1", 0, on_ready, 0.0))
+            stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
+            with suppress(asyncio.CancelledError):
+                await task
 
     def main() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -78,9 +109,11 @@ def serving(tokenizer: Tokenizer) -> Iterator[Gateway]:
     thread = threading.Thread(target=main)
     thread.start()
     assert ready.wait(20)
-    yield gateway
-    stop[0]()
-    thread.join(20)
+    try:
+        yield gateway
+    finally:
+        stop[0]()
+        thread.join(20)
     assert not thread.is_alive()
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from penstock.checkpoint.source import BUILT_IN, resolve
-from penstock.core.config import ServerConfig
+from penstock.core.config import Settings
 from penstock.core.engine import EngineInfo, EngineStats, Health
+from penstock.core.ledger import Ledger, PrefillChunk, Stall
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.gateway.app import create_app
 from penstock.gateway.server import serve
@@ -25,6 +27,33 @@ Script = Callable[[GenerateRequest], Sequence[Step]]
 
 async def hang() -> None:
     await asyncio.Event().wait()
+
+
+def ledger_of(request: GenerateRequest, seconds: float, output_tokens: int) -> Ledger:
+    """True in its total, invented in how that divides."""
+    return Ledger(
+        request.id,
+        request.tenant,
+        request.objective.name,
+        arrived=time.time() - seconds,
+        total=seconds,
+        ttft=seconds / 2,
+        predicted_ttft=seconds / 4,
+        queued={"order": seconds / 8, "step": seconds / 8},
+        prefill=[PrefillChunk(2, seconds / 8), PrefillChunk(1, seconds / 8)],
+        decode=seconds / 4,
+        decode_steps=output_tokens,
+        stalled=seconds / 4,
+        stalls=[Stall("someone-else-0", seconds / 8, 3)],
+        prompt_tokens=len(request.prompt),
+        cached_tokens=2,
+        missed_tokens={"never_seen": len(request.prompt) - 2},
+        output_tokens=output_tokens,
+        preemptions=1,
+        recomputed_tokens=5,
+        met_ttft=False,
+        met_gap=True,
+    )
 
 
 def load_built_in_tokenizer() -> Tokenizer:
@@ -66,6 +95,7 @@ class ScriptedEngine:
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         params = request.params
+        arrived = time.monotonic()
         sent = 0
         for step in self.script(request):
             if isinstance(step, Exception):
@@ -86,6 +116,8 @@ class ScriptedEngine:
                 chunk.finish_reason = "stop"
             elif sent == params.max_tokens:
                 chunk.finish_reason = "length"
+            if chunk.finish_reason:
+                chunk.ledger = ledger_of(request, time.monotonic() - arrived, sent)
             yield chunk
             if chunk.finish_reason:
                 return
@@ -108,7 +140,7 @@ def main(drain_seconds: float) -> int:
         await line.wait()
 
     engine = ScriptedEngine(tokenizer, lambda request: [[first], wait_for_line, [second], [tokenizer.eos_ids[0]]])
-    app = create_app(engine, tokenizer, ServerConfig(), model_names=[MODEL])
+    app = create_app(engine, tokenizer, Settings(), model_names=[MODEL])
     return asyncio.run(serve(app, "127.0.0.1", 0, lambda host, port: print(port, flush=True), drain_seconds))
 
 

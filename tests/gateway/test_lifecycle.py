@@ -190,11 +190,11 @@ def test_second_signal_exits_at_once() -> None:
 def test_port_in_use_is_a_clear_error(gateway: Gateway) -> None:
     import asyncio
 
-    from penstock.core.config import ServerConfig
+    from penstock.core.config import Settings
     from penstock.core.errors import StartupError
     from penstock.gateway.app import create_app
     from penstock.gateway.server import serve
 
-    app = create_app(gateway.engine, gateway.tokenizer, ServerConfig(), model_names=[MODEL])
+    app = create_app(gateway.engine, gateway.tokenizer, Settings(), model_names=[MODEL])
     with pytest.raises(StartupError, match=str(gateway.port)):
         asyncio.run(serve(app, gateway.host, gateway.port, lambda host, port: None, 0.0))

@@ -25,7 +25,9 @@ TOOL = {
 
 @pytest.fixture
 def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=120)
+    """Of the model itself: answers the server remembers are of no interest here."""
+    fresh = {"Cache-Control": "no-store"}
+    return openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=120, default_headers=fresh)
 
 
 def greedy(client: openai.OpenAI, **fields: object) -> openai.types.chat.ChatCompletion:
@@ -68,7 +70,8 @@ def test_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
 async def test_concurrent_streams_equal_lone_ones(server: Server, client: openai.OpenAI) -> None:
     """Batching must not change what anyone gets: each stream has its own prompt and its own answer."""
     cities = ("Paris", "Cairo", "Lima", "Oslo")
-    many = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", timeout=120)
+    fresh = {"Cache-Control": "no-store"}
+    many = openai.AsyncOpenAI(base_url=server.base_url, api_key="none", timeout=120, default_headers=fresh)
 
     async def stream(city: str) -> str:
         parts = await many.chat.completions.create(

@@ -1,0 +1,10 @@
+"""Answers without a model: an `Engine` before another one that remembers what it said.
+
+key.py         what makes two requests the same
+answer.py      an answer as it is stored, and how it is told again
+memory.py, redis_tier.py, disk_tier.py (tier.py)   where answers are kept, nearest first
+flight.py      one computation, any number of listeners
+engine.py      `CachedEngine`, which puts these together
+similar.py, encoder.py   prompts by their meaning, where an operator allows it
+metrics.py     what Prometheus sees of it
+"""

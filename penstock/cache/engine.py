@@ -1,0 +1,251 @@
+"""An engine that remembers what the one behind it said."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from penstock.cache.answer import Answer, End, answer_of, decode_answer, encode_answer, seal, unseal
+from penstock.cache.flight import Flight
+from penstock.cache.key import answer_key, bucket_key, is_deterministic
+from penstock.cache.memory import MemoryTier
+from penstock.cache.metrics import CacheMetrics
+from penstock.cache.similar import Place, SimilarPrompts
+from penstock.cache.tier import Reading, Tier
+from penstock.core.config import CacheConfig
+from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
+from penstock.core.errors import NotCached
+from penstock.core.request import CacheControl, CacheStatus, Chunk, GenerateRequest, Objective
+from penstock.text.stream import TextStream
+from penstock.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 2.0  # for answers on their way to a tier
+
+BYPASS = CacheStatus("bypass")
+MISS = CacheStatus("miss")
+SHARED = CacheStatus("shared")
+
+# Whoever joins a computation must lose nothing by it: the class that orders it and what may be read are its own.
+FlightName = tuple[bytes, CacheControl, Objective, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    answer: Answer
+    status: CacheStatus
+
+
+class CachedEngine:
+    def __init__(
+        self,
+        engine: ServedEngine,
+        tokenizer: Tokenizer,
+        config: CacheConfig,
+        *,
+        tiers: Sequence[Tier] = (),
+        similar: SimilarPrompts | None = None,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._config = config
+        self._memory = MemoryTier(int(config.memory_mib * 2**20))
+        self._tiers = tiers  # below memory, nearest first
+        self._similar = similar
+        self._flights: dict[FlightName, Flight] = {}
+        self._writes: set[asyncio.Task[None]] = set()
+        self.metrics = CacheMetrics(self._readings, lambda: len(self._flights))
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._engine.stats
+
+    def health(self) -> Health:
+        return self._engine.health()
+
+    async def close(self) -> None:
+        """Wait a moment for what is being written; the engine behind is left as it is."""
+        if self._writes:
+            await asyncio.wait(self._writes, timeout=CLOSE_SECONDS)
+        for tier in self._tiers:
+            await tier.close()
+        if self._similar is not None:
+            self._similar.close()
+
+    def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        control = request.cache or CacheControl()
+        if control.store and (is_deterministic(request.params) or self._may_share_sample(request)):
+            return self._answer(request, control)
+        if control.only_cached:
+            raise NotCached(
+                "answers to such a request are never cached: give a seed or temperature 0, without no-store"
+            )
+        return self._bypass(request)
+
+    def _may_share_sample(self, request: GenerateRequest) -> bool:
+        return self._config.sampled and request.params.n == 1  # several choices must differ
+
+    async def _bypass(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self.metrics.count(BYPASS)
+        async with aclosing(self._engine.submit(_for_engine(request))) as chunks:
+            async for chunk in chunks:
+                chunk.cache = BYPASS
+                yield chunk
+
+    async def _answer(self, request: GenerateRequest, control: CacheControl) -> AsyncGenerator[Chunk, None]:
+        key = answer_key(request, self.info, self._config.scope)
+        if control.read and (found := self._from_memory(key, control)) is not None:
+            self.metrics.count(found.status)
+            for chunk in found.answer.replay(request.id, len(request.prompt)):
+                chunk.cache = found.status
+                yield chunk
+                await asyncio.sleep(0)  # a long answer must not hold up others
+            return
+        now = asyncio.get_running_loop().time()
+        expires = None if request.deadline is None else now + request.deadline
+        name = (key, control, request.objective, request.priority)
+        flight = self._flights.get(name)
+        joined = flight is not None and flight.outlasts(expires)
+        if flight is None or not joined:
+            flight = self._take_off(name, request, now)
+        status: CacheStatus | None = None
+        async with aclosing(flight.listen(expires)) as chunks:
+            async for chunk in chunks:
+                if status is None:
+                    status = flight.found or (SHARED if joined else MISS)
+                    self.metrics.count(status)
+                if joined:  # nothing was computed for this request
+                    chunk = replace(chunk, request_id=request.id, ledger=None, cached_tokens=len(request.prompt))
+                chunk.cache = status
+                yield chunk
+
+    def _take_off(self, name: FlightName, request: GenerateRequest, now: float) -> Flight:
+        """Listeners keep their own deadlines; the engine's is later, so that others may join until the first one's."""
+
+        def ended(flight: Flight) -> None:
+            if self._flights.get(name) is flight:
+                del self._flights[name]
+
+        if request.deadline is not None:
+            request = replace(request, deadline=2 * request.deadline)
+        flight = self._flights[name] = Flight(request.deadline and now + request.deadline, ended)
+        key, control, *_ = name
+        flight.start(self._find_or_compute(flight, request, control, key))
+        return flight
+
+    async def _find_or_compute(
+        self, flight: Flight, request: GenerateRequest, control: CacheControl, key: bytes
+    ) -> AsyncGenerator[Chunk, None]:
+        found = await self._from_tiers(key, control)
+        place = None
+        if found is None:
+            place = await self._place(request, control)
+            found = await self._from_similar(place, request, control)
+        if found is not None:
+            flight.found = found.status
+            for chunk in found.answer.replay(request.id, len(request.prompt)):
+                yield chunk
+            return
+        if control.only_cached:
+            raise NotCached("no stored answer to this request; send it without only-if-cached to have it computed")
+        ends = _TextEnd(self._tokenizer, request)
+        chunks: list[Chunk] = []
+        async with aclosing(self._engine.submit(_for_engine(request))) as computed:
+            async for chunk in computed:
+                chunks.append(chunk)
+                end = ends.after(chunk)
+                if end is not None:
+                    self._store(key, answer_of(chunks, end, time.time()), place)
+                yield chunk
+                if end == "stop string" and chunk.finish_reason is None:
+                    yield Chunk(request.id, finish_reason="stop")
+                    return  # what the model would say after its stop string is of no use to anybody
+
+    def _from_memory(self, key: bytes, control: CacheControl) -> _Found | None:
+        payload = self._memory.get(key)
+        return None if payload is None else self._if_fresh(decode_answer(payload), control, "memory")
+
+    async def _from_tiers(self, key: bytes, control: CacheControl) -> _Found | None:
+        if not control.read:
+            return None
+        for tier in self._tiers:
+            sealed = await tier.get(key)
+            if sealed is None:
+                continue
+            payload = unseal(key, sealed)
+            if payload is None:
+                log.warning("an answer stored in %s is damaged or of another version; it is ignored", tier.name)
+                continue
+            found = self._if_fresh(decode_answer(payload), control, tier.name)
+            if found is not None:
+                self._memory.put(key, payload)
+                return found
+        return None
+
+    async def _place(self, request: GenerateRequest, control: CacheControl) -> Place | None:
+        if self._similar is None or control.similar is None or request.params.prompt_logprobs is not None:
+            return None
+        return await self._similar.place(bucket_key(request, self.info, control.similar), control.similar.text)
+
+    async def _from_similar(
+        self, place: Place | None, request: GenerateRequest, control: CacheControl
+    ) -> _Found | None:
+        if self._similar is None or place is None or place.nearest is None or not control.read:
+            return None
+        found = self._from_memory(place.nearest, control) or await self._from_tiers(place.nearest, control)
+        if found is None:
+            if control.max_age is None:
+                self._similar.forget(place)
+            return None
+        if not found.answer.fits(request.params.max_tokens):
+            return None
+        return replace(found, status=CacheStatus("similar", age=found.status.age, score=place.score))
+
+    def _if_fresh(self, answer: Answer, control: CacheControl, tier: str) -> _Found | None:
+        age = max(0.0, time.time() - answer.created)  # clocks of two gateways may differ
+        if age > self._config.ttl_seconds or (control.max_age is not None and age > control.max_age):
+            return None
+        return _Found(answer, CacheStatus("hit", tier, age))
+
+    def _store(self, key: bytes, answer: Answer, place: Place | None) -> None:
+        """In memory at once, elsewhere when it gets there."""
+        payload = encode_answer(answer)
+        self._memory.put(key, payload)
+        self.metrics.stored += 1
+        for tier in self._tiers:
+            write = asyncio.create_task(tier.put(key, seal(key, payload), self._config.ttl_seconds))
+            self._writes.add(write)
+            write.add_done_callback(self._writes.discard)
+        if self._similar is not None and place is not None:
+            self._similar.remember(place, key)
+
+    def _readings(self) -> list[Reading]:
+        return [self._memory.reading(), *(tier.reading() for tier in self._tiers)]
+
+
+class _TextEnd:
+    """Where an answer ends. Stop strings are looked for outside the engine, by whoever reads the answer; so the one
+    who stores it must look for them too."""
+
+    def __init__(self, tokenizer: Tokenizer, request: GenerateRequest) -> None:
+        self._text = TextStream(tokenizer, request.params) if request.params.stop else None
+
+    def after(self, chunk: Chunk) -> End | None:
+        """None: it goes on, or it ended in a way that must not be stored."""
+        if self._text is not None and isinstance(self._text.push(chunk).stop_matched, str):
+            return "stop string"
+        reason = chunk.finish_reason
+        return reason if reason == "stop" or reason == "length" else None
+
+
+def _for_engine(request: GenerateRequest) -> GenerateRequest:
+    return request if request.cache is None else replace(request, cache=None)

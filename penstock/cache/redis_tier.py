@@ -1,0 +1,88 @@
+"""The tier that gateways share. A Redis that does not answer is a miss: never an error, and slow only once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from penstock.cache.tier import Reading
+
+log = logging.getLogger(__name__)
+
+PREFIX = b"penstock:answer:"
+TIMEOUT_SECONDS = 0.1
+RETRY_SECONDS = 1.0
+CONNECTIONS = 32
+
+
+def connect(url: str) -> Redis:
+    """A client whose every call fails fast. Connects when first used."""
+    pool = BlockingConnectionPool.from_url(
+        url,
+        max_connections=CONNECTIONS,
+        timeout=TIMEOUT_SECONDS,
+        socket_timeout=TIMEOUT_SECONDS,
+        socket_connect_timeout=TIMEOUT_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+    )
+    return Redis.from_pool(pool)
+
+
+class RedisTier:
+    """Once a call has failed, requests pass by without waiting until a ping in the background is answered again."""
+
+    name = "redis"
+
+    def __init__(self, redis: Redis) -> None:
+        self._redis = redis
+        self._reviving: asyncio.Task[None] | None = None
+        self.errors = 0
+
+    @property
+    def up(self) -> bool:
+        return self._reviving is None
+
+    async def get(self, key: bytes) -> bytes | None:
+        found: bytes | None = await self._call(lambda: self._redis.get(PREFIX + key))
+        return found
+
+    async def put(self, key: bytes, value: bytes, ttl: float) -> None:
+        await self._call(lambda: self._redis.set(PREFIX + key, value, ex=max(1, round(ttl))))
+
+    async def _call(self, command: Callable[[], Awaitable[Any]]) -> Any:
+        if not self.up:
+            return None
+        try:
+            return await command()
+        except (RedisError, OSError, TimeoutError) as error:
+            self.errors += 1
+            if self.up:
+                log.warning("the answer cache goes on without Redis: %s", error)
+                self._reviving = asyncio.create_task(self._revive())
+            return None
+
+    async def _revive(self) -> None:
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            try:
+                await self._redis.ping()
+            except (RedisError, OSError, TimeoutError):
+                continue
+            log.info("the answer cache uses Redis again")
+            self._reviving = None
+            return
+
+    def reading(self) -> Reading:
+        return Reading(self.name, errors=self.errors, up=self.up)
+
+    async def close(self) -> None:
+        if self._reviving is not None:
+            self._reviving.cancel()
+        await self._redis.aclose()

@@ -1,0 +1,31 @@
+"""What a tier below memory must do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """For the metrics. None: the tier does not know."""
+
+    name: str
+    bytes: int | None = None
+    evictions: int | None = None
+    errors: int | None = None
+    up: bool = True
+
+
+class Tier(Protocol):
+    """Trouble is a miss, never an exception."""
+
+    name: str
+
+    async def get(self, key: bytes) -> bytes | None: ...
+
+    async def put(self, key: bytes, value: bytes, ttl: float) -> None: ...
+
+    def reading(self) -> Reading: ...
+
+    async def close(self) -> None: ...

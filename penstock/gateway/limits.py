@@ -1,0 +1,111 @@
+"""A tenant's limits around a generation: reserve what it will probably use, settle what it did."""
+
+from __future__ import annotations
+
+from penstock.core.errors import BudgetSpent, LimitReached, RequestTooLarge
+from penstock.gateway.budgets import BILLION, Prices, SpendMetrics
+from penstock.gateway.exchange import Exchange, Header
+from penstock.state.store import Claim, Grant, Room, Store, Usage
+
+FIRST_GUESS = 256  # output tokens of a request that sets no limit, before any has been seen
+BUSY_RETRY_SECONDS = 1.0  # nobody knows when one of the running requests will end
+
+
+class Metering:
+    """`model` is the canonical name: an alias has no limits of its own."""
+
+    def __init__(self, store: Store, prices: Prices, metrics: SpendMetrics, model: str) -> None:
+        self.store = store
+        self.prices = prices
+        self.metrics = metrics
+        self.model = model
+        self._typical: dict[str, float] = {}  # output tokens of a choice, by tenant: a moving average
+
+    def expected_output(self, tenant: str, most: int, asked: bool) -> int:
+        """Of one choice. A limit the client set is taken at its word."""
+        return most if asked else min(most, round(self._typical.get(tenant, FIRST_GUESS)))
+
+    async def admit(self, exchange: Exchange, tokens: int) -> Grant:
+        """Raises when a limit has no room; tells the client what is left of each."""
+        tenant = exchange.tenant
+        claim = Claim(
+            exchange.unique,
+            tenant.name,
+            self.model,
+            tokens,
+            tenant.requests_per_minute,
+            tenant.tokens_per_minute,
+            tenant.concurrent,
+            _billionths(tenant.budget_per_day),
+            _billionths(tenant.budget_per_month),
+        )
+        if tenant.tokens_per_minute is not None and tokens > tenant.tokens_per_minute:
+            raise RequestTooLarge(
+                f"the request needs {tokens} tokens, prompt and max_tokens together, but tenant {tenant.name} has "
+                f"{tenant.tokens_per_minute} per minute; shorten the prompt or lower max_tokens",
+                param="max_tokens",
+                code="rate_limit_exceeded",
+            )
+        grant = await self.store.reserve(claim)
+        exchange.headers.extend(_headers(claim, grant))
+        if grant.refused is not None:
+            self.metrics.refuse(tenant.name, grant.refused)
+            raise _refusal(grant)
+        return grant
+
+    def settle(self, grant: Grant, prompt_tokens: int, cached_tokens: int, outputs: list[int]) -> None:
+        """`outputs` of each choice. Nothing at all, where the engine never began, costs nothing."""
+        tenant, output_tokens = grant.claim.tenant, sum(outputs)
+        cost = self.prices.now().cost(prompt_tokens, cached_tokens, output_tokens)
+        used = Usage(1, prompt_tokens, cached_tokens, output_tokens, cost)
+        self.store.settle(grant, used)
+        self.metrics.add(tenant, self.model, used)
+        typical = self._typical.get(tenant)
+        for count in outputs:
+            typical = count if typical is None else 0.9 * typical + 0.1 * count
+            self._typical[tenant] = typical
+
+
+def _billionths(amount: float | None) -> int | None:
+    return None if amount is None else round(amount * BILLION)
+
+
+def _refusal(grant: Grant) -> LimitReached | BudgetSpent:
+    claim, refused = grant.claim, grant.refused
+    tenant, retry_after = claim.tenant or "everybody", grant.retry_after or BUSY_RETRY_SECONDS
+    if refused in ("day", "month"):
+        return BudgetSpent(f"tenant {tenant} has spent its budget for this {refused}", retry_after=retry_after)
+    limit, unit = {
+        "requests": (claim.requests_per_minute, "requests per minute"),
+        "tokens": (claim.tokens_per_minute, f"tokens per minute, and this request needs {claim.tokens}"),
+    }.get(refused or "", (claim.concurrent, "requests at a time"))
+    return LimitReached(f"tenant {tenant} is limited to {limit} {unit} of {claim.model}", retry_after=retry_after)
+
+
+def _headers(claim: Claim, grant: Grant) -> list[Header]:
+    """OpenAI's."""
+    headers: list[Header] = []
+    for name, limit, room in (
+        (b"requests", claim.requests_per_minute, grant.requests),
+        (b"tokens", claim.tokens_per_minute, grant.tokens),
+    ):
+        if limit is not None and room is not None:
+            headers += _room_headers(name, limit, room)
+    return headers
+
+
+def _room_headers(name: bytes, limit: int, room: Room) -> list[Header]:
+    return [
+        (b"x-ratelimit-limit-" + name, b"%d" % limit),
+        (b"x-ratelimit-remaining-" + name, b"%d" % room.left),
+        (b"x-ratelimit-reset-" + name, _duration(room.reset)),
+    ]
+
+
+def _duration(seconds: float) -> bytes:
+    """As OpenAI writes it: 12ms, 7.660s, 1m0.500s. A window is forgotten after 61 seconds at most."""
+    milliseconds = round(seconds * 1000)
+    if milliseconds < 1000:
+        return b"%dms" % milliseconds
+    minutes, rest = divmod(milliseconds, 60_000)
+    return b"%b%d.%03ds" % (b"1m" if minutes else b"", rest // 1000, rest % 1000)

@@ -1,0 +1,62 @@
+"""Where the time of a request went, from its arrival at the gateway to the end of its response. Seconds throughout.
+
+The engine's ledger covers the time between the submission of a choice and its last token; the gateway adds what came
+before and after. `relay` is what nothing else explains: the sockets and queues between gateway and worker, turning
+tokens into text, and sending. The parts of a choice add up to the request's total.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from penstock.core.ledger import Ledger
+
+
+class Parts(Struct, kw_only=True):
+    prepare: float  # from arrival to submission: reading the body, template, tokenising, limits
+    queued: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+    stalled: float = 0.0
+    answer: float = 0.0  # in place of the engine's four where it kept no ledger: answered from a cache, or ended early
+    relay: float = 0.0
+
+
+class ChoiceAccount(Struct, kw_only=True):
+    index: int
+    parts: Parts
+    finish_reason: str | None  # None: it failed, or the client left
+    cache: str | None  # what the result cache did: hit, similar, shared, miss or bypass; None: there is none
+    engine: Ledger | None
+
+
+class Account(Struct, kw_only=True):
+    id: str  # ours; the client's own is `request_id`
+    request_id: str
+    tenant: str
+    objective: str  # name of the class
+    endpoint: str
+    model: str
+    status: int
+    error: str | None
+    arrived: float  # seconds since 1970
+    total: float
+    ttft: float | None  # from arrival to the first token, as the gateway saw it
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    choices: list[ChoiceAccount]
+
+
+def parts_of(total: float, prepare: float, answered: float, ledger: Ledger | None) -> Parts:
+    """`answered` is the time between submission and the last chunk."""
+    if ledger is None:
+        return Parts(prepare=prepare, answer=answered, relay=total - prepare - answered)
+    return Parts(
+        prepare=prepare,
+        queued=sum(ledger.queued.values()),
+        prefill=sum(chunk.seconds for chunk in ledger.prefill),
+        decode=ledger.decode,
+        stalled=ledger.stalled,
+        relay=total - prepare - ledger.accounted,
+    )

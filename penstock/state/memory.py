@@ -1,0 +1,173 @@
+"""A store in this process. It also does the counting for SQLite, and for Redis while that cannot be reached."""
+
+from __future__ import annotations
+
+import calendar
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+from penstock.state.store import WINDOW_SECONDS, Claim, Grant, Limit, Room, Usage, UsageKey
+
+
+def seconds_to_next_day(now: float) -> float:
+    return 86400 - now % 86400
+
+
+def seconds_to_next_month(now: float) -> float:
+    year, month, *_ = time.gmtime(now)
+    following = (year + month // 12, month % 12 + 1, 1, 0, 0, 0, 0, 0, 0)
+    return calendar.timegm(following) - now
+
+
+class Window:
+    """Amounts of the last minute, by second. A second counts until all of it is a minute old, so that no sixty
+    seconds, wherever they begin, hold more than the limit."""
+
+    __slots__ = ("amounts", "total")
+
+    def __init__(self) -> None:
+        self.amounts: dict[int, int] = {}  # oldest first
+        self.total = 0
+
+    def forget(self, second: int) -> None:
+        while self.amounts:
+            oldest = next(iter(self.amounts))
+            if oldest >= second - WINDOW_SECONDS:
+                return
+            self.total -= self.amounts.pop(oldest)
+
+    def add(self, second: int, amount: int) -> None:
+        self.amounts[second] = self.amounts.get(second, 0) + amount
+        self.total += amount
+
+    def correct(self, second: int, change: int) -> None:
+        if second in self.amounts:
+            self.add(second, change)
+
+    def wait(self, needed: int, now: float) -> float:
+        """Seconds until at least `needed` has left the window."""
+        for second, amount in self.amounts.items():
+            needed -= amount
+            if needed <= 0:
+                return second + WINDOW_SECONDS + 1 - now
+        return WINDOW_SECONDS + 1.0
+
+    def room(self, limit: int, now: float) -> Room:
+        newest = next(reversed(self.amounts), None)
+        return Room(max(0, limit - self.total), 0.0 if newest is None else newest + WINDOW_SECONDS + 1 - now)
+
+
+class _Use:
+    __slots__ = ("requests", "running", "tokens")
+
+    def __init__(self) -> None:
+        self.requests = Window()
+        self.tokens = Window()
+        self.running = 0
+
+
+class MemoryStore:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
+    ) -> None:
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._use: defaultdict[tuple[str, str], _Use] = defaultdict(_Use)
+        self._usage: dict[UsageKey, Usage] = {}
+        self.spent: dict[tuple[str, str], int] = {}  # by (tenant, day or month)
+        self._records: dict[str, dict[str, str]] = {}
+        self._version = 0
+        self._day = ""
+        self._day_ends = 0.0
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def reserve(self, claim: Claim) -> Grant:
+        now = self._clock()
+        second = int(now)
+        if not claim.limited:
+            return Grant(claim, second)
+        use = self._use[claim.tenant, claim.model]
+        use.requests.forget(second)
+        use.tokens.forget(second)
+        refused, retry_after = self._refusal(claim, use, now)
+        if refused is None:
+            use.requests.add(second, 1)
+            use.tokens.add(second, claim.tokens)
+            use.running += 1
+        return Grant(
+            claim,
+            second,
+            refused,
+            retry_after,
+            None if claim.requests_per_minute is None else use.requests.room(claim.requests_per_minute, now),
+            None if claim.tokens_per_minute is None else use.tokens.room(claim.tokens_per_minute, now),
+        )
+
+    def _refusal(self, claim: Claim, use: _Use, now: float) -> tuple[Limit | None, float]:
+        day = self.day()
+        if claim.budget_per_month is not None and self._spent(claim.tenant, day[:7]) >= claim.budget_per_month:
+            return "month", seconds_to_next_month(self._wall_clock())
+        if claim.budget_per_day is not None and self._spent(claim.tenant, day) >= claim.budget_per_day:
+            return "day", seconds_to_next_day(self._wall_clock())
+        if claim.concurrent is not None and use.running >= claim.concurrent:
+            return "concurrent", 0.0
+        limit = claim.requests_per_minute
+        if limit is not None and use.requests.total + 1 > limit:
+            return "requests", use.requests.wait(use.requests.total + 1 - limit, now)
+        limit = claim.tokens_per_minute
+        if limit is not None and use.tokens.total + claim.tokens > limit:
+            return "tokens", use.tokens.wait(use.tokens.total + claim.tokens - limit, now)
+        return None, 0.0
+
+    def _spent(self, tenant: str, period: str) -> int:
+        return self.spent.get((tenant, period), 0)
+
+    def day(self) -> str:
+        """Today in UTC."""
+        now = self._wall_clock()
+        if not self._day_ends - 86400 <= now < self._day_ends:
+            self._day = time.strftime("%Y-%m-%d", time.gmtime(now))
+            self._day_ends = now + seconds_to_next_day(now)
+        return self._day
+
+    def settle(self, grant: Grant, used: Usage) -> None:
+        self.release(grant, used)
+        self.record(UsageKey(self.day(), grant.claim.tenant, grant.claim.model), used)
+
+    def release(self, grant: Grant, used: Usage) -> None:
+        """The half of settling that concerns limits."""
+        claim = grant.claim
+        if claim.limited:
+            use = self._use[claim.tenant, claim.model]
+            use.running -= 1
+            use.tokens.correct(grant.second, used.tokens - claim.tokens)
+
+    def record(self, key: UsageKey, used: Usage) -> None:
+        """The half that concerns spend."""
+        self._usage[key] = self._usage[key].plus(used) if key in self._usage else used
+        if used.cost:
+            for period in (key.day, key.day[:7]):
+                self.spent[key.tenant, period] = self._spent(key.tenant, period) + used.cost
+
+    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, Usage]:
+        return {key: used for key, used in self._usage.items() if first_day <= key.day <= last_day}
+
+    async def put(self, kind: str, name: str, value: str) -> None:
+        self._records.setdefault(kind, {})[name] = value
+        self._version += 1
+
+    async def delete(self, kind: str, name: str) -> bool:
+        self._version += 1
+        return self._records.get(kind, {}).pop(name, None) is not None
+
+    async def records(self, kind: str) -> dict[str, str]:
+        return dict(self._records.get(kind, {}))
+
+    async def version(self) -> int:
+        return self._version

@@ -1,0 +1,127 @@
+"""What must be atomic among gateways, as Redis runs it: a batch of settlements and reservations. Mirrors `MemoryStore`.
+
+One argument holds the whole batch, as packing arguments one by one is what costs a client its time. The keys follow
+from it and are not declared, so this is for a single Redis, with replicas or without, and not for a cluster.
+"""
+
+from __future__ import annotations
+
+# ARGV: prefix of all keys, then in MessagePack: time (-1: the server's), seconds of a lease, seconds to keep spend,
+#   settlements: tenant, model, id, second of the reservation, change of its tokens, day,
+#                then requests, prompt, cached and output tokens, cost;
+#   reservations: tenant, model, id, tokens, day,
+#                 then limits of requests, tokens, concurrency, spend of the day, of the month (-1: none).
+# Returns for each reservation: refusal (0: none), wait in ms, requests left, their reset in ms, tokens left, their
+#   reset in ms, second, spent today, spent this month.
+BATCH = """
+local prefix = ARGV[1] .. ':'
+local now, lease, keep, settlements, reservations = unpack(cmsgpack.unpack(ARGV[2]))
+if now < 0 then
+    local time = redis.call('TIME')
+    now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+end
+local second = math.floor(now)
+local AMOUNTS = {'requests', 'prompt_tokens', 'cached_tokens', 'output_tokens', 'cost'}
+
+local function settle(tenant, model, id, at, change, day, ...)
+    local amounts, whose = {...}, tenant .. ':' .. model
+    local tokens, usage = prefix .. 'tokens:' .. whose, prefix .. 'usage:' .. day
+    if redis.call('HEXISTS', tokens, at) == 1 then
+        redis.call('HINCRBY', tokens, at, change)
+    end
+    redis.call('ZREM', prefix .. 'leases:' .. whose, id)
+    for i, name in ipairs(AMOUNTS) do
+        if amounts[i] ~= 0 then
+            redis.call('HINCRBY', usage, tenant .. ' ' .. model .. ' ' .. name, amounts[i])
+        end
+    end
+    redis.call('EXPIRE', usage, keep)
+    if amounts[5] ~= 0 then
+        for _, period in ipairs({day, day:sub(1, 7)}) do
+            redis.call('HINCRBY', prefix .. 'spend:' .. period, tenant, amounts[5])
+            redis.call('EXPIRE', prefix .. 'spend:' .. period, keep)
+        end
+    end
+end
+
+local function read(key)
+    local window = {total = 0, amounts = {}}
+    local found = redis.call('HGETALL', key)
+    for i = 1, #found, 2 do
+        local at, amount = tonumber(found[i]), tonumber(found[i + 1])
+        if at < second - 60 then
+            redis.call('HDEL', key, found[i])
+        else
+            window.total = window.total + amount
+            window.amounts[#window.amounts + 1] = {at, amount}
+        end
+    end
+    table.sort(window.amounts, function(a, b) return a[1] < b[1] end)
+    return window
+end
+
+local function wait(window, needed)
+    for _, entry in ipairs(window.amounts) do
+        needed = needed - entry[2]
+        if needed <= 0 then return entry[1] + 61 - now end
+    end
+    return 61
+end
+
+local function reset(window)
+    local newest = window.amounts[#window.amounts]
+    return newest and newest[1] + 61 - now or 0
+end
+
+local function book(key, window, amount)
+    redis.call('HINCRBY', key, second, amount)
+    redis.call('EXPIRE', key, 120)
+    window.total = window.total + amount
+    window.amounts[#window.amounts + 1] = {second, amount}
+end
+
+local function spent(period, tenant, budget)
+    return budget >= 0 and tonumber(redis.call('HGET', prefix .. 'spend:' .. period, tenant) or 0) or 0
+end
+
+local function reserve(tenant, model, id, tokens, day, max_requests, max_tokens, max_running, day_budget, month_budget)
+    local whose = tenant .. ':' .. model
+    local requests_key, tokens_key = prefix .. 'requests:' .. whose, prefix .. 'tokens:' .. whose
+    local leases = prefix .. 'leases:' .. whose
+    local requests, used = read(requests_key), read(tokens_key)
+    local today, month = spent(day, tenant, day_budget), spent(day:sub(1, 7), tenant, month_budget)
+    redis.call('ZREMRANGEBYSCORE', leases, '-inf', now)
+    local refusal, delay = 0, 0
+    if month_budget >= 0 and month >= month_budget then
+        refusal = 5
+    elseif day_budget >= 0 and today >= day_budget then
+        refusal = 4
+    elseif max_running >= 0 and redis.call('ZCARD', leases) >= max_running then
+        refusal = 3
+    elseif max_requests >= 0 and requests.total + 1 > max_requests then
+        refusal, delay = 1, wait(requests, requests.total + 1 - max_requests)
+    elseif max_tokens >= 0 and used.total + tokens > max_tokens then
+        refusal, delay = 2, wait(used, used.total + tokens - max_tokens)
+    else
+        book(requests_key, requests, 1)
+        book(tokens_key, used, tokens)
+        redis.call('ZADD', leases, now + lease, id)
+        redis.call('EXPIRE', leases, lease * 2)
+    end
+    return {
+        refusal, math.ceil(delay * 1000),
+        math.max(0, max_requests - requests.total), math.ceil(reset(requests) * 1000),
+        math.max(0, max_tokens - used.total), math.ceil(reset(used) * 1000),
+        second, today, month,
+    }
+end
+
+for _, settlement in ipairs(settlements) do
+    settle(unpack(settlement))
+end
+local answers = {}
+for i, reservation in ipairs(reservations) do
+    answers[i] = reserve(unpack(reservation))
+end
+return answers
+"""

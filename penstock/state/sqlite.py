@@ -1,0 +1,165 @@
+"""Records and spend in a SQLite file; limits in memory. Several gateways on one machine may share the file: budgets and
+keys are then common, limits are not."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from penstock.core.errors import StartupError, Unavailable
+from penstock.state.memory import MemoryStore
+from penstock.state.store import Usage, UsageKey
+
+logger = logging.getLogger("penstock.state")
+
+T = TypeVar("T")
+
+SYNC_SECONDS = 0.5  # a crash loses the spend of at most this long
+
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (kind TEXT, name TEXT, value TEXT NOT NULL, PRIMARY KEY (kind, name)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS usage (
+    day TEXT, tenant TEXT, model TEXT,
+    requests INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+    output_tokens INTEGER NOT NULL, cost INTEGER NOT NULL,
+    PRIMARY KEY (day, tenant, model)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS version (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), number INTEGER NOT NULL);
+INSERT OR IGNORE INTO version VALUES (1, 0);
+"""
+ADD_USAGE = """
+INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (day, tenant, model) DO UPDATE SET
+    requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
+    cached_tokens = cached_tokens + excluded.cached_tokens, output_tokens = output_tokens + excluded.output_tokens,
+    cost = cost + excluded.cost
+"""
+CHANGED = "UPDATE version SET number = number + 1"
+
+
+class SqliteStore(MemoryStore):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self._thread = ThreadPoolExecutor(1, "sqlite")  # a connection belongs to one thread
+        self._pending: dict[UsageKey, Usage] = {}
+        self._syncing: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        try:
+            await self._in_thread(self._connect)
+            await self.sync()
+        except (OSError, sqlite3.Error) as error:
+            raise StartupError(
+                f"cannot use {self.path} for keys and spend: {error}; set state to another file, to memory, or to "
+                "redis://HOST:PORT/DB",
+                param="state",
+            ) from error
+        self._syncing = asyncio.create_task(self._keep_syncing())
+
+    def _connect(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.touch(mode=0o600)
+        self._db = sqlite3.connect(self.path, timeout=5)
+        self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + SCHEMA)
+
+    async def close(self) -> None:
+        if self._syncing is not None:
+            self._syncing.cancel()
+            await asyncio.gather(self._syncing, return_exceptions=True)
+            await self.sync()
+            await self._in_thread(self._db.close)
+        self._thread.shutdown()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _keep_syncing(self) -> None:
+        failing = False
+        while True:
+            await asyncio.sleep(SYNC_SECONDS)
+            try:
+                await self.sync()
+                failing = False
+            except sqlite3.Error as error:
+                if not failing:
+                    logger.warning("cannot write spend to %s, going on in memory: %s", self.path, error)
+                failing = True
+
+    def record(self, key: UsageKey, used: Usage) -> None:
+        super().record(key, used)
+        self._pending[key] = self._pending[key].plus(used) if key in self._pending else used
+
+    async def sync(self) -> None:
+        """Write what was spent here, read what was spent in all."""
+        pending, self._pending = self._pending, {}
+        day = self.day()
+        try:
+            spent = await self._in_thread(lambda: self._write_and_read(pending, day))
+        except sqlite3.Error:
+            for key, used in pending.items():
+                self._pending[key] = self._pending.get(key, Usage()).plus(used)
+            raise
+        for key, used in self._pending.items():
+            for period in (key.day, key.day[:7]):
+                spent[key.tenant, period] = spent.get((key.tenant, period), 0) + used.cost
+        self.spent = spent
+        self._usage = {}  # the file has it
+
+    def _write_and_read(self, pending: dict[UsageKey, Usage], day: str) -> dict[tuple[str, str], int]:
+        with self._db:
+            self._db.executemany(
+                ADD_USAGE,
+                [
+                    (k.day, k.tenant, k.model, u.requests, u.prompt_tokens, u.cached_tokens, u.output_tokens, u.cost)
+                    for k, u in pending.items()
+                ],
+            )
+        spent: dict[tuple[str, str], int] = {}
+        month = day[:7]
+        rows = self._db.execute("SELECT tenant, day, SUM(cost) FROM usage WHERE day >= ? GROUP BY 1, 2", (month,))
+        for tenant, of_day, cost in rows:
+            spent[tenant, of_day] = cost
+            spent[tenant, month] = spent.get((tenant, month), 0) + cost
+        return spent
+
+    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, Usage]:
+        with suppress(sqlite3.Error):
+            await self.sync()
+        rows = await self._read("SELECT * FROM usage WHERE day BETWEEN ? AND ?", first_day, last_day)
+        return {UsageKey(*row[:3]): Usage(*row[3:]) for row in rows}
+
+    async def put(self, kind: str, name: str, value: str) -> None:
+        await self._write("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (kind, name, value))
+
+    async def delete(self, kind: str, name: str) -> bool:
+        return await self._write("DELETE FROM records WHERE kind = ? AND name = ?", (kind, name)) > 0
+
+    async def _write(self, statement: str, values: tuple[str, ...]) -> int:
+        def work() -> int:
+            with self._db:
+                self._db.execute(CHANGED)
+                return self._db.execute(statement, values).rowcount
+
+        return await self._ask(work)
+
+    async def records(self, kind: str) -> dict[str, str]:
+        return dict(await self._read("SELECT name, value FROM records WHERE kind = ?", kind))
+
+    async def version(self) -> int:
+        ((number,),) = await self._read("SELECT number FROM version")
+        return int(number)
+
+    async def _read(self, query: str, *values: str) -> list[Any]:
+        return await self._ask(lambda: self._db.execute(query, values).fetchall())
+
+    async def _ask(self, work: Callable[[], T]) -> T:
+        try:
+            return await self._in_thread(work)
+        except sqlite3.Error as error:
+            raise Unavailable(f"cannot use {self.path}: {error}", code="store_unavailable") from error

@@ -1,0 +1,126 @@
+"""How a request gets its class, its objective and its deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock.core.config import settings_from_mapping
+from penstock.core.engine import EngineStats
+from penstock.core.request import GenerateRequest, Objective
+from penstock.gateway.objectives import derived
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.conftest import Gateway, serving
+from tests.gateway.scripted_engine import MODEL
+from tests.gateway.test_bad_input import check_error
+
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+SETTINGS: dict[str, Any] = {
+    "classes": {"interactive": {"ttft_ms": 200, "itl_ms": 50}, "standard": {}, "gold": {"ttft_ms": 100, "rank": -1}},
+    "tenants": {"plain": {}, "vip": {"default_class": "gold"}, "hasty": {"timeout_seconds": 5}},
+}
+
+
+@pytest.fixture(scope="module")
+def gateway(tokenizer: Tokenizer) -> Iterator[Gateway]:
+    with serving(tokenizer, settings_from_mapping(SETTINGS)) as gateway:
+        yield gateway
+
+
+def post(gateway: Gateway, tenant: str, headers: dict[str, str] | None = None, **body: Any) -> Any:
+    with gateway.http() as http:
+        key = gateway.key(tenant)
+        return http.post(
+            "/v1/chat/completions", json={**BODY, **body}, headers={"authorization": f"Bearer {key}", **(headers or {})}
+        )
+
+
+def submitted(gateway: Gateway, tenant: str, headers: dict[str, str] | None = None, **body: Any) -> GenerateRequest:
+    response = post(gateway, tenant, headers, **body)
+    assert response.status_code == 200, response.text
+    return gateway.engine.requests[-1]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "tier", "header", "expected"),
+    [
+        ("plain", None, None, "standard"),
+        ("vip", None, None, "gold"),
+        ("vip", "default", None, "standard"),
+        ("vip", "auto", None, "gold"),
+        ("vip", "auto", "interactive", "interactive"),
+        ("vip", "priority", None, "interactive"),
+        ("plain", "gold", "interactive", "gold"),
+        ("plain", None, "gold", "gold"),
+    ],
+)
+def test_the_class_is_chosen(
+    gateway: Gateway, tenant: str, tier: str | None, header: str | None, expected: str
+) -> None:
+    headers = {} if header is None else {"x-penstock-class": header}
+    request = submitted(gateway, tenant, headers, **({} if tier is None else {"service_tier": tier}))
+    assert request.objective.name == expected
+    assert request.tenant == tenant
+
+
+def test_objectives_of_the_settings(gateway: Gateway) -> None:
+    assert submitted(gateway, "vip").objective == Objective("gold", 0.1, None, -1)
+    assert submitted(gateway, "plain", service_tier="interactive").objective == Objective("interactive", 0.2, 0.05, 0)
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "param"),
+    [
+        ({}, {"service_tier": "bronze"}, "service_tier"),
+        ({}, {"service_tier": "flex"}, "service_tier"),  # means batch, which these settings do not have
+        ({}, {"service_tier": ""}, "service_tier"),
+        ({"x-penstock-class": "bronze"}, {}, "x-penstock-class"),
+        ({"x-penstock-class": ""}, {}, "x-penstock-class"),
+        ({}, {"deadline_ms": 0}, "deadline_ms"),
+        ({}, {"deadline_ms": -5}, "deadline_ms"),
+        ({}, {"deadline_ms": 1e12}, "deadline_ms"),
+        ({"x-penstock-deadline-ms": "soon"}, {}, "x-penstock-deadline-ms"),
+    ],
+)
+def test_unknown_classes_and_deadlines_are_refused(
+    gateway: Gateway, headers: dict[str, str], body: dict[str, Any], param: str
+) -> None:
+    error = check_error(post(gateway, "plain", headers, **body), 400, param)
+    if "deadline" not in param:
+        assert "interactive, standard, gold" in error["message"]
+
+
+def test_deadlines_count_from_arrival_and_the_shorter_one_wins(gateway: Gateway) -> None:
+    def deadline(tenant: str, headers: dict[str, str] | None = None, **body: Any) -> float:
+        found = submitted(gateway, tenant, headers, **body).deadline
+        assert found is not None
+        return found
+
+    assert submitted(gateway, "plain").deadline is None
+    assert 25 < deadline("plain", deadline_ms=30_000) < 30
+    assert 25 < deadline("plain", {"x-penstock-deadline-ms": "30000"}) < 30
+    assert 3 < deadline("hasty", deadline_ms=30_000) < 5
+    assert 1 < deadline("hasty", deadline_ms=4_000) < 4
+    check_error(post(gateway, "plain", deadline_ms=0.001), 504, "deadline_ms")
+
+
+def test_the_answer_names_the_tier_that_was_asked_for(gateway: Gateway) -> None:
+    client = gateway.client(gateway.key("plain"))
+    ask: dict[str, Any] = {"model": MODEL, "messages": BODY["messages"]}
+    assert client.chat.completions.create(**ask).service_tier is None
+    assert client.chat.completions.create(**ask, service_tier="auto").service_tier == "default"
+    assert client.chat.completions.create(**ask, service_tier="priority").service_tier == "priority"
+    chunks = list(client.chat.completions.create(**ask, service_tier="priority", stream=True))
+    assert {chunk.service_tier for chunk in chunks} == {"priority"}
+
+
+def test_built_in_classes_promise_what_the_machine_can_keep() -> None:
+    unknown, slow = EngineStats(), EngineStats(prefill_tokens_per_second=1024.0, decode_step_seconds=0.1)
+    fast = EngineStats(prefill_tokens_per_second=1e6, decode_step_seconds=0.001)
+    assert derived("interactive", unknown) == Objective("interactive")
+    assert derived("interactive", slow) == Objective("interactive", 4.0, 0.4)
+    assert derived("interactive", fast) == Objective("interactive", 0.2, 0.05)
+    assert derived("standard", slow) == Objective("standard", None, 0.4)
+    assert derived("batch", slow) == Objective("batch", None, None, 1)

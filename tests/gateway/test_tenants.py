@@ -1,0 +1,312 @@
+"""Who gets in: keys, JSON web tokens, administrators; and what refuses to let out a secret."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jwt
+import openai
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.core.config import settings_from_mapping
+from penstock.core.errors import StartupError
+from penstock.gateway.tenants import Directory
+from penstock.state.memory import MemoryStore
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.conftest import Gateway, serving
+from tests.gateway.scripted_engine import MODEL
+from tests.gateway.test_bad_input import check_error
+
+HI = [{"role": "user", "content": "Hi"}]
+BODY = {"model": MODEL, "messages": HI}
+CHAT = "/v1/chat/completions"
+TENANTS: dict[str, Any] = {"acme": {"weight": 2}, "other": {"models": ["another-model"]}}
+
+
+@pytest.fixture(scope="module")
+def closed(tokenizer: Tokenizer) -> Iterator[Gateway]:
+    with serving(tokenizer, settings_from_mapping({"tenants": TENANTS})) as gateway:
+        yield gateway
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {token}"}
+
+
+def test_a_key_leads_to_its_tenant(closed: Gateway) -> None:
+    answer = closed.client(closed.key("acme")).chat.completions.create(model=MODEL, messages=HI)
+    assert answer.choices[0].message.content == "Hello there, friend!"
+    assert (closed.engine.requests[-1].tenant, closed.engine.requests[-1].weight) == ("acme", 2.0)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/requests", "/metrics", "/admin/keys"])
+def test_nothing_without_a_key_but_health(closed: Gateway, path: str) -> None:
+    with closed.http() as http:
+        response = http.get(path)
+        assert response.headers["www-authenticate"] == "Bearer"
+        check_error(response, 401, None)
+        assert http.get("/health").status_code == 200
+
+
+def test_admin_and_tenant_keys_are_for_different_doors(closed: Gateway) -> None:
+    admin, tenant = closed.key(""), closed.key("acme")
+    with closed.http() as http:
+        check_error(http.post(CHAT, json=BODY, headers=bearer(admin)), 403, None)
+        check_error(http.get("/admin/keys", headers=bearer(tenant)), 403, None)
+        assert http.get("/admin/keys", headers=bearer(admin)).status_code == 200
+        assert "penstock_spend_total" in http.get("/metrics", headers=bearer(admin)).text
+
+
+def test_models_a_tenant_may_not_use_do_not_exist_for_it(closed: Gateway) -> None:
+    client = closed.client(closed.key("other"))
+    assert list(client.models.list()) == []
+    with pytest.raises(openai.NotFoundError, match="nothing for this tenant"):
+        client.chat.completions.create(model=MODEL, messages=HI)
+
+
+def test_keys_through_the_admin_api(closed: Gateway) -> None:
+    with closed.http() as http:
+        http.headers.update(bearer(closed.key("")))
+        assert http.put("/admin/tenants/new", json={"weight": 3, "requests_per_minute": 5}).status_code == 200
+        made = http.post("/admin/keys", json={"tenant": "new", "note": "for tests"}).json()
+        client = closed.client(made["key"])
+        client.models.list()
+        listed = http.get("/admin/keys").json()["data"]
+        assert [key["note"] for key in listed if key["id"] == made["id"]] == ["for tests"]
+        assert made["key"] not in http.get("/admin/keys").text
+        assert http.delete(f"/admin/keys/{made['id']}").json() == {"id": made["id"], "deleted": True}
+        with pytest.raises(openai.AuthenticationError, match="revoked"):
+            client.models.list()
+        check_error(http.delete(f"/admin/keys/{made['id']}"), 404, "id")
+        names = {tenant["name"]: tenant for tenant in http.get("/admin/tenants").json()["data"]}
+        assert names["new"] == {"name": "new", "source": "store", "weight": 3.0, "requests_per_minute": 5}
+        assert names["acme"]["source"] == "settings"
+        check_error(http.put("/admin/tenants/acme", json={}), 400, "name")
+        check_error(http.put("/admin/tenants/new", json={"wieght": 3}), 400, "tenants.new.wieght")
+        check_error(http.put("/admin/tenants/new", json={"concurrent": 0}), 400, "concurrent")
+        check_error(http.put("/admin/tenants/new", json={"default_class": "best"}), 400, "default_class")
+        check_error(http.post("/admin/keys", json={"tenant": "nobody"}), 400, "tenant")
+        check_error(http.post("/admin/keys", json={}), 400, "tenant")
+        last = http.post("/admin/keys", json={"tenant": "new"}).json()["key"]
+        assert http.delete("/admin/tenants/new").status_code == 200
+        check_error(http.get("/v1/models", headers=bearer(last)), 401, None)
+
+
+def test_a_key_revoked_in_another_process_is_refused_soon(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    state = f"sqlite:///{tmp_path}/state.db"
+
+    def penstock(*arguments: str) -> str:
+        command = [sys.executable, "-m", "penstock.cli.main", *arguments, "--state", state]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    with serving(tokenizer, settings_from_mapping({"state": state})) as gateway, gateway.http() as http:
+        assert http.get("/v1/models").status_code == 200, "open: there is no tenant"
+        key = penstock("keys", "create", "acme", "--note", "ci").strip()
+        while http.get("/v1/models").status_code == 200:
+            pass
+        gateway.client(key).chat.completions.create(model=MODEL, messages=HI)
+        id = penstock("keys", "list").split()[0]
+        assert id in key
+        penstock("keys", "revoke", id)
+        while http.get("/v1/models", headers=bearer(key)).status_code == 200:
+            pass
+        check_error(http.get("/v1/models", headers=bearer(key)), 401, None)
+    table = penstock("usage", "--csv").splitlines()
+    assert table[1].split(",")[1:4] == ["acme", MODEL, "1"]
+    assert key.split("-")[2].encode() not in (tmp_path / "state.db").read_bytes(), "only a hash is kept"
+
+
+def test_open_mode_is_for_loopback_only(caplog: pytest.LogCaptureFixture) -> None:
+    def check(server: dict[str, Any], **more: Any) -> Directory:
+        directory = Directory(settings_from_mapping({"server": server, **more}), MemoryStore())
+        directory.check_open()
+        return directory
+
+    assert check({"host": "localhost"}).open
+    assert "need no key" in caplog.text
+    assert check({"host": "0.0.0.0", "open": True}).open
+    assert not check({"host": "0.0.0.0"}, tenants=TENANTS).open
+    assert not check({"host": "::1"}, tenants=TENANTS).open
+    for host in ("0.0.0.0", "::", "10.0.0.1", "example.com"):
+        with pytest.raises(StartupError, match="penstock keys create"):
+            check({"host": host})
+
+
+# ---------------------------------------------------------------- JSON web tokens
+
+ISSUER, AUDIENCE = "https://login.example.com", "penstock"
+RSA, OTHER_RSA = (rsa.generate_private_key(65537, 2048) for _ in range(2))
+EC = ec.generate_private_key(ec.SECP256R1())
+SECRET = "a shared secret of more than thirty-two bytes"
+
+
+def pem(key: Any) -> bytes:
+    return key.public_key().public_bytes(  # type: ignore[no-any-return]
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def claims(**changed: Any) -> dict[str, Any]:
+    base = {"iss": ISSUER, "aud": AUDIENCE, "sub": "acme", "exp": int(time.time()) + 600}
+    return {name: value for name, value in {**base, **changed}.items() if value is not None}
+
+
+def with_jwt(folder: Path, key: bytes, *algorithms: str) -> dict[str, Any]:
+    file = folder / "key"
+    file.write_bytes(key)
+    return {"key_file": str(file), "issuer": ISSUER, "audience": AUDIENCE, "algorithms": list(algorithms)}
+
+
+@pytest.fixture(scope="module")
+def rs_gateway(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    section = with_jwt(tmp_path_factory.mktemp("jwt"), pem(RSA), "RS256")
+    with serving(tokenizer, settings_from_mapping({"tenants": TENANTS, "jwt": section})) as gateway:
+        yield gateway
+
+
+@pytest.fixture(scope="module")
+def rs_http(rs_gateway: Gateway) -> Iterator[httpx.Client]:
+    with rs_gateway.http() as http:
+        yield http
+
+
+@pytest.fixture(scope="module")
+def rs_key(rs_gateway: Gateway) -> str:
+    return rs_gateway.key("acme")
+
+
+def status_of(gateway: Gateway, token: str) -> int:
+    with gateway.http() as http:
+        response = http.get("/v1/models", headers=bearer(token))
+    if response.status_code != 200:
+        check_error(response, response.status_code, None)
+        assert token not in response.text
+    return response.status_code
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "public", "private"),
+    [("RS256", pem(RSA), RSA), ("ES256", pem(EC), EC), ("HS256", SECRET.encode(), SECRET)],
+)
+def test_tokens_of_every_kind_of_signature(
+    tokenizer: Tokenizer, tmp_path: Path, algorithm: str, public: bytes, private: Any
+) -> None:
+    section = with_jwt(tmp_path, public, algorithm)
+    with serving(tokenizer, settings_from_mapping({"tenants": TENANTS, "jwt": section})) as gateway:
+        token = jwt.encode(claims(), private, algorithm)
+        assert status_of(gateway, token) == status_of(gateway, token) == 200
+        assert status_of(gateway, gateway.key("acme")) == 200, "keys go on working"
+
+
+def unsigned() -> str:
+    return jwt.encode(claims(), None, "none")
+
+
+def tampered() -> str:
+    head, _, signature = jwt.encode(claims(sub="other"), RSA, "RS256").split(".")
+    return f"{head}.{jwt.encode(claims(), RSA, 'RS256').split('.')[1]}.{signature}"
+
+
+BAD_TOKENS = {
+    "alg none": unsigned(),
+    "expired": jwt.encode(claims(exp=int(time.time()) - 60), RSA, "RS256"),
+    "no expiry": jwt.encode(claims(exp=None), RSA, "RS256"),
+    "not valid yet": jwt.encode(claims(nbf=int(time.time()) + 600), RSA, "RS256"),
+    "wrong audience": jwt.encode(claims(aud="someone"), RSA, "RS256"),
+    "no audience": jwt.encode(claims(aud=None), RSA, "RS256"),
+    "wrong issuer": jwt.encode(claims(iss="https://evil.example.com"), RSA, "RS256"),
+    "another key": jwt.encode(claims(), OTHER_RSA, "RS256"),
+    "another algorithm of the kind": jwt.encode(claims(), RSA, "RS512"),
+    "tampered": tampered(),
+    "no tenant": jwt.encode(claims(sub=None), RSA, "RS256"),
+    "tenant a number": jwt.encode(claims() | {"sub": 5}, RSA, "RS256"),
+    "public key as secret": jwt.api_jws.encode(
+        json.dumps(claims()).encode(), b"x" * 32, "HS256", headers={"typ": "JWT"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TOKENS)
+def test_bad_tokens_are_refused(rs_gateway: Gateway, name: str) -> None:
+    assert status_of(rs_gateway, BAD_TOKENS[name]) == 401
+
+
+def test_a_valid_token_of_a_stranger_is_forbidden(rs_gateway: Gateway) -> None:
+    assert status_of(rs_gateway, jwt.encode(claims(sub="stranger"), RSA, "RS256")) == 403
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"algorithms": ["none"]}, "jwt.algorithms"),
+        ({"algorithms": ["RS256", "HS256"]}, "one kind"),
+        ({"audience": ""}, "jwt.audience must be given"),
+    ],
+)
+def test_unsafe_token_settings_are_refused(changed: dict[str, Any], message: str) -> None:
+    section = {"key_file": "key.pem", "issuer": ISSUER, "audience": AUDIENCE, **changed}
+    with pytest.raises(StartupError, match=message):
+        settings_from_mapping({"jwt": section})
+
+
+# ---------------------------------------------------------------- whatever else may come
+
+ANYTHING = st.binary(max_size=200).map(lambda raw: bytes(b for b in raw if b >= 32 and b != 127))
+KEY_LIKE = st.from_regex(rb"psk-[0-9a-f]{0,13}-[0-9a-f]{0,50}", fullmatch=True)
+TOKEN_LIKE = st.from_regex(rb"eyJ[\w-]{0,40}\.[\w-]{0,80}\.[\w-]{0,80}", fullmatch=True)
+SQL = st.sampled_from([b"psk-' OR '1'='1", b"psk-000000000000-'; DROP TABLE records; --", b"Bearer Bearer x"])
+
+
+@given(header=st.one_of(ANYTHING, KEY_LIKE, TOKEN_LIKE, SQL), scheme=st.sampled_from([b"", b"Bearer ", b"bearer  "]))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_fuzzed_keys_are_refused(rs_http: httpx.Client, header: bytes, scheme: bytes) -> None:
+    for path in ("/v1/models", "/admin/keys"):
+        response = rs_http.get(path, headers={"authorization": (scheme + header).strip()})
+        assert response.status_code in (400, 401), response.text
+
+
+NAMES = (b"x-penstock-class", b"x-penstock-deadline-ms", b"x-request-id", b"cache-control", b"traceparent")
+
+
+@given(headers=st.dictionaries(st.sampled_from(NAMES), ANYTHING.map(bytes.strip), min_size=1))
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+def test_fuzzed_headers_break_nothing(rs_http: httpx.Client, rs_key: str, headers: dict[bytes, bytes]) -> None:
+    sent = {**headers, b"authorization": f"Bearer {rs_key}".encode()}
+    assert rs_http.post(CHAT, json=BODY, headers=sent).status_code in (200, 400)
+
+
+def test_no_secret_is_ever_logged(closed: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    key, token = closed.key("acme"), jwt.encode(claims(), SECRET, "HS256")
+    wrong = key[:-1] + ("0" if key[-1] != "0" else "1")
+    with caplog.at_level(logging.DEBUG), closed.http() as http:
+        for secret in (key, token, wrong):
+            http.get("/v1/models", headers=bearer(secret))
+            http.get(f"/{secret}", headers={"authorization": secret})
+            http.get("/v1/models/" + secret, headers=bearer(key))
+            http.get("/health", headers={"x-request-id": secret[:120]})
+            http.post(
+                CHAT, json={"model": secret, "messages": HI}, headers={**bearer(key), "x-request-id": secret[:100]}
+            )
+    logged = [record.getMessage() for record in caplog.records if record.name.startswith("penstock")]
+    assert len(logged) >= 12
+    for secret in (key.split("-")[2], wrong.split("-")[2], token[4:40]):
+        assert not [line for line in logged if secret in line]
+
+
+def test_two_authorization_headers_are_ambiguous(closed: Gateway) -> None:
+    key = closed.key("acme")
+    with closed.http() as http:
+        request = httpx.Request("GET", closed.url + "/v1/models", headers=[("authorization", f"Bearer {key}")] * 2)
+        check_error(http.send(request), 401, None)

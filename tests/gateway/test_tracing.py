@@ -1,0 +1,150 @@
+"""Spans as a real OTLP collector receives them."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from penstock.core.config import ObservabilityConfig, Settings
+from penstock.core.errors import EngineFailure, StartupError
+from penstock.observability.tracing import start_tracing
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.conftest import Gateway, serving
+from tests.gateway.scripted_engine import MODEL
+
+HI = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
+CHAT = "/v1/chat/completions"
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.arrived = threading.Condition()
+        collector = self
+
+        class Receive(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                if self.headers.get("content-encoding") == "gzip":
+                    body = gzip.decompress(body)
+                assert self.path == "/v1/traces"
+                export = ExportTraceServiceRequest.FromString(body)
+                with collector.arrived:
+                    for resource in export.resource_spans:
+                        for scope in resource.scope_spans:
+                            collector.spans.extend(scope.spans)
+                    collector.arrived.notify_all()
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Receive)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def trace(self, trace_id: bytes) -> dict[str, list[Any]]:
+        """All spans of a trace by name, once its outermost, which ends last, is there."""
+
+        def found() -> list[Any]:
+            return [span for span in self.spans if span.trace_id == trace_id]
+
+        with self.arrived:
+            assert self.arrived.wait_for(lambda: any(span.kind == 2 for span in found()), 20)
+            spans = found()
+        return {name: [span for span in spans if span.name == name] for name in {span.name for span in spans}}
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    running = Collector()
+    yield running
+    running.server.shutdown()
+
+
+@pytest.fixture
+def traced(tokenizer: Tokenizer, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    with serving(tokenizer, Settings(observability=ObservabilityConfig(collector.url))) as gateway:
+        yield gateway
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    values = {}
+    for pair in span.attributes:
+        kind = pair.value.WhichOneof("value")
+        value = getattr(pair.value, kind)
+        values[pair.key] = [item.string_value for item in value.values] if kind == "array_value" else value
+    return values
+
+
+def test_a_request_joins_its_callers_trace_and_shows_the_engine(traced: Gateway, collector: Collector) -> None:
+    trace_id, caller = bytes(range(16)), bytes(range(8))
+    parent = f"00-{trace_id.hex()}-{caller.hex()}-01"
+    with traced.http() as http:
+        response = http.post(CHAT, json=HI, headers={"traceparent": parent})
+        account = http.get(f"/v1/requests/{response.json()['id']}").json()
+    spans = collector.trace(trace_id)
+    (outer,) = spans[f"chat {MODEL}"]
+    assert outer.parent_span_id == caller
+    assert response.headers["traceparent"] == f"00-{trace_id.hex()}-{outer.span_id.hex()}-01"
+    said = attributes(outer)
+    assert said["gen_ai.operation.name"] == "chat"
+    assert said["gen_ai.request.model"] == MODEL
+    assert said["gen_ai.usage.input_tokens"] == account["prompt_tokens"]
+    assert said["gen_ai.usage.output_tokens"] == account["output_tokens"]
+    assert said["gen_ai.response.finish_reasons"] == ["stop"]
+    assert said["http.response.status_code"] == 200
+    (engine,) = spans["engine"]
+    assert engine.parent_span_id == outer.span_id
+    for name in ("queue", "prefill", "decode"):
+        (span,) = spans[name]
+        assert span.parent_span_id == engine.span_id
+        assert engine.start_time_unix_nano <= span.start_time_unix_nano <= span.end_time_unix_nano
+        assert span.end_time_unix_nano <= engine.end_time_unix_nano + 1000
+    chunks = spans["prefill chunk"]
+    assert [attributes(chunk)["penstock.tokens"] for chunk in chunks] == [2, 1]
+    ledger = account["choices"][0]["engine"]
+    took = engine.end_time_unix_nano - engine.start_time_unix_nano
+    assert took == pytest.approx(ledger["total"] * 1e9, abs=1000)
+    assert outer.start_time_unix_nano <= engine.start_time_unix_nano
+    assert engine.end_time_unix_nano <= outer.end_time_unix_nano
+
+
+def test_failures_are_marked_and_unsampled_traces_stay_out(traced: Gateway, collector: Collector) -> None:
+    traced.runs(lambda request: [EngineFailure("out of luck")])
+    silent, loud = bytes([1] * 16), bytes([2] * 16)
+    with traced.http() as http:
+        http.post(CHAT, json=HI, headers={"traceparent": f"00-{silent.hex()}-{'01' * 8}-00"})
+        http.post(CHAT, json=HI, headers={"traceparent": f"00-{loud.hex()}-{'01' * 8}-01"})
+        http.post(CHAT, json=HI, headers={"traceparent": "junk"})
+    spans = collector.trace(loud)
+    (outer,) = spans[f"chat {MODEL}"]
+    assert (outer.status.code, outer.status.message) == (2, "out of luck")
+    assert "engine" not in spans
+    assert not any(span.trace_id == silent for span in collector.spans)
+
+
+def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    with pytest.raises(StartupError, match=r"penstock\[otel\]"):
+        start_tracing("http://127.0.0.1:4318")
+
+
+def test_standard_environment_turns_tracing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    assert start_tracing(None) is None
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    tracing = start_tracing(None)
+    assert tracing is not None
+    tracing.close()

@@ -1,0 +1,186 @@
+"""What stores keep and share, in a real SQLite file and a real Redis; and what happens without them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from penstock.core.errors import StartupError, Unavailable
+from penstock.state import redis as redis_module
+from penstock.state.memory import MemoryStore
+from penstock.state.open import open_store
+from penstock.state.redis import RedisStore
+from penstock.state.sqlite import SqliteStore
+from penstock.state.store import Claim, Store, Usage, UsageKey
+from tests.redis_server import RedisServer
+
+_numbers = itertools.count()
+USED = Usage(1, 100, 40, 20, 5_000)
+
+
+def claim(tokens: int = 10, **limits: int) -> Claim:
+    return Claim(str(next(_numbers)), "acme", "a model", tokens, **limits)
+
+
+Make = Callable[[], Store]
+
+
+@pytest.fixture(params=["memory", "sqlite", "redis"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Makes stores that share what they can; memory is one and the same."""
+    if request.param == "memory":
+        store = MemoryStore()
+        return lambda: store
+    if request.param == "sqlite":
+        return lambda: SqliteStore(tmp_path / "new" / "folder" / "state.db")
+    server: RedisServer = request.getfixturevalue("redis_server")
+    prefix = f"stores{next(_numbers)}"
+    return lambda: RedisStore(server.url, prefix)
+
+
+async def test_records_are_seen_by_everyone(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    before = await other.version()
+    await one.put("key", "id'; DROP TABLE records; --", "value")
+    assert await other.version() != before
+    assert await other.records("key") == {"id'; DROP TABLE records; --": "value"}
+    assert await other.records("tenant") == {}
+    seen = await one.version()
+    assert await other.delete("key", "id'; DROP TABLE records; --")
+    assert await one.version() != seen
+    assert not await one.delete("key", "id'; DROP TABLE records; --")
+    await one.close()
+    await other.close()
+
+
+async def test_usage_outlives_the_gateway_and_adds_up(make: Make) -> None:
+    one, other = make(), make()
+    for store in (one, other):
+        await store.open()
+        for _ in range(3):
+            store.settle(await store.reserve(claim()), USED)
+        await store.close()
+    reader = make()
+    await reader.open()
+    found = await reader.usage("2000-01-01", "2000-01-02")
+    assert found == {}
+    day = MemoryStore().day()
+    found = await reader.usage(day, day)
+    assert found == {UsageKey(day, "acme", "a model"): Usage(6, 600, 240, 120, 30_000)}
+    await reader.close()
+
+
+@pytest.mark.parametrize("period", ["day", "month"])
+async def test_budgets_hold_across_restarts(make: Make, period: str) -> None:
+    limits = {f"budget_per_{period}": 9_000}
+    for _ in range(2):  # 5,000 each: the second passes the budget, the third is refused
+        store = make()
+        await store.open()
+        grant = await store.reserve(claim(**limits))
+        assert grant.refused is None
+        store.settle(grant, USED)
+        await store.close()
+    store = make()
+    await store.open()
+    grant = await store.reserve(claim(**limits))
+    assert grant.refused == period
+    assert 0 < grant.retry_after <= {"day": 86_400, "month": 31 * 86_400}[period]
+    await store.close()
+
+
+async def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_text("this is not a database, whatever its name says" * 100)
+    with pytest.raises(StartupError, match=r"state\.db .* set state to another file"):
+        async with open_store(f"sqlite:///{tmp_path}/state.db"):
+            pass
+
+
+async def test_redis_that_is_not_there_is_a_clear_error() -> None:
+    with pytest.raises(StartupError, match="cannot reach Redis at localhost:1") as caught:
+        async with open_store("redis://user:hunter2@localhost:1/0"):
+            pass
+    assert "hunter2" not in str(caught.value)
+
+
+async def test_leaving_while_waiting_for_redis_gives_everything_back(redis_server: RedisServer) -> None:
+    store = RedisStore(redis_server.url, f"stores{next(_numbers)}")
+    await store.open()
+    limits = {"concurrent": 1, "tokens_per_minute": 10}
+    waiting = asyncio.create_task(store.reserve(claim(10, **limits)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    while (await store.reserve(claim(11, **limits))).tokens.left < 10:  # type: ignore[union-attr]
+        pass
+    grant = await store.reserve(claim(10, **limits))
+    assert grant.refused is None
+    await store.close()
+
+
+async def test_a_gateway_that_died_frees_its_concurrency(redis_server: RedisServer) -> None:
+    now = [1000.0]
+    prefix = f"stores{next(_numbers)}"
+    dead, alive = (RedisStore(redis_server.url, prefix, lambda: now[0]) for _ in range(2))
+    await dead.open()
+    await alive.open()
+    assert (await dead.reserve(claim(concurrent=1))).refused is None
+    assert (await alive.reserve(claim(concurrent=1))).refused == "concurrent"
+    now[0] += redis_module.LEASE_SECONDS
+    assert (await alive.reserve(claim(concurrent=1))).refused is None
+    await dead.close()
+    await alive.close()
+
+
+async def test_a_redis_that_hangs_is_given_up_soon() -> None:
+    server = RedisServer()
+    store = RedisStore(server.url)
+    await store.open()
+    assert server._process is not None
+    server._process.send_signal(signal.SIGSTOP)
+    grants = await asyncio.gather(*(store.reserve(claim(concurrent=5)) for _ in range(10)))
+    assert [grant.refused for grant in grants] == [None] * 5 + ["concurrent"] * 5
+    assert all(grant.local for grant in grants)
+    server._process.send_signal(signal.SIGCONT)
+    while (await store.reserve(claim(concurrent=10**6))).local:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await store.close()
+    server.stop()
+
+
+async def test_without_redis_limits_are_local_and_spend_is_made_up_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(redis_module, "RETRY_SECONDS", 0.01)
+    server = RedisServer()
+    store = RedisStore(server.url)
+    await store.open()
+    with caplog.at_level(logging.INFO, "penstock.state"):
+        before = await store.reserve(claim(concurrent=2, budget_per_day=9_000))
+        server.stop()
+        during = [await store.reserve(claim(concurrent=2, budget_per_day=9_000)) for _ in range(3)]
+        assert [grant.refused for grant in during] == [None, None, "concurrent"], "limits hold, in this process"
+        for grant in (before, *during[:2]):
+            store.settle(grant, USED)
+        assert (await store.reserve(claim(budget_per_day=9_000))).refused == "day", "and so do budgets"
+        with pytest.raises(Unavailable):
+            await store.records("key")
+        server.start()
+        day = store.local.day()
+        found: dict[UsageKey, Usage] = {}
+        while not found:
+            with suppress(Unavailable):
+                found = await store.usage(day, day)
+    assert found == {UsageKey(day, "acme", "a model"): Usage(3, 300, 120, 60, 15_000)}
+    assert (await store.reserve(claim(budget_per_day=9_000))).refused == "day"
+    assert [record.getMessage().split(" at ")[0] for record in caplog.records] == ["lost Redis", "Redis"]
+    await store.close()
+    server.stop()
