@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -192,7 +192,13 @@ class HttpClient:
     """Requests to one server. Connections are kept and reused; as many are opened as there are requests at once."""
 
     def __init__(
-        self, url: str, *, api_key: str | None = None, timeout: float = 600.0, connect_timeout: float = 10.0
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        connect_timeout: float = 10.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         try:
@@ -206,10 +212,11 @@ class HttpClient:
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._port = port or (443 if self._ssl else 80)
         self._timeout, self._connect_timeout = timeout, connect_timeout
-        headers = {"Host": parts.netloc.rpartition("@")[2], "Accept": "*/*", "Content-Type": "application/json"}
+        sent = {"Host": parts.netloc.rpartition("@")[2], "Accept": "*/*", "Content-Type": "application/json"}
         if api_key:
-            headers["Authorization"] = f"Bearer {api_key}"
-        self._head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            sent["Authorization"] = f"Bearer {api_key}"
+        sent.update(headers or {})
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
         self._idle: list[_Connection] = []
 
     async def __aenter__(self) -> HttpClient:
@@ -234,9 +241,11 @@ class HttpClient:
             return Response(response.status, response.headers, await response.read())
 
     @asynccontextmanager
-    async def stream(self, method: str, path: str, payload: object = None) -> AsyncIterator[StreamingResponse]:
+    async def stream(
+        self, method: str, path: str, payload: object = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncIterator[StreamingResponse]:
         """Leaving the block before the body has ended closes the connection, which servers take as an abort."""
-        connection, response = await self._exchange(self._encode(method, path, payload))
+        connection, response = await self._exchange(self._encode(method, path, payload, headers or {}))
         try:
             yield response
         finally:
@@ -246,9 +255,10 @@ class HttpClient:
             else:
                 connection.close()
 
-    def _encode(self, method: str, path: str, payload: object) -> bytes:
+    def _encode(self, method: str, path: str, payload: object, headers: Mapping[str, str]) -> bytes:
         body = b"" if payload is None else json.dumps(payload).encode()
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+        own = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{own}Content-Length: {len(body)}\r\n\r\n"
         return head.encode("latin-1") + body
 
     async def _exchange(self, request: bytes) -> tuple[_Connection, StreamingResponse]:

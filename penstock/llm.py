@@ -63,7 +63,8 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **engine: Any) -> None:
         self.tokenizer = load_tokenizer(resolve(model))
         self._template = ChatTemplate(self.tokenizer.chat_template)
-        scheduler, executor, info = start(model, EngineConfig(**engine), LoadProgress(sys.stderr))
+        config = EngineConfig(**{"max_waiting": sys.maxsize, **engine})  # a library's caller may queue at will
+        scheduler, executor, info = start(model, config, LoadProgress(sys.stderr))
         self.engine = LocalEngine(scheduler, executor, info)
 
     def generate(

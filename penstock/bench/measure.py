@@ -8,22 +8,28 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from penstock.bench.workloads import Metric
+from penstock.core.ledger import Ledger
+from penstock.core.request import Objective
 
-TTFT_OBJECTIVE_S = {"short": 0.2, "long": 4.0}
-GAP_OBJECTIVE_S = 0.05  # for the 99th percentile of one request's gaps
+FORECAST_TOLERANCE = 0.2
 
 
 @dataclass(slots=True)
 class Timeline:
     """What happened to one request, in seconds on one clock. `token_times` has one entry per delivery of tokens."""
 
-    sent: float
+    sent: float  # in an open loop: when it was due
     prompt_tokens: int = 0
     output_tokens: int = 0
     token_times: list[float] = field(default_factory=list)
     finished: float | None = None
-    error: str | None = None  # a short kind, such as "timeout" or "http 429"
+    error: str | None = None  # a short kind, such as "timeout" or "http 500"
     kind: str = ""
+    objective: Objective | None = None
+    late: float = 0.0  # how long after it was due it was really sent
+    refused: bool = False
+    retry_after: float | None = None  # seconds, with a refusal
+    ledger: Ledger | None = None
 
     @property
     def ttft(self) -> float | None:
@@ -39,11 +45,25 @@ class Timeline:
         elapsed = self.token_times[-1] - self.token_times[0] if self.token_times else 0.0
         return (self.output_tokens - 1) / elapsed if elapsed > 0 else None
 
-    def met_objectives(self) -> bool:
-        ttft, gaps = self.ttft, self.gaps
-        if self.error is not None or ttft is None or ttft > TTFT_OBJECTIVE_S[self.kind]:
+    @property
+    def failed(self) -> bool:
+        return self.refused or self.error is not None
+
+    @property
+    def met(self) -> bool:
+        """Whether it was answered as promised: the first token in time, and the 99th percentile of its own gaps."""
+        ttft, gaps, owed = self.ttft, self.gaps, self.objective or Objective()
+        if self.failed or ttft is None or (owed.ttft is not None and ttft > owed.ttft):
             return False
-        return not gaps or percentile(gaps, 0.99) <= GAP_OBJECTIVE_S
+        return owed.gap is None or not gaps or percentile(gaps, 0.99) <= owed.gap
+
+    @property
+    def forecast_error(self) -> float | None:
+        """Of the time to the first token as predicted on arrival, relative to the one measured from sending."""
+        ttft, predicted = self.ttft, self.ledger.predicted_ttft if self.ledger else None
+        if ttft is None or predicted is None or ttft <= self.late:
+            return None
+        return abs(predicted / (ttft - self.late) - 1)
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -56,12 +76,42 @@ class Percentiles:
     p50: float
     p90: float
     p99: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles | None:
+        return cls(*(percentile(values, q) for q in (0.50, 0.90, 0.99, 1.0))) if values else None
 
     @classmethod
     def of_ms(cls, seconds: Sequence[float]) -> Percentiles | None:
-        if not seconds:
-            return None
-        return cls(*(percentile(seconds, q) * 1e3 for q in (0.50, 0.90, 0.99)))
+        return cls.of([value * 1e3 for value in seconds])
+
+
+@dataclass(frozen=True, slots=True)
+class ClassSummary:
+    """The requests of one class, or of all of them."""
+
+    requests: int
+    refused: int
+    failed: int
+    met: int
+    goodput_tok_s: float  # output of the requests that met their objectives
+    ttft_ms: Percentiles | None
+    gap_ms: Percentiles | None
+    objective: Objective | None
+
+    @property
+    def share_met(self) -> float:
+        return self.met / self.requests if self.requests else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of the time to the first token, where the engine made one."""
+
+    requests: int
+    within_20_percent: float  # share
+    median_error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +131,15 @@ class Summary:
     ttft_ms: Percentiles | None
     gap_ms: Percentiles | None
     e2e_ms: Percentiles | None
-    share_met: float | None  # of requests that met both objectives; only where the workload states some
-    ttft_by_kind_ms: dict[str, Percentiles]
+    refused: int
+    refusal_ms: Percentiles | None  # until the refusal was known
+    retry_after_s: Percentiles | None
+    share_met: float | None  # of all requests, refused ones too; only where something was promised
+    share_met_admitted: float | None
+    goodput_tok_s: float | None
+    classes: dict[str, ClassSummary]
+    forecast: Forecast | None
+    lateness_ms: Percentiles | None  # of the sender itself; open loops only
 
     def figure(self, metric: Metric) -> float | None:
         return getattr(self, metric)  # type: ignore[no-any-return]
@@ -90,12 +147,14 @@ class Summary:
 
 def summarise(timelines: Sequence[Timeline], wall_s: float) -> Summary:
     """`wall_s` runs from the first request sent to the last one finished."""
-    done = [t for t in timelines if t.error is None]
+    done = [t for t in timelines if not t.failed]
+    refused = [t for t in timelines if t.refused]
     prompt_tokens = sum(t.prompt_tokens for t in done)
     output_tokens = sum(t.output_tokens for t in done)
-    rates = [t.decode_tok_s for t in done]
-    known_rates = [rate for rate in rates if rate is not None]
-    kinds = sorted({t.kind for t in timelines} - {""})
+    known_rates = [rate for t in done if (rate := t.decode_tok_s) is not None]
+    whole = _summarise_class(timelines, wall_s)
+    promised = any(t.objective is not None for t in timelines)
+    admitted = len(timelines) - len(refused)
     return Summary(
         requests=len(timelines),
         errors=dict(Counter(t.error for t in timelines if t.error is not None)),
@@ -107,20 +166,44 @@ def summarise(timelines: Sequence[Timeline], wall_s: float) -> Summary:
         total_tok_s=(prompt_tokens + output_tokens) / wall_s,
         ms_per_token=wall_s * 1e3 / output_tokens if output_tokens else None,
         decode_tok_s=percentile(known_rates, 0.5) if known_rates else None,
-        ttft_ms=Percentiles.of_ms(_ttfts(done)),
-        gap_ms=Percentiles.of_ms([gap for t in done for gap in t.gaps]),
+        ttft_ms=whole.ttft_ms,
+        gap_ms=whole.gap_ms,
         e2e_ms=Percentiles.of_ms([t.finished - t.sent for t in done if t.finished is not None]),
-        share_met=sum(t.met_objectives() for t in timelines) / len(timelines) if kinds else None,
-        ttft_by_kind_ms={
-            kind: found
-            for kind in kinds
-            if (found := Percentiles.of_ms(_ttfts([t for t in done if t.kind == kind]))) is not None
+        refused=len(refused),
+        refusal_ms=Percentiles.of_ms([t.finished - t.sent for t in refused if t.finished is not None]),
+        retry_after_s=Percentiles.of([t.retry_after for t in refused if t.retry_after is not None]),
+        share_met=whole.share_met if promised else None,
+        share_met_admitted=whole.met / admitted if promised and admitted else None,
+        goodput_tok_s=whole.goodput_tok_s if promised else None,
+        classes={
+            kind: _summarise_class([t for t in timelines if t.kind == kind], wall_s)
+            for kind in sorted({t.kind for t in timelines} - {""})
         },
+        forecast=_forecast([error for t in done if (error := t.forecast_error) is not None]),
+        lateness_ms=Percentiles.of_ms([t.late for t in timelines]) if any(t.late for t in timelines) else None,
     )
 
 
-def _ttfts(timelines: Sequence[Timeline]) -> list[float]:
-    return [ttft for t in timelines if (ttft := t.ttft) is not None]
+def _summarise_class(timelines: Sequence[Timeline], wall_s: float) -> ClassSummary:
+    done = [t for t in timelines if not t.failed]
+    met = [t for t in done if t.met]
+    return ClassSummary(
+        requests=len(timelines),
+        refused=sum(t.refused for t in timelines),
+        failed=sum(t.error is not None for t in timelines),
+        met=len(met),
+        goodput_tok_s=sum(t.output_tokens for t in met) / wall_s,
+        ttft_ms=Percentiles.of_ms([ttft for t in done if (ttft := t.ttft) is not None]),
+        gap_ms=Percentiles.of_ms([gap for t in done for gap in t.gaps]),
+        objective=timelines[0].objective if timelines else None,
+    )
+
+
+def _forecast(errors: Sequence[float]) -> Forecast | None:
+    if not errors:
+        return None
+    within = sum(error <= FORECAST_TOLERANCE for error in errors) / len(errors)
+    return Forecast(len(errors), within, percentile(errors, 0.5))
 
 
 def better(metric: Metric, a: Summary, b: Summary) -> Summary:

@@ -7,13 +7,13 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.measure import Percentiles, Summary
+from penstock.bench.measure import Summary, Timeline, percentile
 from penstock.bench.targets import Target
 from penstock.bench.workloads import Metric, Workload
 
@@ -34,21 +34,60 @@ class Result:
     summary: Summary
     target: Target | None
     detail: dict[str, Any]
+    label: str  # the workload's name, and what tells it from others of that name
+    timelines: Sequence[Timeline] = ()
+
+    @property
+    def value(self) -> float | None:
+        """In the workload's metric, as the target counts it."""
+        if self.target is not None and self.target.admitted_only:
+            return self.summary.share_met_admitted
+        return self.summary.figure(self.workload.metric)
+
+    @property
+    def ratio(self) -> float | None:
+        value = self.value
+        return None if self.target is None or value is None else self.target.ratio(value, self.workload.metric)
 
     def as_json(self) -> dict[str, Any]:
-        value = self.summary.figure(self.workload.metric)
         result = {
             "workload": self.workload.name,
             "about": self.workload.about,
+            "rate": self.workload.rate,
             "metric": self.workload.metric,
-            "value": value,
+            "value": self.value,
             **dataclasses.asdict(self.summary),
             **self.detail,
         }
         if self.target is not None:
-            result["target"] = dataclasses.asdict(self.target)
-            result["ratio_to_goal"] = None if value is None else self.target.ratio(value, self.workload.metric)
+            result |= {"target": dataclasses.asdict(self.target), "ratio_to_goal": self.ratio}
+        if self.workload.rate is not None:
+            start = min((t.sent for t in self.timelines), default=0.0)
+            result["timelines"] = [_timeline_json(timeline, start) for timeline in self.timelines]
         return result
+
+
+def _timeline_json(timeline: Timeline, start: float) -> dict[str, Any]:
+    """One request of an open loop, in seconds after the start of the run."""
+    gaps = timeline.gaps
+    ledger = timeline.ledger
+    return {
+        "sent": timeline.sent - start,
+        "late": timeline.late,
+        "class": timeline.kind,
+        "prompt_tokens": timeline.prompt_tokens,
+        "output_tokens": timeline.output_tokens,
+        "ttft": timeline.ttft,
+        "predicted_ttft": ledger and ledger.predicted_ttft,
+        "p99_gap": percentile(gaps, 0.99) if gaps else None,
+        "longest_gap": max(gaps, default=None),
+        "finished": None if timeline.finished is None else timeline.finished - start,
+        "met": timeline.met,
+        "error": timeline.error,
+        "refused": timeline.refused,
+        "retry_after": timeline.retry_after,
+        "ledger": ledger and dataclasses.asdict(ledger),
+    }
 
 
 def describe_machine() -> dict[str, Any]:
@@ -76,6 +115,11 @@ def _cpu_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
+def print_report(results: Sequence[Result]) -> None:
+    tables = [results_table(results), objectives_table(results), latency_table(results), steps_table(results)]
+    print(*filter(None, [*tables, "\n".join(comparisons(results))]), sep="\n\n")
+
+
 def results_table(results: Sequence[Result]) -> str:
     """One row per workload: its own figure beside the goal and the peer, then the rest."""
     columns = ["workload", "result", "", "goal", "ratio", "peer", "out tok/s", "total tok/s", "wall s", "errors"]
@@ -84,41 +128,132 @@ def results_table(results: Sequence[Result]) -> str:
 
 def _row(result: Result) -> list[str]:
     metric, summary, target = result.workload.metric, result.summary, result.target
-    value = summary.figure(metric)
-    goal = ratio = peer = "-"
+    goal = peer = "-"
     if target is not None:
         goal = f"{format_figure(metric, target.goal)} {target.precision}"
         peer = f"{format_figure(metric, target.peer)} {target.peer_name}"
-        ratio = "-" if value is None else f"{target.ratio(value, metric):.2f}"
-    own = "-" if value is None else format_figure(metric, value)
     return [
-        *(result.workload.name, own, UNITS[metric], goal, ratio, peer),
+        *(result.label, format_figure(metric, result.value), UNITS[metric], goal, _or_dash(result.ratio, ".2f"), peer),
         *(f"{summary.output_tok_s:,.1f}", f"{summary.total_tok_s:,.1f}"),
         *(f"{summary.wall_s:.2f}", str(sum(summary.errors.values()))),
     ]
 
 
-def format_figure(metric: Metric, value: float) -> str:
+def _or_dash(value: float | None, spec: str) -> str:
+    return "-" if value is None else format(value, spec)
+
+
+def format_figure(metric: Metric, value: float | None) -> str:
     if metric == "share_met":
-        return f"{value:.1%}"
-    return f"{value:.2f}" if metric == "ms_per_token" else f"{value:,.0f}"
+        return _or_dash(value, ".1%")
+    return _or_dash(value, ".2f" if metric == "ms_per_token" else ",.0f")
+
+
+def objectives_table(results: Sequence[Result]) -> str:
+    """What became of the promises, where some were made. The refused did not meet theirs."""
+    columns = ["objectives", "requests", "met", "of admitted", "refused", "refused in p99", "max", "retry after p50"]
+    columns += ["goodput tok/s", "forecast within 20%", "step error"]
+    rows = []
+    for result in results:
+        summary = result.summary
+        if summary.share_met is None:
+            continue
+        refusal, forecast, error = summary.refusal_ms, summary.forecast, result.detail.get("step_time_error")
+        rows.append(
+            [
+                *(result.label, str(summary.requests), f"{summary.share_met:.1%}"),
+                *(_or_dash(summary.share_met_admitted, ".1%"), str(summary.refused)),
+                f"{refusal.p99:.1f} ms" if refusal else "-",
+                f"{refusal.max:.1f} ms" if refusal else "-",
+                f"{summary.retry_after_s.p50:.1f} s" if summary.retry_after_s else "-",
+                _or_dash(summary.goodput_tok_s, ",.0f"),
+                f"{forecast.within_20_percent:.1%}" if forecast else "-",
+                f"{error:.1%}" if error else "-",
+            ]
+        )
+    return render_table(columns, rows) if rows else ""
 
 
 def latency_table(results: Sequence[Result]) -> str:
     """Every latency at every percentile, in milliseconds, with the errors and the lateness of the generator itself."""
     rows = []
     for result in results:
-        summary = result.summary
+        summary, label = result.summary, result.label
         series = [("TTFT", summary.ttft_ms), ("gap", summary.gap_ms), ("end to end", summary.e2e_ms)]
-        series += [(f"TTFT {kind}", values) for kind, values in summary.ttft_by_kind_ms.items()]
-        if late := result.detail.get("lateness_ms"):
-            series.append(("sent late by", Percentiles(**late)))
+        for name, found in summary.classes.items():
+            series += [(f"TTFT {name}", found.ttft_ms), (f"gap {name}", found.gap_ms)]
+            rows.append([f"{label} {name}: met", f"{found.met} of {found.requests}", "", "", ""])
+        series.append(("sent late by", summary.lateness_ms))
         for name, values in series:
             if values is not None:
-                figures = [f"{value:,.1f}" for value in (values.p50, values.p90, values.p99)]
-                rows.append([f"{result.workload.name} {name}", *figures])
-        rows += [[f"{result.workload.name} errors: {kind}", str(n), "", ""] for kind, n in summary.errors.items()]
-    return render_table(["milliseconds", "p50", "p90", "p99"], rows)
+                figures = [f"{value:,.1f}" for value in (values.p50, values.p90, values.p99, values.max)]
+                rows.append([f"{label} {name}", *figures])
+        rows += [[f"{label} errors: {kind}", str(n), "", "", ""] for kind, n in summary.errors.items()]
+    return render_table(["milliseconds", "p50", "p90", "p99", "max"], rows)
+
+
+def steps_table(results: Sequence[Result]) -> str:
+    """What the engine did; only known in process."""
+    columns = ["engine", "steps", "sequences/step", "tokens/step", "cached tokens", "preemptions", "GPU waited"]
+    rows = []
+    for result in results:
+        detail, metric = result.detail, result.workload.metric
+        if "steps" not in detail:
+            continue
+        idle = detail["device_idle_s"]
+        rows.append(
+            [
+                *(result.label, str(detail["steps"])),
+                *(f"{detail['mean_batch']:.1f}", f"{detail['mean_step_tokens']:.1f}"),
+                *(str(detail["cached_tokens"]), str(detail["preemptions"])),
+                "-" if idle is None else f"{idle / result.summary.wall_s:.1%}",
+                " ".join(format_figure(metric, value) for value in detail["values"]),
+            ]
+        )
+    return render_table([*columns, "values of all seeds"], rows) if rows else ""
+
+
+def comparisons(results: Sequence[Result]) -> list[str]:
+    """Each result against the first of the same workload, which was scheduled in another way."""
+    first: dict[str, Result] = {}
+    lines = []
+    for result in results:
+        base = first.setdefault(result.workload.name, result)
+        if base is not result and base.detail.get("scheduling") != result.detail.get("scheduling"):
+            against = f"{result.workload.name}: {result.detail['scheduling']} against {base.detail['scheduling']}:"
+            lines.append(f"{against} {'; '.join(_compare(base, result))}")
+    return lines
+
+
+def _compare(base: Result, result: Result) -> list[str]:
+    metric = result.workload.metric
+    line = f"{format_figure(metric, base.value)} -> {format_figure(metric, result.value)} {UNITS[metric]}"
+    if base.value and result.value:
+        line += f", {result.value / base.value:.3f}x"
+    if metric != "share_met":
+        ratios = [b / a for a, b in zip(base.detail["values"], result.detail["values"], strict=True) if a and b]
+        return [f"{line}; by seed " + " ".join(f"{ratio:.3f}x" for ratio in ratios)]
+    lines = [line]
+    for name, found in result.summary.classes.items():
+        old = base.summary.classes[name]
+        if old.ttft_ms and found.ttft_ms:
+            times = f"{old.ttft_ms.p99:,.0f} -> {found.ttft_ms.p99:,.0f} ms"
+            lines.append(f"p99 TTFT of {name} {times}, {old.ttft_ms.p99 / found.ttft_ms.p99:.1f}x better")
+    return lines
+
+
+def announce(label: str, metric: Metric, summary: Summary, stopped_early: bool = False) -> None:
+    """Progress, while a benchmark runs."""
+    line = f"{label}: {format_figure(metric, summary.figure(metric))} {UNITS[metric]} in {summary.wall_s:.2f} s"
+    if summary.refused:
+        line += f", {summary.refused} refused"
+    print(line + (", stopped early" if stopped_early else ""), file=sys.stderr, flush=True)
+
+
+def spoken_capacity(rate: float | None, attainment: float) -> str:
+    if rate is None:
+        return f"no rate tried holds {attainment:.1%}"
+    return f"{attainment:.1%} of requests meet their objectives at up to {rate:g} arrivals a second"
 
 
 def render_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -132,7 +267,7 @@ def render_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, rows)])
 
 
-def write_json(path: str, command: str, results: Sequence[Result], **facts: Any) -> None:
+def write_json(path: str, command: str, results: Sequence[Result], facts: Mapping[str, Any]) -> None:
     report = {
         "benchmark": command,
         "machine": describe_machine(),

@@ -1,7 +1,7 @@
 """`penstock bench serve`: load on any OpenAI-compatible server, with streaming, in a closed or an open loop.
 
 Closed: C clients, each sending its next request when the last one ended; shows what the server can do.
-Open: requests arrive at random times whatever the server does; shows what users would see at that rate.
+Open: requests arrive at their times whatever the server does; shows what users would see.
 """
 
 from __future__ import annotations
@@ -11,18 +11,23 @@ import random
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from penstock.bench.measure import Percentiles, Timeline, summarise
+from penstock.bench.arrivals import ArrivalPlan, mix_needs_rate
+from penstock.bench.capacity import CapacitySearch, allowed_misses
+from penstock.bench.html_report import write_html
+from penstock.bench.measure import Timeline, summarise
 from penstock.bench.prompts import words_prompt
-from penstock.bench.report import Result, latency_table, results_table, write_json
-from penstock.bench.server import Prompt, Server, connect
+from penstock.bench.report import Result, announce, print_report, spoken_capacity, write_json
+from penstock.bench.server import Call, Prompt, Server, connect
 from penstock.bench.targets import find_target
-from penstock.bench.workloads import Job, Workload, find_workload, uniform_workload
+from penstock.bench.workloads import MIXES, Job, Workload, find_workload, uniform_workload
 from penstock.core.errors import InvalidRequest
+from penstock.core.request import Objective
 from penstock.http_client import HttpClient, openai_base
 
 IDS_VOCAB = 30_000  # within every common vocabulary
@@ -30,28 +35,15 @@ DEFAULT_CONCURRENCY = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A job ready to be sent."""
-
-    prompt: Prompt
-    job: Job
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
-    """How requests are sent: by `concurrency` clients in a closed loop or at `rate` per second in an open one."""
+    """How prompts are made, and how many clients a closed loop has."""
 
     seed: int
     concurrency: int | None = None  # None: what the workload says
     requests: int | None = None  # None: the workload's own number
-    rate: float | None = None
-    duration: float = 60.0
     ids: bool = False  # prompts as token ids instead of words
-
-    def __post_init__(self) -> None:
-        closed = self.concurrency is not None or self.requests is not None
-        if closed and self.rate is not None:
-            raise InvalidRequest("rate (open loop) excludes concurrency and requests (closed loop)", param="rate")
+    names_classes: bool = False  # the server knows the classes of the jobs
+    tenants: Mapping[str, HttpClient] = field(default_factory=dict)  # clients with the keys of tenants
 
 
 async def closed_loop(server: Server, calls: Sequence[Call], clients: int) -> list[Timeline]:
@@ -61,7 +53,7 @@ async def closed_loop(server: Server, calls: Sequence[Call], clients: int) -> li
 
     async def client() -> None:
         for call in todo:
-            timelines.append(await _send(server, call))
+            timelines.append(await server.complete(call))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(clients, len(calls))):
@@ -69,69 +61,79 @@ async def closed_loop(server: Server, calls: Sequence[Call], clients: int) -> li
     return timelines
 
 
-async def open_loop(server: Server, calls: Sequence[Call]) -> tuple[list[Timeline], list[float]]:
-    """Each call at its arrival time, never waiting for an answer. Also: how late each was sent, in seconds."""
-    lateness: list[float] = []
+async def open_loop(
+    server: Server, calls: Sequence[Call], objectives: Mapping[str, Objective], allowed: int | None = None
+) -> list[Timeline]:
+    """Each call at its arrival time, never waiting for an answer, until more than `allowed` have missed."""
     tasks: list[asyncio.Task[Timeline]] = []
+    missed = 0
     start = time.perf_counter()
+
+    async def send(call: Call, due: float, late: float) -> Timeline:
+        nonlocal missed
+        timeline = await server.complete(call)
+        timeline.sent, timeline.late, timeline.objective = due, late, objectives.get(call.job.kind)
+        missed += not timeline.met
+        return timeline
+
     async with asyncio.TaskGroup() as group:
         for call in calls:
             due = start + call.job.arrival
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            lateness.append(max(0.0, time.perf_counter() - due))
-            tasks.append(group.create_task(_send(server, call)))
-    return [task.result() for task in tasks], lateness
-
-
-async def _send(server: Server, call: Call) -> Timeline:
-    timeline = await server.complete(call.prompt, call.job.output_len, call.job.kind)
-    if not timeline.prompt_tokens:
-        timeline.prompt_tokens = len(call.job.prompt)
-    return timeline
-
-
-def poisson(jobs: Iterator[Job], rate: float, seconds: float, seed: int) -> list[Job]:
-    """As many jobs as arrive in that time, with their arrival times."""
-    rng = random.Random(seed)
-    arrivals: list[Job] = []
-    now = rng.expovariate(rate)
-    while now <= seconds:
-        arrivals.append(replace(next(jobs), arrival=now))
-        now += rng.expovariate(rate)
-    return arrivals
+            if allowed is not None and missed > allowed:
+                break
+            tasks.append(group.create_task(send(call, due, max(0.0, time.perf_counter() - due))))
+    return [task.result() for task in tasks]
 
 
 def plan(workload: Workload, load: Load) -> list[Job]:
     """The jobs of one run."""
-    if workload.open_loop and (load.concurrency or load.requests or load.rate):
-        raise InvalidRequest(f"{workload.name} has arrivals of its own; drop rate and the like", param="workload")
-    if load.rate is not None:
-        jobs = poisson(workload.endless(load.seed, IDS_VOCAB), load.rate, load.duration, load.seed)
-    elif load.requests is not None:
-        jobs = list(islice(workload.endless(load.seed, IDS_VOCAB), load.requests))
-    else:
-        jobs = workload.jobs(load.seed, IDS_VOCAB)
-    if not jobs:
-        raise InvalidRequest("duration is too short for a single arrival at this rate", param="duration")
-    return jobs
+    if workload.rate is None and load.requests is not None:
+        return list(islice(workload.endless(load.seed, IDS_VOCAB), load.requests))
+    return workload.jobs(load.seed, IDS_VOCAB)
 
 
-async def measure(server: Server, workload: Workload, load: Load) -> Result:
+def call_for(job: Job, server: Server, load: Load) -> Call:
+    prompt: Prompt | None = job.content
+    if prompt is None:
+        prompt = job.prompt if load.ids else words_prompt(job.prompt, server.calibration)
+    headers = {"x-penstock-class": job.kind} if job.kind and load.names_classes else {}
+    return Call(prompt, job, headers, load.tenants.get(job.tenant))
+
+
+async def measure(server: Server, workload: Workload, load: Load, attainment: float | None = None) -> Result:
+    """With an attainment, an open loop stops as soon as that can no longer be reached."""
     jobs = plan(workload, load)
-    print(f"{workload.name} ({workload.about}): {len(jobs)} requests", file=sys.stderr)
-    calls = [Call(job.prompt if load.ids else words_prompt(job.prompt, server.calibration), job) for job in jobs]
-    target = find_target(server.model, None, workload.name, None)
+    calls = [call_for(job, server, load) for job in jobs]
     detail: dict[str, Any] = {"seed": load.seed, "prompts": "ids" if load.ids else "words"}
     start = time.perf_counter()
-    if workload.open_loop or load.rate is not None:
-        timelines, lateness = await open_loop(server, calls)
-        late = Percentiles.of_ms(lateness)
-        detail |= {"loop": "open", "rate": load.rate, "lateness_ms": late and asdict(late)}
+    if workload.rate is not None:
+        allowed = None if attainment is None else allowed_misses(len(jobs), attainment)
+        timelines = await open_loop(server, calls, workload.objectives, allowed)
+        detail |= {"loop": "open", "stopped_early": len(timelines) < len(jobs)}
     else:
         clients = load.concurrency or workload.clients or len(jobs)
         timelines = await closed_loop(server, calls, clients)
         detail |= {"loop": "closed", "concurrency": clients}
-    return Result(workload, summarise(timelines, time.perf_counter() - start), target, detail)
+    summary = summarise(timelines, time.perf_counter() - start)
+    target = find_target(server.model, None, workload.name, None)
+    announce(workload.name, workload.metric, summary, detail.get("stopped_early", False))
+    return Result(workload, summary, target, detail, workload.name, timelines)
+
+
+async def find_capacity(
+    server: Server, base: Workload | str, arrivals: ArrivalPlan, load: Load, attainment: float
+) -> tuple[float | None, list[Result]]:
+    search = CapacitySearch(arrivals.rates[0], arrivals.probes)
+    results = []
+    while (rate := search.next_rate()) is not None:
+        # A seed of its own for each probe: the server may remember prefixes.
+        own = replace(load, seed=load.seed + search.tried)
+        result = await measure(server, arrivals.workload(base, rate), own, attainment)
+        held = not result.detail["stopped_early"] and (result.summary.share_met or 0.0) >= attainment
+        search.record(rate, held)
+        results.append(result)
+    return search.held, results
 
 
 def run(args: Namespace) -> int:
@@ -140,28 +142,60 @@ def run(args: Namespace) -> int:
 
 async def _run(args: Namespace) -> int:
     seed = random.SystemRandom().getrandbits(32) if args.seed is None else args.seed
-    load = Load(seed, args.concurrency, args.requests, args.rate, args.duration, args.prompts == "ids")
-    workloads = _workloads(args)
-    if args.chat and load.ids:
-        raise InvalidRequest("prompts of token ids go to /v1/completions only; drop chat", param="prompts")
-    async with HttpClient(openai_base(args.url), api_key=args.api_key, timeout=args.timeout) as http:
+    arrivals = ArrivalPlan.from_args(args)
+    names_classes = args.send_classes or bool(arrivals.shares or arrivals.trace)
+    bases = _bases(args, arrivals)
+    workloads = arrivals.workloads(bases)
+    results: list[Result] = []
+    capacities: dict[str, float | None] = {}
+    fresh = {"Cache-Control": "no-store"}  # what is measured is computing answers, not remembering them
+    async with AsyncExitStack() as stack:
+
+        async def client(key: str | None) -> HttpClient:
+            http = HttpClient(openai_base(args.url), api_key=key, timeout=args.timeout, headers=fresh)
+            return await stack.enter_async_context(http)
+
+        http = await client(args.api_key)
+        tenants = {name: await client(key) for name, key in args.tenant_key}
+        load = Load(seed, args.concurrency, args.requests, args.prompts == "ids", names_classes, tenants)
         server = await connect(http, args.model, chat=args.chat, seed=load.seed)
         if not server.ignore_eos:
             print("the server refuses ignore_eos: answers may end before their length", file=sys.stderr)
         if not server.counts_tokens:
             print("the server reports no usage: each chunk counts as one token", file=sys.stderr)
-        results = []
-        for index, workload in enumerate(workloads):
-            # Workloads of one seed begin alike, and the server may keep prefixes.
-            results.append(await measure(server, workload, replace(load, seed=load.seed + index)))
-    print(results_table(results), latency_table(results), sep="\n\n")
+        if arrivals.attainment is not None:
+            for base in bases:
+                name = base if isinstance(base, str) else base.name
+                capacities[name], probed = await find_capacity(server, base, arrivals, load, arrivals.attainment)
+                results += probed
+        else:
+            for index, workload in enumerate(workloads):
+                # Workloads of one seed begin alike, and the server may keep prefixes.
+                results.append(await measure(server, workload, replace(load, seed=load.seed + index)))
+    print_report(results)
+    for name, rate in capacities.items():
+        print(f"\n{name}: {spoken_capacity(rate, args.attainment)}")
+    facts: dict[str, Any] = {"url": http.url, "model": server.model, "ignore_eos": server.ignore_eos}
+    facts |= {"capacity": capacities, "attainment": arrivals.attainment}
     if args.json:
-        write_json(args.json, "serve", results, url=http.url, model=server.model, ignore_eos=server.ignore_eos)
+        write_json(args.json, "serve", results, facts)
+    if args.html:
+        write_html(args.html, "serve", results, facts)
     return 0 if any(result.summary.output_tokens for result in results) else 1
 
 
-def _workloads(args: Namespace) -> list[Workload]:
-    if args.workload:
-        return [find_workload(name) for name in args.workload.split(",")]
-    count = args.requests or 4 * (args.concurrency or DEFAULT_CONCURRENCY)
-    return [uniform_workload(args.prompt_tokens, args.output_tokens, count, DEFAULT_CONCURRENCY)]
+def _bases(args: Namespace, arrivals: ArrivalPlan) -> list[Workload | str]:
+    """Closed workloads, and mixes by name."""
+    if (arrivals.rates or arrivals.trace) and (args.concurrency or args.requests):
+        raise InvalidRequest("rate and trace (open loop) exclude concurrency and requests (closed loop)", param="rate")
+    if args.chat and args.prompts == "ids":
+        raise InvalidRequest("prompts of token ids go to /v1/completions only; drop chat", param="prompts")
+    if not args.workload:
+        count = args.requests or 4 * (args.concurrency or DEFAULT_CONCURRENCY)
+        return [uniform_workload(args.prompt_tokens, args.output_tokens, count, DEFAULT_CONCURRENCY)]
+    bases: list[Workload | str] = []
+    for name in args.workload.split(","):
+        if name in MIXES and not arrivals.rates:
+            raise mix_needs_rate(name)
+        bases.append(name if name in MIXES else find_workload(name))
+    return bases

@@ -22,6 +22,7 @@ class Target:
     goal: float
     peer: float
     peer_name: str
+    admitted_only: bool = False  # past capacity: a share of what was not refused
 
     def ratio(self, value: float, metric: Metric) -> float:
         """Above 1 the goal is met; for milliseconds less is better."""
@@ -53,7 +54,7 @@ _GPU: list[tuple[str, str, str, float, float]] = [
     (_LLAMA, "bfloat16", "slo_mix@10", 0.875, 0.995),
     (_LLAMA, "bfloat16", "slo_mix@20", 0.696, 0.99),
     (_LLAMA, "bfloat16", "slo_mix@30", 0.351, 0.95),
-    (_LLAMA, "bfloat16", "slo_mix@40", 0.0, 0.95),
+    (_LLAMA, "bfloat16", "slo_mix@40", 0.0, 0.95),  # of the admitted
 ]
 
 # workload, best peer, its name, goal with int8 weights, goal with int4 weights
@@ -66,7 +67,8 @@ _CPU: list[tuple[str, float, str, float, float]] = [
 ]
 
 TARGETS = [
-    Target(model, precision, workload, "cuda", goal, peer, "vLLM") for model, precision, workload, peer, goal in _GPU
+    Target(model, precision, workload, "cuda", goal, peer, "vLLM", admitted_only=workload == "slo_mix@40")
+    for model, precision, workload, peer, goal in _GPU
 ] + [
     Target(_SMOL, precision, workload, "cpu", goal, peer, name)
     for workload, peer, name, int8, int4 in _CPU

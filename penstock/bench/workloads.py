@@ -1,23 +1,23 @@
 """What to run: prompts and output lengths as a pure function of a seed, so that every engine is given the same work.
 
-A workload is named on the command line; `slo_mix@10` is the open-loop one at ten arrivals a second. Prompts are random
-token ids (so nothing is shared by chance between two seeds) and output lengths are fixed (so end-of-text is ignored).
+Prompts are random token ids (so nothing is shared by chance between two seeds) and output lengths are fixed (so
+end-of-text is ignored). The open-loop mixes also say when each request arrives and what it is owed.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from penstock.core.errors import InvalidRequest
+from penstock.core.request import Objective
 
 Metric = Literal["ms_per_token", "decode_tok_s", "prompt_tok_s", "output_tok_s", "share_met"]
 
 FIRST_ID = 100  # below lie the control tokens of most vocabularies
 VOCAB = 100_000
-SLO_MIX_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,42 @@ class Job:
     prompt: list[int]
     output_len: int
     arrival: float = 0.0
-    kind: str = ""  # which objective applies, in slo_mix
+    kind: str = ""  # its class, which says what it is owed
+    tenant: str = ""
+    content: str | list[dict[str, Any]] | None = None  # text or messages to send as they are, in place of the ids
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Short chats with log-normal lengths and a share of long prompts, arriving at random."""
+
+    long_share: float
+    long_prompt: tuple[int, int]  # uniform
+    long_output: int
+    short_prompt: tuple[float, float, int, int]  # mu and sigma of the logarithm, lowest, highest
+    short_output: tuple[float, float, int, int]
+    objectives: Mapping[str, Objective]
+
+
+MIXES = {
+    "slo_mix": Mix(
+        long_share=0.05,
+        long_prompt=(12_000, 16_000),
+        long_output=64,
+        short_prompt=(5.4, 0.8, 16, 2048),
+        short_output=(4.8, 0.6, 8, 512),
+        objectives={"short": Objective("short", 0.2, 0.05), "long": Objective("long", 4.0, 0.05)},
+    ),
+    # For a model of 135M parameters on two CPU cores, which hold these objectives up to some 4 arrivals a second.
+    "slo_mix_cpu": Mix(
+        long_share=0.1,
+        long_prompt=(2_000, 4_000),
+        long_output=32,
+        short_prompt=(4.7, 0.4, 60, 200),
+        short_output=(4.0, 0.5, 16, 128),
+        objectives={"short": Objective("short", 0.5, 0.15), "long": Objective("long", 10.0, 0.15)},
+    ),
+}
 
 
 class Source:
@@ -55,25 +90,23 @@ class Source:
 
         return [one() for _ in range(count)]
 
-    def slo_mix(self, rate: float, seconds: float, long_share: float = 0.05) -> list[Job]:
-        """Poisson arrivals: mostly short chats with log-normal lengths, a few prompts of 12k to 16k tokens."""
+    def arrivals(self, mix: Mix, rate: float, seconds: float) -> list[Job]:
+        """Poisson arrivals."""
         rng = self.random
         jobs: list[Job] = []
         now = rng.expovariate(rate)
         while now <= seconds:
-            if rng.random() < long_share:
-                kind, prompt_len, output_len = "long", rng.randint(12_000, 16_000), 64
+            if rng.random() < mix.long_share:
+                kind, prompt_len, output_len = "long", rng.randint(*mix.long_prompt), mix.long_output
             else:
-                kind = "short"
-                prompt_len = _clamp(rng.lognormvariate(5.4, 0.8), 16, 2048)
-                output_len = _clamp(rng.lognormvariate(4.8, 0.6), 8, 512)
+                kind, prompt_len, output_len = "short", self._length(mix.short_prompt), self._length(mix.short_output)
             jobs.append(Job(self.ids(prompt_len), output_len, now, kind))
             now += rng.expovariate(rate)
         return jobs
 
-
-def _clamp(value: float, low: int, high: int) -> int:
-    return max(low, min(high, int(value)))
+    def _length(self, shape: tuple[float, float, int, int]) -> int:
+        mu, sigma, low, high = shape
+        return max(low, min(high, int(self.random.lognormvariate(mu, sigma))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +116,14 @@ class Workload:
     metric: Metric  # the figure its target is stated in
     generate: Callable[[Source], list[Job]]
     clients: int | None = None  # requests in flight; None: all of them at once
-    open_loop: bool = False  # requests arrive at their time, whatever has finished
+    rate: float | None = None  # arrivals a second of an open loop: requests come at their time, whatever has finished
+    objectives: Mapping[str, Objective] = field(default_factory=dict)  # by kind of job
 
     def jobs(self, seed: int, vocab: int = VOCAB) -> list[Job]:
-        return self.generate(Source(seed, vocab))
+        jobs = self.generate(Source(seed, vocab))
+        if not jobs:
+            raise InvalidRequest("seconds is too short for a single arrival at this rate", param="seconds")
+        return jobs
 
     def endless(self, seed: int, vocab: int = VOCAB) -> Iterator[Job]:
         """The jobs of this seed, then fresh ones of the same shape for ever."""
@@ -113,29 +150,23 @@ _TABLE: list[tuple[str, str, Metric, Callable[[Source], list[Job]], int | None]]
 WORKLOADS = {row[0]: Workload(*row) for row in _TABLE}
 
 
-def slo_mix_workload(rate: float, seconds: float = SLO_MIX_SECONDS) -> Workload:
+def mix_workload(name: str, rate: float, seconds: float) -> Workload:
+    mix = MIXES[name]
+    low, high = (tokens // 1000 for tokens in mix.long_prompt)
     return Workload(
-        name=f"slo_mix@{rate:g}",
-        about=f"Poisson, {rate:g}/s for {seconds:g} s, 5% prompts of 12k-16k",
+        name=f"{name}@{rate:g}",
+        about=f"Poisson, {rate:g}/s for {seconds:g} s, {mix.long_share:.0%} prompts of {low}k-{high}k",
         metric="share_met",
-        generate=lambda source: source.slo_mix(rate, seconds),
-        open_loop=True,
+        generate=lambda source: source.arrivals(mix, rate, seconds),
+        rate=rate,
+        objectives=mix.objectives,
     )
 
 
 def find_workload(name: str) -> Workload:
-    """A workload by its name on the command line; `slo_mix@RATE` carries its arrival rate."""
-    base, _, rate = name.partition("@")
-    if base == "slo_mix":
-        try:
-            value = float(rate)
-        except ValueError:
-            value = 0.0
-        if not 0 < value < float("inf"):
-            raise InvalidRequest("slo_mix needs arrivals per second, as in slo_mix@10", param="workload")
-        return slo_mix_workload(value)
+    """A closed-loop workload by its name on the command line."""
     if name not in WORKLOADS:
-        known = ", ".join([*WORKLOADS, "slo_mix@RATE"])
+        known = ", ".join([*WORKLOADS, *MIXES])
         raise InvalidRequest(f"workload {name!r} is not known; known: {known}", param="workload")
     return WORKLOADS[name]
 

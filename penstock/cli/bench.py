@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, get_args
 
-from penstock.core.config import DEFAULT_MODEL, Device, Dtype, Quantization
+from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Scheduling
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-WORKLOADS_HELP = "NAME[,NAME...]: {names} or slo_mix@RATE (Poisson arrivals a second with latency objectives)"
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -23,15 +21,30 @@ def add_parser(subparsers: Subparsers) -> None:
 def _add_engine(kinds: Subparsers) -> None:
     parser = kinds.add_parser("engine", help="workloads straight through the engine, without HTTP")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as for serve; dummy:NAME for random weights")
-    parser.add_argument("--workload", default="cpu_single,cpu_prefill,cpu_clients8", help=_workloads_help())
-    parser.add_argument("--seeds", type=positive_int, default=3, help="runs per workload; the best one counts")
+    parser.add_argument("--workload", help=f"{_workloads_help()} (default cpu_single,cpu_prefill,cpu_clients8)")
+    parser.add_argument(
+        "--seeds",
+        type=positive_int,
+        help="runs per workload (default 3, the best one counts; mixes 1, all of them count)",
+    )
+    parser.add_argument(
+        "--scheduling",
+        type=scheduling_modes,
+        default=["deadline"],
+        metavar="MODE[,MODE]",
+        help="deadline, fcfs, or both by turns to compare them (default deadline)",
+    )
+    _add_open_loop(parser)
     parser.add_argument("--device", choices=get_args(Device), default="auto")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
     parser.add_argument("--quantization", choices=get_args(Quantization), default="auto")
+    parser.add_argument("--kv-dtype", choices=get_args(KVDtype), default="auto", help="of the KV cache")
     parser.add_argument("--max-model-len", type=positive_int, help="prompt plus output of one request")
     parser.add_argument("--max-seqs", type=positive_int, default=512, help="sequences in one step (default 512)")
     parser.add_argument("--max-step-tokens", type=positive_int, help="tokens in one step")
+    parser.add_argument("--kv-memory-gib", type=positive_float, help="size of the KV cache")
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
+    parser.add_argument("--html", metavar="FILE", help="write a report with plots here, complete in one file")
     parser.set_defaults(run=_run_engine)
 
 
@@ -40,25 +53,86 @@ def _add_serve(kinds: Subparsers) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="root of the server (default %(default)s)")
     parser.add_argument("--model", help="name in the requests; default: the first of /v1/models")
     parser.add_argument("--api-key", help="sent as a bearer token")
+    parser.add_argument(
+        "--tenant-key",
+        action="append",
+        type=tenant_key,
+        default=[],
+        metavar="TENANT=KEY",
+        help="the key of a tenant that a trace names; may be repeated",
+    )
     parser.add_argument("--workload", help=_workloads_help())
     parser.add_argument("--prompt-tokens", type=positive_int, default=128, help="without --workload (default 128)")
     parser.add_argument("--output-tokens", type=positive_int, default=128, help="without --workload (default 128)")
     parser.add_argument("--concurrency", type=positive_int, help="closed loop: requests in flight (default 8)")
     parser.add_argument("--requests", type=positive_int, help="closed loop: how many in all (default 4 per client)")
-    parser.add_argument("--rate", type=positive_float, help="open loop: Poisson arrivals per second")
-    parser.add_argument("--duration", type=positive_float, default=60.0, help="open loop: seconds (default 60)")
+    _add_open_loop(parser)
+    parser.add_argument(
+        "--send-classes", action="store_true", help="name the classes of slo_mix to the server too; it must know them"
+    )
     parser.add_argument("--prompts", choices=("words", "ids"), default="words", help="text, or raw token ids")
     parser.add_argument("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
     parser.add_argument("--seed", type=int, help="of the prompts; default: a fresh one, so no cache helps")
     parser.add_argument("--timeout", type=positive_float, default=600.0, help="seconds without a byte (default 600)")
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
+    parser.add_argument("--html", metavar="FILE", help="write a report with plots here, complete in one file")
     parser.set_defaults(run=_run_serve)
 
 
-def _workloads_help() -> str:
-    from penstock.bench.workloads import WORKLOADS
+def _add_open_loop(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("open loop", "requests arrive whatever has become of the others")
+    group.add_argument("--rate", type=rates, metavar="R[,R...]", help="arrivals a second, of one run or several")
+    group.add_argument("--seconds", type=positive_float, default=60.0, help="of arrivals (default 60)")
+    group.add_argument(
+        "--arrivals",
+        choices=("poisson", "bursts"),
+        default="poisson",
+        help="bursts: 2 seconds at three times the rate, then 8 at half of it, and again",
+    )
+    group.add_argument("--trace", metavar="FILE.jsonl", help="requests with their times; see docs/benchmarks.md")
+    group.add_argument(
+        "--mix", metavar="CLASS=SHARE[,...]", help="classes of requests, as in interactive=0.9,batch=0.1"
+    )
+    group.add_argument(
+        "--objectives",
+        metavar="CLASS=TTFT/GAP[,...]",
+        help="in ms, as in short=200/50,long=4000/50; - promises nothing (default: the workload's own)",
+    )
+    group.add_argument("--objective-scale", type=positive_float, default=1.0, help="multiplies all objectives")
+    group.add_argument("--find-capacity", action="store_true", help="search the highest rate that holds the attainment")
+    group.add_argument("--attainment", type=share, default=0.99, help="share of requests that must meet (default 0.99)")
+    group.add_argument("--probes", type=positive_int, default=10, help="rates tried at most (default 10)")
 
-    return WORKLOADS_HELP.format(names=", ".join(WORKLOADS))
+
+def _workloads_help() -> str:
+    from penstock.bench.workloads import MIXES, WORKLOADS
+
+    return f"NAME[,NAME...]: {', '.join(WORKLOADS)}; {', '.join(MIXES)} (arrivals at a rate, with latency objectives)"
+
+
+def rates(text: str) -> list[float]:
+    return [positive_float(part) for part in text.split(",")]
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share between 0 and 1")
+    return value
+
+
+def tenant_key(text: str) -> tuple[str, str]:
+    tenant, _, key = text.partition("=")
+    if not tenant or not key:
+        raise argparse.ArgumentTypeError(f"{text} does not look like TENANT=KEY")
+    return tenant, key
+
+
+def scheduling_modes(text: str) -> list[str]:
+    modes = text.split(",")
+    if not set(modes) <= set(get_args(Scheduling)) or len(set(modes)) < len(modes):
+        raise argparse.ArgumentTypeError(f"{text} is not {' or '.join(get_args(Scheduling))}, or both once")
+    return modes
 
 
 def positive_int(text: str) -> int:

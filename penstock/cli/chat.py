@@ -99,7 +99,7 @@ async def own_server(model: str) -> AsyncIterator[str]:
     """Run `penstock serve` on a free port for as long as the block lasts. Yields its URL."""
     with tempfile.TemporaryFile() as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0"),
+            *(sys.executable, "-m", "penstock.cli.main", "serve", model, "--port", "0", "--state", "memory"),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=log,

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from penstock import __version__
-from penstock.cli import bench, chat, quantize, serve
+from penstock.cli import bench, chat, explain, keys, quantize, serve, usage
 from penstock.core.errors import PenstockError
 
 
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="penstock", description="LLM serving that keeps a latency promise.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, quantize, bench):
+    for command in (serve, chat, quantize, bench, explain, keys, usage):
         command.add_parser(subparsers)
     args = parser.parse_args(argv)
     try:

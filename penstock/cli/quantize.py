@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from penstock.kernels.native import NativeModel, Scheme
+    from penstock.models.config import ModelConfig
     from penstock.text.tokenizer import Tokenizer
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -26,6 +27,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("quantize", help="pack a model for the CPU and measure what that costs")
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for serve")
     parser.add_argument("--scheme", choices=["int8", "int4"], default="int8")
+    parser.add_argument("--output", metavar="FOLDER", help="also write a checkpoint to move and to serve elsewhere")
     parser.add_argument("--check", metavar="TEXT", help="a text file: report perplexity on it against bfloat16")
     parser.set_defaults(run=run)
 
@@ -34,14 +36,17 @@ def run(args: argparse.Namespace) -> int:
     from penstock.checkpoint.source import resolve
     from penstock.core.machine import usable_cpus
     from penstock.models.config import read_config
-    from penstock.runner.native_forward import fill, native_model
+    from penstock.runner.packed import fill, native_model
     from penstock.runner.perplexity import WINDOW, perplexity
     from penstock.runner.progress import LoadProgress
     from penstock.text.tokenizer import load_tokenizer
 
     checkpoint = resolve(args.model)
+    if checkpoint.kind == "packed":
+        raise StartupError(f"{args.model} is quantised already; start from the original checkpoint", param="model")
     config = read_config(checkpoint)
-    tokens = _tokens(Path(args.check), load_tokenizer(checkpoint)) if args.check else []
+    tokenizer = load_tokenizer(checkpoint) if args.check or args.output else None
+    tokens = _tokens(Path(args.check), tokenizer) if args.check and tokenizer else []
 
     def packed(scheme: Scheme) -> NativeModel:
         model = native_model(
@@ -52,12 +57,26 @@ def run(args: argparse.Namespace) -> int:
         return model
 
     quantized = packed(args.scheme)
+    if args.output and tokenizer:
+        _write(Path(args.output), quantized, config, tokenizer)
     if tokens:
         print(f"perplexity on {args.check}, {len(tokens)} tokens in windows of {WINDOW}:")
         exact = perplexity(packed("none"), tokens)
         rough = perplexity(quantized, tokens)
         print(f"  bfloat16 {exact:.4f}\n  {args.scheme:8s} {rough:.4f}  ({rough / exact - 1:+.2%})")
     return 0
+
+
+def _write(folder: Path, model: NativeModel, config: ModelConfig, tokenizer: Tokenizer) -> None:
+    from penstock.runner.packed import write_checkpoint
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(model, config, folder)
+        tokenizer.save(folder)
+    except OSError as error:
+        raise StartupError(f"cannot write {folder}: {error}", param="output") from error
+    print(f"wrote {folder}; serve it with `penstock serve {folder}`")
 
 
 def _tokens(path: Path, tokenizer: Tokenizer) -> Sequence[int]:

@@ -7,10 +7,11 @@ import asyncio
 import json
 import logging
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from penstock.core.config import DEFAULT_MODEL, Device, Dtype, Quantization, Settings, settings_from_mapping
+from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Settings, settings_from_mapping
 from penstock.core.errors import StartupError
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ def add_parser(subparsers: Subparsers) -> None:
     server.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     server.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
     server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
+    server.add_argument("--open", action="store_true", default=None, help="need no key, even where others can connect")
+    server.add_argument("--state", metavar="URL", help="memory, sqlite:///PATH or redis://HOST:PORT/DB")
     server.add_argument("--log-level", help="debug, info, warning or error (default info)")
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", choices=get_args(Device), help="default: cuda if there is one")
@@ -41,6 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
     engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt plus output of one request")
     engine.add_argument("--max-seqs", type=int, metavar="N", help="sequences computed together (default 256)")
     engine.add_argument("--max-step-tokens", type=int, metavar="TOKENS", help="tokens computed together")
+    engine.add_argument("--kv-dtype", choices=get_args(KVDtype), help="of the KV cache; fp8 on CUDA only")
     engine.add_argument("--kv-memory-gib", type=float, metavar="GIB", help="size of the KV cache")
     parser.set_defaults(run=run)
 
@@ -58,11 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 def read_settings(args: argparse.Namespace) -> Settings:
     """The file, then the flags on top of it."""
-    values = _read_yaml(args.config) if args.config else {}
-    if not isinstance(values, dict):
-        raise StartupError(f"{args.config} must hold a mapping with model, engine and server", param="config")
+    values = read_yaml(args.config)
     flags: dict[str, dict[str, Any]] = {
-        "server": {name: getattr(args, name) for name in ("host", "port", "served_model_name", "log_level")},
+        "server": {name: getattr(args, name) for name in ("host", "port", "served_model_name", "open", "log_level")},
         "engine": {
             name: getattr(args, name)
             for name in (
@@ -73,6 +75,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
                 "max_seqs",
                 "max_step_tokens",
                 "kv_memory_gib",
+                "kv_dtype",
             )
         },
     }
@@ -81,20 +84,27 @@ def read_settings(args: argparse.Namespace) -> Settings:
         given = {name: value for name, value in given.items() if value is not None}
         if given:
             merged[section] = {**(values.get(section) or {}), **given}
-    if args.model is not None:
-        merged["model"] = args.model
+    for name in ("model", "state"):
+        if getattr(args, name) is not None:
+            merged[name] = getattr(args, name)
     return settings_from_mapping(merged)
 
 
-def _read_yaml(path: str) -> Any:
+def read_yaml(path: str | None) -> dict[str, Any]:
+    """What a settings file holds; nothing without one."""
+    if path is None:
+        return {}
     import yaml
 
     try:
-        return yaml.safe_load(Path(path).read_text()) or {}
+        values = yaml.safe_load(Path(path).read_text()) or {}
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StartupError(f"{path} is not valid YAML: {error}", param="config") from error
+    if not isinstance(values, dict):
+        raise StartupError(f"{path} must hold a mapping with model, engine and server", param="config")
+    return values
 
 
 async def _serve(settings: Settings) -> int:
@@ -104,28 +114,42 @@ async def _serve(settings: Settings) -> int:
     starting = asyncio.create_task(worker.start())  # the longest part of a cold start, so it goes first
     await asyncio.sleep(0)
     try:
+        from penstock.cache.build import open_cache
         from penstock.checkpoint.source import resolve
         from penstock.gateway.app import create_app
-        from penstock.gateway.server import serve
+        from penstock.gateway.server import serve, tune_interpreter
+        from penstock.gateway.tenants import open_directory
+        from penstock.state.open import open_store
         from penstock.text.tokenizer import load_tokenizer
 
-        checkpoint = await asyncio.to_thread(resolve, settings.model)
-        tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint)
-        await starting
         server = settings.server
-        name = server.served_model_name or checkpoint.name
-        app = create_app(worker, tokenizer, server, model_names=[name])
-        return await serve(
-            app, server.host, server.port, lambda host, port: _announce(host, port, name), server.drain_seconds
-        )
+        async with AsyncExitStack() as stack:
+            store = await stack.enter_async_context(open_store(settings.state))
+            directory = await stack.enter_async_context(open_directory(settings, store))
+            checkpoint = await asyncio.to_thread(resolve, settings.model)
+            tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint)
+            await starting
+            name = server.served_model_name or checkpoint.name
+            engine, collectors = await stack.enter_async_context(open_cache(worker, tokenizer, settings))
+            app = create_app(
+                engine, tokenizer, settings, model_names=[name], directory=directory, collectors=collectors
+            )
+
+            def announce(host: str, port: int) -> None:
+                _announce(host, port, name, directory.open)
+
+            tune_interpreter()
+            return await serve(app, server.host, server.port, announce, server.drain_seconds)
     finally:
         starting.cancel()
         await worker.stop()
 
 
-def _announce(host: str, port: int, model: str) -> None:
+def _announce(host: str, port: int, model: str, open: bool) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     print(f"Penstock serves {model} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")
+    if not open:
+        print("    -H 'Authorization: Bearer KEY' \\")  # of 'penstock keys create'
     print(f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
     sys.stdout.flush()

@@ -28,7 +28,9 @@ class ScriptedServer:
     fail_with: int | None = None  # status of every completion
     error_event: bool = False  # every stream ends in an error after its first words
     hold_until: int = 0  # no stream ends before so many were open at once
+    headers: dict[str, str] = field(default_factory=dict)  # of a failure
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers_seen: list[dict[str, str]] = field(default_factory=list)  # of completions
     in_flight: int = 0
     most_in_flight: int = 0
     enough_in_flight: asyncio.Event = field(default_factory=asyncio.Event)
@@ -41,8 +43,9 @@ class ScriptedServer:
     async def complete(self, request: Request) -> Response:
         body = await request.json()
         self.bodies.append(body)
+        self.headers_seen.append(dict(request.headers))
         if self.fail_with:
-            return JSONResponse({"error": {"message": "scripted failure"}}, self.fail_with)
+            return JSONResponse({"error": {"message": "scripted failure"}}, self.fail_with, self.headers)
         if self.refuses_ignore_eos and "ignore_eos" in body:
             return JSONResponse({"error": {"message": "ignore_eos is unknown"}}, 400)
         if not body["stream"]:

@@ -3,13 +3,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.bench.engine import Driver
+import pytest
+
+from penstock.bench.driver import ClosedLoop, OpenLoop
 from penstock.bench.workloads import Job
+from penstock.cli.main import main
+from penstock.core.engine import EngineInfo
+from penstock.core.request import Objective
 from penstock.engine.executor import Step, StepResult
-from penstock.engine.scheduler import Scheduler, SchedulerLimits
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.local import LocalEngine
+from penstock.engine.scheduler import Scheduler
 
 # The command as it runs where only the engine's own dependencies are installed.
 WITHOUT_SERVER_PACKAGES = """
@@ -32,7 +40,10 @@ class ConstantExecutor:
     num_blocks = 64
 
     runs_ahead = True
-    idle_seconds = None
+    idle_seconds: float | None = None
+
+    def padded_tokens(self, tokens: int) -> int:
+        return tokens
 
     def launch(self, step: Step) -> Step:
         return step
@@ -41,11 +52,18 @@ class ConstantExecutor:
         return StepResult([7 if sampled else -1 for sampled in handle.samples])
 
 
-def make_driver() -> Driver:
+def make_scheduler() -> Scheduler:
     limits = SchedulerLimits(
         num_blocks=64, block_size=16, max_seqs=8, max_step_tokens=64, max_model_len=256, vocab_size=100
     )
-    return Driver(Scheduler(limits), ConstantExecutor())
+    return Scheduler(limits)
+
+
+@pytest.fixture
+def engine() -> Iterator[LocalEngine]:
+    engine = LocalEngine(make_scheduler(), ConstantExecutor(), EngineInfo("constant", 256, 100))
+    yield engine
+    engine.close()
 
 
 def test_command_end_to_end_on_the_engine_half_alone(tiny_model: Path, tmp_path: Path) -> None:
@@ -64,13 +82,40 @@ def test_command_end_to_end_on_the_engine_half_alone(tiny_model: Path, tmp_path:
     assert (clients["requests"], clients["output_tokens"]) == (16, 16 * 128)
     assert clients["mean_batch"] <= 8
     assert prefix["cached_tokens"] == 31 * 768
-    assert report["machine"]["torch"]
+    assert report["machine"]["cpu"]
     assert "cpu_prefix" in done.stdout
-    assert "cpu_prefix seed 1" in done.stderr
+    assert "cpu_prefix deadline seed 1" in done.stderr
+
+
+def test_open_loop_end_to_end_with_both_ways_of_scheduling(tiny_model: Path, tmp_path: Path) -> None:
+    options = ["--model", f"dummy:{tiny_model}", "--workload", "cpu_prefill", "--rate", "30", "--seconds", "2"]
+    options += ["--arrivals", "bursts", "--mix", "chat=0.6,hopeless=0.4", "--scheduling", "fcfs,deadline"]
+    options += ["--objectives", "chat=20000/20000,hopeless=0.001/-", "--device", "cpu"]
+    options += ["--json", str(tmp_path / "report.json"), "--html", str(tmp_path / "report.html")]
+    command = [sys.executable, "-c", WITHOUT_SERVER_PACKAGES, "bench", "engine", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "deadline against fcfs: " in done.stdout
+
+    fcfs, deadline = json.loads((tmp_path / "report.json").read_text())["results"]
+    for result in (fcfs, deadline):
+        chat, hopeless = result["classes"]["chat"], result["classes"]["hopeless"]
+        assert chat["met"] == chat["requests"] > 0
+        assert hopeless["met"] == 0
+        assert result["requests"] == chat["requests"] + hopeless["requests"]
+        assert result["lateness_ms"]["p50"] > 0
+        for timeline in result["timelines"]:
+            if not timeline["refused"]:
+                assert timeline["ledger"]["output_tokens"] == timeline["output_tokens"] == 1
+    assert fcfs["refused"] == 0  # it knows no promises
+    assert deadline["refused"] == deadline["classes"]["hopeless"]["requests"] > 0
+    assert deadline["share_met_admitted"] == 1
+    assert deadline["retry_after_s"]["p50"] > 0
+    assert "cpu_prefill@30 deadline" in (tmp_path / "report.html").read_text()
 
 
 def test_closed_loop_keeps_its_number_of_requests_in_flight() -> None:
-    driver = make_driver()
+    driver = ClosedLoop(make_scheduler(), ConstantExecutor())
     seen: list[int] = []
     step = driver.loop.step
 
@@ -86,12 +131,38 @@ def test_closed_loop_keeps_its_number_of_requests_in_flight() -> None:
     assert all(t.error is None and t.finished is not None and t.ttft is not None for t in timelines)
 
 
-def test_open_loop_sends_each_job_at_its_time() -> None:
-    jobs = [Job([10 + i], 3, arrival=arrival, kind="short") for i, arrival in enumerate((0.0, 0.02, 0.021, 0.06))]
-    timelines = make_driver().run_open_loop(jobs, salt="")
+def test_open_loop_counts_from_the_time_each_job_was_due(engine: LocalEngine) -> None:
+    arrivals = (0.0, 0.02, 0.021, 0.06)
+    jobs = [Job([10 + i], 3, arrival=arrival, kind="short") for i, arrival in enumerate(arrivals)]
+    timelines = OpenLoop(engine, {"short": Objective("short", 10.0, 10.0)}).run(jobs, salt="")
     first = timelines[0].sent
     for job, timeline in zip(jobs, timelines, strict=True):
         assert abs(timeline.sent - first - job.arrival) < 1e-9
+        assert timeline.late > 0
         assert timeline.ttft is not None
-        assert timeline.ttft > 0  # nothing starts before it has arrived
-        assert timeline.output_tokens == 3
+        assert timeline.ttft > timeline.late  # nothing starts before it was sent
+        assert (timeline.output_tokens, timeline.met) == (3, True)
+
+
+def test_open_loop_stops_when_too_many_have_missed(engine: LocalEngine) -> None:
+    jobs = [Job([10], 2, arrival=0.01 * i, kind="short") for i in range(200)]
+    impossible = {"short": Objective("short", ttft=1e-9)}
+    timelines = OpenLoop(engine, impossible, allowed_misses=3).run(jobs, salt="")
+    assert 4 <= len(timelines) < 200
+    assert all(timeline.finished is not None for timeline in timelines)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (["--workload", "slo_mix"], "--rate"),
+        (["--workload", "cpu_single", "--find-capacity"], "--objectives"),
+        (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--workload", "slo_mix", "--rate", "1", "--objectives", "short=fast"], "objectives"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_loading(
+    options: list[str], field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "engine", "--model", "nowhere", *options]) == 1
+    assert field in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_what_cannot_fit_is_refused_and_others_go_on(llm: LLM) -> None:
     ("options", "message"),
     [
         ({"max_model_len": 10**6}, "lower max_model_len"),
-        ({"kv_memory_gib": 10_000.0}, "lower kv_memory_gib"),
+        ({"kv_memory_gib": 10_000.0}, "set kv_memory_gib to at most"),
         ({"kv_memory_gib": 1e-6}, "raise kv_memory_gib"),
         ({"dtype": "int3"}, "dtype must be one of"),
     ],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import httpx
@@ -92,12 +94,40 @@ def test_a_killed_gateway_takes_its_worker_along() -> None:
     os.close(end)
 
 
+def test_a_server_with_tenants_wants_keys_and_keeps_accounts(tmp_path: Path) -> None:
+    def penstock(*arguments: str) -> str:
+        command = [sys.executable, "-m", "penstock.cli.main", *arguments, "--state", state]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    state, settings = f"sqlite:///{tmp_path}/state.db", tmp_path / "penstock.yaml"
+    tenants = {"acme": {"tokens_per_minute": 1000, "default_class": "batch"}}
+    settings.write_text(json.dumps({"tenants": tenants, "prices": {MODEL: {"input": 1}}}))  # is YAML too
+    key = penstock("keys", "create", "acme").strip()
+    server = start_server("--kv-memory-gib", "0.2", "--config", str(settings), "--state", state)
+    try:
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=server.base_url, api_key="sk-wrong", max_retries=0).models.list()
+        client = openai.OpenAI(base_url=server.base_url, api_key=key, max_retries=0, timeout=60)
+        answer = client.completions.with_raw_response.create(model=MODEL, prompt="Hello", max_tokens=2)
+        usage = answer.parse().usage
+        assert usage is not None
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) == 1000 - usage.prompt_tokens - 2
+    finally:
+        server.process.terminate()
+        assert server.process.wait(30) == 0
+    assert [line for line in server.log if "tenant=acme class=batch" in line]
+    _, *row, cost = penstock("usage", "--csv").splitlines()[1].split(",")
+    assert row == ["acme", MODEL, "1", str(usage.prompt_tokens), "0", "2"]
+    assert float(cost) == usage.prompt_tokens / 1e6
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["no-such-model"], "no model found for 'no-such-model'"),
         (["--max-model-len", "1000000"], "lower max_model_len"),
         (["--config", "/does/not/exist.yaml"], "cannot read"),
+        (["--host", "0.0.0.0"], "no tenant is configured: create a key"),
         (["--kv-memory-gib", "-1"], "kv_memory_gib must be above 0"),
     ],
 )

@@ -1,0 +1,147 @@
+"""A loaded engine put through workloads: what a run is, and how one is made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from penstock.bench.capacity import allowed_misses
+from penstock.bench.driver import ClosedLoop, OpenLoop
+from penstock.bench.measure import Summary, Timeline, better, summarise
+from penstock.bench.workloads import VOCAB, Job, Metric, Workload
+from penstock.core.config import Scheduling
+from penstock.core.engine import EngineInfo
+from penstock.core.request import Objective
+from penstock.engine.executor import Executor
+from penstock.engine.local import LocalEngine
+from penstock.engine.scheduler import Scheduler
+
+WARM_UP_REQUESTS = 32
+WARM_UP_OUTPUT = 16
+WARM_UP_CLIENTS = 8  # before an open loop, where the engine should have seen steps of every kind
+SETTLE_SECONDS = 0.2  # for a step that was launched ahead of the last answer
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One pass over a workload, or several put together."""
+
+    seeds: list[int]
+    timelines: list[Timeline]
+    summary: Summary
+    steps: int
+    sequences: int  # over all steps
+    tokens: int
+    cached_tokens: int
+    preemptions: int
+    device_idle_s: float | None  # how long a GPU waited for launches; None where that is not measured
+    step_time_error: float  # median, relative; 0 where the engine keeps no step-time model
+    stopped_early: bool = False
+
+    def detail(self) -> dict[str, Any]:
+        return {
+            "seeds": self.seeds,
+            "steps": self.steps,
+            "mean_batch": self.sequences / self.steps,
+            "mean_step_tokens": self.tokens / self.steps,
+            "cached_tokens": self.cached_tokens,
+            "preemptions": self.preemptions,
+            "device_idle_s": self.device_idle_s,
+            "step_time_error": self.step_time_error,
+            "stopped_early": self.stopped_early,
+        }
+
+
+def pooled(runs: Sequence[Run]) -> Run:
+    idle = [run.device_idle_s for run in runs if run.device_idle_s is not None]
+    timelines = [timeline for run in runs for timeline in run.timelines]
+    return Run(
+        seeds=[seed for run in runs for seed in run.seeds],
+        timelines=timelines,
+        summary=summarise(timelines, sum(run.summary.wall_s for run in runs)),
+        steps=sum(run.steps for run in runs),
+        sequences=sum(run.sequences for run in runs),
+        tokens=sum(run.tokens for run in runs),
+        cached_tokens=sum(run.cached_tokens for run in runs),
+        preemptions=sum(run.preemptions for run in runs),
+        device_idle_s=sum(idle) if idle else None,
+        step_time_error=runs[-1].step_time_error,
+    )
+
+
+def better_run(metric: Metric, a: Run, b: Run) -> Run:
+    return a if better(metric, a.summary, b.summary) is a.summary else b
+
+
+@dataclass(slots=True)
+class LoadedEngine:
+    """A loaded model with a scheduler for each way of scheduling. Only one of them works at a time."""
+
+    executor: Executor
+    info: EngineInfo
+    schedulers: dict[Scheduling, Scheduler]
+    # The schedulers write to the same blocks, so what one has cached may be another's by now: no salt is used twice.
+    _salts: count[int] = field(default_factory=count)
+
+    def measure(self, mode: Scheduling, workload: Workload, seed: int, attainment: float | None = None) -> Run:
+        """With an attainment, an open loop stops as soon as that can no longer be reached."""
+        jobs = workload.jobs(seed, self._vocab)
+        scheduler, idle = self.schedulers[mode], self.executor.idle_seconds
+        before = scheduler.stats()
+        allowed = None if attainment is None else allowed_misses(len(jobs), attainment)
+        if workload.rate is None:
+            timelines = self._closed_loop(scheduler, jobs, workload.clients)
+        else:
+            timelines = self._open_loop(scheduler, jobs, workload.objectives, allowed)
+        after = scheduler.stats()
+        ends = [timeline.finished for timeline in timelines if timeline.finished is not None]
+        return Run(
+            seeds=[seed],
+            timelines=timelines,
+            summary=summarise(timelines, max(ends) - min(timeline.sent for timeline in timelines)),
+            steps=after.steps - before.steps,
+            sequences=after.batch_sequences - before.batch_sequences,
+            tokens=after.batch_tokens - before.batch_tokens,
+            cached_tokens=after.cached_tokens - before.cached_tokens,
+            preemptions=after.preemptions - before.preemptions,
+            device_idle_s=None if idle is None else (self.executor.idle_seconds or 0.0) - idle,
+            step_time_error=after.step_time_error,
+            stopped_early=len(timelines) < len(jobs),
+        )
+
+    def warm_up(self, workload: Workload) -> None:
+        """The same shapes in small, before the clock: first calls compile, allocate and page in."""
+        jobs = workload.jobs(0, self._vocab)[:WARM_UP_REQUESTS]
+        short = [replace(job, output_len=min(job.output_len, WARM_UP_OUTPUT)) for job in jobs]
+        for scheduler in self.schedulers.values():
+            if workload.rate is None:
+                self._closed_loop(scheduler, short, workload.clients)
+            else:  # whole outputs, because forecasts rest on a few hundred steps
+                self._closed_loop(scheduler, jobs, WARM_UP_CLIENTS)
+
+    def _closed_loop(self, scheduler: Scheduler, jobs: Sequence[Job], clients: int | None) -> list[Timeline]:
+        return ClosedLoop(scheduler, self.executor).run(jobs, clients, self._salt())
+
+    def _open_loop(
+        self, scheduler: Scheduler, jobs: Sequence[Job], owed: Mapping[str, Objective], allowed: int | None
+    ) -> list[Timeline]:
+        engine = LocalEngine(scheduler, self.executor, self.info)
+        try:
+            return OpenLoop(engine, owed, allowed).run(jobs, self._salt())
+        finally:
+            time.sleep(SETTLE_SECONDS)
+            engine.close()
+
+    def check_integrity(self) -> None:
+        for scheduler in self.schedulers.values():
+            scheduler.check_integrity()
+
+    @property
+    def _vocab(self) -> int:
+        return min(VOCAB, self.info.vocab_size)
+
+    def _salt(self) -> str:
+        return f"bench-{next(self._salts)}"

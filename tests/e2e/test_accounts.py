@@ -1,0 +1,59 @@
+"""The account of a real answer: every millisecond is somewhere, and none is there twice."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.cli.main import main
+from tests.conftest import Server
+
+ASK = {"model": "smollm2-135m", "prompt": "The rain in Spain falls", "max_tokens": 24, "ignore_eos": True, "seed": 1}
+
+
+def check(account: dict[str, Any], measured: float) -> None:
+    assert account["total"] <= measured
+    for choice in account["choices"]:
+        parts, engine = choice["parts"], choice["engine"]
+        assert sum(parts.values()) == pytest.approx(account["total"], abs=0.002)
+        assert all(seconds >= 0 for seconds in parts.values()), parts
+        from_engine = parts["queued"] + parts["prefill"] + parts["decode"] + parts["stalled"]
+        assert from_engine == pytest.approx(engine["total"], abs=0.002)
+        assert engine["cached_tokens"] + sum(engine["missed_tokens"].values()) == engine["prompt_tokens"]
+        assert engine["output_tokens"] == 24
+        assert sum(stall["seconds"] for stall in engine["stalls"]) <= engine["stalled"] + 0.002
+
+
+async def test_parts_sum_to_the_measured_time_alone_and_in_a_crowd(server: Server) -> None:
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+
+        async def ask(number: int, **more: Any) -> None:
+            body = {**ASK, "prompt": f"{number} {ASK['prompt']}", "seed": number, "cache_salt": "accounts", **more}
+            start = time.monotonic()
+            answer = (await http.post("/v1/completions", json=body)).json()
+            measured = time.monotonic() - start
+            check((await http.get(f"/v1/requests/{answer['id']}")).json(), measured)
+
+        await ask(0)
+        await ask(1, n=3)
+        await asyncio.gather(*(ask(number) for number in range(2, 14)))
+
+
+def test_explain_says_where_the_time_of_a_real_answer_went(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        answer = http.post("/v1/completions", json={**ASK, "seed": 77}).json()
+    assert main(["explain", answer["id"], "--url", server.url]) == 0
+    shown = capsys.readouterr().out
+    for words in (
+        "computing the answer",
+        "Prefill:",
+        "Decode: 24 tokens",
+        "Prefix cache:",
+        "Objective ",
+        "Most of it:",
+    ):
+        assert words in shown, shown

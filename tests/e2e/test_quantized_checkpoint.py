@@ -1,0 +1,66 @@
+"""`penstock quantize --output`: a folder that serves what the original would, without it and without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.core.errors import StartupError
+from tests.conftest import Server, start_server
+
+MESSAGES = [{"role": "user", "content": "Name three colours."}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("quantized") / "smol-int4"
+    command = [sys.executable, "-m", "penstock.cli.main", "quantize", "--scheme", "int4", "--output", str(target)]
+    assert "serve it with" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return target
+
+
+@pytest.fixture(scope="module")
+def quantized_server(folder: Path) -> Server:
+    return start_server("--kv-memory-gib", "0.1", "--max-model-len", "1024", str(folder))
+
+
+def test_it_serves_what_the_original_would(quantized_server: Server) -> None:
+    body = {"model": "smol-int4", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    answer = httpx.post(f"{quantized_server.base_url}/chat/completions", json=body, timeout=60).json()
+    with LLM("smollm2-135m", quantization="int4", kv_memory_gib=0.1, max_model_len=1024) as original:
+        expected = original.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=0)).text
+    assert answer["choices"][0]["message"]["content"] == expected
+
+
+def test_the_worker_has_no_torch_and_says_what_it_uses(quantized_server: Server) -> None:
+    listing = subprocess.run(["pgrep", "-P", str(quantized_server.process.pid)], capture_output=True, text=True)
+    worker = listing.stdout.split()[0]
+    assert "libtorch" not in Path(f"/proc/{worker}/maps").read_text()
+    assert any("memory:" in line and "MiB in all" in line for line in quantized_server.log)
+    quantized_server.process.terminate()
+    assert quantized_server.process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantization": "int8"}, "holds int4 weights, not int8"),
+        ({"dtype": "float32"}, "packed in int4; leave dtype out"),
+        ({"device": "cuda"}, "packed for the CPU"),
+    ],
+)
+def test_other_precisions_are_refused(folder: Path, settings: dict[str, str], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        LLM(str(folder), **settings)
+
+
+def test_weights_of_another_layout_are_refused(folder: Path, tmp_path: Path) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes().replace(b'{"version": ', b'{"version":9'))
+    with pytest.raises(StartupError, match="write it again"):
+        LLM(str(tmp_path))
