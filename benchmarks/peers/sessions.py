@@ -13,7 +13,8 @@ from peers.process import PeerError, PeerProcess
 from penstock.bench.measure import Summary, Timeline, summarise
 from penstock.bench.prompts import PROBE_WORDS, Calibration, probe_prompt, words_prompt
 from penstock.bench.serve import Load, measure, plan
-from penstock.bench.server import Server, connect
+from penstock.bench.server import Call, Server, connect
+from penstock.bench.workloads import Job
 from penstock.checkpoint.source import BUILT_IN
 from penstock.core.errors import PenstockError
 from penstock.http_client import HttpClient
@@ -55,7 +56,7 @@ class HttpSession:
 async def _first_token(peer: PeerProcess, server: Server) -> float:
     """Ask until an answer comes; when its first token came."""
     while time.perf_counter() < peer.started + START_SECONDS:
-        timeline = await server.complete("The penstock feeds the", 2)
+        timeline = await server.complete(Call("The penstock feeds the", Job([], 2)))
         if timeline.error is None:
             return timeline.token_times[0]
         peer.check_alive()

@@ -1,0 +1,1 @@
+"""What `gpu_kernels.py` measures, by kind of kernel."""

@@ -1,0 +1,226 @@
+"""Projections and what stands around them: norm, activation, products of few rows, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
+
+import torch
+import triton
+
+from gpu_cases.case import (
+    BF16,
+    COPY_BYTES,
+    DEVICE,
+    FP8,
+    MATRIX_FLOPS,
+    Case,
+    Variant,
+    randn,
+    relative_error,
+    sets_for,
+    short,
+)
+from penstock.kernels.activation_triton import silu_mul, silu_mul_reference
+from penstock.kernels.gemm_triton import (
+    GemvConfig,
+    SkinnyConfig,
+    SplitScratch,
+    linear_reference,
+    split_scratch,
+    stream_gemm,
+    stream_gemv,
+)
+from penstock.kernels.moe_triton import ExpertWeights, GroupConfig, mix_experts, mix_experts_reference
+from penstock.kernels.norm_triton import add_rms_norm, add_rms_norm_reference, quantize_fp8_reference
+from penstock.quantization.fp8 import quantize_channels
+
+SHAPES = {  # N, K, what the small-batch kernels fold in
+    "llama qkv": (6144, 4096, "norm"),
+    "llama o": (4096, 4096, "add"),
+    "llama gate_up": (28672, 4096, "gated"),
+    "llama down": (4096, 14336, "add"),
+    "llama head": (128256, 4096, "norm"),
+    "qwen qkv": (4096, 1024, "norm"),
+    "qwen o": (1024, 2048, "add"),
+    "qwen gate_up": (6144, 1024, "gated"),
+    "qwen down": (1024, 3072, "add"),
+    "qwen head": (151936, 1024, "norm"),
+}
+
+
+def norm_case(rows: int, width: int) -> Case:
+    sets = sets_for(rows * width * 8)
+    x, residual, weight = randn(rows, width), randn(sets, rows, width), randn(width)
+    scales = torch.empty(rows, device=DEVICE)
+    out = {dtype: torch.empty(rows, width, dtype=dtype, device=DEVICE) for dtype in (BF16, FP8)}
+    expected = add_rms_norm_reference(x, weight, 1e-5)[0]
+
+    def variant(dtype: torch.dtype, adds: bool) -> Variant:
+        def run(i: int) -> None:
+            add_rms_norm(
+                x, weight, 1e-5, residual=residual[i] if adds else None, out=out[dtype],
+                scales=scales if dtype == FP8 else None,
+            )  # fmt: skip
+
+        return Variant(
+            f"{short(dtype)}{' add' if adds else ''}", run, None if adds else error(out[dtype], scales, expected)
+        )
+
+    return Case(
+        f"norm {rows}x{width}", rows * width * 8 / COPY_BYTES, sets,
+        [variant(*choice) for choice in product((BF16, FP8), (True, False))],
+    )  # fmt: skip
+
+
+def error(out: torch.Tensor, scales: torch.Tensor, expected: torch.Tensor) -> Callable[[], float]:
+    """Rounding to e4m3 alone gives 2 to 3%, so that error is held to a fifth of what it is."""
+    if out.dtype == FP8:
+        return lambda: relative_error(out.float() * scales[:, None], expected) / 5
+    return lambda: relative_error(out, expected)
+
+
+def silu_case(rows: int, width: int) -> Case:
+    sets = sets_for(rows * width * 6)
+    gate_up = randn(sets, rows, 2 * width)
+    scales = torch.empty(rows, device=DEVICE)
+    expected = silu_mul_reference(gate_up[0])
+
+    def variant(dtype: torch.dtype) -> Variant:
+        out = torch.empty(rows, width, dtype=dtype, device=DEVICE)
+
+        def run(i: int) -> None:
+            silu_mul(gate_up[i], out=out, scales=scales if dtype == FP8 else None)
+
+        return Variant(short(dtype), run, error(out, scales, expected))
+
+    return Case(f"silu {rows}x{width}", rows * width * 6 / COPY_BYTES, sets, [variant(BF16), variant(FP8)])
+
+
+def gemv_configs(rows: int) -> list[GemvConfig]:
+    choices = product((4, 8, 16), (256, 512, 1024, 2048), (4, 8), (0, 3, 4, 6))
+    return [
+        GemvConfig(n, k, warps, stages)
+        for n, k, warps, stages in choices
+        if n * k >= 2048 and 8 <= rows * n * k // (32 * warps) <= 32  # sums per thread
+    ]
+
+
+def skinny_configs(n: int, k: int, dtype: torch.dtype, rows: int) -> list[SkinnyConfig]:
+    shapes = [(16, 256, 4, 4), (32, 128, 4, 6), (32, 256, 4, 4), (64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 6),
+              (64, 256, 4, 3), (128, 64, 4, 5), (128, 128, 4, 3), (128, 128, 8, 5)]  # fmt: skip
+    wanted = []
+    for (block_n, depth, warps, stages), splits in product(shapes, (1, 2, 4, 8, 16)):
+        block_k = depth * 2 // dtype.itemsize
+        shared = stages * (block_n + max(16, rows)) * depth * 2
+        resident = 132 * max(1, min(8, 220_000 // shared))
+        programs = triton.cdiv(n, block_n) * splits
+        fits = (splits == 1 or splits * n * max(16, rows) <= 1 << 22) and k // block_k >= 2 * splits
+        fits = fits and shared < 228_000 and not (block_n < 64 and rows > 32)
+        if fits and (splits == 1 or programs <= 2 * resident) and (programs >= 100 or splits == 16):
+            wanted.append(SkinnyConfig(block_n, block_k, splits, warps, stages))
+    return wanted
+
+
+@cache
+def scratch() -> SplitScratch:
+    return split_scratch(DEVICE)
+
+
+def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
+    n, k, fold = SHAPES[name]
+    size = n * k * dtype.itemsize
+    sets = sets_for(size)
+    weights = [randn(n, k, dtype=dtype, scale=k**-0.5 if dtype == BF16 else 1.0) for _ in range(sets)]
+    columns = n // 2 if fold == "gated" else n
+    x, residual, gain = randn(rows, k), randn(rows, columns) if fold == "add" else None, randn(k)
+    x8, x_scales = quantize_fp8_reference(x)
+    w_scales = torch.rand(n, device=DEVICE) * k**-0.5 if dtype == FP8 else None
+    out = torch.full((rows, columns), torch.nan, dtype=BF16, device=DEVICE)
+    norm = (gain, 1e-5) if fold != "add" else None
+    inputs = x8 if dtype == FP8 else x
+
+    @cache
+    def expected(normed: bool) -> torch.Tensor:
+        return linear_reference(
+            x if normed else inputs, weights[0], scales=w_scales, norm=norm if normed else None, residual=residual,
+            x_scales=x_scales if dtype == FP8 and not normed else None, gated=fold == "gated",
+        )  # fmt: skip
+
+    def gemv(c: GemvConfig) -> Variant:
+        def run(i: int) -> None:
+            stream_gemv(
+                out, x, weights[i], config=c, scales=w_scales, norm=norm, gated=fold == "gated", residual=residual
+            )
+
+        label = f"gemv {c.block_n},{c.block_k},{c.num_warps},{c.stages}"
+        return Variant(label, run, lambda: relative_error(out, expected(True)))
+
+    def gemm(c: SkinnyConfig) -> Variant:
+        scales = (w_scales, x_scales) if w_scales is not None else None
+
+        def run(i: int) -> None:
+            stream_gemm(
+                out, inputs, weights[i], config=c, scratch=scratch(), scales=scales, gated=fold == "gated",
+                residual=residual,
+            )  # fmt: skip
+
+        label = f"gemm {c.block_n},{c.block_k},{c.splits},{c.num_warps},{c.num_stages}"
+        return Variant(label, run, lambda: relative_error(out, expected(False)))
+
+    def library(i: int) -> None:
+        if w_scales is None:
+            torch.mm(x, weights[i].T)
+        else:
+            torch._scaled_mm(x8, weights[i].T, scale_a=x_scales[:, None], scale_b=w_scales[None], out_dtype=BF16)
+
+    variants = [gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
+    if rows > 1:
+        variants += [gemm(config) for config in skinny_configs(n, k, dtype, rows)]
+    return Case(
+        f"{name} {short(dtype)} rows {rows}", size / COPY_BYTES, sets, [*variants, Variant("* cublas", library)]
+    )
+
+
+def gemm_section(*rows: int) -> list[Callable[[], Case]]:
+    cases = product(SHAPES, (BF16, FP8), rows)
+    return [partial(gemm_case, *c) for c in cases if c[1] == BF16 or not ("qwen" in c[0] or "head" in c[0])]
+
+
+def moe_case(tokens: int, dtype: torch.dtype) -> Case:
+    """One layer of Qwen3-30B-A3B: 8 of 128 experts of 768."""
+    experts, choices, width, inner = 128, 8, 2048, 768
+
+    def make() -> ExpertWeights:
+        gate_up, down = (randn(experts, *shape, scale=0.02) for shape in ((2 * inner, width), (width, inner)))
+        if dtype == BF16:
+            return ExpertWeights(gate_up, down, None, choices, True)
+        quantized = [quantize_channels(weight) for weight in (gate_up, down)]
+        scales = (quantized[0].scales, quantized[1].scales)
+        return ExpertWeights(quantized[0].weight, quantized[1].weight, scales, choices, True)
+
+    weights = [make(), make()]  # each several times the cache
+    x, residual, scores = randn(tokens, width), torch.zeros(tokens, width, device=DEVICE), randn(tokens, experts)
+    counts = torch.zeros(experts, dtype=torch.int32, device=DEVICE)
+
+    def variant(shape: tuple[int, int, int, int, int]) -> Variant:
+        def run(i: int) -> None:
+            mix_experts(residual, x, scores, weights[i], counts, GroupConfig(*shape))
+
+        def error() -> float:
+            """Against the first tokens; rounding the activations to e4m3 alone gives 3 to 5%."""
+            few = slice(0, 8)
+            expected = mix_experts_reference(torch.zeros_like(residual[few]), x[few], scores[few], weights[0])
+            found = mix_experts(torch.zeros_like(residual), x, scores, weights[0], counts, GroupConfig(*shape))[few]
+            return relative_error(found, expected) / (1 if dtype == BF16 else 8)
+
+        return Variant(",".join(map(str, shape)), run, error)
+
+    deep = 256 // dtype.itemsize
+    tiles = [(64, deep, 4, 4), (128, deep // 2, 4, 4), (128, deep // 2, 8, 4), (128, deep, 8, 3)]
+    variants = [variant((rows, *tile)) for rows, tile in product((16, 32, 64, 128), tiles)]
+    pairs = tokens * choices
+    active = experts * (1 - (1 - 1 / experts) ** pairs)
+    floor = max(active * dtype.itemsize / COPY_BYTES, pairs * 2 / MATRIX_FLOPS[dtype]) * 3 * inner * width
+    return Case(f"experts {short(dtype)} tokens {tokens}", floor, 2, variants)

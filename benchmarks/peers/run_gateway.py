@@ -1,0 +1,46 @@
+"""Penstock's gateway before a worker that is running already: `python -m peers.run_gateway SOCKET PORT SETTINGS_JSON`.
+
+What `penstock serve` does, without starting a worker with a model. Prints a key of the tenant `bench`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack
+
+import uvloop
+
+from penstock.cache.build import open_cache
+from penstock.checkpoint.source import BUILT_IN, resolve
+from penstock.core.config import Settings, settings_from_mapping
+from penstock.gateway.app import create_app
+from penstock.gateway.keys import create_key
+from penstock.gateway.server import serve, tune_interpreter
+from penstock.gateway.tenants import open_directory
+from penstock.observability.logging import configure_logging
+from penstock.state.open import open_store
+from penstock.text.tokenizer import load_tokenizer
+from penstock.worker.client import WorkerClient
+
+
+async def main(address: str, port: int, settings: Settings) -> int:
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(settings.state))
+        key, _ = await create_key(store, "bench")
+        directory = await stack.enter_async_context(open_directory(settings, store))
+        tokenizer = load_tokenizer(resolve(BUILT_IN))
+        worker = await WorkerClient.connect(address)
+        engine, collectors = await stack.enter_async_context(open_cache(worker, tokenizer, settings))
+        app = create_app(
+            engine, tokenizer, settings, model_names=["trivial"], directory=directory, collectors=collectors
+        )
+        tune_interpreter()
+        return await serve(app, "127.0.0.1", port, lambda host, port: print(key, flush=True), 1.0)
+
+
+if __name__ == "__main__":
+    configure_logging("info")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        sys.exit(runner.run(main(sys.argv[1], int(sys.argv[2]), settings_from_mapping(json.loads(sys.argv[3])))))
