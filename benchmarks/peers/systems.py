@@ -86,7 +86,7 @@ class Penstock:
 
 
 def _penstock_serve() -> list[str]:
-    return [sys.executable, "-m", "penstock.cli.main", "serve"]
+    return [sys.executable, "-m", "penstock.cli.main", "serve", "--state", "memory"]
 
 
 def _takes_quantization() -> bool:

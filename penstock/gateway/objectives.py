@@ -18,6 +18,7 @@ from penstock.gateway.openai_types import SamplingFields
 TYPICAL_PROMPT = 1024  # tokens; the first token of a request that long is the yardstick
 SLACK = 4  # objectives allow this many times what the machine needs when idle
 MIN_TTFT, MIN_GAP = 0.2, 0.05  # seconds
+STANDARD_GAPS = 2.5  # of interactive ones that a standard one may last
 OPENAI_TIERS = {"flex": "batch", "priority": "interactive"}
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 
@@ -79,7 +80,9 @@ def derived(name: str, stats: EngineStats) -> Objective:
     step, rate = stats.decode_step_seconds, stats.prefill_tokens_per_second
     gap = max(MIN_GAP, SLACK * step) if step > 0 else None
     ttft = max(MIN_TTFT, SLACK * TYPICAL_PROMPT / rate) if rate > 0 else None
-    return Objective(name, ttft if name == "interactive" else None, gap)
+    if name == "standard":  # shorter steps cost throughput, which matters more to those who were promised nothing
+        return Objective(name, None, None if gap is None else STANDARD_GAPS * gap)
+    return Objective(name, ttft, gap)
 
 
 def reported_tier(asked: str | None) -> str | UnsetType:

@@ -122,5 +122,5 @@ def test_built_in_classes_promise_what_the_machine_can_keep() -> None:
     assert derived("interactive", unknown) == Objective("interactive")
     assert derived("interactive", slow) == Objective("interactive", 4.0, 0.4)
     assert derived("interactive", fast) == Objective("interactive", 0.2, 0.05)
-    assert derived("standard", slow) == Objective("standard", None, 0.4)
+    assert derived("standard", slow) == Objective("standard", None, 1.0)
     assert derived("batch", slow) == Objective("batch", None, None, 1)
