@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -138,7 +138,7 @@ class GenerateRequest:
 def choice_seed(seed: int | None, choice: int) -> int:
     """63 bits. Choices of one request differ; the same seed and choice always give the same stream."""
     if seed is None:
-        return secrets.randbits(63)
+        return random.getrandbits(63)
     mask = 2**64 - 1
     mixed = (seed + (choice + 1) * 0x9E3779B97F4A7C15) & mask  # splitmix64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask

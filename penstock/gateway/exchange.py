@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -78,7 +78,8 @@ class Exchange:
         self.scope = scope
         self.received: dict[bytes, bytes] = dict(scope["headers"])
         self.arrived = time.monotonic()
-        self.unique = secrets.token_hex(12)  # a client may send the same x-request-id twice; this is ours alone
+        # A client may send the same x-request-id twice; this is ours alone. It opens nothing, so it is no secret.
+        self.unique = f"{random.getrandbits(96):024x}"
         self.id = self.header(b"x-request-id", _REQUEST_ID) or self.unique
         self.endpoint = "other"
         self.status = 0  # 0: the response has not started
@@ -167,6 +168,11 @@ class Exchange:
             await self.end_events(b"data: %b\n\n" % error_body(error))
         elif not self.status:
             await self.send(error.status, error_body(error), _JSON, *error_headers(error))
+
+    def close(self) -> None:
+        """Let go of what refers back to this, so that it is freed now: collecting garbage would hold up streams."""
+        del self.scope["exchange"]
+        self.account = self._task = None
 
     def cancel(self, reason: PenstockError) -> None:
         """Stop work on this exchange from outside; it ends with `reason`."""
@@ -312,6 +318,7 @@ class Edge:
             self.metrics.in_flight -= 1
             self.traffic.leave(exchange)
             self._record(exchange, reason)
+            exchange.close()
 
     def _record(self, exchange: Exchange, reason: PenstockError | None) -> None:
         """An error in mid-stream is counted by its own status, though the response began with 200."""

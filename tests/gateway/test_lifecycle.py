@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import signal
@@ -18,6 +19,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.gateway.exchange import Exchange
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang
 
@@ -52,6 +54,21 @@ def test_closing_an_openai_stream_ends_it_in_the_engine(gateway: Gateway) -> Non
     stream.close()
     (ended,) = gateway.engine.ended.values()
     assert ended.wait(20)
+
+
+def test_finished_requests_leave_nothing_for_the_garbage_collector(gateway: Gateway) -> None:
+    """Its pauses would hold up every stream. The last exchange may not have been left yet when its answer arrives."""
+    gateway.answers("fine")
+    gc.collect()
+    gc.disable()
+    try:
+        with gateway.http() as http:
+            for stream in (False, True) * 5:
+                http.post(CHAT, json={"model": MODEL, "messages": HI, "stream": stream}).raise_for_status()
+            http.get("/health")
+        assert sum(isinstance(thing, Exchange) for thing in gc.get_objects()) <= 1
+    finally:
+        gc.enable()
 
 
 def test_health(gateway: Gateway) -> None:
