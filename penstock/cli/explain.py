@@ -195,7 +195,7 @@ def _engine(ledger: dict[str, Any]) -> Iterable[RenderableType]:
 def _prefill(chunks: list[dict[str, Any]]) -> Iterable[str]:
     if not chunks:
         return
-    shown = ", ".join(f"{chunk['tokens']} in {duration(chunk['seconds'])}" for chunk in chunks[:MAX_CHUNK_ROWS])
+    shown = ", ".join(f"{chunk['tokens']} tokens in {duration(chunk['seconds'])}" for chunk in chunks[:MAX_CHUNK_ROWS])
     rest = chunks[MAX_CHUNK_ROWS:]
     if rest:
         shown += f", {sum(c['tokens'] for c in rest)} in {len(rest)} more ({duration(sum(c['seconds'] for c in rest))})"

@@ -87,6 +87,15 @@ def decoded(sequence: Sequence, usual: float, culprit: str, now: float) -> None:
     sequence.mark = now
 
 
+def ended(sequence: Sequence, now: float) -> None:
+    """It ended before the step under way did: what that has taken so far belongs to it."""
+    if sequence.first_token is not None:
+        sequence.ledger.decode += now - sequence.mark
+        sequence.mark = now
+    elif sequence.mark < now:
+        computed(sequence, 0, now)
+
+
 def passed_over(sequences: Iterable[Sequence], culprit: str, now: float) -> None:
     """A step ended that did nothing for these: new ones were admitted while it ran, others had to let it pass."""
     for sequence in sequences:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from penstock.core.errors import ContextTooLong, InvalidRequest
+from penstock.core.request import GenerateRequest
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -26,3 +29,22 @@ class SchedulerLimits:
     def least_prefill(self) -> int:
         """Tokens of prefill that a step always has room for, so that prompts move whatever was promised to streams."""
         return max(self.block_size, self.max_step_tokens // 64)
+
+    def check(self, request: GenerateRequest) -> None:
+        """Refuse what could never run."""
+        if not request.prompt:
+            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
+        if len(request.prompt) >= self.longest_sequence:
+            raise ContextTooLong(
+                f"the prompt has {len(request.prompt)} tokens; this server holds at most {self.longest_sequence} "
+                "tokens per request, prompt and output together",
+                param="prompt",
+            )
+        params = request.params
+        for name, ids in (
+            ("prompt", request.prompt),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+                raise InvalidRequest(f"{name} must hold token ids in 0..{self.vocab_size - 1}", param=name)

@@ -37,7 +37,7 @@ class EngineLoop:
 
     def submit(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest for what could never run, Overloaded for what could not keep its objective."""
-        self._scheduler.validate(request)
+        self._scheduler.limits.check(request)
         with self._lock:
             if not self._scheduler.has_work:
                 self._last_progress = time.monotonic()

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from penstock.core.cost import OUTPUT_TOKEN_COST
 from penstock.core.engine import EngineStats
-from penstock.core.errors import ContextTooLong, InvalidRequest, Overloaded
+from penstock.core.errors import Overloaded
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, FinishReason, GenerateRequest, Objective
 from penstock.engine import bookkeeping as books
@@ -86,26 +86,6 @@ class Scheduler:
         self._now = 0.0
 
     # -- requests in and out -----------------------------------------------------------------------------------------
-
-    def validate(self, request: GenerateRequest) -> None:
-        """Refuse what could never run. Reads only constants, so any thread may call it."""
-        limits = self.limits
-        if not request.prompt:
-            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
-        if len(request.prompt) >= limits.longest_sequence:
-            raise ContextTooLong(
-                f"the prompt has {len(request.prompt)} tokens; this server holds at most {limits.longest_sequence} "
-                "tokens per request, prompt and output together",
-                param="prompt",
-            )
-        params = request.params
-        for name, ids in (
-            ("prompt", request.prompt),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
-                raise InvalidRequest(f"{name} must hold token ids in 0..{limits.vocab_size - 1}", param=name)
 
     def add(self, request: GenerateRequest, now: float) -> None:
         """Raises Overloaded for work whose objective cannot be met, and when too much is waiting already."""
@@ -482,8 +462,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self._clock.leave(sequence, now)
         else:
-            if sequence.mark < now:  # ended while a step of its was under way
-                books.computed(sequence, 0, now)
+            books.ended(sequence, now)
             self._leave(sequence)
         return books.close_ledger(sequence, reason, now)
 

@@ -127,7 +127,7 @@ class StepTimes:
         self._errors: deque[float] = deque(maxlen=200)
         self._mixed_errors: deque[float] = deque(maxlen=200)
         self._observed = 0
-        self.margin = _MARGINS[1]  # what to keep free of a step's time, as a share: so far all but the worst may err
+        self.margin = _MARGINS[1]  # share of a step's time to keep free, as predictions err
         if path is not None:
             self._load(path)
 

@@ -103,10 +103,6 @@ class Exchange:
         path: str = self.scope["path"]
         return path
 
-    @property
-    def objective_name(self) -> str:
-        return self.objective.name
-
     def remaining(self) -> float | None:
         """Seconds from now to the deadline; raises when it has passed."""
         if self.deadline is None:

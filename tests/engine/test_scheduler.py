@@ -241,5 +241,5 @@ def test_whatever_is_accepted_can_run(prompt_len: int) -> None:
 )
 def test_refusals_name_the_field(prompt: list[int], params: SamplingParams, param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        Scheduler(limits()).validate(GenerateRequest("r", prompt, params))
+        limits().check(GenerateRequest("r", prompt, params))
     assert caught.value.param == param
