@@ -203,6 +203,27 @@ def test_a_long_decode_is_split_over_keys(isa: str, kind: str) -> None:
     assert relative_error(logits, expected(model, tokens)[700:]) < 0.01
 
 
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sequences_that_begin_alike_decode_together(isa: str, kind: str, threads: int) -> None:
+    """Runs of them, one interrupted by a stranger; tails from one token to several blocks; one shares less."""
+    model, rng = reference(kind), np.random.default_rng(8)
+    beginning, free = rng.integers(0, VOCAB, 19 * BLOCK), iter(range(19, 128))
+
+    def sequence(shared_blocks: int, tail: int) -> tuple[np.ndarray, list[int]]:
+        tokens = np.concatenate((beginning[: shared_blocks * BLOCK], rng.integers(0, VOCAB, tail)))
+        return tokens, [*range(shared_blocks), *(next(free) for _ in range(-(-tail // BLOCK)))]
+
+    shapes = [(19, 1), (19, 30), (19, 2), (0, 40), (19, 17), (19, 150), (10, 5), (10, 33), (19, 16), (19, 3)]
+    sequences = [sequence(*shape) for shape in shapes]
+    runner = build(model, threads=threads)
+    runner.forward(step([(tokens[:-1], 0, table) for tokens, table in sequences], last_only=True))
+    decoded = logits_of(runner, step([(tokens[-1:], len(tokens) - 1, table) for tokens, table in sequences]))
+    want = np.stack([expected(model, tokens)[-1] for tokens, _ in sequences])
+    for row in range(len(sequences)):
+        assert relative_error(decoded[row], want[row]) < 0.015, shapes[row]
+
+
 @pytest.mark.parametrize("count", [1, 40])
 def test_what_lies_in_unwritten_slots_never_matters(isa: str, count: int) -> None:
     runner = build(reference("llama"))

@@ -245,7 +245,7 @@ static void attend(const Cache& cache, int kv_head, const AttentionTask& task, c
         const float weight = sum(load<f32x16>(w.weight + 16 * r));
         const bool whole = task.partial < 0;
         float* to = whole ? buffers.out + (task.first_token + r / group) * buffers.out_stride + h * dim
-                          : buffers.partials + (size_t(task.partial) * buffers.heads + h) * (dim + 2);
+                          : buffers.partials + (size_t(task.partial + r / group * task.partial_step) * buffers.heads + h) * (dim + 2);
         const float factor = whole ? 1.f / weight : 1.f;
         for (int d = 0; d < dim; d += 16) store(to + d, load<f32x16>(w.sums + r * dim + d) * factor);
         if (!whole) {

@@ -84,14 +84,16 @@ struct Cache {
 constexpr int KEY_CHUNK = 64;       // keys per softmax update
 constexpr int MAX_QUERY_ROWS = 64;  // (token, head) rows of one attention task
 
-// The queries of some consecutive tokens of one sequence, and the keys one pass over the cache covers.
+// The queries of some consecutive tokens, and the keys one pass over the cache covers. The tokens are of one sequence, or
+// one each of sequences that begin alike, and then all these keys come before all of them.
 struct AttentionTask {
     const int32_t* table;
     int32_t first_token, num_tokens;   // rows of the step
     int32_t first_position;            // of first_token; the others follow
     int32_t key_begin, key_end;        // key_begin is a multiple of the key chunk
     int32_t window;                    // keys visible to a query, 0 for all
-    int32_t partial;                   // -1: write the result; else the slot of unnormalised sums
+    int32_t partial;                   // -1: write the result; else the slot of first_token's unnormalised sums
+    int32_t partial_step;              // from a token's slot to the next one's
 };
 
 struct AttentionBuffers {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 #include <utility>
 
 #include "pack.h"
@@ -15,6 +16,7 @@ constexpr int ROW_BLOCK = 240;       // rows whose activations stay in L2 while 
 constexpr int STREAMING_ROWS = 16;   // up to here weights are read once, in order, each thread its own run
 constexpr int TASK_ROWS = 48;        // (token, head) rows that share one unpacking of keys and values
 constexpr int MIN_SPLIT_KEYS = 128;  // shorter key ranges are not worth a merge
+constexpr int MIN_SHARED_KEYS = 128;  // the same of keys that several sequences read together
 
 // Rows of an operand start in different cache sets even where the width is a power of two.
 size_t operand_stride(size_t width) {
@@ -44,6 +46,7 @@ Model::Model(const ModelSpec& spec, const int32_t* windows, const float* inverse
     weights_ = Region(lay_out(nullptr));
     lay_out(weights_.data());
     for (int i = 0; i < spec.layers; i++) layers_[i].window = windows[i];
+    has_windows_ = std::any_of(windows, windows + spec.layers, [](int32_t window) { return window > 0; });
     cache_ = Region(block_bytes() * spec.num_blocks);
     use(kernels);
 }
@@ -112,31 +115,69 @@ std::string Model::check(const Step& s) const {
     return "";
 }
 
-// Cut the step into tasks of similar size: tiles of queries, and for few long sequences also ranges of keys.
+// How many sequences from the first on, each decoding one token, have the same blocks at the beginning of their tables,
+// and how many keys those hold: as many as the first two share, in whole chunks.
+std::pair<int, int> Model::shared_run(const Step& s, int first) const {
+    const auto common = [&](int other) {
+        const int32_t *a = s.tables + size_t(first) * s.table_width, *b = s.tables + size_t(other) * s.table_width;
+        const int limit = std::min(s.contexts[first], s.contexts[other]) - 1;  // the newest key is a sequence's own
+        int keys = 0;
+        while (keys + spec_.block_size <= limit && *a++ == *b++) keys += spec_.block_size;
+        return keys / KEY_CHUNK * KEY_CHUNK;
+    };
+    const auto decodes = [&](int i) { return i < s.num_sequences && s.query_starts[i + 1] - s.query_starts[i] == 1; };
+    if (has_windows_ || !decodes(first) || !decodes(first + 1)) return {1, 0};
+    const int keys = common(first + 1);
+    if (keys < MIN_SHARED_KEYS) return {1, 0};
+    int last = first + 2;
+    while (decodes(last) && common(last) >= keys) last++;
+    return {last - first, keys};
+}
+
+// Cut the step into tasks of similar size: tiles of queries, and for few long sequences also ranges of keys. Sequences
+// that decode after the same beginning attend to it in tiles, as the queries of a prompt do.
 void Model::plan_attention(const Step& s) {
     tasks_.clear();
     merges_.clear();
     const int tile = std::max(1, TASK_ROWS / (spec_.heads / spec_.kv_heads));
-    const int wanted = (4 * spec_.threads + s.num_sequences * spec_.kv_heads - 1) / (s.num_sequences * spec_.kv_heads);
+    const int enough = (4 * spec_.threads + spec_.kv_heads - 1) / spec_.kv_heads;  // tasks of each key/value head
     int slots = 0;
-    for (int i = 0; i < s.num_sequences; i++) {
-        const int first = s.query_starts[i], count = s.query_starts[i + 1] - first, start = s.contexts[i] - count;
+    for (int i = 0, run; i < s.num_sequences; i += run) {
         const int32_t* table = s.tables + size_t(i) * s.table_width;
-        const int splits = count == 1 ? std::min(wanted, s.contexts[i] / MIN_SPLIT_KEYS) : 1;
-        if (splits > 1) {
-            const int chunks = (s.contexts[i] + KEY_CHUNK - 1) / KEY_CHUNK;
-            for (int p = 0; p < splits; p++) {
-                const Range keys = share(chunks, p, splits);
-                tasks_.push_back({table, first, 1, start, keys.begin * KEY_CHUNK,
-                                  std::min(keys.end * KEY_CHUNK, s.contexts[i]), 0, slots++});
+        const int first = s.query_starts[i], count = s.query_starts[i + 1] - first, start = s.contexts[i] - count;
+        int shared;
+        std::tie(run, shared) = shared_run(s, i);
+        if (count > 1) {
+            for (int q = 0; q < count; q += tile) {
+                const int n = std::min(tile, count - q);
+                tasks_.push_back({table, first + q, n, start + q, 0, start + q + n, 0, -1, 0});
             }
-            merges_.push_back({first, splits});
             continue;
         }
-        for (int q = 0; q < count; q += tile) {
-            const int n = std::min(tile, count - q);
-            tasks_.push_back({table, first + q, n, start + q, 0, start + q + n, 0, -1});
+        const int longest = *std::max_element(s.contexts + i, s.contexts + i + run) - shared;
+        const int tiles = (run + tile - 1) / tile, wanted = (enough + s.num_sequences - 1) / s.num_sequences;
+        const int shared_parts = shared ? std::clamp(enough / tiles, 1, shared / MIN_SPLIT_KEYS) : 0;
+        const int own_parts = std::clamp(longest / MIN_SPLIT_KEYS, 1, wanted), parts = shared_parts + own_parts;
+        const auto cut = [&](int begin, int end, int part, int of) {
+            const Range chunks = share((end - begin + KEY_CHUNK - 1) / KEY_CHUNK, part, of);
+            return Range{begin + chunks.begin * KEY_CHUNK, std::min(begin + chunks.end * KEY_CHUNK, end)};
+        };
+        for (int p = 0; p < shared_parts; p++) {
+            const Range keys = cut(0, shared, p, shared_parts);
+            for (int q = 0; q < run; q += tile)
+                tasks_.push_back({table, first + q, std::min(tile, run - q), shared, keys.begin, keys.end, 0,
+                                  slots + q * parts + p, parts});
         }
+        for (int r = 0; r < run; r++, table += s.table_width) {
+            for (int p = 0; p < own_parts; p++) {
+                const int context = s.contexts[i + r];
+                const Range keys = cut(shared, context, p, own_parts);
+                tasks_.push_back({table, first + r, 1, context - 1, keys.begin, keys.end, 0,
+                                  parts > 1 ? slots + r * parts + shared_parts + p : -1, 0});
+            }
+            if (parts > 1) merges_.push_back({first + r, parts});
+        }
+        if (parts > 1) slots += run * parts;
     }
     std::stable_sort(tasks_.begin(), tasks_.end(), [](const AttentionTask& a, const AttentionTask& b) {
         return int64_t(a.key_end - a.key_begin) * a.num_tokens > int64_t(b.key_end - b.key_begin) * b.num_tokens;

@@ -91,6 +91,7 @@ class Model {
     Place place_of(Tensor kind, int layer);
     void reserve(const Step& step);
     std::string check(const Step& step) const;
+    std::pair<int, int> shared_run(const Step& step, int first) const;
     void plan_attention(const Step& step);
 
     void run(const Step& step, int thread);
@@ -119,6 +120,7 @@ class Model {
     Activations hidden_{}, attention_{}, mlp_{};
     std::vector<float> partials_;
     size_t scratch_stride_ = 0;
+    bool has_windows_ = false;
     std::vector<AttentionTask> tasks_;
     std::vector<std::pair<int32_t, int32_t>> merges_;  // (token, number of partials), in slot order
     std::vector<WorkCounter> counters_;
