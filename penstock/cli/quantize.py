@@ -13,7 +13,8 @@ from penstock.core.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.kernels.native import NativeModel, Scheme
+    from penstock.kernels.native import Scheme
+    from penstock.kernels.native_model import NativeModel
     from penstock.models.config import ModelConfig
     from penstock.text.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.engine.executor import Step, StepResult
-from penstock.kernels.native import NativeModel, StepArrays
+from penstock.kernels.native_model import NativeModel, StepArrays
 from penstock.runner.batch import Batch, Ints, build_batch
 from penstock.runner.host_sampler import Floats, sample
 from penstock.runner.rows import HostRows, Needs

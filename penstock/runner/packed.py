@@ -15,8 +15,8 @@ from pathlib import Path
 from penstock.checkpoint.source import PACKED_WEIGHTS, Checkpoint
 from penstock.core.errors import StartupError
 from penstock.core.machine import cache_folder
-from penstock.kernels import native
-from penstock.kernels.native import Floats, NativeModel, Scheme, tensor_shapes
+from penstock.kernels.native import Floats, Scheme, isa
+from penstock.kernels.native_model import NativeModel, tensor_shapes
 from penstock.models.config import ModelConfig, YarnScaling
 from penstock.models.frequencies import inverse_frequencies
 from penstock.models.host_weights import host_weights
@@ -70,7 +70,7 @@ def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progre
         config.architecture,
         model.weight_bytes / 2**30,
         model.scheme,
-        native.isa(),
+        isa(),
         time.monotonic() - began,
     )
     return path

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.native import NativeModel, StepArrays
+from penstock.kernels.native_model import NativeModel, StepArrays
 
 WINDOW = 512  # tokens of context; each window is scored on its own, as the first tokens of a prompt are
 

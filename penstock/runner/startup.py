@@ -19,7 +19,8 @@ from penstock.engine.executor import Executor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import kept_step_times
-from penstock.kernels import native
+from penstock.kernels.native import Scheme
+from penstock.kernels.native_model import unsupported_reason
 from penstock.models.config import ModelConfig, read_config
 from penstock.runner.memory import KVDemand, kv_blocks
 
@@ -134,14 +135,14 @@ def _cpu_executor(plan: _Plan) -> Executor:
     return _torch_executor(plan, _load(plan))
 
 
-def _cpu_scheme(plan: _Plan) -> native.Scheme | None:
+def _cpu_scheme(plan: _Plan) -> Scheme | None:
     """How the native kernels should hold the weights; None for plain torch."""
     config = plan.engine
     if config.quantization == "fp8":
         raise StartupError("quantization fp8 needs a CUDA device; use int8, int4 or none", param="engine.quantization")
     if config.kv_dtype == "fp8":
         raise StartupError("kv_dtype fp8 needs a CUDA device; leave it out", param="engine.kv_dtype")
-    problem = native.unsupported_reason(plan.model, config.block_size)
+    problem = unsupported_reason(plan.model, config.block_size)
     if plan.checkpoint.kind == "packed":
         return _packed_scheme(plan, problem)
     if config.quantization in ("int8", "int4"):
@@ -156,7 +157,7 @@ def _cpu_scheme(plan: _Plan) -> native.Scheme | None:
     return "int8" if config.quantization == "auto" and config.dtype == "auto" else "none"
 
 
-def _packed_scheme(plan: _Plan, problem: str | None) -> native.Scheme:
+def _packed_scheme(plan: _Plan, problem: str | None) -> Scheme:
     config, scheme = plan.engine, plan.model.dtype
     if problem:
         raise StartupError(f"{plan.checkpoint.path.parent} is packed for the native kernels, but {problem}")
@@ -170,7 +171,7 @@ def _packed_scheme(plan: _Plan, problem: str | None) -> native.Scheme:
     return "int4" if scheme == "int4" else "int8"
 
 
-def _native_executor(plan: _Plan, scheme: native.Scheme) -> Executor:
+def _native_executor(plan: _Plan, scheme: Scheme) -> Executor:
     from penstock.runner.native_runner import NativeRunner
     from penstock.runner.packed import fill, native_model
     from penstock.runner.rows import HostRows
@@ -227,7 +228,7 @@ def _cuda_executor(plan: _Plan) -> Executor:
 
 def _precision(plan: _Plan) -> str:
     """Names everything but the weights that decides the logits; batches and instruction sets move them less."""
-    native_runs = plan.device_kind == "cpu" and not native.unsupported_reason(plan.model, plan.engine.block_size)
+    native_runs = plan.device_kind == "cpu" and not unsupported_reason(plan.model, plan.engine.block_size)
     kind = f"{plan.device_kind}-{'native' if native_runs else 'torch'}"
     return f"{kind}-{plan.dtype_name}-{plan.engine.quantization}-{plan.engine.kv_dtype}"
 

@@ -14,6 +14,7 @@ import transformers
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.kernels import native
+from penstock.kernels.native_model import NativeModel, StepArrays
 from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies
 from penstock.quantization.scheme import int4_round_trip
@@ -88,24 +89,22 @@ def shape(model: Any) -> ModelConfig:
     )
 
 
-def empty(
-    config: ModelConfig, scheme: native.Scheme = "none", threads: int = 2, blocks: int = 128
-) -> native.NativeModel:
+def empty(config: ModelConfig, scheme: native.Scheme = "none", threads: int = 2, blocks: int = 128) -> NativeModel:
     frequencies = inverse_frequencies(config)
-    return native.NativeModel(config, frequencies, scheme=scheme, block_size=BLOCK, num_blocks=blocks, threads=threads)
+    return NativeModel(config, frequencies, scheme=scheme, block_size=BLOCK, num_blocks=blocks, threads=threads)
 
 
 def arrays_of(model: Any) -> Iterator[tuple[str, np.ndarray]]:
     return ((name, tensor.numpy()) for name, tensor in model.state_dict().items())
 
 
-def build(model: Any, scheme: native.Scheme = "none", threads: int = 2) -> native.NativeModel:
+def build(model: Any, scheme: native.Scheme = "none", threads: int = 2) -> NativeModel:
     native_model = empty(shape(model), scheme, threads)
     native_model.load(arrays_of(model))
     return native_model
 
 
-def logits_of(runner: native.NativeModel, arrays: native.StepArrays) -> np.ndarray:
+def logits_of(runner: NativeModel, arrays: StepArrays) -> np.ndarray:
     """To keep: a model writes the logits of its next call into the same memory."""
     return runner.forward(arrays)[0].copy()
 
@@ -115,14 +114,14 @@ def expected(model: Any, tokens: np.ndarray) -> np.ndarray:
         return np.asarray(model(torch.tensor(tokens)[None]).logits[0])
 
 
-def step(parts: list[tuple[np.ndarray, int, list[int]]], last_only: bool = False) -> native.StepArrays:
+def step(parts: list[tuple[np.ndarray, int, list[int]]], last_only: bool = False) -> StepArrays:
     """From (new tokens, their first position, block table) of each sequence."""
     counts = [len(tokens) for tokens, _, _ in parts]
     starts = np.cumsum([0, *counts]).astype(np.int32)
     width = max(len(table) for _, _, table in parts)
     positions = [np.arange(first, first + len(tokens)) for tokens, first, _ in parts]
     slots = [np.array(table)[p // BLOCK] * BLOCK + p % BLOCK for p, (_, _, table) in zip(positions, parts, strict=True)]
-    return native.StepArrays(
+    return StepArrays(
         tokens_T=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
         positions_T=np.concatenate(positions).astype(np.int32),
         slots_T=np.concatenate(slots).astype(np.int32),
@@ -311,6 +310,6 @@ def test_incomplete_or_wrong_checkpoints_are_named() -> None:
 def test_a_step_that_would_leave_its_memory_is_refused(field: str, value: Any, message: str) -> None:
     runner = empty(shape(reference("llama")))
     good = step([(np.array([1, 2]), 0, [1])])
-    fields = {name: getattr(good, name) for name in native.StepArrays.__slots__}
+    fields = {name: getattr(good, name) for name in StepArrays.__slots__}
     with pytest.raises(EngineFailure, match=message):
-        runner.forward(native.StepArrays(**{**fields, field: np.array(value, dtype=np.int32)}))
+        runner.forward(StepArrays(**{**fields, field: np.array(value, dtype=np.int32)}))

@@ -14,6 +14,7 @@ from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.request import SamplingParams
 from penstock.engine.executor import RowSetup, Step
 from penstock.kernels import native
+from penstock.kernels.native_model import NativeModel
 from penstock.runner import host_sampler, sampler, scoring
 from penstock.runner.model_runner import score as torch_score
 from penstock.runner.row_state import RowState
@@ -58,7 +59,7 @@ PARAMS = [
 
 
 @pytest.fixture(params=["portable", "avx2", "avx512vnni"])
-def model(request: pytest.FixtureRequest) -> Iterator[native.NativeModel]:
+def model(request: pytest.FixtureRequest) -> Iterator[NativeModel]:
     best = native.isa()
     try:
         native.set_isa(request.param)
@@ -68,10 +69,10 @@ def model(request: pytest.FixtureRequest) -> Iterator[native.NativeModel]:
     native.set_isa(best)
 
 
-def make_model() -> native.NativeModel:
+def make_model() -> NativeModel:
     config: Any = SimpleNamespace(vocab_size=VOCAB, **SHAPE)
     frequencies = np.ones(8, dtype=np.float32)
-    return native.NativeModel(config, frequencies, scheme="int8", block_size=16, num_blocks=2, threads=2)
+    return NativeModel(config, frequencies, scheme="int8", block_size=16, num_blocks=2, threads=2)
 
 
 def setups() -> Step:
@@ -80,7 +81,7 @@ def setups() -> Step:
     return Step(setups=[RowSetup(i, params, 2**40 * i - 7, tokens, 3, (50, 60)) for i, params in enumerate(PARAMS)])
 
 
-def test_the_same_tokens_as_torch(model: native.NativeModel) -> None:
+def test_the_same_tokens_as_torch(model: NativeModel) -> None:
     """Over steps that count their own output; logits are peaked in one half of the steps and flat in the other."""
     rows = np.arange(len(PARAMS), dtype=np.int32)
     host, device = HostRows(len(PARAMS), 1, VOCAB), RowState(len(PARAMS), 1, VOCAB, torch.device("cpu"))

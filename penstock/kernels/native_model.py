@@ -1,0 +1,366 @@
+"""A whole dense Llama-family model in native memory, run by one C++ call per step."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.errors import EngineFailure, StartupError
+from penstock.core.machine import usable_cpus
+from penstock.kernels.native import (
+    SCHEMES,
+    Floats,
+    Ints,
+    NativeTurn,
+    Scheme,
+    Spec,
+    Step,
+    library,
+    transform_blocks,
+    unavailable_reason,
+)
+from penstock.quantization.rotation import hadamard_block, rotated, split_name
+
+LAYOUT_VERSION = 3  # of packed files; raise it whenever the order or packing of weights changes
+MAGIC = b"PENSTOCK"
+ALIGNMENT = 4096  # of the weights in a packed file, so that they can be mapped
+
+# In the order of the enum in model.h.
+TENSORS = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.norm.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "self_attn.q_proj.bias",
+    "self_attn.k_proj.bias",
+    "self_attn.v_proj.bias",
+    "self_attn.o_proj.bias",
+    "mlp.gate_proj.bias",
+    "mlp.up_proj.bias",
+    "mlp.down_proj.bias",
+)
+
+
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
+class ModelShape(Protocol):
+    """The part of a model's configuration that the kernels need."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def output_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def windows(self) -> tuple[int, ...]: ...
+    @property
+    def moe(self) -> object | None: ...
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def unsupported_reason(config: ModelShape, block_size: int) -> str | None:
+    """Why this model cannot run on the native kernels, if it cannot."""
+    if config.moe is not None:
+        return "the native kernels run dense models only; this one has experts"
+    if config.head_dim % 16:
+        return f"the native kernels need a head size that is a multiple of 16, not {config.head_dim}"
+    if config.num_heads // config.num_kv_heads > 64:
+        return "the native kernels let at most 64 query heads share a key/value head"
+    if block_size % 16:
+        return f"the native kernels need blocks of a multiple of 16 tokens, not {block_size}"
+    return unavailable_reason()
+
+
+def _untied(weights: Iterator[tuple[str, Floats]]) -> Iterator[tuple[str, Floats]]:
+    """The embedding once more, as the output projection."""
+    for name, tensor in weights:
+        if name != "lm_head.weight":
+            yield name, tensor
+        if name == "model.embed_tokens.weight":
+            yield "lm_head.weight", tensor
+
+
+def tensor_shapes(config: ModelShape) -> dict[str, tuple[int, ...]]:
+    """All that a checkpoint of this model holds, the output projection also where it is the embedding once more."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, q),
+        "mlp.gate_proj.weight": (intermediate, hidden),
+        "mlp.up_proj.weight": (intermediate, hidden),
+        "mlp.down_proj.weight": (hidden, intermediate),
+    }
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    if config.attention_bias:
+        layer |= {"self_attn.q_proj.bias": (q,), "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.bias": (kv,)}
+    if config.output_bias:
+        layer |= {"self_attn.o_proj.bias": (hidden,)}
+    if config.mlp_bias:
+        layer |= {"mlp.gate_proj.bias": (intermediate,), "mlp.up_proj.bias": (intermediate,)}
+        layer |= {"mlp.down_proj.bias": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "lm_head.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for number in range(config.num_layers):
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _check_lengths(tokens: Ints, positions: Ints, slots: Ints, tables: Ints, starts: Ints, contexts: Ints) -> None:
+    if not len(tokens) == len(positions) == len(slots):
+        raise EngineFailure("native step: tokens, positions and slots must have one entry per token")
+    if tables.ndim != 2 or not len(tables) == len(contexts) == len(starts) - 1:
+        raise EngineFailure("native step: tables, contexts and query_starts must describe the same sequences")
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """One step, all int32. T tokens of S sequences one after the other, M blocks in the longest table, R logit rows."""
+
+    tokens_T: Ints
+    positions_T: Ints
+    slots_T: Ints  # block * block_size + offset where each token's key and value go
+    tables_SM: Ints
+    query_starts: Ints  # S + 1 offsets into T
+    contexts_S: Ints  # tokens of the sequence after this step
+    logit_rows_R: Ints  # the tokens whose logits are wanted
+
+
+class NativeModel:
+    """A model and its paged cache in native memory. Not for use by two threads at once."""
+
+    def __init__(
+        self,
+        config: ModelShape,
+        inverse_frequencies: npt.NDArray[np.float32],
+        *,
+        scheme: Scheme,
+        block_size: int,
+        num_blocks: int,
+        threads: int | None = None,
+        rope_magnitude: float = 1.0,
+    ) -> None:
+        if reason := unsupported_reason(config, block_size):
+            raise StartupError(reason)
+        self._library = library()
+        self._handle: int | None = None
+        self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+        self.config, self.scheme = config, scheme
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self._mlp_rotation = hadamard_block(config.intermediate_size) if scheme == "int8" else 0
+        spec = Spec(
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            qk_norm=config.qk_norm,
+            attention_bias=config.attention_bias,
+            output_bias=config.output_bias,
+            mlp_bias=config.mlp_bias,
+            scheme=SCHEMES[scheme],
+            block_size=block_size,
+            num_blocks=num_blocks,
+            threads=threads or usable_cpus(),
+            mlp_rotation=self._mlp_rotation,
+            norm_eps=config.norm_eps,
+            rope_magnitude=rope_magnitude,
+        )
+        windows = np.array(config.windows, dtype=np.int32)
+        frequencies = np.ascontiguousarray(inverse_frequencies, dtype=np.float32)
+        if frequencies.shape != (config.head_dim // 2,):
+            raise StartupError(f"{config.head_dim // 2} rotary frequencies are needed, not {frequencies.shape}")
+        error = ctypes.c_char_p()
+        self._handle = self._library.penstock_model_new(
+            ctypes.byref(spec), windows.ctypes.data, frequencies.ctypes.data, ctypes.byref(error)
+        )
+        if not self._handle:
+            raise StartupError(f"cannot allocate the model: {(error.value or b'').decode()}")
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.penstock_model_free(self._handle)
+            self._handle = None
+
+    def pin_caller(self) -> None:
+        """Keep the calling thread, which is to call `forward`, on a CPU of its own among the computing threads."""
+        self._library.penstock_model_pin_caller(self._handle)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one cache block over all layers."""
+        return int(self._library.penstock_model_block_bytes(self._handle))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Of the whole cache; memory only as far as blocks have been used."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def weight_bytes(self) -> int:
+        return int(self._library.penstock_model_weight_bytes(self._handle))
+
+    def load(self, weights: Iterator[tuple[str, Floats]]) -> None:
+        """Quantise and pack a checkpoint's tensors, given in any order by their Hugging Face names.
+
+        They may be overwritten.
+        """
+        missing = set(tensor_shapes(self.config))
+        if self.config.tie_embeddings:
+            weights = _untied(weights)
+        if self.scheme == "int8":
+            turn = NativeTurn(self.config.hidden_size)
+            weights = rotated(weights, turn, self._transform_mlp, self._spread_heads)
+        for name, tensor in weights:
+            layer, part = split_name(name)
+            if part not in TENSORS:
+                raise StartupError(f"tensor {name} is not part of a dense Llama-family model")
+            number = int(layer.split(".")[2]) if layer else 0
+            values = np.ascontiguousarray(tensor, dtype=np.float32)
+            rows, columns = values.shape if values.ndim == 2 else (values.shape[0], 1)
+            problem = self._library.penstock_model_set(
+                self._handle, TENSORS.index(part), number, values.ctypes.data, rows, columns
+            )
+            if problem:
+                raise StartupError(f"tensor {name} {problem.decode()}")
+            missing.discard(name)
+        if missing:
+            raise StartupError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
+
+    def save_packed(self, path: Path, fingerprint: str) -> None:
+        """Write the packed weights, so that `load_packed` needs no quantising. `fingerprint` names their source."""
+        header = self._header(fingerprint)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        with partial.open("wb") as file:
+            file.write(MAGIC + len(header).to_bytes(8, "little") + header)
+            file.seek(_round_up(file.tell(), ALIGNMENT))
+            file.write(memoryview(self._weights()))
+        partial.replace(path)
+
+    def load_packed(self, path: Path, fingerprint: str) -> bool:
+        """Read what `save_packed` wrote; False where the file is missing or holds other weights or another layout."""
+        expected = self._header(fingerprint)
+        start = len(MAGIC) + 8
+        try:
+            with path.open("rb") as file:
+                found = file.read(start + len(expected))
+                if found != MAGIC + len(expected).to_bytes(8, "little") + expected:
+                    return False
+                file.seek(_round_up(len(found), ALIGNMENT))
+                return file.readinto(memoryview(self._weights())) == self.weight_bytes
+        except FileNotFoundError:
+            return False
+
+    def _header(self, fingerprint: str) -> bytes:
+        shape = {name: getattr(self.config, name) for name in SHAPE}
+        layout = {"version": LAYOUT_VERSION, "scheme": self.scheme, "bytes": self.weight_bytes}
+        return json.dumps({**layout, "fingerprint": fingerprint, **shape}).encode()
+
+    def _weights(self) -> Any:
+        address = self._library.penstock_model_weights(self._handle)
+        return (ctypes.c_uint8 * self.weight_bytes).from_address(address)
+
+    def _logits_buffer(self, rows: int) -> Floats:
+        """Kept from call to call: fresh memory of this size would be mapped and zeroed by the kernel each time."""
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self.config.vocab_size), dtype=np.float32)
+        return self._logits[:rows]
+
+    def _spread_heads(self, rows: Floats) -> Floats:
+        block = hadamard_block(self.config.head_dim)
+        return transform_blocks(rows, block) if block else rows
+
+    def _transform_mlp(self, rows: Floats) -> Floats:
+        return transform_blocks(rows, self._mlp_rotation) if self._mlp_rotation else rows
+
+    def forward(self, step: StepArrays, *, logits: bool = True) -> tuple[Floats, Ints]:
+        """Logits of the wanted rows, [R, V], valid until the next call, and the token of the largest in each, [R].
+
+        Without `logits` only the latter are computed, and there are none of the former.
+        """
+        arrays = [np.ascontiguousarray(getattr(step, name), dtype=np.int32) for name in StepArrays.__slots__]
+        tokens, positions, slots, tables, query_starts, contexts, logit_rows = arrays
+        _check_lengths(tokens, positions, slots, tables, query_starts, contexts)
+        out = self._logits_buffer(len(logit_rows) if logits else 0)
+        argmax = np.empty(len(logit_rows), dtype=np.int32)
+        call = Step(
+            len(tokens),
+            len(contexts),
+            tables.shape[1],
+            len(logit_rows),
+            *(array.ctypes.data for array in arrays),
+            out.ctypes.data if logits else None,
+            argmax.ctypes.data,
+        )
+        problem = self._library.penstock_model_forward(self._handle, ctypes.byref(call))
+        if problem:
+            raise EngineFailure(f"native step: {problem.decode()}")
+        return out, argmax
+
+    def sample(self, logits: Floats, draws: npt.NDArray[Any]) -> Ints:
+        """One token per draw; `draws` has the fields of DRAW."""
+        if not (logits.flags.c_contiguous and logits.shape[1:] == (self.config.vocab_size,)):
+            raise EngineFailure("native sampling: logits must be contiguous rows over the vocabulary")
+        if len(draws) and not 0 <= draws["row"].min() <= draws["row"].max() < len(logits):
+            raise EngineFailure("native sampling: a draw names a row that does not exist")
+        tokens = np.empty(len(draws), dtype=np.int32)
+        self._library.penstock_model_sample(
+            self._handle, logits.ctypes.data, draws.ctypes.data, len(draws), tokens.ctypes.data
+        )
+        return tokens
