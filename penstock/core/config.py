@@ -12,7 +12,7 @@ from penstock.core.errors import StartupError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
-KVDtype = Literal["auto", "bf16", "fp8"]
+KVDtype = Literal["auto", "bf16", "int8", "fp8"]
 Scheduling = Literal["deadline", "fcfs"]
 CacheScope = Literal["tenant", "shared"]
 
@@ -38,7 +38,7 @@ class EngineConfig:
     max_seqs: int = 256  # sequences in one step
     max_step_tokens: int | None = None  # tokens in one step; default: 256 on CPU, 8192 on CUDA
     kv_memory_gib: float | None = None  # default: most of the free memory
-    kv_dtype: KVDtype = "auto"  # of the KV cache; auto: bf16 where the kernels are ours. fp8, half the bytes, on CUDA
+    kv_dtype: KVDtype = "auto"  # of the KV cache; auto: bf16 where the kernels are ours. Half: int8 on CPU, fp8 on CUDA
     block_size: int = 16
     prefix_caching: bool = True
     scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored

@@ -18,12 +18,14 @@ from penstock.core.errors import StartupError
 from penstock.quantization.rotation import Rotation
 
 Scheme = Literal["none", "int8", "int4"]
+KVFormat = Literal["bf16", "int8"]
 Isa = Literal["portable", "avx2", "avx512vnni"]
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 LIBRARY = Path(__file__).with_name("_native.so")
 SCHEMES: dict[Scheme, int] = {"none": 0, "int8": 1, "int4": 2}
+KV_FORMATS: dict[KVFormat, int] = {"bf16": 0, "int8": 1}
 
 
 class Spec(ctypes.Structure):
@@ -32,7 +34,8 @@ class Spec(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
         *((name, ctypes.c_int32) for name in ("vocab", "qk_norm", "attention_bias", "output_bias", "mlp_bias")),
-        *((name, ctypes.c_int32) for name in ("scheme", "block_size", "num_blocks", "threads", "mlp_rotation")),
+        *((name, ctypes.c_int32) for name in ("scheme", "block_size", "num_blocks", "threads", "kv_format")),
+        ("mlp_rotation", ctypes.c_int32),
         ("norm_eps", ctypes.c_float),
         ("rope_magnitude", ctypes.c_float),
     ]
@@ -77,6 +80,7 @@ def _load() -> ctypes.CDLL | str:
         "penstock_turn": (None, [pointer, i64, i32, i32, pointer, pointer]),
         "penstock_hadamard": (None, [pointer, i64, i32, i32]),
         "penstock_matmul": (None, [pointer, pointer, pointer, i32, i32, i32, i32, pointer]),
+        "penstock_attention": (None, [pointer, pointer, pointer, *[i32] * 8, pointer]),
         "penstock_isa": (message, []),
         "penstock_set_isa": (ctypes.c_bool, [message]),
         "penstock_model_new": (pointer, [pointer, pointer, pointer, ctypes.POINTER(message)]),
@@ -156,3 +160,12 @@ def matmul(x: Floats, w: Floats, scheme: Scheme, bias: Floats | None = None) -> 
         x.ctypes.data, w.ctypes.data, bias_at, SCHEMES[scheme], len(x), len(w), x.shape[1], y.ctypes.data
     )
     return y
+
+
+def attention(q: Floats, k: Floats, v: Floats, kv: KVFormat, block_size: int = 16, window: int = 0) -> Floats:
+    """As a step computes it: q [T, H, D], times log2(e) / sqrt(D), of the last T of the tokens in k, v [C, K, D]."""
+    q, k, v = (np.ascontiguousarray(x, dtype=np.float32) for x in (q, k, v))
+    out = np.empty_like(q)
+    sizes = (len(q), len(k), q.shape[1], k.shape[1], k.shape[2], block_size, window)
+    library().penstock_attention(q.ctypes.data, k.ctypes.data, v.ctypes.data, KV_FORMATS[kv], *sizes, out.ctypes.data)
+    return out

@@ -16,9 +16,11 @@ import numpy.typing as npt
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.machine import usable_cpus
 from penstock.kernels.native import (
+    KV_FORMATS,
     SCHEMES,
     Floats,
     Ints,
+    KVFormat,
     NativeTurn,
     Scheme,
     Spec,
@@ -114,6 +116,12 @@ def unsupported_reason(config: ModelShape, block_size: int) -> str | None:
     return unavailable_reason()
 
 
+def block_bytes(config: ModelShape, block_size: int, kv: KVFormat) -> int:
+    """Of one cache block over all layers: keys and values of `block_size` tokens; int8 has a bfloat16 scale each."""
+    vector = config.head_dim * 2 if kv == "bf16" else config.head_dim + 2
+    return 2 * config.num_layers * config.num_kv_heads * block_size * vector
+
+
 def _untied(weights: Iterator[tuple[str, Floats]]) -> Iterator[tuple[str, Floats]]:
     """The embedding once more, as the output projection."""
     for name, tensor in weights:
@@ -189,6 +197,7 @@ class NativeModel:
         block_size: int,
         num_blocks: int,
         threads: int | None = None,
+        kv: KVFormat = "bf16",
         rope_magnitude: float = 1.0,
     ) -> None:
         if reason := unsupported_reason(config, block_size):
@@ -198,6 +207,7 @@ class NativeModel:
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
         self.config, self.scheme = config, scheme
         self.block_size, self.num_blocks = block_size, num_blocks
+        self.block_bytes = block_bytes(config, block_size, kv)
         self._mlp_rotation = hadamard_block(config.intermediate_size) if scheme == "int8" else 0
         spec = Spec(
             layers=config.num_layers,
@@ -215,6 +225,7 @@ class NativeModel:
             block_size=block_size,
             num_blocks=num_blocks,
             threads=threads or usable_cpus(),
+            kv_format=KV_FORMATS[kv],
             mlp_rotation=self._mlp_rotation,
             norm_eps=config.norm_eps,
             rope_magnitude=rope_magnitude,
@@ -241,11 +252,6 @@ class NativeModel:
     def pin_caller(self) -> None:
         """Keep the calling thread, which is to call `forward`, on a CPU of its own among the computing threads."""
         self._library.penstock_model_pin_caller(self._handle)
-
-    @property
-    def block_bytes(self) -> int:
-        """Of one cache block over all layers."""
-        return int(self._library.penstock_model_block_bytes(self._handle))
 
     @property
     def cache_bytes(self) -> int:

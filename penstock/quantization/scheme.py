@@ -2,6 +2,7 @@
 
 int8  weights symmetric with one scale per output, activations symmetric with one scale per token
 int4  weights as minimum + scale * q, q in 0..15, per 32 inputs; activations symmetric int8 per 32 values
+KV    keys and values in bfloat16, or in symmetric int8 with a bfloat16 scale per token and head
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ def int8_round_trip(x: Floats) -> Floats:
     peak = np.abs(x).max(axis=-1, keepdims=True)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     restored: Floats = np.rint(x * inverse) * (peak / np.float32(127))
+    return restored
+
+
+def int8_cache_round_trip(x: Floats) -> Floats:
+    """Each vector as it survives int8 whose scale is the smallest bfloat16 that covers its largest value."""
+    scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(127)
+    stored = ((scale.view(np.uint32) + 0xFFFF) & np.uint32(0xFFFF0000)).view(np.float32)
+    inverse = np.divide(np.float32(1), stored, out=np.zeros_like(stored), where=stored > 0)
+    restored: Floats = np.rint(x * inverse) * stored
     return restored
 
 

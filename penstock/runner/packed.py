@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.checkpoint.source import PACKED_WEIGHTS, Checkpoint
 from penstock.core.errors import StartupError
 from penstock.core.machine import cache_folder
-from penstock.kernels.native import Floats, Scheme, isa
+from penstock.kernels.native import Floats, KVFormat, Scheme, isa
 from penstock.kernels.native_model import NativeModel, tensor_shapes
 from penstock.models.config import ModelConfig, YarnScaling
 from penstock.models.frequencies import inverse_frequencies
@@ -29,7 +29,9 @@ _MOVABLE = "a checkpoint of its own"  # instead of the fingerprint of files that
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
-def native_model(config: ModelConfig, scheme: Scheme, *, block_size: int, num_blocks: int, threads: int) -> NativeModel:
+def native_model(
+    config: ModelConfig, scheme: Scheme, *, block_size: int, num_blocks: int, threads: int, kv: KVFormat = "bf16"
+) -> NativeModel:
     scaling = config.rope_scaling
     return NativeModel(
         config,
@@ -38,6 +40,7 @@ def native_model(config: ModelConfig, scheme: Scheme, *, block_size: int, num_bl
         block_size=block_size,
         num_blocks=num_blocks,
         threads=threads,
+        kv=kv,
         rope_magnitude=scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0,
     )
 

@@ -19,8 +19,8 @@ from penstock.engine.executor import Executor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import kept_step_times
-from penstock.kernels.native import Scheme
-from penstock.kernels.native_model import unsupported_reason
+from penstock.kernels.native import KVFormat, Scheme
+from penstock.kernels.native_model import block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config
 from penstock.runner.memory import KVDemand, kv_blocks
 
@@ -129,6 +129,13 @@ def _cpu_executor(plan: _Plan) -> Executor:
     scheme = _cpu_scheme(plan)
     if scheme is not None:
         return _native_executor(plan, scheme)
+    kind = plan.engine.kv_dtype
+    if kind == "int8" or (kind == "bf16" and plan.dtype_name != "bfloat16"):
+        raise StartupError(
+            f"kv_dtype {kind} needs the native kernels; plain torch, which this runs on, keeps the cache in "
+            f"{plan.dtype_name}: leave kv_dtype out",
+            param="engine.kv_dtype",
+        )
     import torch
 
     torch.set_num_threads(usable_cpus())
@@ -141,7 +148,7 @@ def _cpu_scheme(plan: _Plan) -> Scheme | None:
     if config.quantization == "fp8":
         raise StartupError("quantization fp8 needs a CUDA device; use int8, int4 or none", param="engine.quantization")
     if config.kv_dtype == "fp8":
-        raise StartupError("kv_dtype fp8 needs a CUDA device; leave it out", param="engine.kv_dtype")
+        raise StartupError("kv_dtype fp8 needs a CUDA device; use int8 or leave it out", param="engine.kv_dtype")
     problem = unsupported_reason(plan.model, config.block_size)
     if plan.checkpoint.kind == "packed":
         return _packed_scheme(plan, problem)
@@ -177,9 +184,12 @@ def _native_executor(plan: _Plan, scheme: Scheme) -> Executor:
     from penstock.runner.rows import HostRows
 
     config, model = plan.engine, plan.model
-    block = 2 * model.num_layers * config.block_size * model.num_kv_heads * model.head_dim * 2  # bytes of a bfloat16
-    num_blocks = kv_blocks(plan.kv_demand(block), config.kv_memory_gib)
-    network = native_model(model, scheme, block_size=config.block_size, num_blocks=num_blocks, threads=usable_cpus())
+    kv: KVFormat = "int8" if config.kv_dtype == "int8" else "bf16"
+    demand = plan.kv_demand(block_bytes(model, config.block_size, kv))
+    num_blocks = kv_blocks(demand, config.kv_memory_gib)
+    network = native_model(
+        model, scheme, block_size=config.block_size, num_blocks=num_blocks, threads=usable_cpus(), kv=kv
+    )
     fill(network, plan.checkpoint, model, plan.progress)
     return NativeRunner(network, HostRows(config.max_seqs, plan.table_blocks, model.vocab_size))
 
@@ -211,6 +221,8 @@ def _cuda_executor(plan: _Plan) -> Executor:
         raise StartupError(
             f"quantization {config.quantization} runs on CPU; on CUDA use fp8", param="engine.quantization"
         )
+    if config.kv_dtype == "int8":
+        raise StartupError("kv_dtype int8 runs on CPU; on CUDA use fp8", param="engine.kv_dtype")
     try:
         model = _load(plan)
     except torch.OutOfMemoryError as error:

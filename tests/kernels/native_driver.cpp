@@ -20,9 +20,9 @@ std::vector<float> noise(size_t n) {
 }
 
 // Two sequences, one of 70 tokens prefilled in two chunks beside one that decodes; odd widths leave ragged panels.
-int run(const Kernels& kernels, Scheme scheme, int heads, int kv_heads, int threads) {
+int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int kv_heads, int threads) {
     const int hidden = 84, inner = 100, vocab = 203, dim = 48, block = 16;
-    const ModelSpec spec{2, hidden, heads, kv_heads, dim, inner, vocab, 1, 1, 1, 1, scheme, block, 12, threads, 0, 1e-5f, 1.f};
+    const ModelSpec spec{2, hidden, heads, kv_heads, dim, inner, vocab, 1, 1, 1, 1, scheme, block, 12, threads, format, 0, 1e-5f, 1.f};
     const int windows[2] = {0, 20};
     const std::vector<float> frequencies(dim / 2, 0.1f);
     Model model(spec, windows, frequencies.data(), kernels);
@@ -83,11 +83,11 @@ int main() {
     if (__builtin_cpu_supports("avx512vnni")) sets.push_back(&avx512vnni_kernels);
 #endif
     for (const Kernels* kernels : sets)
-        for (Scheme scheme : {BF16, INT8, INT4})
+        for (const auto& [scheme, format] : {std::pair{BF16, KV_INT8}, {INT8, KV_BF16}, {INT8, KV_INT8}, {INT4, KV_BF16}})
             for (int threads : {1, 3})
                 for (const auto& [heads, kv_heads] : {std::pair{3, 1}, std::pair{5, 5}, std::pair{7, 1}})
-                    if (int failure = run(*kernels, scheme, heads, kv_heads, threads)) {
-                        std::printf("%s scheme %d: failure %d\n", kernels->name, scheme, failure);
+                    if (int failure = run(*kernels, scheme, format, heads, kv_heads, threads)) {
+                        std::printf("%s scheme %d, cache %d: failure %d\n", kernels->name, scheme, format, failure);
                         return 1;
                     }
     std::puts("clean");

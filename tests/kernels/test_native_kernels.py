@@ -65,6 +65,66 @@ def test_a_row_of_zeros_gives_zeros(isa: str) -> None:
         assert not native.matmul(np.zeros((2, 40), dtype=np.float32), w, kind).any()
 
 
+CACHED = {"bf16": scheme.round_bfloat16, "int8": scheme.int8_cache_round_trip}
+ASKED = {"bf16": lambda q: q, "int8": scheme.int8_round_trip}
+
+
+def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int) -> np.ndarray:
+    group = q.shape[1] // k.shape[1]
+    keys, values = (np.repeat(x, group, axis=1).astype(np.float64) for x in (k, v))
+    scores = np.einsum("thd,chd->htc", q, keys)
+    age = np.arange(len(k) - len(q), len(k))[:, None] - np.arange(len(k))
+    scores[:, (age < 0) | ((window > 0) & (age >= window))] = -np.inf
+    weights = np.exp2(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("htc,chd->thd", weights / weights.sum(axis=-1, keepdims=True), values)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("tokens", "context", "heads", "kv_heads", "dim", "block", "window"),
+    [
+        (1, 1, 1, 1, 16, 16, 0),
+        (1, 70, 3, 1, 64, 16, 0),
+        (1, 333, 8, 2, 80, 32, 0),
+        (1, 200, 5, 1, 48, 16, 37),
+        (7, 7, 4, 4, 32, 16, 0),
+        (33, 130, 6, 2, 64, 16, 0),
+        (70, 95, 9, 3, 112, 64, 50),
+        (3, 66, 64, 1, 128, 16, 0),
+    ],
+)
+def test_attention(
+    isa: str,
+    kv: native.KVFormat,
+    tokens: int,
+    context: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block: int,
+    window: int,
+) -> None:
+    rng = np.random.default_rng(tokens + context + dim)
+    q = rng.standard_normal((tokens, heads, dim), dtype=np.float32) * np.float32(3 / np.sqrt(dim))
+    k, v = (rng.standard_normal((context, kv_heads, dim), dtype=np.float32) for _ in range(2))
+    v *= rng.uniform(0.01, 30, (context, kv_heads, 1)).astype(np.float32)  # tokens differ in scale
+    k[0], v[context // 2] = 0, 0
+    expected = attention_reference(ASKED[kv](q), CACHED[kv](k), CACHED[kv](v), window)
+    tolerance = 1e-4 * np.abs(v).max()  # int8: weights are rounded to 1/65,535 of the largest a chunk could have
+    np.testing.assert_allclose(native.attention(q, k, v, kv, block, window), expected, rtol=1e-3, atol=tolerance)
+
+
+def test_one_dominant_key_leaves_the_others_their_share(isa: str) -> None:
+    """A thousand keys of a thousandth each beside one of weight 1: in 8 bits of the largest they would all vanish."""
+    rng = np.random.default_rng(8)
+    q = np.ones((1, 1, 64), dtype=np.float32)
+    k = np.zeros((1000, 1, 64), dtype=np.float32)
+    k[0] = 10 / 64
+    v = rng.standard_normal((1000, 1, 64), dtype=np.float32) + 5
+    expected = attention_reference(q, scheme.int8_cache_round_trip(k), scheme.int8_cache_round_trip(v), 0)
+    np.testing.assert_allclose(native.attention(q, k, v, "int8"), expected, rtol=1e-3)
+
+
 @pytest.mark.parametrize("size", [64, 96, 36, 7, 576, 1536])
 def test_turn(isa: str, size: int) -> None:
     x = np.random.default_rng(size).standard_normal((5, size), dtype=np.float32)

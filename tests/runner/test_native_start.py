@@ -77,18 +77,46 @@ def test_fp8_needs_a_gpu() -> None:
         start("smollm2-135m", EngineConfig(quantization="fp8", **SMALL))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_dtype": "fp8"}, "kv_dtype fp8 needs a CUDA device; use int8"),
+        ({"kv_dtype": "int8", "dtype": "float32"}, "kv_dtype int8 needs the native kernels.* leave kv_dtype out"),
+        ({"kv_dtype": "bf16", "dtype": "float32"}, "kv_dtype bf16 needs the native kernels"),
+    ],
+)
+def test_caches_that_do_not_exist_are_refused(settings: dict[str, str], message: str) -> None:
+    with pytest.raises(StartupError, match=message) as refused:
+        start("smollm2-135m", EngineConfig(**{**SMALL, **settings}))  # type: ignore[arg-type]
+    assert refused.value.param == "engine.kv_dtype"
+
+
+def test_int8_keeps_nearly_twice_the_tokens_in_the_same_memory(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    sizes = {**SMALL, "max_model_len": 2048}
+    blocks = []
+    for kind in ("bf16", "int8"):
+        executor = executor_of(EngineConfig(kv_dtype=kind, **sizes))  # type: ignore[arg-type]
+        assert isinstance(executor, NativeRunner)
+        blocks.append(executor.num_blocks)
+        assert executor.model.cache_bytes <= 0.01 * 2**30
+        assert f"{blocks[-1]} blocks" in caplog.text
+    assert blocks[1] / blocks[0] == pytest.approx(128 / 66, rel=0.02)  # bytes of a head's 64 values, with their scale
+
+
 def test_perplexity_of_quantised_weights() -> None:
-    """Against bfloat16 on the same text: int8 within 0.5%, int4 within 3%."""
+    """Against bfloat16 on the same text: int8 within 0.5%, int4 within 3%; int8 with an int8 cache within 0.75%."""
     checkpoint = resolve("smollm2-135m")
     config = read_config(checkpoint)
     tokens = load_tokenizer(checkpoint).encode(TEXT.read_text())[: 16 * 512]
 
-    def measured(scheme: native.Scheme) -> float:
-        model = native_model(config, scheme, block_size=16, num_blocks=32, threads=2)
+    def measured(scheme: native.Scheme, kv: native.KVFormat = "bf16") -> float:
+        model = native_model(config, scheme, block_size=16, num_blocks=32, threads=2, kv=kv)
         fill(model, checkpoint, config, None)
         return perplexity(model, tokens)
 
     exact = measured("none")
     assert 20 < exact < 200
     assert measured("int8") / exact == pytest.approx(1, abs=0.005)
+    assert measured("int8", "int8") / exact == pytest.approx(1, abs=0.0075)
     assert measured("int4") / exact == pytest.approx(1, abs=0.03)

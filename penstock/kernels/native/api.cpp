@@ -99,6 +99,33 @@ PENSTOCK_API void penstock_matmul(const float* x, const float* w, const float* b
     active->gemm(m, a, {0, rows}, {0, m.num_panels()}, {STORE, y, size_t(n)});
 }
 
+// Attention of one sequence by itself, for tests: writes k and v [context, kv_heads, head_dim] to a cache of blocks in
+// falling order, lets the last `tokens` positions ask with q [tokens, heads, head_dim], gives out of the same shape.
+PENSTOCK_API void penstock_attention(const float* q, const float* k, const float* v, int32_t format, int32_t tokens,
+                                     int32_t context, int32_t heads, int32_t kv_heads, int32_t head_dim,
+                                     int32_t block_size, int32_t window, float* out) {
+    const int blocks = (context + block_size - 1) / block_size, width = heads * head_dim;
+    Cache cache{nullptr, KVFormat(format), block_size, kv_heads, head_dim};
+    std::vector<uint8_t> bytes(blocks * kv_heads * cache.head_bytes(), 0xff);  // a NaN where nothing is written
+    cache.data = bytes.data();
+    std::vector<int32_t> table(blocks);
+    for (int i = 0; i < blocks; i++) table[i] = blocks - 1 - i;
+    for (int t = 0; t < context; t++)
+        for (int h = 0; h < kv_heads; h++) {
+            const size_t at = (size_t(t) * kv_heads + h) * head_dim;
+            active->write_cache(cache, h, table[t / block_size] * block_size + t % block_size, k + at, v + at);
+        }
+    std::vector<float> scratch(active->attention_scratch(head_dim));
+    const AttentionBuffers buffers{q, size_t(width), out, size_t(width), nullptr, scratch.data(), heads};
+    const int tile = std::max(1, MAX_QUERY_ROWS / (heads / kv_heads));
+    for (int first = 0; first < tokens; first += tile) {
+        const int count = std::min(tile, tokens - first), position = context - tokens + first;
+        const int oldest = window > 0 ? std::max(0, position - window + 1) / KEY_CHUNK * KEY_CHUNK : 0;
+        for (int h = 0; h < kv_heads; h++)
+            active->attend(cache, h, {table.data(), first, count, position, oldest, position + count, window, -1}, buffers);
+    }
+}
+
 PENSTOCK_API Model* penstock_model_new(const ModelSpec* spec, const int32_t* windows, const float* frequencies,
                                        const char** error) {
     try {
@@ -132,5 +159,5 @@ PENSTOCK_API void penstock_model_sample(Model* model, const float* logits, const
 PENSTOCK_API void penstock_model_pin_caller(Model* model) { model->pin_caller(); }
 PENSTOCK_API uint8_t* penstock_model_weights(Model* model) { return model->weights(); }
 PENSTOCK_API uint64_t penstock_model_weight_bytes(Model* model) { return model->weight_bytes(); }
-PENSTOCK_API uint8_t* penstock_model_cache(Model* model) { return reinterpret_cast<uint8_t*>(model->cache()); }
+PENSTOCK_API uint8_t* penstock_model_cache(Model* model) { return model->cache(); }
 PENSTOCK_API uint64_t penstock_model_block_bytes(Model* model) { return model->block_bytes(); }

@@ -68,17 +68,25 @@ struct Output {
     Best* best = nullptr;  // per row, of this thread; CHOOSE only
 };
 
+enum KVFormat : int32_t { KV_BF16 = 0, KV_INT8 = 1 };
+
 // Keys and values of one layer. A block holds, per key/value head,
-//   K [head_dim/2][block_size][2] then V [block_size/2][head_dim][2], bfloat16:
-// in both the vector lanes run over what the dot product does not sum, so attention needs no horizontal sums.
+//   KV_BF16  K [head_dim/2][block_size][2], V [block_size/2][head_dim][2], bfloat16
+//   KV_INT8  K [head_dim/4][block_size][4], V [block_size/4][head_dim][4], bytes holding k + 128 and v, then the
+//            bfloat16 scales of the block_size keys and of as many values
+// In all of them the vector lanes run over what the dot product does not sum, so attention needs no horizontal sums.
 struct Cache {
-    uint16_t* data;
+    uint8_t* data;
+    KVFormat format;
     int32_t block_size, kv_heads, head_dim;
-    size_t head_elements() const { return size_t(2) * block_size * head_dim; }
-    uint16_t* keys(int32_t block, int head) const {
-        return data + (size_t(block) * kv_heads + head) * head_elements();
+    size_t plane_bytes() const { return size_t(block_size) * head_dim * (format == KV_BF16 ? 2 : 1); }
+    size_t head_bytes() const { return 2 * plane_bytes() + (format == KV_INT8 ? 4 * block_size : 0); }
+    uint8_t* keys(int32_t block, int head) const { return data + (size_t(block) * kv_heads + head) * head_bytes(); }
+    uint8_t* values(int32_t block, int head) const { return keys(block, head) + plane_bytes(); }
+    uint16_t* key_scales(int32_t block, int head) const {
+        return reinterpret_cast<uint16_t*>(values(block, head) + plane_bytes());
     }
-    uint16_t* values(int32_t block, int head) const { return keys(block, head) + size_t(block_size) * head_dim; }
+    uint16_t* value_scales(int32_t block, int head) const { return key_scales(block, head) + block_size; }
 };
 
 constexpr int KEY_CHUNK = 64;       // keys per softmax update

@@ -58,7 +58,13 @@ void Model::use(const Kernels& kernels) {
 }
 
 size_t Model::block_bytes() const {
-    return size_t(spec_.layers) * spec_.kv_heads * 2 * spec_.block_size * spec_.head_dim * sizeof(uint16_t);
+    return size_t(spec_.layers) * spec_.kv_heads * cache_of(0).head_bytes();
+}
+
+Cache Model::cache_of(int layer) const {
+    Cache cache{cache_.data(), KVFormat(spec_.kv_format), spec_.block_size, spec_.kv_heads, spec_.head_dim};
+    cache.data += size_t(layer) * spec_.num_blocks * spec_.kv_heads * cache.head_bytes();
+    return cache;
 }
 
 void Model::reserve(const Step& step) {
@@ -201,9 +207,7 @@ void Model::run(const Step& step, int thread) {
     embed(step, thread);
     for (int i = 0; i < spec_.layers; i++) {
         const Layer& layer = layers_[i];
-        const size_t layer_bytes = block_bytes() / spec_.layers * spec_.num_blocks;
-        const Cache cache{reinterpret_cast<uint16_t*>(cache_.data() + i * layer_bytes), spec_.block_size,
-                          spec_.kv_heads, spec_.head_dim};
+        const Cache cache = cache_of(i);
         pool_.barrier();
         normalize(layer.input_norm, layer.qkv.scheme, nullptr, tokens, thread);
         pool_.barrier();

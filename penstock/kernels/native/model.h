@@ -16,6 +16,7 @@ struct ModelSpec {
     int32_t qk_norm, attention_bias, output_bias, mlp_bias;
     int32_t scheme;       // of the layers; the output projection is int8 where this is int4
     int32_t block_size, num_blocks, threads;
+    int32_t kv_format;
     int32_t mlp_rotation;  // block of the Hadamard transform that the down projection's weights expect; 0 for none
     float norm_eps;
     float rope_magnitude;
@@ -81,13 +82,14 @@ class Model {
     uint8_t* weights() const { return weights_.data(); }
     size_t weight_bytes() const { return weights_.size(); }
     size_t block_bytes() const;
-    uint16_t* cache() const { return reinterpret_cast<uint16_t*>(cache_.data()); }
+    uint8_t* cache() const { return cache_.data(); }
     void use(const Kernels& kernels);
     void pin_caller() const { pool_.pin_caller(); }
 
   private:
     struct Place;
     size_t lay_out(uint8_t* base);
+    Cache cache_of(int layer) const;
     Place place_of(Tensor kind, int layer);
     void reserve(const Step& step);
     std::string check(const Step& step) const;

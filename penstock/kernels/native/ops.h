@@ -114,18 +114,6 @@ static void rotate(float* head, const float* cos_sin, int head_dim, float scale)
     }
 }
 
-static void write_cache(const Cache& cache, int head, int32_t slot, const float* key, const float* value) {
-    const int32_t block = slot / cache.block_size, offset = slot % cache.block_size;
-    uint16_t* k = cache.keys(block, head) + 2 * offset;
-    uint16_t* v = cache.values(block, head) + size_t(offset / 2) * cache.head_dim * 2 + offset % 2;
-    for (int d = 0; d < cache.head_dim; d += 2) {
-        uint16_t* pair = k + size_t(d) * cache.block_size;
-        pair[0] = to_bf16(key[d]);
-        pair[1] = to_bf16(key[d + 1]);
-    }
-    for (int d = 0; d < cache.head_dim; d++) v[2 * d] = to_bf16(value[d]);
-}
-
 // The column of the largest value among what several threads kept of a row.
 static int32_t best_column(const Best* parts, size_t step, int count) {
     f32x16 best = load<f32x16>(parts->value);

@@ -1,7 +1,7 @@
 // Vectors of 16 lanes, written once in GCC/Clang vector extensions and compiled once per instruction set.
 //
 // Every kernel header lives in `namespace PENSTOCK_ISA`, a macro the build sets together with the matching -m flags,
-// so one binary holds a portable, an AVX2 and an AVX-512 VNNI copy and picks one at run time (dispatch.cpp).
+// so one binary holds a copy per instruction set and picks one at run time (api.cpp).
 // Kernel headers use no standard library templates: an inline function instantiated with AVX-512 flags could be the
 // copy the linker keeps for everyone.
 #pragma once
@@ -19,7 +19,9 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint8_t u8x64 __attribute__((vector_size(64)));
+typedef int8_t i8x64 __attribute__((vector_size(64)));
 typedef int8_t i8x16 __attribute__((vector_size(16)));
+typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 
 #define PENSTOCK_INLINE static inline __attribute__((always_inline))
@@ -122,29 +124,65 @@ PENSTOCK_INLINE float bf16_to_float(uint16_t x) {
     return f;
 }
 
-// acc[i] += the dot product of four unsigned weights w[4i..4i+3] with the four signed activations at `a`.
-PENSTOCK_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* a) {
-#if defined(__AVX512VNNI__)
-    int32_t four;
-    memcpy(&four, a, 4);
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four));
-#elif defined(__AVX2__)
-    // maddubs would saturate on 255 * 127 * 2, so widen to 16 bits: even and odd bytes separately.
-    int32_t four;
-    memcpy(&four, a, 4);
-    const __m256i bytes = _mm256_set1_epi32(four);
-    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
-    const __m256i low = _mm256_set1_epi16(0xff);
+PENSTOCK_INLINE bool any_above(f32x16 v, float limit) {
+#if defined(__AVX512F__)
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#else
+    bool any = false;
+    for (int i = 0; i < 16; i++) any |= v[i] > limit;
+    return any;
+#endif
+}
+
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+// acc + the sums of 4 adjacent products. maddubs would saturate on 255 * 127 * 2, so bytes come widened to 16 bits, the
+// even and the odd ones apart: those of the vector by the functions, the 4 repeated ones by the caller.
+template <class Even, class Odd>
+PENSTOCK_INLINE i32x16 dot4_widened(i32x16 acc, const void* vector, Even even, Odd odd, __m256i a_even, __m256i a_odd) {
     __m256i half[2], sums[2];
-    memcpy(half, &w, 64);
+    memcpy(half, vector, 64);
     memcpy(sums, &acc, 64);
     for (int h = 0; h < 2; h++) {
-        const __m256i e = _mm256_madd_epi16(_mm256_and_si256(half[h], low), even);
-        const __m256i o = _mm256_madd_epi16(_mm256_srli_epi16(half[h], 8), odd);
+        const __m256i e = _mm256_madd_epi16(even(half[h]), a_even), o = _mm256_madd_epi16(odd(half[h]), a_odd);
         sums[h] = _mm256_add_epi32(sums[h], _mm256_add_epi32(e, o));
     }
     memcpy(&acc, sums, 64);
     return acc;
+}
+
+PENSTOCK_INLINE __m256i even_unsigned(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }
+PENSTOCK_INLINE __m256i odd_unsigned(__m256i v) { return _mm256_srli_epi16(v, 8); }
+PENSTOCK_INLINE __m256i even_signed(__m256i v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
+PENSTOCK_INLINE __m256i odd_signed(__m256i v) { return _mm256_srai_epi16(v, 8); }
+#endif
+
+PENSTOCK_INLINE int32_t four_bytes(const void* p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return four;
+}
+
+// acc[i] += the dot product of four unsigned weights w[4i..4i+3] with the four signed activations at `a`.
+PENSTOCK_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* a) {
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four_bytes(a)));
+#elif defined(__AVX2__)
+    const __m256i four = _mm256_set1_epi32(four_bytes(a));
+    return dot4_widened(acc, &w, even_unsigned, odd_unsigned, even_signed(four), odd_signed(four));
+#else
+    for (int i = 0; i < 16; i++)
+        acc[i] += w[4 * i] * a[0] + w[4 * i + 1] * a[1] + w[4 * i + 2] * a[2] + w[4 * i + 3] * a[3];
+    return acc;
+#endif
+}
+
+// The same with the signs the other way round.
+PENSTOCK_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const uint8_t* a) {
+#if defined(__AVX512VNNI__)
+    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four_bytes(a)), (__m512i)w);
+#elif defined(__AVX2__)
+    const __m256i four = _mm256_set1_epi32(four_bytes(a));
+    return dot4_widened(acc, &w, even_signed, odd_signed, even_unsigned(four), odd_unsigned(four));
 #else
     for (int i = 0; i < 16; i++)
         acc[i] += w[4 * i] * a[0] + w[4 * i + 1] * a[1] + w[4 * i + 2] * a[2] + w[4 * i + 3] * a[3];
