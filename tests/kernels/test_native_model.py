@@ -235,6 +235,16 @@ def test_sequences_that_begin_alike_decode_together(
         assert relative_error(decoded[row], want[row]) < 1.5 * limit, shapes[row]
 
 
+def test_an_outlier_among_the_keys_leaves_int8_precise() -> None:
+    """Qwen2's biases make some channels of every key many times larger than the rest."""
+    model, tokens = reference("qwen2"), np.random.default_rng(9).integers(0, VOCAB, 120)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.bias[::32] = 40.0
+    logits, _ = build(model, kv="int8").forward(step([(tokens, 0, list(range(8)))]))
+    assert relative_error(logits, expected(model, tokens)) < 0.05
+
+
 @pytest.mark.parametrize("count", [1, 40])
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_what_lies_in_unwritten_slots_never_matters(isa: str, count: int, kv: native.KVFormat) -> None:

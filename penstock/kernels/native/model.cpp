@@ -292,6 +292,8 @@ void Model::rotate_and_cache(const Step& step, const Layer& layer, const Cache& 
     const int dim = spec_.head_dim;
     const size_t width = round_up(dim, 16);
     const float scale = 1.44269504f / std::sqrt(float(dim));  // attention works in powers of two
+    // One outlier would take the precision of a key's other values. Spread alike, queries and keys have the same products.
+    const int spread = spec_.kv_format == KV_INT8 ? dim & -dim : 0;
     const Range mine = share(step.num_tokens, thread, pool_.size());
     for (int t = mine.begin; t < mine.end; t++) {
         const float* turn = cos_sin_ + t * width;
@@ -301,10 +303,12 @@ void Model::rotate_and_cache(const Step& step, const Layer& layer, const Cache& 
         for (int h = 0; h < spec_.heads; h++) {
             if (layer.q_norm) kernels_->rms_norm(q + h * dim, layer.q_norm, spec_.norm_eps, dim, q + h * dim);
             kernels_->rotate(q + h * dim, turn, dim, scale);
+            if (spread) kernels_->hadamard(q + h * dim, dim, spread);
         }
         for (int h = 0; h < spec_.kv_heads; h++) {
             if (layer.k_norm) kernels_->rms_norm(k + h * dim, layer.k_norm, spec_.norm_eps, dim, k + h * dim);
             kernels_->rotate(k + h * dim, turn, dim, 1.f);
+            if (spread) kernels_->hadamard(k + h * dim, dim, spread);
             kernels_->write_cache(cache, h, step.slots[t], k + h * dim, v + h * dim);
         }
     }
