@@ -13,32 +13,40 @@ struct FloatTile {
     static constexpr int ROWS = 2;
 #endif
 
-    template <int MR>
+    template <int MR, int NP>
     static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
                                               const Output& out, Ahead ahead) {
-        const uint8_t* w = m.panels + size_t(panel) * m.panel_bytes();
+        constexpr bool TWO_CHAINS = MR * NP <= 4;  // hide the latency when sums are few
+        const size_t stream = m.panel_bytes();
+        const uint8_t* w = m.panels + size_t(panel) * stream;
         const float* a = x.f + row * x.stride;
-        f32x16 even[MR][2] = {};
-        f32x16 y[MR][2] = {};
+        f32x16 even[NP][MR][2] = {};
+        f32x16 y[NP][MR][2] = {};
         for (int k = 0; k < m.padded_k; k += 2) {
-            const u32x16 pair0 = load<u32x16>(w), pair1 = load<u32x16>(w + 64);
-            ahead.template request<MR>();
-            w += 128;
+#pragma GCC unroll 8
+            for (int p = 0; p < NP; p++) {
+                ahead.template request<MR>(p * stream);
+                const u32x16 pair0 = load<u32x16>(w + p * stream), pair1 = load<u32x16>(w + p * stream + 64);
 #pragma GCC unroll 12
-            for (int r = 0; r < MR; r++) {
-                const float a0 = a[r * x.stride + k], a1 = a[r * x.stride + k + 1];
-                f32x16(&first)[2] = MR <= 4 ? even[r] : y[r];  // a second chain hides latency when rows are few
-                first[0] += low_bf16(pair0) * a0;
-                first[1] += low_bf16(pair1) * a0;
-                y[r][0] += high_bf16(pair0) * a1;
-                y[r][1] += high_bf16(pair1) * a1;
+                for (int r = 0; r < MR; r++) {
+                    const float a0 = a[r * x.stride + k], a1 = a[r * x.stride + k + 1];
+                    f32x16(&first)[2] = TWO_CHAINS ? even[p][r] : y[p][r];
+                    first[0] += low_bf16(pair0) * a0;
+                    first[1] += low_bf16(pair1) * a0;
+                    y[p][r][0] += high_bf16(pair0) * a1;
+                    y[p][r][1] += high_bf16(pair1) * a1;
+                }
             }
+            w += 128;
+            ahead.at += ahead.step;
         }
-        for (int r = 0; r < MR; r++) {
-            y[r][0] += even[r][0];
-            y[r][1] += even[r][1];
+        for (int p = 0; p < NP; p++) {
+            for (int r = 0; r < MR; r++) {
+                y[p][r][0] += even[p][r][0];
+                y[p][r][1] += even[p][r][1];
+            }
+            finish_tile<MR>(m, panel + p, y[p], row, out);
         }
-        finish_tile<MR>(m, panel, y, row, out);
     }
 };
 

@@ -15,40 +15,49 @@ struct Int8Tile {
     static constexpr int ROWS = 2;
 #endif
 
-    template <int MR>
+    template <int MR, int NP>
     static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
                                               const Output& out, Ahead ahead) {
-        constexpr int CHAINS = MR == 1 ? 4 : MR <= 3 ? 2 : 1;  // enough independent sums to hide the latency
+        constexpr int CHAINS = MR * NP == 1 ? 4 : MR * NP <= 3 ? 2 : 1;  // enough independent sums to hide the latency
         constexpr int STEPS = MR == 1 ? 4 : 2;
-        const uint8_t* w = m.panels + size_t(panel) * m.panel_bytes();
+        const size_t stream = m.panel_bytes();
+        const uint8_t* w = m.panels + size_t(panel) * stream;
         const int8_t* a = x.q + row * x.stride;
-        i32x16 acc[CHAINS][MR][2] = {};
+        i32x16 acc[CHAINS][NP][MR][2] = {};
         for (int k = 0; k < m.padded_k; k += 4 * STEPS) {
 #pragma GCC unroll 4
             for (int step = 0; step < STEPS; step++) {
-                const u8x64 w0 = load<u8x64>(w), w1 = load<u8x64>(w + 64);
-                ahead.template request<MR>();
-                w += 128;
+#pragma GCC unroll 8
+                for (int p = 0; p < NP; p++) {
+                    ahead.template request<MR>(p * stream);
+                    const u8x64 w0 = load<u8x64>(w + p * stream), w1 = load<u8x64>(w + p * stream + 64);
 #pragma GCC unroll 12
-                for (int r = 0; r < MR; r++) {
-                    const int8_t* four = a + r * x.stride + k + 4 * step;
-                    acc[step % CHAINS][r][0] = dot4(acc[step % CHAINS][r][0], w0, four);
-                    acc[step % CHAINS][r][1] = dot4(acc[step % CHAINS][r][1], w1, four);
+                    for (int r = 0; r < MR; r++) {
+                        const int8_t* four = a + r * x.stride + k + 4 * step;
+                        i32x16(&to)[2] = acc[step % CHAINS][p][r];
+                        to[0] = dot4(to[0], w0, four);
+                        to[1] = dot4(to[1], w1, four);
+                    }
                 }
+                w += 128;
+                ahead.at += ahead.step;
             }
         }
-        const f32x16 scale0 = load<f32x16>(m.scale + panel * PANEL), scale1 = load<f32x16>(m.scale + panel * PANEL + 16);
-        f32x16 y[MR][2];
-        for (int r = 0; r < MR; r++) {
-            for (int c = 1; c < CHAINS; c++) {
-                acc[0][r][0] += acc[c][r][0];
-                acc[0][r][1] += acc[c][r][1];
+        for (int p = 0; p < NP; p++) {
+            const float* scales = m.scale + (panel + p) * PANEL;
+            const f32x16 scale0 = load<f32x16>(scales), scale1 = load<f32x16>(scales + 16);
+            f32x16 y[MR][2];
+            for (int r = 0; r < MR; r++) {
+                for (int c = 1; c < CHAINS; c++) {
+                    acc[0][p][r][0] += acc[c][p][r][0];
+                    acc[0][p][r][1] += acc[c][p][r][1];
+                }
+                const float offset = 128.f * x.sum[row + r], scale = x.scale[row + r];
+                y[r][0] = (to_float(acc[0][p][r][0]) - offset) * scale0 * scale;
+                y[r][1] = (to_float(acc[0][p][r][1]) - offset) * scale1 * scale;
             }
-            const float offset = 128.f * x.sum[row + r], scale = x.scale[row + r];
-            y[r][0] = (to_float(acc[0][r][0]) - offset) * scale0 * scale;
-            y[r][1] = (to_float(acc[0][r][1]) - offset) * scale1 * scale;
+            finish_tile<MR>(m, panel + p, y, row, out);
         }
-        finish_tile<MR>(m, panel, y, row, out);
     }
 };
 
