@@ -19,7 +19,8 @@ std::vector<float> noise(size_t n) {
     return values;
 }
 
-// Two sequences, one of 70 tokens prefilled in two chunks beside one that decodes; odd widths leave ragged panels.
+// Two sequences, one of 70 tokens prefilled in two chunks beside one that decodes, then both decode; odd widths leave
+// ragged panels.
 int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int kv_heads, int threads) {
     const int hidden = 84, inner = 100, vocab = 203, dim = 48, block = 16;
     const ModelSpec spec{2, hidden, heads, kv_heads, dim, inner, vocab, 1, 1, 1, 1, scheme, block, 12, threads, format, 0, 1e-5f, 1.f};
@@ -39,8 +40,9 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
             if (!model.set_tensor(s.kind, layer, values.data(), s.rows, s.columns).empty()) return 1;
         }
     const std::vector<int32_t> tables = {1, 2, 3, 4, 5, 11, 0, 0, 0, 0};
-    for (int step = 0; step < 2; step++) {
-        const int count = step == 0 ? 37 : 33, first = step == 0 ? 0 : 37, tokens = count + 1;
+    const int counts[3] = {37, 33, 1}, firsts[3] = {0, 37, 70};
+    for (int step = 0; step < 3; step++) {
+        const int count = counts[step], first = firsts[step], tokens = count + 1;
         std::vector<int32_t> ids(tokens), positions(tokens), slots(tokens), rows = {0, count - 1, count};
         for (int i = 0; i < count; i++) {
             ids[i] = (first + i) * 7 % vocab;

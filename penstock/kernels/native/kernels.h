@@ -42,6 +42,11 @@ struct Activations {
     float* group_scale;  // for INT4 weights: per 32 values, [row][stride / 32]
     float* group_sum;    // for INT4 weights: of 32 int8 values times their scale; multiplies the minimum
     size_t stride;       // elements per row, a multiple of 64, zero beyond the width
+
+    Activations from(size_t row) const {
+        const size_t groups = row * (stride / GROUP);
+        return {f + row * stride, q + row * stride, scale + row, sum + row, group_scale + groups, group_sum + groups, stride};
+    }
 };
 
 enum Epilogue : int32_t {

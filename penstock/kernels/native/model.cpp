@@ -15,7 +15,8 @@ namespace {
 constexpr int ROW_BLOCK = 240;       // rows whose activations stay in L2 while panels pass
 constexpr int STREAMING_ROWS = 16;   // up to here weights are read once, in order, each thread its own run
 constexpr int TASK_ROWS = 48;        // (token, head) rows that share one unpacking of keys and values
-constexpr int MIN_SPLIT_KEYS = 128;  // shorter key ranges are not worth a merge
+constexpr int OWN_ROWS = 3;          // so few rows each thread norms and quantises all for itself: cheaper than to meet
+constexpr int MIN_SPLIT_KEYS = 64;   // shorter key ranges are not worth a merge
 constexpr int MIN_SHARED_KEYS = 128;  // the same of keys that several sequences read together
 
 // Rows of an operand start in different cache sets even where the width is a power of two.
@@ -68,7 +69,8 @@ Cache Model::cache_of(int layer) const {
 }
 
 void Model::reserve(const Step& step) {
-    const int rows = std::max(step.num_tokens, step.num_logits);
+    // Behind the rows that threads share, copies of a few for each.
+    const int rows = std::max({step.num_tokens, step.num_logits, OWN_ROWS * (pool_.size() + 1)});
     if (rows <= capacity_) return;
     capacity_ = std::max(rows, std::min(2 * capacity_, 8192));
     const size_t n = capacity_;
@@ -210,29 +212,26 @@ void Model::run(const Step& step, int thread) {
         const Cache cache = cache_of(i);
         pool_.barrier();
         normalize(layer.input_norm, layer.qkv.scheme, nullptr, tokens, thread);
-        pool_.barrier();
         multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, phase);
         pool_.barrier();
         rotate_and_cache(step, layer, cache, thread);
         pool_.barrier();
         attend(layer, cache, thread, phase);
         pool_.barrier();
+        take_rows(attention_, tokens, q_width, thread);
         merge_attention(tokens, thread);
         quantize(attention_, tokens, q_width, 0, thread);
-        pool_.barrier();
         multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, phase);
         pool_.barrier();
         normalize(layer.post_norm, layer.gate_up.scheme, nullptr, tokens, thread);
-        pool_.barrier();
         multiply(layer.gate_up, hidden_, tokens, {SILU_MUL, mlp_.f, mlp_.stride}, thread, phase);
         pool_.barrier();
+        take_rows(mlp_, tokens, spec_.intermediate, thread);
         quantize(mlp_, tokens, spec_.intermediate, spec_.mlp_rotation, thread);
-        pool_.barrier();
         multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, thread, phase);
     }
     pool_.barrier();
     normalize(final_norm_, head_.scheme, step.logit_rows, step.num_logits, thread);
-    pool_.barrier();
     Best* best = best_.data() + size_t(thread) * step.num_logits;
     std::fill(best, best + step.num_logits, NO_BEST);
     multiply(head_, hidden_, step.num_logits, {CHOOSE, step.logits, size_t(spec_.vocab), best}, thread, phase);
@@ -257,20 +256,34 @@ void Model::embed(const Step& step, int thread) {
     }
 }
 
+// The operand rows that a thread prepares before a product: a share of those that all read, or copies of its own.
+Model::Own Model::own_rows(int count, int thread) const {
+    if (count <= OWN_ROWS) return {{0, count}, (thread + 1) * count};
+    return {share(count, thread, pool_.size()), 0};
+}
+
+// Into the copies, if the thread has its own.
+void Model::take_rows(const Activations& x, int count, int width, int thread) {
+    const Own own = own_rows(count, thread);
+    for (int r = 0; own.offset && r < count; r++)
+        std::copy_n(x.f + r * x.stride, width, x.f + (own.offset + r) * x.stride);
+}
+
 // Norm rows of x_ (all, or those listed) into hidden_, and quantise them while they are in L1.
 void Model::normalize(const float* weight, Scheme scheme, const int32_t* rows, int count, int thread) {
-    const Range mine = share(count, thread, pool_.size());
-    for (int r = mine.begin; r < mine.end; r++) {
+    const Own own = own_rows(count, thread);
+    for (int r = own.rows.begin; r < own.rows.end; r++) {
         const float* from = x_ + size_t(rows ? rows[r] : r) * hidden_stride_;
-        kernels_->rms_norm(from, weight, spec_.norm_eps, spec_.hidden, hidden_.f + r * hidden_.stride);
-        if (scheme != BF16) kernels_->quantize_row(hidden_, r, spec_.hidden, scheme);
+        const int to = own.offset + r;
+        kernels_->rms_norm(from, weight, spec_.norm_eps, spec_.hidden, hidden_.f + to * hidden_.stride);
+        if (scheme != BF16) kernels_->quantize_row(hidden_, to, spec_.hidden, scheme);
     }
 }
 
 void Model::quantize(const Activations& x, int count, int width, int rotation, int thread) {
     if (spec_.scheme == BF16) return;
-    const Range mine = share(count, thread, pool_.size());
-    for (int r = mine.begin; r < mine.end; r++) {
+    const Own own = own_rows(count, thread);
+    for (int r = own.offset + own.rows.begin; r < own.offset + own.rows.end; r++) {
         if (rotation) kernels_->hadamard(x.f + r * x.stride, width, rotation);
         kernels_->quantize_row(x, r, width, Scheme(spec_.scheme));
     }
@@ -278,8 +291,10 @@ void Model::quantize(const Activations& x, int count, int width, int rotation, i
 
 void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& phase) {
     WorkCounter& counter = counters_[phase++];
+    const int offset = own_rows(rows, thread).offset;
+    if (!offset) pool_.barrier();  // the operand's rows were prepared by all threads
     if (rows <= STREAMING_ROWS) {
-        kernels_->gemm(w, x, {0, rows}, share(w.num_panels(), thread, pool_.size()), out);
+        kernels_->gemm(w, x.from(offset), {0, rows}, share(w.num_panels(), thread, pool_.size()), out);
         return;
     }
     const int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
@@ -294,23 +309,23 @@ void Model::rotate_and_cache(const Step& step, const Layer& layer, const Cache& 
     const float scale = 1.44269504f / std::sqrt(float(dim));  // attention works in powers of two
     // One outlier would take the precision of a key's other values. Spread alike, queries and keys have the same products.
     const int spread = spec_.kv_format == KV_INT8 ? dim & -dim : 0;
-    const Range mine = share(step.num_tokens, thread, pool_.size());
-    for (int t = mine.begin; t < mine.end; t++) {
+    const int group = spec_.heads / spec_.kv_heads;
+    const Range mine = share(step.num_tokens * spec_.kv_heads, thread, pool_.size());
+    for (int i = mine.begin; i < mine.end; i++) {
+        const int t = i / spec_.kv_heads, head = i % spec_.kv_heads;
         const float* turn = cos_sin_ + t * width;
         float* q = qkv_ + t * qkv_stride_;
-        float* k = q + size_t(spec_.heads) * dim;
-        float* v = k + size_t(spec_.kv_heads) * dim;
-        for (int h = 0; h < spec_.heads; h++) {
+        float* k = q + size_t(spec_.heads + head) * dim;
+        const float* v = k + size_t(spec_.kv_heads) * dim;
+        for (int h = head * group; h < (head + 1) * group; h++) {
             if (layer.q_norm) kernels_->rms_norm(q + h * dim, layer.q_norm, spec_.norm_eps, dim, q + h * dim);
             kernels_->rotate(q + h * dim, turn, dim, scale);
             if (spread) kernels_->hadamard(q + h * dim, dim, spread);
         }
-        for (int h = 0; h < spec_.kv_heads; h++) {
-            if (layer.k_norm) kernels_->rms_norm(k + h * dim, layer.k_norm, spec_.norm_eps, dim, k + h * dim);
-            kernels_->rotate(k + h * dim, turn, dim, 1.f);
-            if (spread) kernels_->hadamard(k + h * dim, dim, spread);
-            kernels_->write_cache(cache, h, step.slots[t], k + h * dim, v + h * dim);
-        }
+        if (layer.k_norm) kernels_->rms_norm(k, layer.k_norm, spec_.norm_eps, dim, k);
+        kernels_->rotate(k, turn, dim, 1.f);
+        if (spread) kernels_->hadamard(k, dim, spread);
+        kernels_->write_cache(cache, head, step.slots[t], k, v);
     }
 }
 
@@ -332,12 +347,12 @@ void Model::attend(const Layer& layer, const Cache& cache, int thread, int& phas
 }
 
 void Model::merge_attention(int count, int thread) {
-    const Range mine = share(count, thread, pool_.size());
+    const Own own = own_rows(count, thread);
     size_t slot = 0;
     for (const auto& [token, parts] : merges_) {
-        if (token >= mine.begin && token < mine.end)
+        if (token >= own.rows.begin && token < own.rows.end)
             kernels_->merge_partials(partials_.data() + slot * spec_.heads * (spec_.head_dim + 2), parts, spec_.heads,
-                                     spec_.head_dim, attention_.f + token * attention_.stride);
+                                     spec_.head_dim, attention_.f + (own.offset + token) * attention_.stride);
         slot += parts;
     }
 }

@@ -96,9 +96,16 @@ class Model {
     std::pair<int, int> shared_run(const Step& step, int first) const;
     void plan_attention(const Step& step);
 
+    struct Own {
+        Range rows;
+        int offset;  // of the copies behind the shared rows; 0 where all threads prepare shared ones
+    };
+    Own own_rows(int count, int thread) const;
+
     void run(const Step& step, int thread);
     void embed(const Step& step, int thread);
     void normalize(const float* weight, Scheme scheme, const int32_t* rows, int count, int thread);
+    void take_rows(const Activations& x, int count, int width, int thread);
     void quantize(const Activations& x, int count, int width, int rotation, int thread);
     void multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& phase);
     void rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int thread);

@@ -1,6 +1,6 @@
 // Persistent threads that run one function together (the caller is thread 0) and meet at barriers inside it.
 //
-// A step of a 30-layer model has about 300 barriers, so waiting spins first (about a microsecond when the threads are
+// A step of a 30-layer model has about 200 barriers, so waiting spins first (about a microsecond when the threads are
 // in step) and sleeps on a futex after some 300 microseconds: an idle pool burns no CPU.
 #pragma once
 
