@@ -194,7 +194,7 @@ def latency_table(results: Sequence[Result]) -> str:
 
 def steps_table(results: Sequence[Result]) -> str:
     """What the engine did; only known in process."""
-    columns = ["engine", "steps", "sequences/step", "tokens/step", "cached tokens", "preemptions", "GPU waited"]
+    columns = ["engine", "steps", "sequences/step", "tokens/step", "cached tokens", "preemptions", "device waited"]
     rows = []
     for result in results:
         detail, metric = result.detail, result.workload.metric
@@ -206,7 +206,9 @@ def steps_table(results: Sequence[Result]) -> str:
                 *(result.label, str(detail["steps"])),
                 *(f"{detail['mean_batch']:.1f}", f"{detail['mean_step_tokens']:.1f}"),
                 *(str(detail["cached_tokens"]), str(detail["preemptions"])),
-                "-" if idle is None else f"{idle / result.summary.wall_s:.1%}",
+                "-"
+                if idle is None
+                else f"{idle / result.summary.wall_s:.1%}, {idle / detail['steps'] * 1e3:.2f} ms/step",
                 " ".join(format_figure(metric, value) for value in detail["values"]),
             ]
         )

@@ -37,7 +37,7 @@ class Run:
     tokens: int
     cached_tokens: int
     preemptions: int
-    device_idle_s: float | None  # how long a GPU waited for launches; None where that is not measured
+    device_idle_s: float | None  # how long GPU or CPU kernels waited for launches; None where that is not measured
     step_time_error: float  # median, relative; 0 where the engine keeps no step-time model
     stopped_early: bool = False
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -165,13 +167,6 @@ def tensor_shapes(config: ModelShape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_lengths(tokens: Ints, positions: Ints, slots: Ints, tables: Ints, starts: Ints, contexts: Ints) -> None:
-    if not len(tokens) == len(positions) == len(slots):
-        raise EngineFailure("native step: tokens, positions and slots must have one entry per token")
-    if tables.ndim != 2 or not len(tables) == len(contexts) == len(starts) - 1:
-        raise EngineFailure("native step: tables, contexts and query_starts must describe the same sequences")
-
-
 @dataclass(frozen=True, slots=True)
 class StepArrays:
     """One step, all int32. T tokens of S sequences one after the other, M blocks in the longest table, R logit rows."""
@@ -183,6 +178,13 @@ class StepArrays:
     query_starts: Ints  # S + 1 offsets into T
     contexts_S: Ints  # tokens of the sequence after this step
     logit_rows_R: Ints  # the tokens whose logits are wanted
+
+
+def _check_lengths(step: StepArrays) -> None:
+    if not len(step.tokens_T) == len(step.positions_T) == len(step.slots_T):
+        raise EngineFailure("native step: tokens, positions and slots must have one entry per token")
+    if step.tables_SM.ndim != 2 or not len(step.tables_SM) == len(step.contexts_S) == len(step.query_starts) - 1:
+        raise EngineFailure("native step: tables, contexts and query_starts must describe the same sequences")
 
 
 class NativeModel:
@@ -208,6 +210,7 @@ class NativeModel:
         self.config, self.scheme = config, scheme
         self.block_size, self.num_blocks = block_size, num_blocks
         self.block_bytes = block_bytes(config, block_size, kv)
+        self.call_began = self.call_ended = 0.0  # of the last native step, by time.perf_counter
         self._mlp_rotation = hadamard_block(config.intermediate_size) if scheme == "int8" else 0
         spec = Spec(
             layers=config.num_layers,
@@ -340,24 +343,32 @@ class NativeModel:
 
         Without `logits` only the latter are computed, and there are none of the former.
         """
-        arrays = [np.ascontiguousarray(getattr(step, name), dtype=np.int32) for name in StepArrays.__slots__]
-        tokens, positions, slots, tables, query_starts, contexts, logit_rows = arrays
-        _check_lengths(tokens, positions, slots, tables, query_starts, contexts)
-        out = self._logits_buffer(len(logit_rows) if logits else 0)
-        argmax = np.empty(len(logit_rows), dtype=np.int32)
-        call = Step(
-            len(tokens),
-            len(contexts),
-            tables.shape[1],
-            len(logit_rows),
-            *(array.ctypes.data for array in arrays),
-            out.ctypes.data if logits else None,
-            argmax.ctypes.data,
+        _check_lengths(step)
+        tables, rows = step.tables_SM, len(step.logit_rows_R)
+        out = self._logits_buffer(rows if logits else 0)
+        # All arrays, and room for the argmax, in one: numpy takes longer to tell an address than to copy these.
+        inputs = (
+            step.tokens_T,
+            step.positions_T,
+            step.slots_T,
+            tables.ravel(),
+            step.query_starts,
+            step.contexts_S,
+            step.logit_rows_R,
         )
+        ends = list(accumulate(map(len, inputs), initial=0))
+        joined = np.empty(ends[-1] + rows, dtype=np.int32)
+        np.concatenate(inputs, out=joined[: ends[-1]], casting="same_kind")
+        address = joined.ctypes.data
+        *inputs_at, argmax_at = [address + joined.itemsize * end for end in ends]
+        logits_at = out.ctypes.data if logits else None
+        call = Step(len(step.tokens_T), len(tables), tables.shape[1], rows, *inputs_at, logits_at, argmax_at)
+        self.call_began = time.perf_counter()
         problem = self._library.penstock_model_forward(self._handle, ctypes.byref(call))
+        self.call_ended = time.perf_counter()
         if problem:
             raise EngineFailure(f"native step: {problem.decode()}")
-        return out, argmax
+        return out, joined[ends[-1] :]
 
     def sample(self, logits: Floats, draws: npt.NDArray[Any]) -> Ints:
         """One token per draw; `draws` has the fields of DRAW."""

@@ -30,33 +30,40 @@ class Batch:
 
 
 def build_batch(step: Step, state: Rows, block_size: int) -> Batch:
-    counts = np.array(step.counts, dtype=np.int32)
-    contexts_S = np.array(step.starts, dtype=np.int32) + counts
+    """Few operations where every sequence decodes: after a step that has swept the caches each costs some 10 µs."""
     rows_S = np.array(step.rows, dtype=np.int32)
-    query_starts = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_starts[1:])
-    ends_S = query_starts[1:]
-    longer = np.flatnonzero(counts != 1)
-    num_decodes = int(longer[0]) if len(longer) else len(counts)
-    if len(longer):
-        rows_T = np.repeat(rows_S, counts)
-        positions_T = np.arange(ends_S[-1], dtype=np.int32) + np.repeat(contexts_S - ends_S, counts)
+    starts_S = np.array(step.starts, dtype=np.int32)
+    if len(step.tokens) == len(rows_S):
+        num_decodes = len(rows_S)
+        query_starts = np.arange(num_decodes + 1, dtype=np.int32)
+        contexts_S = starts_S + np.int32(1)
+        rows_T, positions_T = rows_S, starts_S
     else:
-        rows_T, positions_T = rows_S, contexts_S - 1
-    blocks_T = state.tables_RM[rows_T, positions_T // block_size]
+        counts = np.array(step.counts, dtype=np.int32)
+        num_decodes = int((counts != 1).argmax())
+        query_starts = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_starts[1:])
+        contexts_S = starts_S + counts
+        rows_T = np.repeat(rows_S, counts)
+        positions_T = np.arange(query_starts[-1], dtype=np.int32) + np.repeat(starts_S - query_starts[:-1], counts)
+    indices_T, offsets_T = np.divmod(positions_T, np.int32(block_size))
     longest = -(-int(contexts_S.max()) // block_size)
-    sampled_N = np.flatnonzero(np.array(step.samples))
+    sampled_N, last_N = np.arange(len(rows_S)), query_starts[1:] - np.int32(1)
+    rows_N, next_positions_N = rows_S, contexts_S
+    if not all(step.samples):
+        sampled_N = np.flatnonzero(step.samples)
+        last_N, rows_N, next_positions_N = last_N[sampled_N], rows_S[sampled_N], contexts_S[sampled_N]
     return Batch(
         tokens_T=np.array(step.tokens, dtype=np.int32),
         rows_T=rows_T,
         positions_T=positions_T,
-        slots_T=blocks_T * np.int32(block_size) + positions_T % np.int32(block_size),
+        slots_T=state.tables_RM[rows_T, indices_T] * np.int32(block_size) + offsets_T,
         tables_SM=state.tables_RM[rows_S, :longest],
         query_starts=query_starts,
         contexts_S=contexts_S,
         num_decodes=num_decodes,
         sampled_N=sampled_N,
-        last_N=ends_S[sampled_N] - 1,
-        rows_N=rows_S[sampled_N],
-        next_positions_N=contexts_S[sampled_N],
+        last_N=last_N,
+        rows_N=rows_N,
+        next_positions_N=next_positions_N,
     )

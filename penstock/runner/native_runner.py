@@ -25,7 +25,7 @@ class NativeRunner:
     def __init__(self, model: NativeModel, state: HostRows) -> None:
         self.model = model
         self.num_blocks = model.num_blocks
-        self.idle_seconds: float | None = None
+        self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost
         self._state = state
 
     def padded_tokens(self, tokens: int) -> int:
@@ -35,14 +35,18 @@ class NativeRunner:
         return step
 
     def collect(self, step: Step) -> StepResult:
-        state = self._state
+        state, ended = self._state, self.model.call_ended
         state.apply(step)
         batch = build_batch(step, state, self.model.block_size)
-        needs_S = state.needs[step.rows]
-        if needs_S.any():
-            return self._unusual(step, batch, bool((needs_S & Needs.PROMPT_LOGPROBS).any()))
-        _, likeliest_N = self._forward(batch, batch.last_N, logits=False)
-        return self._finished(batch, likeliest_N)
+        needs_T = state.needs[batch.rows_T]
+        if needs_T.any():
+            result = self._unusual(step, batch, bool((needs_T & Needs.PROMPT_LOGPROBS).any()))
+        else:
+            _, likeliest_N = self._forward(batch, batch.last_N, logits=False)
+            result = self._finished(batch, likeliest_N)
+        if not step.setups:  # all that it computes was at hand when the last step ended
+            self.idle_seconds = (self.idle_seconds or 0.0) + self.model.call_began - ended
+        return result
 
     def _unusual(self, step: Step, batch: Batch, prompts: bool) -> StepResult:
         """A step with rows that want more than the likeliest token."""
