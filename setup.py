@@ -1,7 +1,8 @@
 """Build the native CPU kernels as a plain shared library beside penstock/kernels/native.py.
 
 They are optional: without a C++20 compiler the installation succeeds and the engine falls back to torch.
-Each file of SHARED is compiled once, KERNELS once per instruction set; the library picks one at run time.
+Each file of SHARED is compiled once, KERNELS once per instruction set that the compiler knows; the library picks one at
+run time.
 """
 
 from __future__ import annotations
@@ -24,6 +25,13 @@ LEVELS: dict[str, list[str]] = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     LEVELS["avx2"] = ["-mavx2", "-mfma"]
     LEVELS["avx512vnni"] = [*AVX512, "-mfma", "-mprefer-vector-width=512"]
+    LEVELS["avx512bf16"] = [*LEVELS["avx512vnni"], "-mavx512bf16"]
+    LEVELS["amx"] = [*LEVELS["avx512bf16"], "-mamx-tile", "-mamx-int8", "-mamx-bf16"]
+
+
+def knows(compiler: str, flags: list[str]) -> bool:
+    probe = [compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    return subprocess.run(probe, stderr=subprocess.DEVNULL).returncode == 0
 
 
 class BuildNative(build_ext):  # type: ignore[misc]
@@ -33,7 +41,6 @@ class BuildNative(build_ext):  # type: ignore[misc]
         target.parent.mkdir(parents=True, exist_ok=True)
         compiler = os.environ.get("CXX", "g++")
         jobs: list[tuple[str, list[str]]] = [(name, []) for name in SHARED]
-        jobs += [(KERNELS, [*flags, f"-DPENSTOCK_ISA={level}"]) for level, flags in LEVELS.items()]
 
         def compile_one(job: tuple[str, list[str]]) -> str:
             name, flags = job
@@ -42,6 +49,11 @@ class BuildNative(build_ext):  # type: ignore[misc]
             return output
 
         try:
+            unknown = {level for level, flags in LEVELS.items() if not knows(compiler, flags)}
+            if unknown:
+                print(f"note: {compiler} is too old for the {', '.join(sorted(unknown))} kernels; they are left out")
+            known = {level: flags for level, flags in LEVELS.items() if level not in unknown}
+            jobs += [(KERNELS, [*flags, f"-DPENSTOCK_ISA={level}"]) for level, flags in known.items()]
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 objects = list(pool.map(compile_one, jobs))
             subprocess.run([compiler, "-shared", "-pthread", *objects, "-o", str(target)], check=True)

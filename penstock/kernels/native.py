@@ -1,7 +1,8 @@
 """The library of native CPU kernels: how it is loaded, what its C ABI looks like, and its operators by themselves.
 
 The shared library is built by setup.py where a C++ compiler exists and picks its instruction set at run time
-(portable, AVX2, AVX-512 VNNI). ctypes releases the GIL during a call. native_model.py is a whole model over it.
+(portable, AVX2, AVX-512 VNNI, AVX-512 BF16, AMX). ctypes releases the GIL during a call. native_model.py is a whole
+model over it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.quantization.rotation import Rotation
 
 Scheme = Literal["none", "int8", "int4"]
 KVFormat = Literal["bf16", "int8"]
-Isa = Literal["portable", "avx2", "avx512vnni"]
+Isa = Literal["portable", "avx2", "avx512vnni", "avx512bf16", "amx"]
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 

@@ -83,9 +83,10 @@ int main() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2")) sets.push_back(&avx2_kernels);
     if (__builtin_cpu_supports("avx512vnni")) sets.push_back(&avx512vnni_kernels);
+    if (&avx512bf16_kernels) sets.push_back(&avx512bf16_kernels);
 #endif
     for (const Kernels* kernels : sets)
-        for (const auto& [scheme, format] : {std::pair{BF16, KV_INT8}, {INT8, KV_BF16}, {INT8, KV_INT8}, {INT4, KV_BF16}})
+        for (const auto& [scheme, format] : {std::pair{BF16, KV_BF16}, {BF16, KV_INT8}, {INT8, KV_INT8}, {INT4, KV_BF16}})
             for (int threads : {1, 3})
                 for (const auto& [heads, kv_heads] : {std::pair{3, 1}, std::pair{5, 5}, std::pair{7, 1}})
                     if (int failure = run(*kernels, scheme, format, heads, kv_heads, threads)) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from penstock.quantization import rotation, scheme
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512vnni"])
+@pytest.fixture(params=get_args(native.Isa))
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     best = native.isa()
     try:
@@ -36,7 +37,18 @@ INPUTS = {"none": lambda x: x, "int8": scheme.int8_round_trip, "int4": scheme.in
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
 @pytest.mark.parametrize(
-    ("rows", "n", "k"), [(1, 32, 32), (1, 33, 100), (2, 96, 64), (3, 7, 577), (5, 64, 36), (13, 40, 160), (25, 100, 96)]
+    ("rows", "n", "k"),
+    [
+        (1, 32, 32),
+        (1, 33, 100),
+        (2, 96, 64),
+        (3, 7, 577),
+        (5, 64, 36),
+        (13, 40, 160),
+        (25, 100, 96),
+        (16, 32, 64),
+        (47, 70, 577),
+    ],
 )
 def test_matmul(isa: str, kind: native.Scheme, rows: int, n: int, k: int) -> None:
     rng = np.random.default_rng(rows * 1000 + n + k)
@@ -44,7 +56,8 @@ def test_matmul(isa: str, kind: native.Scheme, rows: int, n: int, k: int) -> Non
     w = rng.standard_normal((n, k), dtype=np.float32)
     bias = rng.standard_normal(n, dtype=np.float32)
     x[rows // 2, :16] = 0
-    expected = INPUTS[kind](x).astype(np.float64) @ WEIGHTS[kind](w).astype(np.float64).T
+    rounded = scheme.round_bfloat16(x) if kind == "none" and isa in ("avx512bf16", "amx") else INPUTS[kind](x)
+    expected = rounded.astype(np.float64) @ WEIGHTS[kind](w).astype(np.float64).T
     tolerance = 2e-5 * np.abs(x).max() * np.sqrt(k)
     np.testing.assert_allclose(native.matmul(x, w, kind), expected, rtol=1e-5, atol=tolerance)
     np.testing.assert_allclose(native.matmul(x, w, kind, bias), expected + bias, rtol=1e-5, atol=tolerance)
@@ -109,8 +122,11 @@ def test_attention(
     k, v = (rng.standard_normal((context, kv_heads, dim), dtype=np.float32) for _ in range(2))
     v *= rng.uniform(0.01, 30, (context, kv_heads, 1)).astype(np.float32)  # tokens differ in scale
     k[0], v[context // 2] = 0, 0
-    expected = attention_reference(ASKED[kv](q), CACHED[kv](k), CACHED[kv](v), window)
-    tolerance = 1e-4 * np.abs(v).max()  # int8: weights are rounded to 1/65,535 of the largest a chunk could have
+    rounded = kv == "bf16" and isa == "avx512bf16"
+    asked = scheme.round_bfloat16(q) if rounded else ASKED[kv](q)
+    expected = attention_reference(asked, CACHED[kv](k), CACHED[kv](v), window)
+    # Softmax weights are rounded too: by 1/512 of each, or in int8 by 1/65,535 of the largest a chunk could have.
+    tolerance = (1e-3 if rounded else 1e-4) * np.abs(v).max()
     np.testing.assert_allclose(native.attention(q, k, v, kv, block, window), expected, rtol=1e-3, atol=tolerance)
 
 

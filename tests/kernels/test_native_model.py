@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -134,11 +134,16 @@ def step(parts: list[tuple[np.ndarray, int, list[int]]], last_only: bool = False
     )
 
 
+def limit(kv: native.KVFormat = "bf16") -> float:
+    """Of the error of a model in bfloat16, by what else is rounded: activations with some instructions, the cache."""
+    return 0.05 if native.isa() in ("avx512bf16", "amx") else {"bf16": 0.01, "int8": 0.03}[kv]
+
+
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.sqrt(np.mean((got - want) ** 2)) / want.std())
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512vnni"])
+@pytest.fixture(params=get_args(native.Isa))
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     best = native.isa()
     try:
@@ -150,12 +155,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("scheme", "limit"), [("none", 0.01), ("int8", 0.06), ("int4", 0.06)])
-def test_logits_match_transformers(kind: str, scheme: native.Scheme, limit: float) -> None:
+@pytest.mark.parametrize("scheme", get_args(native.Scheme))
+def test_logits_match_transformers(kind: str, scheme: native.Scheme) -> None:
     model = reference(kind, scheme)
     tokens = np.random.default_rng(1).integers(0, VOCAB, 75)
     logits, argmax = build(model, scheme).forward(step([(tokens, 0, [9, 3, 7, 1, 4])]))
-    assert relative_error(logits, expected(model, tokens)) < limit
+    assert relative_error(logits, expected(model, tokens)) < (limit() if scheme == "none" else 0.06)
     assert (argmax == logits.argmax(axis=1)).all()
 
 
@@ -167,18 +172,13 @@ def test_every_isa_computes_the_same(isa: str, scheme: native.Scheme) -> None:
     native.set_isa("portable")
     plain, _ = build(model, scheme).forward(step([(tokens, 0, [2, 5, 8])]))
     # A rounding may fall the other way, and grow: 12 prompts gave 0.005 to 0.03.
-    assert relative_error(logits, plain) < 0.04
-
-
-CACHES = pytest.mark.parametrize(("kv", "limit"), [("bf16", 0.01), ("int8", 0.03)])
+    assert relative_error(logits, plain) < 0.06
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@CACHES
-def test_chunks_decodes_and_shared_blocks_in_one_step(
-    isa: str, kind: str, threads: int, kv: native.KVFormat, limit: float
-) -> None:
+@pytest.mark.parametrize("kv", get_args(native.KVFormat))
+def test_chunks_decodes_and_shared_blocks_in_one_step(isa: str, kind: str, threads: int, kv: native.KVFormat) -> None:
     """Two sequences share their first two blocks; one is filled in chunks while the other decodes."""
     model = reference(kind)
     rng = np.random.default_rng(4)
@@ -196,27 +196,25 @@ def test_chunks_decodes_and_shared_blocks_in_one_step(
     want_a, want_b = expected(model, a), expected(model, b)
     got = np.concatenate((both, more[:2], rest))
     want = np.concatenate((want_a[:34], want_b[32:37], want_a[34:35], want_b[37:38], want_b[38:], want_a[35:36]))
-    assert relative_error(got, want) < limit
+    assert relative_error(got, want) < limit(kv)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
-@CACHES
-def test_a_long_decode_is_split_over_keys(isa: str, kind: str, kv: native.KVFormat, limit: float) -> None:
+@pytest.mark.parametrize("kv", get_args(native.KVFormat))
+def test_a_long_decode_is_split_over_keys(isa: str, kind: str, kv: native.KVFormat) -> None:
     model = reference(kind)
     tokens = np.random.default_rng(5).integers(0, VOCAB, 701)
     table = list(range(100, 100 - 44, -1))
     runner = build(model, kv=kv)
     runner.forward(step([(tokens[:700], 0, table)], last_only=True))
     logits, _ = runner.forward(step([(tokens[700:], 700, table)]))
-    assert relative_error(logits, expected(model, tokens)[700:]) < limit
+    assert relative_error(logits, expected(model, tokens)[700:]) < limit(kv)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2"])
 @pytest.mark.parametrize("threads", [1, 3])
-@CACHES
-def test_sequences_that_begin_alike_decode_together(
-    isa: str, kind: str, threads: int, kv: native.KVFormat, limit: float
-) -> None:
+@pytest.mark.parametrize("kv", get_args(native.KVFormat))
+def test_sequences_that_begin_alike_decode_together(isa: str, kind: str, threads: int, kv: native.KVFormat) -> None:
     """Runs of them, one interrupted by a stranger; tails from one token to several blocks; one shares less."""
     model, rng = reference(kind), np.random.default_rng(8)
     beginning, free = rng.integers(0, VOCAB, 19 * BLOCK), iter(range(19, 128))
@@ -229,10 +227,12 @@ def test_sequences_that_begin_alike_decode_together(
     sequences = [sequence(*shape) for shape in shapes]
     runner = build(model, threads=threads, kv=kv)
     runner.forward(step([(tokens[:-1], 0, table) for tokens, table in sequences], last_only=True))
-    decoded = logits_of(runner, step([(tokens[-1:], len(tokens) - 1, table) for tokens, table in sequences]))
     want = np.stack([expected(model, tokens)[-1] for tokens, _ in sequences])
-    for row in range(len(sequences)):
-        assert relative_error(decoded[row], want[row]) < 1.5 * limit, shapes[row]
+    for together in (len(sequences), 2):
+        newest = [(tokens[-1:], len(tokens) - 1, table) for tokens, table in sequences[:together]]
+        decoded = logits_of(runner, step(newest))
+        for row in range(together):
+            assert relative_error(decoded[row], want[row]) < 1.5 * limit(kv), shapes[row]
 
 
 def test_an_outlier_among_the_keys_leaves_int8_precise() -> None:

@@ -15,7 +15,9 @@ DRIVER = Path(__file__).with_name("native_driver.cpp")
 FLAGS = ["-std=c++20", "-O1", "-g", "-pthread", "-Wno-psabi", f"-I{SOURCES}"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
-LEVELS = {"portable": [], "avx2": ["-mavx2", "-mfma"], "avx512vnni": [*AVX512, "-mfma"]}
+LEVELS: dict[str, list[str]] = {"portable": [], "avx2": ["-mavx2", "-mfma"], "avx512vnni": [*AVX512, "-mfma"]}
+if "avx512_bf16" in Path("/proc/cpuinfo").read_text():  # of AMX's loads and stores sanitizers would see nothing
+    LEVELS["avx512bf16"] = [*LEVELS["avx512vnni"], "-mavx512bf16"]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or not native.available(), reason="needs g++")

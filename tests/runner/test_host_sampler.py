@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -58,7 +58,7 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(params=["portable", "avx2", "avx512vnni"])
+@pytest.fixture(params=get_args(native.Isa))
 def model(request: pytest.FixtureRequest) -> Iterator[NativeModel]:
     best = native.isa()
     try:

@@ -1,4 +1,10 @@
 // The C ABI that native.py loads. Pointers are opaque; every function that can fail returns a message or null.
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -14,28 +20,58 @@ using namespace penstock;
 
 namespace {
 
-// In rising order of preference; the first is always usable.
+#if defined(__x86_64__)
+bool has_avx512vnni() {
+    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+// The CPU has tiles, the system saves them, and lets this process have them.
+bool has_amx() {
+#if defined(__linux__)
+    constexpr unsigned BF16_TILES_INT8 = 1u << 22 | 1u << 24 | 1u << 25, STATE = 1u << 17 | 1u << 18, OSXSAVE = 1u << 27;
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    unsigned a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & BF16_TILES_INT8) != BF16_TILES_INT8) return false;
+    asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return (low & STATE) == STATE && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+
+// In rising order of speed; the first is always usable.
 const Kernels* usable(int index) {
     switch (index) {
         case 0: return &portable_kernels;
 #if defined(__x86_64__)
         case 1: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &avx2_kernels : nullptr;
-        case 2:
-            return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-                       ? &avx512vnni_kernels
-                       : nullptr;
+        case 2: return has_avx512vnni() ? &avx512vnni_kernels : nullptr;
+        case 3: return has_avx512vnni() && __builtin_cpu_supports("avx512bf16") ? &avx512bf16_kernels : nullptr;
+        case 4: return usable(3) && has_amx() ? &amx_kernels : nullptr;
 #endif
         default: return nullptr;
     }
 }
 
-constexpr int LEVELS = 3;
+constexpr int LEVELS = 5;
+
+// On Intel's cores the bfloat16 dot product takes longer than the two fused multiplies it replaces (measured on Emerald
+// Rapids: 0.74 times the speed).
+bool worth_while(const Kernels* kernels) {
+#if defined(__x86_64__)
+    return kernels != &avx512bf16_kernels || !__builtin_cpu_is("intel");
+#else
+    return true;
+#endif
+}
 
 const Kernels* best() {
     const Kernels* found = usable(0);
     for (int i = 1; i < LEVELS; i++)
-        if (const Kernels* kernels = usable(i)) found = kernels;
+        if (const Kernels* kernels = usable(i); kernels && worth_while(kernels)) found = kernels;
     return found;
 }
 
@@ -94,7 +130,7 @@ PENSTOCK_API void penstock_matmul(const float* x, const float* w, const float* b
                         group_sum.data(), stride};
     for (int r = 0; r < rows; r++) {
         std::copy(x + size_t(r) * k, x + size_t(r + 1) * k, f.data() + r * stride);
-        if (scheme != BF16) active->quantize_row(a, r, k, Scheme(scheme));
+        active->quantize_row(a, r, k, Scheme(scheme));
     }
     active->gemm(m, a, {0, rows}, {0, m.num_panels()}, {STORE, y, size_t(n)});
 }

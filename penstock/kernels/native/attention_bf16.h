@@ -1,4 +1,4 @@
-// Attention over bfloat16 keys and values, in float32.
+// Attention over bfloat16 keys and values in float32, or in bfloat16 where that is faster (attention_dot2.h).
 //
 // Up to 4 rows (a decoding sequence) read the cache straight into registers: the limit is bandwidth, 4 * head_dim bytes
 // per key. More rows (prefill) unpack each chunk once to float32 scratch in L1 and run two small matrix products on it:
@@ -28,6 +28,14 @@ static void write_bf16(const Cache& cache, int head, int32_t block, int offset, 
     }
     for (int d = 0; d < cache.head_dim; d++) v[2 * d] = to_bf16(value[d]);
 }
+
+}  // namespace PENSTOCK_ISA
+
+#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)  // CPUs with tiles are Intel's, see api.cpp
+#include "attention_dot2.h"
+#else
+
+namespace PENSTOCK_ISA {
 
 // C[MR][16 NV] = C * decay + A[MR][depth] B[depth][16 NV]; without decay C starts at zero.
 template <int MR, int NV>
@@ -190,3 +198,5 @@ static void attend_bf16(const Cache& cache, int head, const AttentionTask& task,
 }
 
 }  // namespace PENSTOCK_ISA
+
+#endif

@@ -1,5 +1,8 @@
 // Compiled once per instruction set: the build defines PENSTOCK_ISA (the namespace and table name) and the -m flags.
 #include "attention.h"
+#if defined(__AMX_INT8__)
+#include "gemm_amx.h"
+#endif
 #include "gemm_float.h"
 #include "gemm_int4.h"
 #include "gemm_int8.h"
@@ -10,9 +13,15 @@ namespace PENSTOCK_ISA {
 
 static void gemm(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out) {
     switch (w.scheme) {
+#if defined(__AMX_INT8__)
+        case INT8: return run_panels_amx<INT8, Int8Tile>(w, x, rows, panels, out);
+        case INT4: return run_panels<Int4Tile>(w, x, rows, panels, out);
+        case BF16: return run_panels_amx<BF16, FloatTile>(w, x, rows, panels, out);
+#else
         case INT8: return run_panels<Int8Tile>(w, x, rows, panels, out);
         case INT4: return run_panels<Int4Tile>(w, x, rows, panels, out);
         case BF16: return run_panels<FloatTile>(w, x, rows, panels, out);
+#endif
     }
 }
 

@@ -276,12 +276,11 @@ void Model::normalize(const float* weight, Scheme scheme, const int32_t* rows, i
         const float* from = x_ + size_t(rows ? rows[r] : r) * hidden_stride_;
         const int to = own.offset + r;
         kernels_->rms_norm(from, weight, spec_.norm_eps, spec_.hidden, hidden_.f + to * hidden_.stride);
-        if (scheme != BF16) kernels_->quantize_row(hidden_, to, spec_.hidden, scheme);
+        kernels_->quantize_row(hidden_, to, spec_.hidden, scheme);
     }
 }
 
 void Model::quantize(const Activations& x, int count, int width, int rotation, int thread) {
-    if (spec_.scheme == BF16) return;
     const Own own = own_rows(count, thread);
     for (int r = own.offset + own.rows.begin; r < own.offset + own.rows.end; r++) {
         if (rotation) kernels_->hadamard(x.f + r * x.stride, width, rotation);

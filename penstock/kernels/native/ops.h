@@ -34,11 +34,19 @@ PENSTOCK_INLINE float peak_of(const float* f, int count) {
     return maximum(largest);
 }
 
-// Symmetric int8: one scale per row for INT8 weights, one per 32 values for INT4 weights.
+// Symmetric int8: one scale per row for INT8 weights, one per 32 values for INT4 weights. For BF16 weights a row of
+// bfloat16 takes the place of the first half of the floats where there are instructions for it, and nothing is to do else.
 static void quantize_row(const Activations& x, int row, int width, Scheme scheme) {
     const float* f = x.f + row * x.stride;
     int8_t* q = x.q + row * x.stride;
     const int padded = int(round_up(width, GROUP));
+    if (scheme == BF16) {
+#if defined(__AVX512BF16__)
+        uint16_t* to = reinterpret_cast<uint16_t*>(x.f + row * x.stride);
+        for (size_t i = 0; i < x.stride; i += 16) store_bf16(to + i, load<f32x16>(f + i));
+#endif
+        return;
+    }
     if (scheme == INT8) {
         const float peak = peak_of(f, padded);
         x.scale[row] = peak / 127.f;

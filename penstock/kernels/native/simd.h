@@ -117,6 +117,21 @@ PENSTOCK_INLINE uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+#if defined(__AVX512BF16__)
+PENSTOCK_INLINE void store_bf16(uint16_t* p, f32x16 v) {
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(p, &rounded, sizeof rounded);
+}
+
+// acc[i] += the dot product of the two bfloat16 numbers in lane i with the two at `a`.
+PENSTOCK_INLINE f32x16 dot2(f32x16 acc, u32x16 pairs, const uint16_t* a) {
+    int32_t two;
+    memcpy(&two, a, 4);
+    const __m512i repeated = _mm512_set1_epi32(two);
+    return (f32x16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)pairs, (__m512bh)repeated);
+}
+#endif
+
 PENSTOCK_INLINE float bf16_to_float(uint16_t x) {
     const uint32_t bits = uint32_t(x) << 16;
     float f;
