@@ -92,7 +92,7 @@ class AdminEndpoints:
         await exchange.send(200, encode_json(Deleted(name)))
 
     def _changeable(self, exchange: Exchange) -> str:
-        name: str = exchange.scope["path_params"]["name"]
+        name = exchange.path_params["name"]
         if name in self.directory.settings.tenants:
             raise InvalidRequest(f"tenant {name!r} is in the settings file: change it there", param="name")
         return name
@@ -114,7 +114,7 @@ class AdminEndpoints:
         await exchange.send(201, encode_json(view))
 
     async def revoke_key(self, exchange: Exchange) -> None:
-        id: str = exchange.scope["path_params"]["id"]
+        id = exchange.path_params["id"]
         found = await self.store.delete(keys.KIND, id)
         await self.directory.reload()
         if not found:
@@ -122,7 +122,7 @@ class AdminEndpoints:
         await exchange.send(200, encode_json(Deleted(id)))
 
     async def usage(self, exchange: Exchange) -> None:
-        query = dict(parse_qsl(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        query = dict(parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True))
         today = time.strftime("%Y-%m-%d", time.gmtime())
         since, until = query.get("since", today[:7] + "-01"), query.get("until", today)
         found = rows(await self.store.usage(*day_range(since, until)), query.get("tenant"))

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
-from starlette.applications import Starlette
-from starlette.routing import Route
 
 from penstock.core.config import JwtConfig, Settings
 from penstock.core.engine import ServedEngine
@@ -18,7 +16,8 @@ from penstock.gateway.auth import Door, Verifier
 from penstock.gateway.budgets import Prices, SpendMetrics
 from penstock.gateway.chat import ChatCompletions
 from penstock.gateway.completions import Completions
-from penstock.gateway.exchange import Edge, Endpoint, Enter, Exchange, Handler, Traffic, anybody
+from penstock.gateway.edge import Edge, Enter, Handler, Route, Routes, anybody
+from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
 from penstock.gateway.objectives import Objectives
 from penstock.gateway.openai_types import (
@@ -56,13 +55,9 @@ def create_app(
     model_names: Sequence[str],
     directory: Directory | None = None,
     collectors: Sequence[Collector] = (),
-) -> Starlette:
+) -> Edge:
     """`model_names` are what clients may put in `model`; the first is the canonical one. Without a directory there are
-    the tenants of the settings, no keys, and nothing is remembered.
-
-    `app.state.traffic` drains: `drain()` refuses new generation requests, `idle()` waits for those in flight,
-    `abort()` ends them.
-    """
+    the tenants of the settings, no keys, and nothing is remembered."""
     if not model_names:
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
     traffic = Traffic()
@@ -90,14 +85,13 @@ def create_app(
     status = StatusEndpoints(serving)
     admin = AdminEndpoints(serving, directory)
     requests = RequestLog()
-    tracing = start_tracing(settings.observability.otlp_endpoint)
     accounts = RequestEndpoints(requests)
 
     def route(method: str, path: str, handle: Handler, enter: Enter = door.enter) -> Route:
-        return Route(path, Endpoint(path, enter, handle), methods=[method])
+        return Route(method, path, handle, enter)
 
-    app = Starlette(
-        routes=[
+    routes = Routes(
+        [
             route("POST", "/v1/chat/completions", chat),
             route("POST", "/v1/completions", Completions(serving)),
             route("GET", "/v1/models", status.models),
@@ -117,19 +111,10 @@ def create_app(
             route("GET", "/metrics", status.metrics, door.enter_metrics),
             route("GET", "/openapi.json", OpenApi(serving), anybody),
             route("GET", "/", status.hint, anybody),
-        ],
+        ]
     )
-    # Not as a middleware: Starlette's own layers around those would handle errors that are the edge's, once per send.
-    plain = {
-        ("POST", route.path): route.app
-        for route in app.routes
-        if isinstance(route, Route) and route.methods == {"POST"} and "{" not in route.path
-    }
-    app.middleware_stack = Edge(app.router, traffic, metrics, requests, tracing, plain)
-    app.router.redirect_slashes = False
-    app.state.traffic = traffic
-    app.state.tracing = tracing
-    return app
+    tracing = start_tracing(settings.observability.otlp_endpoint)
+    return Edge(routes, traffic, metrics, requests, tracing)
 
 
 def _verifier(config: JwtConfig | None) -> Verifier | None:
@@ -187,7 +172,7 @@ class StatusEndpoints:
         await exchange.send(200, encode_json(ModelList(cards)))
 
     async def model(self, exchange: Exchange) -> None:
-        name: str = exchange.scope["path_params"]["id"]
+        name = exchange.path_params["id"]
         self.serving.check_model(exchange, name)
         await exchange.send(200, encode_json(self._card(name)))
 

@@ -62,7 +62,7 @@ class Door:
 
 
 def bearer(exchange: Exchange) -> bytes:
-    found = [value for key, value in exchange.scope["headers"] if key == b"authorization"]
+    found = [value for key, value in exchange.given_headers if key == b"authorization"]
     if len(found) != 1:
         raise Unauthorized("send the API key once, in a header: 'Authorization: Bearer KEY'")
     match = _BEARER.fullmatch(found[0])

@@ -14,7 +14,7 @@ _LEAST_CACHED = ("miss", "bypass", "shared", "similar", "hit")
 
 def cache_control(exchange: Exchange) -> CacheControl | None:
     """None: nothing was said. Directives this cache does not know are left alone, as HTTP wants it."""
-    given = [value for name, value in exchange.scope["headers"] if name == b"cache-control"]
+    given = [value for name, value in exchange.given_headers if name == b"cache-control"]
     if not given:
         return None
     directives = dict(_directive(part) for part in b",".join(given).decode("latin-1").split(","))

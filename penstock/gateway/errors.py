@@ -7,11 +7,9 @@ import re
 from typing import TypeVar
 
 import msgspec
-from starlette.exceptions import HTTPException
 
 from penstock.core.errors import (
     InvalidRequest,
-    NotFound,
     Overloaded,
     PenstockError,
     RequestTimeout,
@@ -52,6 +50,11 @@ class MethodNotAllowed(PenstockError):
         self.allow = allow
 
 
+class HeadersTooLarge(PenstockError):
+    status = 431
+    kind = "invalid_request_error"
+
+
 class ClientGone(PenstockError):
     """Nobody is left to answer. The status is only ever seen in logs and metrics."""
 
@@ -72,8 +75,6 @@ def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:
         wait = (b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))
         # OpenAI's clients repeat a 429 by themselves, unless told.
         return [wait] if error.retryable else [wait, (b"x-should-retry", b"false")]
-    if isinstance(error, RequestTimeout | RequestTooLarge):
-        return [(b"connection", b"close")]  # the rest of the body is not read
     if isinstance(error, Unauthorized):
         return [(b"www-authenticate", b"Bearer")]
     if isinstance(error, Unavailable):
@@ -81,11 +82,9 @@ def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:
     return []
 
 
-def from_http_exception(error: HTTPException, method: str, path: str) -> PenstockError:
-    """What the router raises for an unknown path or a wrong method."""
-    if error.status_code == 405:
-        return MethodNotAllowed(f"{method} is not allowed on {path}", allow=(error.headers or {}).get("Allow", ""))
-    return NotFound(f"unknown path: {method} {path}", code="unknown_path")
+def leaves_input(error: PenstockError) -> bool:
+    """Whether the rest of the body is not read, so that the connection must end."""
+    return isinstance(error, RequestTimeout | RequestTooLarge)
 
 
 def require(condition: bool, param: str, message: str) -> None:

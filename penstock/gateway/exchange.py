@@ -1,8 +1,4 @@
-"""One HTTP request and its response, and the ASGI boundary that owns them all.
-
-`Edge` makes an `Exchange` of every request: it gives it an id, turns errors into responses, counts and logs it.
-Endpoints are `async def endpoint(exchange)`, wrapped by `Endpoint` for the router.
-"""
+"""One HTTP request and its response."""
 
 from __future__ import annotations
 
@@ -11,23 +7,20 @@ import logging
 import random
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from penstock.core.errors import DeadlineExceeded, PenstockError, RequestTooLarge, Unavailable
+from penstock.core.errors import DeadlineExceeded, PenstockError, RequestTimeout, RequestTooLarge, Unavailable
 from penstock.core.request import Objective
-from penstock.gateway.errors import ClientGone, InternalError, error_body, error_headers, from_http_exception
-from penstock.gateway.keys import redacted
+from penstock.gateway.errors import ClientGone, InternalError, error_body, error_headers, leaves_input
 from penstock.gateway.tenants import OPEN
 from penstock.observability.account import Account
 from penstock.observability.logging import log
-from penstock.observability.metrics import GatewayMetrics
-from penstock.observability.request_log import RequestLog
-from penstock.observability.tracing import Tracing
+
+if TYPE_CHECKING:
+    from penstock.gateway.http import Connection
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -36,9 +29,7 @@ MakeAccount = Callable[[int, str | None], Account]  # of a status and an error's
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
-WATCH_AFTER_SECONDS = 0.02  # answers from a cache are out before, and would pay more for the watching than for the rest
-
-_QUIET = frozenset(("/health", "/metrics"))  # polled every few seconds; not worth a log line
+_STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
 _JSON: Header = (b"content-type", b"application/json")
 _STREAM_HEADERS: list[Header] = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -48,35 +39,61 @@ _STREAM_HEADERS: list[Header] = [
 
 
 class Exchange:
-    """Body in; JSON or an event stream out; cancelled when its client leaves."""
+    """Body in; JSON or an event stream out; cancelled when its client leaves while something is generated for it."""
 
     __slots__ = (
+        "_awaited",
+        "_body",
+        "_body_complete",
         "_cancelled_by",
-        "_receive",
-        "_send",
-        "_task",
+        "_chunked",
+        "_connection",
         "account",
         "arrived",
         "body_size",
         "deadline",
         "endpoint",
+        "ends_with_client",
+        "error",
+        "given_headers",
+        "gone",
         "headers",
         "id",
+        "keep_alive",
+        "method",
         "model",
         "objective",
         "output_asked",
+        "path",
+        "path_params",
+        "query",
         "received",
-        "scope",
         "span",
         "status",
         "streaming",
+        "task",
         "tenant",
         "unique",
     )
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.scope = scope
-        self.received: dict[bytes, bytes] = dict(scope["headers"])
+    def __init__(
+        self,
+        connection: Connection,
+        method: str,
+        path: str,
+        query: bytes,
+        given_headers: list[Header],
+        *,
+        keep_alive: bool,
+        chunked: bool,
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.query = query
+        self.path_params: dict[str, str] = {}
+        self.given_headers = given_headers  # names in lower case; one may come twice
+        self.received = dict(given_headers)
+        self.keep_alive = keep_alive
         self.arrived = time.monotonic()
         # A client may send the same x-request-id twice; this is ours alone. It opens nothing, so it is no secret.
         self.unique = f"{random.getrandbits(96):024x}"
@@ -88,20 +105,28 @@ class Exchange:
         self.output_asked = False  # whether the client said how many
         self.model = ""
         self.tenant = OPEN
-        self.objective = Objective()
+        self.objective = _NO_OBJECTIVE
         self.deadline: float | None = None  # seconds after arrival
-        self.headers: list[Header] = []  # of the response, beside those every response has
+        self.headers: dict[bytes, bytes] = {}  # of the response, beside those every response has
         self.account: MakeAccount | None = None  # of a request that generates
         self.span: Any = None  # of OpenTelemetry, while tracing is on
-        self._receive = receive
-        self._send = send
-        self._task = asyncio.current_task()
+        self.error: PenstockError | None = None  # it could not be read
+        self.task: asyncio.Task[None] | None = None
+        self.gone = False  # its client has left
+        self.ends_with_client = False  # whether it is cancelled then
+        self._connection = connection
+        self._chunked = chunked  # whether the client understands it; otherwise a stream ends with the connection
+        self._body: list[bytes] = []
+        self._body_complete = False
+        self._awaited: asyncio.Future[None] | None = None  # more of the body
         self._cancelled_by: PenstockError | None = None
 
-    @property
-    def path(self) -> str:
-        path: str = self.scope["path"]
-        return path
+    @classmethod
+    def refused(cls, connection: Connection, error: PenstockError) -> Exchange:
+        """Of bytes that are no request."""
+        exchange = cls(connection, "-", "-", b"", [], keep_alive=False, chunked=True)
+        exchange.error = error
+        return exchange
 
     def remaining(self) -> float | None:
         """Seconds from now to the deadline; raises when it has passed."""
@@ -117,109 +142,154 @@ class Exchange:
         value = self.received.get(name)
         return value.decode("ascii") if value is not None and pattern.fullmatch(value) else None
 
-    async def body(self, limit: int) -> bytes:
-        """The whole body; refused at its header, or as soon as a chunked one outgrows the limit."""
+    # ------------------------------------------------------------ the body
+
+    def receive(self, part: bytes) -> int:
+        """The connection has more of the body. How many bytes of it lie here unread."""
+        if self.status:  # answered without it
+            return 0
+        self._body.append(part)
+        self.body_size += len(part)
+        self._wake()
+        return self.body_size if self._awaited is None else 0
+
+    def received_all(self) -> None:
+        self._body_complete = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
+
+    async def body(self, limit: int, seconds: float) -> bytes:
+        """The whole body; refused at its header, as soon as a chunked one outgrows the limit, or if it is too slow."""
         length = self.header(b"content-length", _LENGTH)
         if length is not None and int(length) > limit:
             raise _too_large(limit)
-        parts: list[bytes] = []
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
+        if not self._body_complete:
+            if self.received.get(b"expect", b"").lower() == b"100-continue":
+                self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._rest_of_body(limit)
+            except TimeoutError:
+                raise RequestTimeout(f"the body did not arrive within {seconds:g} s") from None
+        if self.body_size > limit:
+            raise _too_large(limit)
+        parts, self._body = self._body, []
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def _rest_of_body(self, limit: int) -> None:
+        while not self._body_complete and self.body_size <= limit:
+            if self.gone:
                 raise ClientGone("client left while sending the body")
-            parts.append(message["body"])
-            self.body_size += len(parts[-1])
-            if self.body_size > limit:
-                raise _too_large(limit)
-            if not message["more_body"]:
-                return parts[0] if len(parts) == 1 else b"".join(parts)
+            self._awaited = asyncio.get_running_loop().create_future()
+            self._connection.transport.resume_reading()
+            await self._awaited
+
+    # ------------------------------------------------------------ the response
 
     async def send(self, status: int, body: bytes, *headers: Header) -> None:
-        self.status = status
-        length = (b"content-length", b"%d" % len(body))
-        request_id = (b"x-request-id", self.id.encode())
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [length, request_id, *self.headers, *(headers or (_JSON,))],
-            }
-        )
-        await self._send({"type": "http.response.body", "body": body})
+        head = self._head(status, (b"content-length", b"%d" % len(body)), *(headers or (_JSON,)))
+        self._write(head if self.method == "HEAD" else head + body)
+        self._connection.ended(self)
 
     async def send_events(self, events: bytes) -> None:
         """Send server-sent events; the first call starts the response, so errors before it keep their status."""
-        if not self.status:
-            self.status = 200
-            self.streaming = True
-            headers = [(b"x-request-id", self.id.encode()), *self.headers, *_STREAM_HEADERS]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        if self._connection.paused:
+            await self._connection.resumed()
+        if self.status:
+            self._write(self._chunk(events))
+        else:
+            self._write(self._stream_head() + self._chunk(events))
 
     async def end_events(self, events: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": events})
+        head = b"" if self.status else self._stream_head()
+        self._write(head + self._chunk(events) + (b"0\r\n\r\n" if self._chunked else b""))
+        self._connection.ended(self)
+
+    def _stream_head(self) -> bytes:
+        self.streaming = True
+        if self._chunked:
+            return self._head(200, (b"transfer-encoding", b"chunked"), *_STREAM_HEADERS)
+        self.keep_alive = False
+        return self._head(200, *_STREAM_HEADERS)
+
+    def _chunk(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+
+    def _head(self, status: int, *headers: Header) -> bytes:
+        """Nothing in a header comes from a client as it was, except ids of a form that cannot break a line."""
+        self.status = status
+        lines = [_STATUS_LINES[status], _date.line(), b"x-request-id: ", self.id.encode(), b"\r\n"]
+        for name, value in (*self.headers.items(), *headers):
+            lines += (name, b": ", value, b"\r\n")
+        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        return b"".join(lines)
+
+    def _write(self, data: bytes) -> None:
+        if not self.gone:
+            self._connection.transport.write(data)
 
     async def send_error(self, error: PenstockError) -> None:
         if self.streaming:
             await self.end_events(b"data: %b\n\n" % error_body(error))
         elif not self.status:
+            self.keep_alive = self.keep_alive and not leaves_input(error)
             await self.send(error.status, error_body(error), _JSON, *error_headers(error))
 
-    def close(self) -> None:
-        """Let go of what refers back to this, so that it is freed now: collecting garbage would hold up streams."""
-        del self.scope["exchange"]
-        self.account = self._task = None
+    # ------------------------------------------------------------ its end
+
+    def lose_client(self) -> None:
+        self.gone = True
+        self._wake()
+        if self.ends_with_client:
+            self.cancel(ClientGone("client closed the connection"))
 
     def cancel(self, reason: PenstockError) -> None:
         """Stop work on this exchange from outside; it ends with `reason`."""
-        if self._cancelled_by is None and self._task is not None:
+        if self._cancelled_by is None and self.task is not None:
             self._cancelled_by = reason
-            self._task.cancel()
+            self.task.cancel()
 
-    @contextmanager
-    def cancelled_on_disconnect(self) -> Iterator[None]:
-        """While inside, a client that closes its connection cancels this exchange within WATCH_AFTER_SECONDS."""
-        loop = asyncio.get_running_loop()
-        watchers: list[asyncio.Task[None]] = []
-
-        async def watch() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            self.cancel(ClientGone("client closed the connection"))
-
-        timer = loop.call_later(WATCH_AFTER_SECONDS, lambda: watchers.append(loop.create_task(watch())))
-        try:
-            yield
-        finally:
-            timer.cancel()
-            for watcher in watchers:
-                watcher.cancel()
+    def close(self) -> None:
+        """Let go of what refers back to this, so that it is freed now: collecting garbage would hold up streams."""
+        self.account = self.task = None
 
     def reason(self, error: BaseException) -> PenstockError:
         """Why the exchange failed, in terms a client may see."""
         if isinstance(error, asyncio.CancelledError):
-            if self._cancelled_by is None or self._task is None:
+            if self._cancelled_by is None or self.task is None:
                 raise error
-            self._task.uncancel()
+            self.task.uncancel()
             return self._cancelled_by
         if isinstance(error, PenstockError):
             return error
-        if isinstance(error, HTTPException):
-            return from_http_exception(error, self.scope["method"], self.path)
         log(logger, logging.ERROR, "unexpected error", id=self.id, path=self.path, error=error)
         return InternalError(f"internal error; the log has details under request id {self.id}")
 
 
+class _Date:
+    """The header that tells the time, made once a second."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._line = b""
+
+    def line(self) -> bytes:
+        second = int(time.time())
+        if second != self._second:
+            self._second = second
+            self._line = b"date: %b\r\n" % formatdate(second, usegmt=True).encode()
+        return self._line
+
+
+_date = _Date()
+_NO_OBJECTIVE = Objective()
+
+
 def _too_large(limit: int) -> RequestTooLarge:
     return RequestTooLarge(f"body is larger than the limit of {limit} bytes", code="body_too_large")
-
-
-Handler = Callable[[Exchange], Awaitable[None]]
-Enter = Callable[[Exchange], None]  # finds out who asks, or refuses
-
-
-def anybody(exchange: Exchange) -> None:
-    """For endpoints that need no key."""
 
 
 class Traffic:
@@ -255,104 +325,3 @@ class Traffic:
         """End every exchange in flight with an error its client can read."""
         for exchange in list(self.exchanges):
             exchange.cancel(Unavailable("the server shut down before the request finished", code="shutdown"))
-
-
-class Endpoint:
-    """A door and an `async def f(exchange)` behind it, as the ASGI app that a route wants."""
-
-    def __init__(self, name: str, enter: Enter, handle: Handler) -> None:
-        self.name = name
-        self.enter = enter
-        self.handle = handle
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["exchange"]
-        exchange.endpoint = self.name
-        self.enter(exchange)
-        await self.handle(exchange)
-
-
-class Edge:
-    """The outermost layer. Plain ASGI: per-chunk sends go from the endpoint to the server with nothing between."""
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        traffic: Traffic,
-        metrics: GatewayMetrics,
-        requests: RequestLog,
-        tracing: Tracing | None = None,
-        endpoints: Mapping[tuple[str, str], ASGIApp] | None = None,
-    ) -> None:
-        """`endpoints` by method and path are found without `app`, the router."""
-        self.app = app
-        self.endpoints = endpoints or {}
-        self.traffic = traffic
-        self.metrics = metrics
-        self.requests = requests
-        self.tracing = tracing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        exchange = Exchange(scope, receive, send)
-        scope["exchange"] = exchange
-        if self.tracing is not None and exchange.path not in _QUIET:
-            self.tracing.begin(exchange)
-        self.traffic.enter(exchange)
-        self.metrics.in_flight += 1
-        reason: PenstockError | None = None
-        try:
-            app = self.endpoints.get((scope["method"], scope["path"]), self.app)
-            await app(scope, receive, send)
-        except (Exception, asyncio.CancelledError) as error:
-            reason = exchange.reason(error)
-            if not isinstance(reason, ClientGone):
-                await exchange.send_error(reason)
-        finally:
-            self.metrics.in_flight -= 1
-            self.traffic.leave(exchange)
-            self._record(exchange, reason)
-            exchange.close()
-
-    def _record(self, exchange: Exchange, reason: PenstockError | None) -> None:
-        """An error in mid-stream is counted by its own status, though the response began with 200."""
-        status = exchange.status if reason is None else reason.status
-        why = None if reason is None else reason.message
-        self.metrics.requests[exchange.endpoint, status] += 1
-        account = None if exchange.account is None else exchange.account(status, why)
-        if account is not None:
-            self.metrics.settle(account)
-            self.requests.add(account)
-        if self.tracing is not None:
-            self.tracing.end(exchange, status, why, account)
-        if exchange.path not in _QUIET:
-            log(
-                logger,
-                logging.INFO,
-                "request",
-                method=exchange.scope["method"],
-                path=redacted(exchange.path),
-                status=status,
-                ms=(time.monotonic() - exchange.arrived) * 1000,
-                tenant=exchange.tenant.name or None,
-                **_log_fields(account),
-                id=redacted(exchange.id),
-                why=why and redacted(why),
-            )
-
-
-def _log_fields(account: Account | None) -> dict[str, Any]:
-    if account is None:
-        return {}
-    parts = account.choices[0].parts
-    return {
-        "class": account.objective,
-        "cache": account.choices[0].cache,
-        "first_ms": account.ttft and account.ttft * 1000,
-        "queued_ms": parts.queued * 1000,
-        "prompt": account.prompt_tokens,
-        "cached": account.cached_tokens,
-        "output": account.output_tokens,
-    }

@@ -23,6 +23,7 @@ from penstock.core.request import (
     choice_seed,
 )
 from penstock.gateway.cache_control import cache_control, cache_header
+from penstock.gateway.errors import ClientGone
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.limits import Metering
 from penstock.gateway.openai_types import PromptTokensDetails, SamplingFields, Usage
@@ -121,8 +122,12 @@ class Generation:
 
     async def run(self, emit: Emit) -> None:
         """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine."""
-        with self.exchange.cancelled_on_disconnect():
-            grant = await self.metering.admit(self.exchange, self._expected_tokens())
+        exchange = self.exchange
+        if exchange.gone:
+            raise ClientGone("client left before the work began")
+        exchange.ends_with_client = True
+        try:
+            grant = await self.metering.admit(exchange, self._expected_tokens())
             try:
                 if len(self.choices) == 1:
                     await self._run_choice(self.choices[0], emit)
@@ -131,6 +136,8 @@ class Generation:
             finally:
                 self._record()
                 self._settle(grant)
+        finally:
+            exchange.ends_with_client = False
 
     async def collect(self) -> None:
         """Run without passing anything on: the choices hold what was generated."""
@@ -180,9 +187,8 @@ class Generation:
             self.metrics.queue_time.observe(chunk.queue_seconds)
         if chunk.cache is not None:
             choice.cache = chunk.cache
-            header = cache_header(known.cache for known in self.choices if known.cache is not None)
-            headers = self.exchange.headers
-            headers[:] = [*(other for other in headers if other[0] != header[0]), header]
+            name, value = cache_header(known.cache for known in self.choices if known.cache is not None)
+            self.exchange.headers[name] = value
         choice.cached_tokens = chunk.cached_tokens
         choice.prompt_logprobs = chunk.prompt_logprobs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from penstock.core.errors import BudgetSpent, LimitReached, RequestTooLarge
 from penstock.gateway.budgets import BILLION, Prices, SpendMetrics
-from penstock.gateway.exchange import Exchange, Header
-from penstock.state.store import Claim, Grant, Room, Store, Usage
+from penstock.gateway.exchange import Exchange
+from penstock.state.store import Claim, Grant, Store, Usage
 
 FIRST_GUESS = 256  # output tokens of a request that sets no limit, before any has been seen
 BUSY_RETRY_SECONDS = 1.0  # nobody knows when one of the running requests will end
@@ -47,7 +47,7 @@ class Metering:
                 code="rate_limit_exceeded",
             )
         grant = await self.store.reserve(claim)
-        exchange.headers.extend(_headers(claim, grant))
+        _set_headers(exchange.headers, claim, grant)
         if grant.refused is not None:
             self.metrics.refuse(tenant.name, grant.refused)
             raise _refusal(grant)
@@ -82,24 +82,16 @@ def _refusal(grant: Grant) -> LimitReached | BudgetSpent:
     return LimitReached(f"tenant {tenant} is limited to {limit} {unit} of {claim.model}", retry_after=retry_after)
 
 
-def _headers(claim: Claim, grant: Grant) -> list[Header]:
+def _set_headers(headers: dict[bytes, bytes], claim: Claim, grant: Grant) -> None:
     """OpenAI's."""
-    headers: list[Header] = []
-    for name, limit, room in (
-        (b"requests", claim.requests_per_minute, grant.requests),
-        (b"tokens", claim.tokens_per_minute, grant.tokens),
-    ):
-        if limit is not None and room is not None:
-            headers += _room_headers(name, limit, room)
-    return headers
-
-
-def _room_headers(name: bytes, limit: int, room: Room) -> list[Header]:
-    return [
-        (b"x-ratelimit-limit-" + name, b"%d" % limit),
-        (b"x-ratelimit-remaining-" + name, b"%d" % room.left),
-        (b"x-ratelimit-reset-" + name, _duration(room.reset)),
-    ]
+    if claim.requests_per_minute is not None and grant.requests is not None:
+        headers[b"x-ratelimit-limit-requests"] = b"%d" % claim.requests_per_minute
+        headers[b"x-ratelimit-remaining-requests"] = b"%d" % grant.requests.left
+        headers[b"x-ratelimit-reset-requests"] = _duration(grant.requests.reset)
+    if claim.tokens_per_minute is not None and grant.tokens is not None:
+        headers[b"x-ratelimit-limit-tokens"] = b"%d" % claim.tokens_per_minute
+        headers[b"x-ratelimit-remaining-tokens"] = b"%d" % grant.tokens.left
+        headers[b"x-ratelimit-reset-tokens"] = _duration(grant.tokens.reset)
 
 
 def _duration(seconds: float) -> bytes:

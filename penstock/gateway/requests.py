@@ -27,7 +27,7 @@ class RequestEndpoints:
         self.requests = requests
 
     async def one(self, exchange: Exchange) -> None:
-        id: str = exchange.scope["path_params"]["id"]
+        id = exchange.path_params["id"]
         found = self.requests.find(exchange.tenant.name, id)
         if found is None:
             raise NotFound(
@@ -39,7 +39,7 @@ class RequestEndpoints:
         await exchange.send(200, found)
 
     async def slowest(self, exchange: Exchange) -> None:
-        limit = _limit(exchange.scope["query_string"])
+        limit = _limit(exchange.query)
         found = self.requests.slowest(exchange.tenant.name, limit)
         await exchange.send(200, encode_json(AccountList([Raw(body) for body in found])))
 

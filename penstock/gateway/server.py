@@ -1,4 +1,4 @@
-"""An app on a socket: uvicorn with signals that drain."""
+"""The gateway on a socket: listening, and signals that drain."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ import logging
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable
-from types import FrameType
-
-import uvicorn
-from starlette.applications import Starlette
 
 from penstock.core.errors import StartupError
-from penstock.gateway.exchange import Traffic
+from penstock.gateway.edge import Edge
+from penstock.gateway.http import Connection
 from penstock.observability.logging import log
 
 logger = logging.getLogger("penstock.gateway")
@@ -23,6 +21,10 @@ logger = logging.getLogger("penstock.gateway")
 GC_THRESHOLDS = (10_000, 20, 50)  # a request makes some hundred objects, nearly none of them in cycles
 
 SWITCH_SECONDS = 0.0005  # for how long a thread that tokenises or writes to disk may hold up the event loop
+
+BACKLOG = 2048  # connections not accepted yet
+SWEEP_SECONDS = 5.0  # between looks for stale connections
+CLOSE_SECONDS = 1.0  # after draining, all that is left to do is closing
 
 OnReady = Callable[[str, int], None]  # host, port
 
@@ -35,33 +37,23 @@ def tune_interpreter() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-async def serve(app: Starlette, host: str, port: int, on_ready: OnReady, drain_seconds: float) -> int:
+async def serve(edge: Edge, host: str, port: int, on_ready: OnReady, drain_seconds: float) -> int:
     """Serve until a signal, and return the exit status of the process.
 
     The first SIGTERM or SIGINT drains: new requests are refused while those in flight may take `drain_seconds`;
     then 0. A second one ends everything at once; then 128 plus its number. Port 0 takes a free one.
     Run it on uvloop (`asyncio.Runner(loop_factory=uvloop.new_event_loop)`), which is twice as fast.
     """
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_keep_alive=75,  # longer than what load balancers keep an idle connection for
-        timeout_graceful_shutdown=1,  # after draining, all that is left to do is closing
-    )
     with _bind(host, port) as listener:
-        server = _Server(config, app.state.traffic, lambda: on_ready(host, listener.getsockname()[1]), drain_seconds)
+        server = _Server(edge, drain_seconds)
         try:
-            await server.serve(sockets=[listener])
+            await server.listen(listener)
+            on_ready(host, listener.getsockname()[1])
+            return await server.stopped
         finally:
-            if app.state.tracing is not None:
-                await asyncio.to_thread(app.state.tracing.close)
-    return server.exit_status
+            await server.close()
+            if edge.tracing is not None:
+                await asyncio.to_thread(edge.tracing.close)
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -73,34 +65,41 @@ def _bind(host: str, port: int) -> socket.socket:
         raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="port") from error
 
 
-class _Server(uvicorn.Server):
-    def __init__(
-        self, config: uvicorn.Config, traffic: Traffic, on_started: Callable[[], None], drain_seconds: float
-    ) -> None:
-        super().__init__(config)
-        self.exit_status = 0
-        self._traffic = traffic
-        self._on_started = on_started
+class _Server:
+    def __init__(self, edge: Edge, drain_seconds: float) -> None:
+        self._edge = edge
+        self._traffic = edge.traffic
         self._drain_seconds = drain_seconds
         self._loop = asyncio.get_running_loop()
-        self._draining: asyncio.Task[None] | None = None
+        self._connections: set[Connection] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._draining = False
+        self._listening: asyncio.Server | None = None
+        self.stopped: asyncio.Future[int] = self._loop.create_future()
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._on_started()
+    async def listen(self, listener: socket.socket) -> None:
+        self._listening = await self._loop.create_server(
+            lambda: Connection(self._edge, self._connections), sock=listener, backlog=BACKLOG
+        )
+        self._tasks.append(self._loop.create_task(self._sweep()))
+        if threading.current_thread() is threading.main_thread():
+            for sig in (signal.SIGINT, signal.SIGTERM):
+                self._loop.add_signal_handler(sig, self._on_signal, sig)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._loop.call_soon_threadsafe(self._on_signal, sig)
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for connection in list(self._connections):
+                connection.close_if_stale(self._loop.time())
 
-    def _on_signal(self, sig: int) -> None:
-        if self._draining is None:
-            in_flight = len(self._traffic.exchanges)
-            log(logger, logging.INFO, "draining", signal=signal.Signals(sig).name, in_flight=in_flight)
-            self._draining = self._loop.create_task(self._drain())
+    def _on_signal(self, sig: signal.Signals) -> None:
+        if not self._draining:
+            self._draining = True
+            log(logger, logging.INFO, "draining", signal=sig.name, in_flight=len(self._traffic.exchanges))
+            self._tasks.append(self._loop.create_task(self._drain()))
         else:
-            self.exit_status = 128 + sig
             self._traffic.abort()
-            self.should_exit = True
+            self._stop(128 + sig)
 
     async def _drain(self) -> None:
         self._traffic.drain()
@@ -110,4 +109,20 @@ class _Server(uvicorn.Server):
         except TimeoutError:
             log(logger, logging.WARNING, "drain time is over", aborted=len(self._traffic.exchanges))
             self._traffic.abort()
-        self.should_exit = True
+        self._stop(0)
+
+    def _stop(self, status: int) -> None:
+        if not self.stopped.done():
+            self.stopped.set_result(status)
+
+    async def close(self) -> None:
+        """End what is left, and let its last words reach the clients."""
+        if self._listening is not None:
+            self._listening.close()
+        for task in self._tasks:
+            task.cancel()
+        self._traffic.abort()
+        for connection in list(self._connections):
+            connection.shut_down()
+        if closing := [connection.closed for connection in self._connections]:
+            await asyncio.wait(closing, timeout=CLOSE_SECONDS)

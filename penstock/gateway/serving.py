@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.core.engine import ServedEngine
-from penstock.core.errors import InvalidRequest, NotFound, RequestTimeout
+from penstock.core.errors import InvalidRequest, NotFound
 from penstock.gateway.errors import decode_json, require
 from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
@@ -53,15 +53,7 @@ class Serving:
     async def read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
         most = exchange.tenant.max_body_mib
         limit = self.max_body if most is None else min(self.max_body, int(most * 2**20))
-        timer = asyncio.get_running_loop().call_later(self.body_seconds, self._give_up, exchange)
-        try:
-            body = await exchange.body(limit)
-        finally:
-            timer.cancel()
-        return decode_json(decoder, body)
-
-    def _give_up(self, exchange: Exchange) -> None:
-        exchange.cancel(RequestTimeout(f"the body did not arrive within {self.body_seconds:g} s"))
+        return decode_json(decoder, await exchange.body(limit, self.body_seconds))
 
     def models_of(self, exchange: Exchange) -> tuple[str, ...]:
         """The names a tenant may use: they all mean the same model, so one that is allowed allows the others."""

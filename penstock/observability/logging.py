@@ -35,8 +35,7 @@ def configure_logging(level: str = "info", stream: TextIO | None = None) -> None
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # None of these is in a line, and finding them out takes half of the time of a record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    for noisy in ("asyncio", "uvicorn", "uvicorn.error"):
-        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+    logging.getLogger("asyncio").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
 def _quoted(value: object) -> str:

@@ -52,9 +52,10 @@ def start_tracing(endpoint: str | None) -> Tracing | None:
 class Traced(Protocol):
     """What tracing needs to know of an exchange."""
 
-    scope: Any
+    method: str
     endpoint: str
-    headers: list[tuple[bytes, bytes]]
+    given_headers: list[tuple[bytes, bytes]]
+    headers: dict[bytes, bytes]
     span: Any
 
 
@@ -70,19 +71,19 @@ class Tracing:
 
     def begin(self, exchange: Traced) -> None:
         """It belongs to the trace that its W3C headers name, if any; its response names it too."""
-        carrier = {k.decode(): v.decode("latin-1") for k, v in exchange.scope["headers"] if k in _W3C}
+        carrier = {k.decode(): v.decode("latin-1") for k, v in exchange.given_headers if k in _W3C}
         parent = self._propagator.extract(carrier)
         exchange.span = self._tracer.start_span("request", context=parent, kind=self._trace.SpanKind.SERVER)
         context = exchange.span.get_span_context()
         ids = b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, context.trace_flags)
-        exchange.headers.append((b"traceparent", ids))
+        exchange.headers[b"traceparent"] = ids
 
     def end(self, exchange: Traced, status: int, error: str | None, account: Account | None) -> None:
         span = exchange.span
         if span is None or not span.is_recording():
             return
         now = time.time_ns()
-        method, endpoint = exchange.scope["method"], exchange.endpoint
+        method, endpoint = exchange.method, exchange.endpoint
         span.update_name(f"{method} {endpoint}")
         span.set_attributes(
             {"http.request.method": method, "http.route": endpoint, "http.response.status_code": status}
