@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -67,8 +66,10 @@ class ChatCompletions:
 
     def _render(self, body: ChatRequest | TokenizeRequest) -> str:
         messages = body.messages or []
+        for position, message in enumerate(messages):
+            require(message.role in ROLES, f"messages[{position}].role", f"must be one of {', '.join(ROLES)}")
         variables = dict(body.chat_template_kwargs or {})
-        if reserved := sorted(RESERVED_NAMES & variables.keys()):
+        if reserved := variables and sorted(RESERVED_NAMES & variables.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
         if body.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", body.reasoning_effort)
@@ -82,7 +83,7 @@ class ChatCompletions:
         tools = None if isinstance(body, ChatRequest) and body.tool_choice == "none" else body.tools
         tokenizer = self.serving.tokenizer
         rendered = self.template.render(
-            [_as_dict(message, f"messages[{position}]") for position, message in enumerate(messages)],
+            msgspec.to_builtins(messages),
             tools=tools,
             add_generation_prompt=add_prompt,
             bos_token=tokenizer.bos_token,
@@ -170,13 +171,6 @@ def _refuse_unsupported(body: ChatRequest) -> None:
 
 def _logprobs(body: ChatRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _as_dict(message: Message, where: str) -> dict[str, Any]:
-    """What a template sees: only the fields that were sent."""
-    require(message.role in ROLES, f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    fields: dict[str, Any] = msgspec.to_builtins(message)
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _cut_after_last_message(rendered: str, last: Message) -> str:

@@ -45,7 +45,7 @@ class ToolCall(Struct, omit_defaults=True):
     type: str | None = "function"
 
 
-class Message(Struct, kw_only=True):
+class Message(Struct, kw_only=True, omit_defaults=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None

@@ -33,7 +33,7 @@ class ChatTemplate:
         caller that passes on those of a request must refuse `RESERVED_NAMES` first."""
         from penstock.text.template_sandbox import RESERVED_NAMES, TemplateRefusal
 
-        if reserved := sorted(RESERVED_NAMES & template_kwargs.keys()):
+        if reserved := template_kwargs and sorted(RESERVED_NAMES & template_kwargs.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
         template = self._compiled
         variables = {

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from penstock.text.tokenizer import Tokenizer
 
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 class IncrementalDetokenizer:
     """What `push` and `finish` return adds up to `tokenizer.decode` of all ids, however these are divided.
@@ -19,7 +21,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._strip_next = tokenizer.strips_first_space and not continues
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8 = _Utf8Decoder("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
         data = self._tokenizer.join_bytes(token_ids, skip_special_tokens=self._skip_special_tokens)

@@ -1,4 +1,5 @@
-"""Encoding chats piece by piece, so that a system prompt or a history that comes again is not tokenised again."""
+"""Encoding chats piece by piece, so that a system prompt or a history that comes again is not tokenised again, and new
+words are all that costs something in a new message."""
 
 from __future__ import annotations
 
@@ -11,6 +12,13 @@ import tokenizers
 from tokenizers import AddedToken
 
 MAX_CHARACTERS = 2**21  # of all pieces remembered; about 10 MB with their tokens
+MAX_WORDS = 2**15  # remembered; about as much
+MAX_WORD_CHARACTERS = 24
+BY_WORDS = 1024  # characters of a piece up to which looking up its words is worth while; the backend needs no GIL
+
+# Where a space stands between two of these letters, every tokenizer that cuts a text into words cuts before the space.
+_before_words = re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])").split
+_SAMPLE = "We can't say THAT everyone's fooBar likes it a I\tx, or do we say so"
 
 
 class SegmentEncoder:
@@ -29,6 +37,8 @@ class SegmentEncoder:
         self._pieces: OrderedDict[str, list[int]] = OrderedDict()  # least recently used first
         self._characters = 0
         self._lock = threading.Lock()  # long texts are encoded in threads
+        self._words: dict[str, list[int]] = {}
+        self._has_words = self._cuts_before_words() and not any(" " in token.content for token in added.values())
 
     @staticmethod
     def applies(added: Mapping[int, AddedToken]) -> bool:
@@ -51,11 +61,39 @@ class SegmentEncoder:
             if (known := self._pieces.get(piece)) is not None:
                 self._pieces.move_to_end(piece)
                 return known
-        ids: list[int] = self._backend.encode(piece, add_special_tokens=False).ids
+        ids = self._by_words(piece) if self._has_words and len(piece) <= BY_WORDS else self._encode(piece)
         with self._lock:
             if piece not in self._pieces and len(piece) <= MAX_CHARACTERS:
                 self._pieces[piece] = ids
                 self._characters += len(piece)
                 while self._characters > MAX_CHARACTERS:
                     self._characters -= len(self._pieces.popitem(last=False)[0])
+        return ids
+
+    def _by_words(self, piece: str) -> list[int]:
+        ids: list[int] = []
+        words = self._words
+        for word in _before_words(piece):
+            known = words.get(word)
+            if known is None:
+                known = self._encode(word)
+                if len(word) <= MAX_WORD_CHARACTERS:
+                    if len(words) >= MAX_WORDS:
+                        words.clear()
+                    words[word] = known
+            ids += known
+        return ids
+
+    def _cuts_before_words(self) -> bool:
+        """Whether the backend's rules, which are the same for all letters, cut a sample there and change no space."""
+        rules = self._backend.pre_tokenizer
+        if rules is None:
+            return False
+        starts = {start for _, (start, _) in rules.pre_tokenize_str(_SAMPLE)}
+        words = _before_words(_SAMPLE)
+        cuts = all(sum(map(len, words[:count])) in starts for count in range(len(words)))
+        return cuts and self._encode(_SAMPLE) == [id for word in words for id in self._encode(word)]
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids

@@ -22,6 +22,7 @@ MAX_OUTPUT_CHARACTERS = 32 * 2**20
 MAX_RANGE_ITEMS = 100_000  # over all `range` calls of one rendering
 MAX_REPEATED_ITEMS = 2**20
 MAX_EXPONENT = 64
+MAX_REMEMBERED = 1000  # attributes; a template may compute their names
 
 TYPE_TESTS = {"string", "iterable", "sequence", "mapping"}  # how templates tell a string from a list of parts
 
@@ -50,7 +51,7 @@ class CompiledTemplate:
         tree = environment.parse(source)
         names = {node.name for node in tree.find_all(nodes.Name)}
         self._template = environment.from_string(source)
-        self._template.globals = dict(self._template.globals)  # a ChainMap otherwise, walked through for each rendering
+        self._globals = dict(self._template.globals)
         self.knows_tools = "tools" in names
         self.knows_developer = "developer" in {node.value for node in tree.find_all(nodes.Const)}
         self.reads_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
@@ -58,7 +59,9 @@ class CompiledTemplate:
 
     def render(self, variables: dict[str, Any]) -> str:
         pieces, size = [], 0
-        for piece in self._template.generate(variables | {"range": _bounded_range()}):
+        names = {**self._globals, **variables, "range": _bounded_range()}
+        context = Context(self._template.environment, names, None, self._template.blocks)
+        for piece in self._template.root_render_func(context):
             size += len(piece)
             if size > MAX_OUTPUT_CHARACTERS:
                 raise SecurityError(f"its output exceeds {MAX_OUTPUT_CHARACTERS} characters")
@@ -71,9 +74,19 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag])
+        self._safe: dict[tuple[type, str], bool] = {}
         self.filters["tojson"] = _to_json
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Decided by type and name, so once for each that a template reads."""
+        safe = self._safe.get((type(obj), attr))
+        if safe is None:
+            safe = super().is_safe_attribute(obj, attr, value)
+            if len(self._safe) < MAX_REMEMBERED:
+                self._safe[type(obj), attr] = safe
+        return safe
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and isinstance(right, int) and abs(right) > MAX_EXPONENT:

@@ -57,14 +57,8 @@ class Tokenizer:
         self.bos_id = bos_id
         self.eos_ids = eos_ids  # every token that ends an answer; the first one is the model's own `eos_token`
         self.chat_template = chat_template
-
-    @property
-    def bos_token(self) -> str:
-        return "" if self.bos_id is None else self.token_text(self.bos_id)
-
-    @property
-    def eos_token(self) -> str:
-        return self.token_text(self.eos_ids[0]) if self.eos_ids else ""
+        self.bos_token = "" if bos_id is None else self.token_text(bos_id)
+        self.eos_token = self.token_text(eos_ids[0]) if eos_ids else ""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Releases the GIL, so long texts may be encoded in a thread. A rendered chat template already holds its

@@ -48,6 +48,36 @@ def test_a_token_that_swallows_spaces_turns_pieces_off(backend: tokenizers.Token
     assert ids == copy.encode(text, add_special_tokens=False).ids
 
 
+def test_a_token_across_words_is_found(backend: tokenizers.Tokenizer) -> None:
+    copy = tokenizers.Tokenizer.from_str(backend.to_str())
+    copy.add_tokens([AddedToken("n f", normalized=True)])
+    ids = Tokenizer(copy).encode("the rain falls", add_special_tokens=False)
+    assert ids == copy.encode("the rain falls", add_special_tokens=False).ids
+
+
+def test_merges_across_words_are_found() -> None:
+    """As superword vocabularies have them: nothing cuts a text before its words."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(CORPUS * 9, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+    backend.add_special_tokens([AddedToken("<|a|>", normalized=False)])
+    ids = backend.encode(CORPUS[0], add_special_tokens=False).ids
+    assert len(ids) < len(CORPUS[0].split()), "the case is what it says"
+    assert Tokenizer(backend).encode(CORPUS[0], add_special_tokens=False) == ids
+
+
+def test_words_are_forgotten_before_they_are_too_many(
+    backend: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "MAX_WORDS", 3)
+    encoder = segments.SegmentEncoder(backend, backend.get_added_tokens_decoder())
+    text = "one two three four five six " + "x" * 50
+    assert encoder.encode(text) == backend.encode(text, add_special_tokens=False).ids
+    assert 0 < len(encoder._words) <= 3
+
+
 def test_memory_is_bounded(backend: tokenizers.Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "MAX_CHARACTERS", 10)
     encoder = segments.SegmentEncoder(backend, backend.get_added_tokens_decoder())
