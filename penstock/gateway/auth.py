@@ -68,4 +68,5 @@ def bearer(exchange: Exchange) -> bytes:
     match = _BEARER.fullmatch(found[0])
     if match is None:
         raise Unauthorized("the Authorization header must be 'Bearer KEY'")
-    return bytes(match[1])
+    token: bytes = match[1]
+    return token

@@ -67,7 +67,9 @@ class ChatCompletions:
     def _render(self, body: ChatRequest | TokenizeRequest) -> str:
         messages = body.messages or []
         for position, message in enumerate(messages):
-            require(message.role in ROLES, f"messages[{position}].role", f"must be one of {', '.join(ROLES)}")
+            if message.role not in ROLES:
+                param = f"messages[{position}].role"
+                raise InvalidRequest(f"{param} must be one of {', '.join(ROLES)}", param=param)
         variables = dict(body.chat_template_kwargs or {})
         if reserved := variables and sorted(RESERVED_NAMES & variables.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
@@ -155,11 +157,14 @@ class ChatCompletions:
 
 
 def _refuse_unsupported(body: ChatRequest) -> None:
-    for name in ("audio", "functions", "function_call", "web_search_options"):
-        require(getattr(body, name) is None, name, "is not supported" + ("; use tools" if "function" in name else ""))
+    require(body.audio is None, "audio", "is not supported")
+    require(body.functions is None, "functions", "is not supported; use tools")
+    require(body.function_call is None, "function_call", "is not supported; use tools")
+    require(body.web_search_options is None, "web_search_options", "is not supported")
     require(body.modalities in (None, [], ["text"]), "modalities", 'must be ["text"]: other outputs are not supported')
-    kind = body.response_format.type if body.response_format else "text"
-    require(kind == "text", "response_format", f'of type {kind[:40]!r} is not supported; only "text" is')
+    if body.response_format is not None:
+        kind = body.response_format.type
+        require(kind == "text", "response_format", f'of type {kind[:40]!r} is not supported; only "text" is')
     require(
         body.tool_choice in (None, "none", "auto"), "tool_choice", 'must be "none" or "auto": a call cannot be forced'
     )

@@ -206,26 +206,21 @@ class Generation:
 
     def _expected_tokens(self) -> int:
         tenant, asked = self.exchange.tenant.name, self.exchange.output_asked
-        prompts = sum(len(choice.prompt.token_ids) for choice in self.choices if choice.first_of_prompt)
-        limits = (choice.request.params.max_tokens or 0 for choice in self.choices)
-        return prompts + sum(self.metering.expected_output(tenant, limit, asked) for limit in limits)
+        tokens = 0
+        for choice in self.choices:
+            tokens += self.metering.expected_output(tenant, choice.request.params.max_tokens or 0, asked)
+            if choice.first_of_prompt:
+                tokens += len(choice.prompt.token_ids)
+        return tokens
 
     def _settle(self, grant: Grant) -> None:
         """What was not computed for this request is not charged."""
         computed = [choice for choice in self.choices if choice.first is not None and choice.computed]
-        prompted = [choice for choice in computed if choice.first_of_prompt]
-        self.metering.settle(
-            grant,
-            sum(len(choice.prompt.token_ids) for choice in prompted),
-            sum(choice.cached_tokens for choice in prompted),
-            [choice.stream.output_tokens for choice in computed],
-        )
+        self.metering.settle(grant, *_count(computed))
 
     def usage(self) -> Usage:
-        prompted = [choice for choice in self.choices if choice.first_of_prompt]
-        prompt_tokens = sum(len(choice.prompt.token_ids) for choice in prompted)
-        output_tokens = sum(choice.stream.output_tokens for choice in self.choices)
-        cached = sum(choice.cached_tokens for choice in prompted)
+        prompt_tokens, cached, outputs = _count(self.choices)
+        output_tokens = sum(outputs)
         return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached))
 
     def reported_usage(self) -> Usage:
@@ -270,6 +265,16 @@ class Generation:
             cache=None if choice.cache is None else choice.cache.state,
             engine=choice.ledger,
         )
+
+
+def _count(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:
+    """Tokens of the prompts, those of them that were cached, and the output of each choice."""
+    prompt_tokens = cached_tokens = 0
+    for choice in choices:
+        if choice.first_of_prompt:
+            prompt_tokens += len(choice.prompt.token_ids)
+            cached_tokens += choice.cached_tokens
+    return prompt_tokens, cached_tokens, [choice.stream.output_tokens for choice in choices]
 
 
 def _raise_failure(chunk: Chunk) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from typing import TextIO
 
-_PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.,:;/+@%#~*[](){}<>!?&|^$")
+_is_plain = re.compile(r"[\w\-.,:;/+@%#~*\[\](){}<>!?&|^$]+", re.ASCII).fullmatch
 
 
 class LineFormatter(logging.Formatter):
@@ -41,7 +42,7 @@ def configure_logging(level: str = "info", stream: TextIO | None = None) -> None
 def _quoted(value: object) -> str:
     """A value that cannot break the line or pass for another key, whatever a client put in it."""
     text = str(value)
-    return text if text and _PLAIN.issuperset(text) else ascii(text)
+    return text if _is_plain(text) else ascii(text)
 
 
 def log(

@@ -8,13 +8,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import add
 
+from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from penstock.core.engine import EngineStats
-from penstock.observability.account import Account
+from penstock.observability.account import Account, Parts
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0,
@@ -34,7 +36,6 @@ ENGINE_COUNTERS = (
     ("refused", "Requests refused because their objective could not be met"),
     ("expired", "Requests stopped because their deadline passed"),
 )
-PARTS = ("prepare", "queued", "prefill", "decode", "stalled", "answer", "relay")  # of Account
 
 
 class Histogram:
@@ -84,7 +85,7 @@ class GatewayMetrics(Collector):
             "penstock_request_seconds", "From arrival of a generation request to the end of its response", SECONDS
         )
         self.queue_time = Histogram("penstock_queue_seconds", "From arrival at the engine to the first step", SECONDS)
-        self.part_seconds: Counter[tuple[str, str]] = Counter()  # by (class, part)
+        self.part_seconds: dict[str, list[float]] = {}  # by class: one sum for each of Parts
         self.queue_causes: Counter[str] = Counter()  # seconds
         self.missed_tokens: Counter[str] = Counter()  # by cause
         self.objectives: Counter[tuple[str, str, bool]] = Counter()  # by (class, ttft or gap, met)
@@ -96,8 +97,8 @@ class GatewayMetrics(Collector):
         """Add a finished request's time and what the engine says of it."""
         name = account.objective
         for choice in account.choices:
-            for part in PARTS:
-                self.part_seconds[name, part] += getattr(choice.parts, part)
+            parts = astuple(choice.parts)
+            self.part_seconds[name] = [*map(add, self.part_seconds.get(name, [0.0] * len(parts)), parts)]
             ledger = choice.engine
             if ledger is None:
                 continue
@@ -136,8 +137,9 @@ class GatewayMetrics(Collector):
         parts = CounterMetricFamily(
             "penstock_part_seconds", "Time of finished choices by the part it went to", labels=["class", "part"]
         )
-        for (name, part), seconds in sorted(self.part_seconds.items()):
-            parts.add_metric([name, part], seconds)
+        for name, sums in sorted(self.part_seconds.items()):
+            for part, seconds in zip(Parts.__struct_fields__, sums, strict=True):
+                parts.add_metric([name, part], seconds)
         yield parts
         causes = CounterMetricFamily(
             "penstock_queue_cause_seconds", "Time queued in the engine by its cause", labels=["cause"]

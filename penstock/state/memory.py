@@ -150,7 +150,8 @@ class MemoryStore:
 
     def record(self, key: UsageKey, used: Usage) -> None:
         """The half that concerns spend."""
-        self._usage[key] = self._usage[key].plus(used) if key in self._usage else used
+        known = self._usage.get(key)
+        self._usage[key] = used if known is None else known.plus(used)
         if used.cost:
             for period in (key.day, key.day[:7]):
                 self.spent[key.tenant, period] = self._spent(key.tenant, period) + used.cost

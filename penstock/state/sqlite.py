@@ -47,7 +47,6 @@ class SqliteStore(MemoryStore):
         super().__init__()
         self.path = path
         self._thread = ThreadPoolExecutor(1, "sqlite")  # a connection belongs to one thread
-        self._pending: dict[UsageKey, Usage] = {}
         self._syncing: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -91,25 +90,20 @@ class SqliteStore(MemoryStore):
                     logger.warning("cannot write spend to %s, going on in memory: %s", self.path, error)
                 failing = True
 
-    def record(self, key: UsageKey, used: Usage) -> None:
-        super().record(key, used)
-        self._pending[key] = self._pending[key].plus(used) if key in self._pending else used
-
     async def sync(self) -> None:
         """Write what was spent here, read what was spent in all."""
-        pending, self._pending = self._pending, {}
+        pending, self._usage = self._usage, {}  # what memory holds is what the file has not
         day = self.day()
         try:
             spent = await self._in_thread(lambda: self._write_and_read(pending, day))
         except sqlite3.Error:
             for key, used in pending.items():
-                self._pending[key] = self._pending.get(key, Usage()).plus(used)
+                self._usage[key] = self._usage.get(key, Usage()).plus(used)
             raise
-        for key, used in self._pending.items():
+        for key, used in self._usage.items():
             for period in (key.day, key.day[:7]):
                 spent[key.tenant, period] = spent.get((key.tenant, period), 0) + used.cost
         self.spent = spent
-        self._usage = {}  # the file has it
 
     def _write_and_read(self, pending: dict[UsageKey, Usage], day: str) -> dict[tuple[str, str], int]:
         with self._db:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from penstock.core.request import Chunk, FinishReason, SamplingParams, TokenLogprob
@@ -31,7 +30,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = IncrementalDetokenizer(tokenizer, continues=True)
-        self._stops = StopStrings(params.stop)
+        self._stops = StopStrings(params.stop) if params.stop else None
         self._parts: list[str] = []
         self.output_tokens = 0  # as billed: with the end token, without what came after a stop string
         self.finish_reason: FinishReason | None = None
@@ -43,40 +42,41 @@ class TextStream:
     def push(self, chunk: Chunk) -> TextDelta:
         if self.finish_reason is not None:
             return TextDelta("", [], self.finish_reason)
-        delta = TextDelta("", [], chunk.finish_reason)
-        hidden = self._ends_with_stop_token(chunk)
-        parts: list[str] = []
-        if not self._params.stop:  # nothing ends the text before the tokens end
+        hidden = chunk.finish_reason is not None and self._ends_with_stop_token(chunk)
+        if self._stops is not None:
+            delta = self._until_stop(chunk, self._stops, hidden)
+        else:  # nothing ends the text before the tokens end
+            shown = chunk.token_ids[:-1] if hidden else chunk.token_ids
+            delta = TextDelta(self._detokenizer.push(shown), chunk.token_ids, chunk.finish_reason)
             self.output_tokens += len(chunk.token_ids)
-            delta.token_ids += chunk.token_ids
-            parts.append(self._detokenizer.push(chunk.token_ids[:-1] if hidden else chunk.token_ids))
-        else:
-            parts += self._until_stop(chunk, delta, hidden)
-        if chunk.finish_reason is not None and self._stops.matched is None:
-            parts += [self._show(self._detokenizer.finish()), self._stops.finish()]
-        if self._stops.matched is not None:
-            delta.finish_reason, delta.stop_matched = "stop", self._stops.matched
-        elif hidden and chunk.token_ids[-1] in self._params.stop_token_ids:
+            if chunk.finish_reason is not None:
+                delta.text += self._detokenizer.finish()
+        if hidden and delta.stop_matched is None and chunk.token_ids[-1] in self._params.stop_token_ids:
             delta.stop_matched = chunk.token_ids[-1]
         if chunk.logprobs is not None:
             delta.logprobs = chunk.logprobs[: len(delta.token_ids)]
-        delta.text = "".join(parts)
         self._parts.append(delta.text)
         self.finish_reason = delta.finish_reason
         return delta
 
-    def _until_stop(self, chunk: Chunk, delta: TextDelta, hidden: bool) -> Iterator[str]:
-        for position, token_id in enumerate(chunk.token_ids, start=1):
-            self.output_tokens += 1
-            delta.token_ids.append(token_id)
-            if not (hidden and position == len(chunk.token_ids)):
-                yield self._show(self._detokenizer.push((token_id,)))
-            if self._stops.matched is not None:
-                return
+    def _until_stop(self, chunk: Chunk, stops: StopStrings, hidden: bool) -> TextDelta:
+        def show(text: str) -> str:
+            """Stop strings count only where they begin after the first `min_tokens` tokens."""
+            return text if self.output_tokens <= self._params.min_tokens else stops.push(text)[0]
 
-    def _show(self, text: str) -> str:
-        """Stop strings count only where they begin after the first `min_tokens` tokens."""
-        return text if self.output_tokens <= self._params.min_tokens else self._stops.push(text)[0]
+        parts: list[str] = []
+        for taken, token_id in enumerate(chunk.token_ids, start=1):
+            self.output_tokens += 1
+            if not (hidden and taken == len(chunk.token_ids)):
+                parts.append(show(self._detokenizer.push((token_id,))))
+            if stops.matched is not None:
+                return TextDelta("".join(parts), chunk.token_ids[:taken], "stop", stop_matched=stops.matched)
+        if chunk.finish_reason is not None:
+            parts.append(show(self._detokenizer.finish()))
+            if stops.matched is None:
+                parts.append(stops.finish())
+        reason = "stop" if stops.matched is not None else chunk.finish_reason
+        return TextDelta("".join(parts), chunk.token_ids, reason, stop_matched=stops.matched)
 
     def _ends_with_stop_token(self, chunk: Chunk) -> bool:
         if chunk.finish_reason != "stop" or not chunk.token_ids:
