@@ -10,13 +10,14 @@ import asyncio
 import sys
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import uvloop
 
 from penstock.core.engine import EngineInfo, EngineStats
 from penstock.core.ledger import Ledger, PrefillChunk
 from penstock.core.request import Chunk, GenerateRequest
-from penstock.worker.protocol import BEAT_SECONDS, Abort, Beat, Chunks, Hello, decode_to_worker, frame, read_frame
+from penstock.worker.protocol import BEAT_SECONDS, Abort, Beat, Chunks, Hello, decode_to_worker, frame, take_frames
 
 VOCAB_SIZE = 49_152  # of the built-in tokenizer, which the gateway runs with
 FIRST_TOKEN = 1_000
@@ -29,36 +30,55 @@ class Running:
     sent: int = 0
 
 
-async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    running: dict[str, Running] = {}
-    work = asyncio.Event()
-    tasks = [asyncio.create_task(step(writer, running, work)), asyncio.create_task(beat(writer))]
-    writer.write(frame(Hello(EngineInfo("trivial", 8192, VOCAB_SIZE))))
-    try:
-        while True:
-            message = decode_to_worker(await read_frame(reader))
+class Client(asyncio.Protocol):
+    """One gateway's connection."""
+
+    transport: asyncio.Transport
+
+    def __init__(self) -> None:
+        self.received = bytearray()
+        self.running: dict[str, Running] = {}
+        self.loop = asyncio.get_running_loop()
+        self.stepping = False
+        self.paused = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.write(frame(Hello(EngineInfo("trivial", 8192, VOCAB_SIZE))))
+        self.beat()
+
+    def beat(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(frame(Beat(EngineStats(kv_blocks=1000))))
+            self.loop.call_later(BEAT_SECONDS, self.beat)
+
+    def data_received(self, data: bytes) -> None:
+        for body in take_frames(self.received, data):
+            message = decode_to_worker(body)
             if isinstance(message, Abort):
-                running.pop(message.request_id, None)
+                self.running.pop(message.request_id, None)
             else:
-                running[message.request.id] = Running(message.request, time.monotonic())
-                work.set()
-    except asyncio.IncompleteReadError:
-        for task in tasks:
-            task.cancel()
+                self.running[message.request.id] = Running(message.request, time.monotonic())
+        if not self.stepping:
+            self.step()
 
+    def step(self) -> None:
+        self.stepping = bool(self.running) and not self.paused
+        if self.stepping:
+            chunks = [advance(one) for one in self.running.values()]
+            for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    del self.running[chunk.request_id]
+            self.transport.write(frame(Chunks(chunks)))
+            self.loop.call_soon(self.step)
 
-async def step(writer: asyncio.StreamWriter, running: dict[str, Running], work: asyncio.Event) -> None:
-    while True:
-        await work.wait()
-        chunks = [advance(one) for one in running.values()]
-        for chunk in chunks:
-            if chunk.finish_reason is not None:
-                del running[chunk.request_id]
-        if not running:
-            work.clear()
-        writer.write(frame(Chunks(chunks)))
-        await writer.drain()
-        await asyncio.sleep(0)
+    def pause_writing(self) -> None:
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        self.paused = False
+        if not self.stepping:
+            self.step()
 
 
 def advance(one: Running) -> Chunk:
@@ -78,14 +98,8 @@ def advance(one: Running) -> Chunk:
     return chunk
 
 
-async def beat(writer: asyncio.StreamWriter) -> None:
-    while True:
-        writer.write(frame(Beat(EngineStats(kv_blocks=1000))))
-        await asyncio.sleep(BEAT_SECONDS)
-
-
 async def main(path: str) -> None:
-    server = await asyncio.start_unix_server(converse, path)
+    server = await asyncio.get_running_loop().create_unix_server(Client, path)
     print("ready", flush=True)
     await server.serve_forever()
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
 import time
+from contextlib import suppress
 from typing import TextIO
+
+WRITE_SECONDS = 0.05  # for how long a line may wait for others
 
 _is_plain = re.compile(r"[\w\-.,:;/+@%#~*\[\](){}<>!?&|^$]+", re.ASCII).fullmatch
 
@@ -29,11 +33,42 @@ class LineFormatter(logging.Formatter):
         return f"{self._text}.{int(record.msecs):03d}"
 
 
+class LineHandler(logging.Handler):
+    """Lines of an event loop are written some times a second, all at once: a write for each would take longer than all
+    the rest of it. Warnings, and lines from elsewhere, are written at once."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self.setFormatter(LineFormatter())
+        self._stream = stream
+        self._lines: list[str] = []
+        self._due_in: asyncio.AbstractEventLoop | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(self.format(record))
+        loop = asyncio._get_running_loop() if record.levelno < logging.WARNING else None
+        if loop is None:
+            self.flush()
+        elif loop is not self._due_in:
+            self._due_in = loop
+            loop.call_later(WRITE_SECONDS, self.flush)
+
+    def flush(self) -> None:
+        """Also at the end of the process. A log that cannot be written must not end what it tells of."""
+        self.acquire()
+        try:
+            lines, self._lines, self._due_in = self._lines, [], None
+            with suppress(OSError, ValueError):
+                if lines:
+                    self._stream.write("\n".join(lines) + "\n")
+                    self._stream.flush()
+        finally:
+            self.release()
+
+
 def configure_logging(level: str = "info", stream: TextIO | None = None) -> None:
     """Send every logger of the process to one stream (stderr unless told), replacing what was set up before."""
-    handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(LineFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.basicConfig(level=level.upper(), handlers=[LineHandler(stream or sys.stderr)], force=True)
     # None of these is in a line, and finding them out takes half of the time of a record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -110,10 +110,11 @@ class MemoryStore:
         )
 
     def _refusal(self, claim: Claim, use: _Use, now: float) -> tuple[Limit | None, float]:
-        day = self.day()
-        if claim.budget_per_month is not None and self._spent(claim.tenant, day[:7]) >= claim.budget_per_month:
+        limit = claim.budget_per_month
+        if limit is not None and self._spent(claim.tenant, self.day()[:7]) >= limit:
             return "month", seconds_to_next_month(self._wall_clock())
-        if claim.budget_per_day is not None and self._spent(claim.tenant, day) >= claim.budget_per_day:
+        limit = claim.budget_per_day
+        if limit is not None and self._spent(claim.tenant, self.day()) >= limit:
             return "day", seconds_to_next_day(self._wall_clock())
         if claim.concurrent is not None and use.running >= claim.concurrent:
             return "concurrent", 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 
 import tokenizers
@@ -34,9 +33,9 @@ class SegmentEncoder:
         self._ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
-        self._pieces: OrderedDict[str, list[int]] = OrderedDict()  # least recently used first
+        self._pieces: dict[str, list[int]] = {}  # oldest first
         self._characters = 0
-        self._lock = threading.Lock()  # long texts are encoded in threads
+        self._lock = threading.Lock()  # for those who add: long texts are encoded in threads
         self._words: dict[str, list[int]] = {}
         self._has_words = self._cuts_before_words() and not any(" " in token.content for token in added.values())
 
@@ -57,17 +56,18 @@ class SegmentEncoder:
         return ids
 
     def _piece(self, piece: str) -> list[int]:
-        with self._lock:
-            if (known := self._pieces.get(piece)) is not None:
-                self._pieces.move_to_end(piece)
-                return known
+        known = self._pieces.get(piece)
+        if known is not None:
+            return known
         ids = self._by_words(piece) if self._has_words and len(piece) <= BY_WORDS else self._encode(piece)
         with self._lock:
             if piece not in self._pieces and len(piece) <= MAX_CHARACTERS:
                 self._pieces[piece] = ids
                 self._characters += len(piece)
                 while self._characters > MAX_CHARACTERS:
-                    self._characters -= len(self._pieces.popitem(last=False)[0])
+                    oldest = next(iter(self._pieces))
+                    del self._pieces[oldest]
+                    self._characters -= len(oldest)
         return ids
 
     def _by_words(self, piece: str) -> list[int]:

@@ -102,18 +102,22 @@ class WorkerClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """What it raises ends the connection."""
         self._last_heard = time.monotonic()
-        self._received += data
-        for body in take_frames(self._received):
+        for body in take_frames(self._received, data):
             self._take(decode_from_worker(body))
 
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Chunks):
+            inboxes = self._inboxes
             for chunk in message.chunks:
-                self._put(chunk.request_id, chunk)
+                inbox = inboxes.get(chunk.request_id)
+                if inbox is not None:
+                    inbox.put(chunk)
         elif isinstance(message, Beat):
             self.stats = message.stats
         elif isinstance(message, Refused):
-            self._put(message.request_id, message.exception())
+            inbox = self._inboxes.get(message.request_id)
+            if inbox is not None:
+                inbox.put(message.exception())
         elif not self._greeted.done():
             self.info = message.info
             self._greeted.set_result(None)
@@ -126,11 +130,6 @@ class WorkerClient(asyncio.Protocol):
             inbox.put(Unavailable("the worker died while this request was running; send it again"))
         if not self.closed.done():
             self.closed.set_result(None)
-
-    def _put(self, request_id: str, item: Chunk | PenstockError) -> None:
-        inbox = self._inboxes.get(request_id)
-        if inbox is not None:
-            inbox.put(item)
 
     def health(self) -> Health:
         silent = time.monotonic() - self._last_heard

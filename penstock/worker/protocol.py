@@ -73,29 +73,36 @@ def frame(message: ToWorker | FromWorker) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def take_frames(buffer: bytearray) -> list[bytes]:
-    """Cut the frames that are complete off the beginning of what was received."""
+def take_frames(buffer: bytearray, data: bytes) -> list[bytes]:
+    """The frames that `data` completes; `buffer` keeps what has come of the next one."""
+    if buffer:
+        buffer += data
+        if len(buffer) < _LENGTH.size or len(buffer) < _LENGTH.size + _length(buffer):
+            return []
+        data = bytes(buffer)
+        buffer.clear()
     frames: list[bytes] = []
-    at = 0
-    while len(buffer) - at >= _LENGTH.size:
-        (length,) = _LENGTH.unpack_from(buffer, at)
-        _check_length(length)
-        end = at + _LENGTH.size + length
-        if end > len(buffer):
+    at, have = 0, len(data)
+    while have - at >= _LENGTH.size:
+        begin = at + _LENGTH.size
+        end = begin + _length(data, at)
+        if end > have:
             break
-        frames.append(bytes(buffer[at + _LENGTH.size : end]))
+        frames.append(data[begin:end])
         at = end
-    del buffer[:at]
+    if at < have:
+        buffer += data[at:]
     return frames
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
     """Raises IncompleteReadError at the end of the stream."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    _check_length(length)
-    return await reader.readexactly(length)
+    return await reader.readexactly(_length(await reader.readexactly(_LENGTH.size)))
 
 
-def _check_length(length: int) -> None:
+def _length(data: bytes | bytearray, at: int = 0) -> int:
+    length: int
+    (length,) = _LENGTH.unpack_from(data, at)
     if length > MAX_FRAME:
         raise ConnectionError(f"a frame of {length} bytes is over the limit of {MAX_FRAME}")
+    return length

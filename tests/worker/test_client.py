@@ -26,8 +26,7 @@ def test_frames_come_out_whole_however_they_arrive(sizes: list[int], data: st.Da
     buffer, found, at = bytearray(), [], 0
     while at < len(sent):
         step = data.draw(st.integers(1, 400))
-        buffer += sent[at : at + step]
-        found += take_frames(buffer)
+        found += take_frames(buffer, sent[at : at + step])
         at += step
     assert [len(body) + 4 for body in found] == [len(frame(Chunks([chunk]))) for chunk in chunks]
     assert not buffer
