@@ -136,7 +136,7 @@ def step(parts: list[tuple[np.ndarray, int, list[int]]], last_only: bool = False
 
 def limit(kv: native.KVFormat = "bf16") -> float:
     """Of the error of a model in bfloat16, by what else is rounded: activations with some instructions, the cache."""
-    return 0.05 if native.isa() in ("avx512bf16", "amx") else {"bf16": 0.01, "int8": 0.03}[kv]
+    return 0.05 if native.isa() in ("avx512bf16", "amx") else {"bf16": 0.01, "int8": 0.05}[kv]
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -242,7 +242,7 @@ def test_an_outlier_among_the_keys_leaves_int8_precise() -> None:
         for layer in model.model.layers:
             layer.self_attn.k_proj.bias[::32] = 40.0
     logits, _ = build(model, kv="int8").forward(step([(tokens, 0, list(range(8)))]))
-    assert relative_error(logits, expected(model, tokens)) < 0.05
+    assert relative_error(logits, expected(model, tokens)) < 0.1  # 0.18 if they are not spread, 0.03 in bf16
 
 
 @pytest.mark.parametrize("count", [1, 40])
