@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from gpu_cases.attention import make_cache
-from gpu_cases.case import BF16, COPY_BYTES, DEVICE, FP8, Case, Variant, randn, sets_for, short
+from gpu_cases.case import BF16, COPY_BYTES, DEVICE, FP8, Case, Variant, randn, relative_error, sets_for, short
 from gpu_cases.linear import scratch
 from penstock.kernels import decode_triton as decode
 from penstock.kernels import linear_triton
 from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
 from penstock.kernels.gemm_configs import stream_config
+from penstock.kernels.layers_triton import StackedLayers, decode_layers, layers_config, plan_layers
 from penstock.kernels.linear_triton import add_linear, gated_linear, linear
 from penstock.kernels.rope_triton import rope_and_cache
 from penstock.kernels.sampling_reference import sample_reference
@@ -80,38 +80,69 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
     head, gain, gains = make_weight(vocab, hidden, BF16)[0], randn(hidden), (randn(128), randn(128)) if normed else None
     size = sum(w.numel() * w.itemsize for layer in weights for w, _ in layer) + head.numel() * 2
     size += layers * rows * context * 4096
-    caches = [make_cache(rows, context, 8, 1) for _ in range(layers)]
+    k_all, v_all = (randn(layers, rows * -(-context // 16), 8, 16, 128) for _ in range(2))
+    tables = torch.randperm(k_all.shape[1], device=DEVICE).view(rows, -1).to(torch.int32)
     cos_sin, contexts = (
         torch.randn(4096, 128, device=DEVICE),
         torch.full((rows,), context, dtype=torch.int32, device=DEVICE),
     )
     positions, embedded = contexts - 1, randn(rows, hidden)
-    slots = [tables[0, :, -1] * 16 + (context - 1) % 16 for _, _, tables in caches]
+    slots = tables[:, -1] * 16 + (context - 1) % 16
     config = decode.decode_config(rows, 8)
     parts = decode_parts(rows, 8)
-    work = decode.decode_scratch(rows, heads, 8, 128, parts, DEVICE)
+    work = decode.decode_scratch(rows, heads, heads, 128, parts, DEVICE)
     sampling = sampling_scratch(rows, vocab, DEVICE)
     tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     turn = decode.Turn(cos_sin, gains, 1e-6)
     logits = torch.empty(rows, vocab, device=DEVICE)
 
-    def step(turns: bool) -> None:
+    def step(turns: bool, count: int = layers) -> None:
         x = embedded.clone()
         plan = plan_decode(contexts, parts, config.block_n)
-        for layer, (k, v, tables), slot in zip(weights, caches, slots, strict=True):
+        for layer, k, v in zip(weights[:count], k_all[:count], v_all[:count], strict=True):
             (qkv, qkv_s), (o, o_s), (gate_up, gate_up_s), (down, down_s) = layer
             y = linear(x, qkv, scratch(), scales=qkv_s, norm=(gain, 1e-5))
             if not turns:
-                y = rope_and_cache(y, cos_sin, positions, slot, k, v, heads, norm_weights=gains, eps=1e-6)
+                y = rope_and_cache(y, cos_sin, positions, slots, k, v, heads, norm_weights=gains, eps=1e-6)
             attended = torch.empty(rows, heads, 128, dtype=BF16, device=DEVICE)
             decode.decode_attention(
-                attended, y, k, v, tables[0], plan, scale=0.09, scratch=work, config=config,
+                attended, y, k, v, tables, plan, scale=0.09, scratch=work, config=config,
                 turn=turn if turns else None,
             )  # fmt: skip
             add_linear(x, attended.flatten(1), o, scratch(), scales=o_s)
             z = gated_linear(x, gate_up, scratch(), scales=gate_up_s, norm=(gain, 1e-5))
             add_linear(x, z, down, scratch(), scales=down_s)
         argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out=logits), tokens, sampling)
+
+    def stacked_step(count: int = layers) -> None:
+        linear_triton.stream_config = stream_config
+        stacked = StackedLayers(
+            addresses, weights[0][0][0], gain, hidden, inner, heads, 8, 128, normed, 1e-6, counter, programs
+        )
+        shape = layers_config(stacked)
+        x = decode_layers(
+            embedded.clone(), stacked, k_all, v_all, tables, plan_layers(stacked, contexts, 0, shape),
+            cos_sin=cos_sin, scale=0.09, scratch=work, config=shape, num_layers=count,
+        )  # fmt: skip
+        argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out=logits), tokens, sampling)
+
+    head_gains = gains or (gain, gain)
+    addresses = torch.tensor(
+        [
+            [t.data_ptr() for t in (gain, qkv, *head_gains, o, gain, gate_up, down)]
+            for (qkv, _), (o, _), (gate_up, _), (down, _) in weights
+        ],
+        device=DEVICE,
+    )
+    counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    programs = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+
+    def stacked_error() -> float:
+        """Of the logits after two layers, against layers launched one by one; rounding adds up over more."""
+        stacked_step(2)
+        found = logits.clone()
+        step(True, 2)
+        return relative_error(found, logits)
 
     def variant(label: str, choose: Callable[[torch.Tensor, int], object], turns: bool = True) -> Variant:
         def run(i: int) -> None:
@@ -125,4 +156,6 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
         variant("rope apart", stream_config, turns=False),
         variant("* library only", lambda weight, rows: None),
     ]
+    if rows == 1 and dtype == BF16:
+        variants.append(Variant("one launch", lambda i: stacked_step(), stacked_error))
     return Case(f"step {model} {short(dtype)} S{rows} ctx {context}", size / COPY_BYTES, 1, variants)

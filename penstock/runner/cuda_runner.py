@@ -42,6 +42,15 @@ _DEMANDING = SamplingParams(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """Of captured decode steps."""
+
+    size: int
+    shared: bool = False  # over a prefix that sequences share
+    stacked: bool = False  # all layers in one launch
+
+
 @dataclass(slots=True)
 class _Graph:
     graph: torch.cuda.CUDAGraph
@@ -91,7 +100,7 @@ class CudaRunner:
         self._logits = torch.empty((self._max_seqs, vocab_size), dtype=torch.float32, device=device)
         self._scratch = sampling_scratch(self._max_seqs, vocab_size, device)
         self._mixed_steps = MixedSteps(forward, self._tables, self._logits, self._scratch, max_tokens=max_step_tokens)
-        self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._graphs: dict[_Kind, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._under_way: torch.cuda.Event | None = None  # end of the last step launched, until it is collected
 
@@ -135,7 +144,8 @@ class CudaRunner:
         flight.sampled = list(range(len(rows)))
         size = next(size for size in self._sizes if size >= len(rows))
         shared, length = self._shared_prefix(rows, contexts)
-        captured = self._graphs.get((size, length > 0)) or self._capture(size, length > 0)
+        kind = _Kind(size, length > 0, self._forward.stacks(size, int(contexts.max())))
+        captured = self._graphs.get(kind) or self._capture(kind)
         self._send_inputs(rows, contexts, shared, length)
         captured.graph.replay()
         return self._sample(self._logits[: len(rows)], captured.tokens[: len(rows)], rows, contexts, flight)
@@ -277,9 +287,9 @@ class CudaRunner:
         """
         layers = self._forward.distinct_layers
 
-        def run(size: int, shared: bool) -> None:
+        def run(kind: _Kind) -> None:
             with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-                self._decode_body(size, shared, layers)
+                self._decode_body(kind, layers)
 
         def run_mixed(layout: Layout) -> None:
             with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
@@ -288,11 +298,11 @@ class CudaRunner:
         self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32), None, 0)
         self._mixed_steps.pad()
         torch.cuda.synchronize()
-        run(self._sizes[-1], False)  # on this thread, so that its libraries are set up before anything is captured
+        run(_Kind(self._sizes[-1]))  # on this thread, so that its libraries are set up before anything is captured
         with ThreadPoolExecutor(min(16, usable_cpus())) as threads:
             runs = [threads.submit(self._forward.warm_up), threads.submit(self._warm_up_sampling)]
-            runs += [threads.submit(run, size, False) for size in self._sizes]
-            runs += [threads.submit(run, size, True) for size in self._sizes if size >= _MIN_SHARING]
+            runs += [threads.submit(run, kind) for kind in self._kinds]
+            runs += [threads.submit(run, _Kind(size, shared=True)) for size in self._sizes if size >= _MIN_SHARING]
             runs += [threads.submit(run_mixed, layout) for layout in self._mixed_steps.layouts]
             for done in runs:
                 done.result()
@@ -346,28 +356,37 @@ class CudaRunner:
         """Before serving, over the cache that stays. Returns how many sizes were captured."""
         with torch.inference_mode():
             mixed = self._mixed_steps.capture_all(self._state, self._pool)
-            for size in reversed(self._sizes):  # largest first, so that the smaller ones share its memory
-                self._capture(size, False)
-        return mixed + len(self._sizes)
+            for kind in self._kinds:
+                self._capture(kind)
+        return mixed + len(self._kinds)
 
-    def _capture(self, size: int, shared: bool) -> _Graph:
+    @property
+    def _kinds(self) -> list[_Kind]:
+        """Those that are captured ahead; the largest first, so that smaller ones share its memory."""
+        alone = [_Kind(1, stacked=True)] if self._forward.stacks(1, 1) else []
+        return [_Kind(size) for size in reversed(self._sizes)] + alone
+
+    def _capture(self, kind: _Kind) -> _Graph:
         """Everything was compiled before."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            tokens = self._decode_body(size, shared)
-        self._graphs[size, shared] = captured = _Graph(graph, tokens)
+            tokens = self._decode_body(kind)
+        self._graphs[kind] = captured = _Graph(graph, tokens)
         return captured
 
-    def _decode_body(self, size: int, shared: bool, layers: int | None = None) -> torch.Tensor:
+    def _decode_body(self, kind: _Kind, layers: int | None = None) -> torch.Tensor:
         """The tokens chosen; what they were chosen from is in `_logits`."""
-        seqs, forward, state = self._max_seqs, self._forward, self._state
+        size, seqs, forward, state = kind.size, self._max_seqs, self._forward, self._state
         rows, contexts = self._inputs[:size], self._inputs[seqs : seqs + size]
         inputs = gather_decode_inputs(
             rows, contexts, state.last_token_R, self._tables, forward.embedding, self._block_size
         )
-        prefix = self._prefix_of(size) if shared else None
-        hidden = forward.hidden(inputs.x_SC, forward.attend_decode(inputs, contexts, prefix), layers)
+        if kind.stacked:
+            hidden = forward.decode_stacked(inputs, contexts, layers)
+        else:
+            prefix = self._prefix_of(size) if kind.shared else None
+            hidden = forward.hidden(inputs.x_SC, forward.attend_decode(inputs, contexts, prefix), layers)
         logits = forward.logits(hidden, self._logits[:size])
         chosen = argmax(logits, torch.empty(size, dtype=torch.int64, device=logits.device), self._scratch)
         state.last_token_R.index_copy_(0, rows.long(), chosen)
