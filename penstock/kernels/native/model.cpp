@@ -1,4 +1,5 @@
-// A step, run by all threads together: each function below is one phase and ends where its caller puts a barrier.
+// A step, run by all threads together as a row of phases, each of which hands out items to whoever is free and is over
+// when all are done.
 #include "model.h"
 
 #include <algorithm>
@@ -13,9 +14,10 @@ namespace penstock {
 namespace {
 
 constexpr int ROW_BLOCK = 240;       // rows whose activations stay in L2 while panels pass
-constexpr int STREAMING_ROWS = 16;   // up to here weights are read once, in order, each thread its own run
+constexpr int STREAMING_ROWS = 16;   // up to here weights are read once, in order
+constexpr int RUN_PANELS = 8;        // that a thread then takes at a time, so that kernels may walk them side by side
 constexpr int TASK_ROWS = 48;        // (token, head) rows that share one unpacking of keys and values
-constexpr int OWN_ROWS = 3;          // so few rows each thread norms and quantises all for itself: cheaper than to meet
+constexpr int OWN_ROWS = 3;          // so few rows each thread norms and quantises for itself: cheaper than to meet
 constexpr int MIN_SPLIT_KEYS = 64;   // shorter key ranges are not worth a merge
 constexpr int MIN_SHARED_KEYS = 128;  // the same of keys that several sequences read together
 
@@ -43,7 +45,7 @@ Model::Model(const ModelSpec& spec, const int32_t* windows, const float* inverse
       pool_(spec.threads),
       inverse_frequencies_(inverse_frequencies, inverse_frequencies + spec.head_dim / 2),
       layers_(spec.layers),
-      counters_(size_t(spec.layers) * 5 + 1) {
+      counters_(size_t(spec.layers) * 10 + 4) {  // phases of a step with many rows
     weights_ = Region(lay_out(nullptr));
     lay_out(weights_.data());
     for (int i = 0; i < spec.layers; i++) layers_[i].window = windows[i];
@@ -183,7 +185,7 @@ void Model::plan_attention(const Step& s) {
                 tasks_.push_back({table, first + r, 1, context - 1, keys.begin, keys.end, 0,
                                   parts > 1 ? slots + r * parts + shared_parts + p : -1, 0});
             }
-            if (parts > 1) merges_.push_back({first + r, parts});
+            if (parts > 1) merges_.push_back({first + r, slots + r * parts, parts});
         }
         if (parts > 1) slots += run * parts;
     }
@@ -197,144 +199,136 @@ std::string Model::forward(const Step& step) {
     if (std::string problem = check(step); !problem.empty()) return problem;
     reserve(step);
     plan_attention(step);
-    best_.resize(std::max(best_.size(), size_t(step.num_logits) * pool_.size()));
-    for (WorkCounter& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
+    best_.assign(size_t(step.num_logits) * pool_.size(), NO_BEST);
+    for (WorkCounter& counter : counters_) counter.reset();
     pool_.run([&](int thread) { run(step, thread); });
     return "";
 }
 
+// A thread that comes late, because the system had given its core to someone else, finds phases done and skips them.
+template <class Work>
+void Model::phase(int& number, int items, const Work& work) {
+    WorkCounter& counter = counters_[number++];
+    if (counter.all_done(items)) return;
+    int done = 0;
+    for (int i; (i = counter.take()) < items; done++) work(i);
+    counter.finish(done, items);
+}
+
+template <class Work>
+void Model::by_rows(int& number, int rows, const Work& work) {
+    const int parts = std::min(rows, 4 * pool_.size());
+    phase(number, parts, [&](int i) {
+        const Range mine = share(rows, i, parts);
+        for (int row = mine.begin; row < mine.end; row++) work(row);
+    });
+}
+
 void Model::run(const Step& step, int thread) {
     const int tokens = step.num_tokens, q_width = spec_.heads * spec_.head_dim;
-    int phase = 0;  // of those that hand out work; the same in all threads
-    embed(step, thread);
+    int number = 0;  // of the phase; the same in all threads
+    by_rows(number, tokens, [&](int token) { embed(step, token); });
     for (int i = 0; i < spec_.layers; i++) {
         const Layer& layer = layers_[i];
         const Cache cache = cache_of(i);
-        pool_.barrier();
-        normalize(layer.input_norm, layer.qkv.scheme, nullptr, tokens, thread);
-        multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, phase);
-        pool_.barrier();
-        rotate_and_cache(step, layer, cache, thread);
-        pool_.barrier();
-        attend(layer, cache, thread, phase);
-        pool_.barrier();
-        take_rows(attention_, tokens, q_width, thread);
-        merge_attention(tokens, thread);
-        quantize(attention_, tokens, q_width, 0, thread);
-        multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, phase);
-        pool_.barrier();
-        normalize(layer.post_norm, layer.gate_up.scheme, nullptr, tokens, thread);
-        multiply(layer.gate_up, hidden_, tokens, {SILU_MUL, mlp_.f, mlp_.stride}, thread, phase);
-        pool_.barrier();
-        take_rows(mlp_, tokens, spec_.intermediate, thread);
-        quantize(mlp_, tokens, spec_.intermediate, spec_.mlp_rotation, thread);
-        multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, thread, phase);
+        multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, number,
+                 [&](int row, int to) { normalize(layer.input_norm, layer.qkv.scheme, row, to); });
+        by_rows(number, tokens * spec_.kv_heads, [&](int item) {
+            rotate_and_cache(step, layer, cache, item / spec_.kv_heads, item % spec_.kv_heads);
+        });
+        attend(layer, cache, thread, number);
+        multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, number, [&](int row, int to) {
+            copy_row(attention_, row, to, q_width);
+            merge_attention(row, to);
+            quantize(attention_, to, q_width, 0);
+        });
+        multiply(layer.gate_up, hidden_, tokens, {SILU_MUL, mlp_.f, mlp_.stride}, thread, number,
+                 [&](int row, int to) { normalize(layer.post_norm, layer.gate_up.scheme, row, to); });
+        multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, thread, number, [&](int row, int to) {
+            copy_row(mlp_, row, to, spec_.intermediate);
+            quantize(mlp_, to, spec_.intermediate, spec_.mlp_rotation);
+        });
     }
-    pool_.barrier();
-    normalize(final_norm_, head_.scheme, step.logit_rows, step.num_logits, thread);
     Best* best = best_.data() + size_t(thread) * step.num_logits;
-    std::fill(best, best + step.num_logits, NO_BEST);
-    multiply(head_, hidden_, step.num_logits, {CHOOSE, step.logits, size_t(spec_.vocab), best}, thread, phase);
-    pool_.barrier();
-    const Range mine = share(step.num_logits, thread, pool_.size());
-    for (int r = mine.begin; r < mine.end; r++)
-        step.argmax[r] = kernels_->best_column(best_.data() + r, step.num_logits, pool_.size());
+    multiply(head_, hidden_, step.num_logits, {CHOOSE, step.logits, size_t(spec_.vocab), best}, thread, number,
+             [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
+    by_rows(number, step.num_logits, [&](int row) {
+        step.argmax[row] = kernels_->best_column(best_.data() + row, step.num_logits, pool_.size());
+    });
 }
 
-void Model::embed(const Step& step, int thread) {
+void Model::embed(const Step& step, int token) {
     const int half = spec_.head_dim / 2;
-    const size_t width = round_up(spec_.head_dim, 16);
-    const Range mine = share(step.num_tokens, thread, pool_.size());
-    for (int t = mine.begin; t < mine.end; t++) {
-        const uint16_t* row = embedding_ + size_t(step.tokens[t]) * spec_.hidden;
-        for (int i = 0; i < spec_.hidden; i++) x_[t * hidden_stride_ + i] = bf16_value(row[i]);
-        for (int i = 0; i < half; i++) {
-            const float angle = float(step.positions[t]) * inverse_frequencies_[i];
-            cos_sin_[t * width + i] = std::cos(angle) * spec_.rope_magnitude;
-            cos_sin_[t * width + half + i] = std::sin(angle) * spec_.rope_magnitude;
-        }
+    float* cos_sin = cos_sin_ + token * round_up(spec_.head_dim, 16);
+    const uint16_t* row = embedding_ + size_t(step.tokens[token]) * spec_.hidden;
+    for (int i = 0; i < spec_.hidden; i++) x_[token * hidden_stride_ + i] = bf16_value(row[i]);
+    for (int i = 0; i < half; i++) {
+        const float angle = float(step.positions[token]) * inverse_frequencies_[i];
+        cos_sin[i] = std::cos(angle) * spec_.rope_magnitude;
+        cos_sin[half + i] = std::sin(angle) * spec_.rope_magnitude;
     }
 }
 
-// The operand rows that a thread prepares before a product: a share of those that all read, or copies of its own.
-Model::Own Model::own_rows(int count, int thread) const {
-    if (count <= OWN_ROWS) return {{0, count}, (thread + 1) * count};
-    return {share(count, thread, pool_.size()), 0};
+// Norm a row of x_ into one of hidden_, and quantise it while it is in L1.
+void Model::normalize(const float* weight, Scheme scheme, int row, int to) {
+    const float* from = x_ + size_t(row) * hidden_stride_;
+    kernels_->rms_norm(from, weight, spec_.norm_eps, spec_.hidden, hidden_.f + to * hidden_.stride);
+    kernels_->quantize_row(hidden_, to, spec_.hidden, scheme);
 }
 
-// Into the copies, if the thread has its own.
-void Model::take_rows(const Activations& x, int count, int width, int thread) {
-    const Own own = own_rows(count, thread);
-    for (int r = 0; own.offset && r < count; r++)
-        std::copy_n(x.f + r * x.stride, width, x.f + (own.offset + r) * x.stride);
+void Model::copy_row(const Activations& x, int row, int to, int width) {
+    if (row != to) std::copy_n(x.f + row * x.stride, width, x.f + to * x.stride);
 }
 
-// Norm rows of x_ (all, or those listed) into hidden_, and quantise them while they are in L1.
-void Model::normalize(const float* weight, Scheme scheme, const int32_t* rows, int count, int thread) {
-    const Own own = own_rows(count, thread);
-    for (int r = own.rows.begin; r < own.rows.end; r++) {
-        const float* from = x_ + size_t(rows ? rows[r] : r) * hidden_stride_;
-        const int to = own.offset + r;
-        kernels_->rms_norm(from, weight, spec_.norm_eps, spec_.hidden, hidden_.f + to * hidden_.stride);
-        kernels_->quantize_row(hidden_, to, spec_.hidden, scheme);
-    }
+void Model::quantize(const Activations& x, int row, int width, int rotation) {
+    if (rotation) kernels_->hadamard(x.f + row * x.stride, width, rotation);
+    kernels_->quantize_row(x, row, width, Scheme(spec_.scheme));
 }
 
-void Model::quantize(const Activations& x, int count, int width, int rotation, int thread) {
-    const Own own = own_rows(count, thread);
-    for (int r = own.offset + own.rows.begin; r < own.offset + own.rows.end; r++) {
-        if (rotation) kernels_->hadamard(x.f + r * x.stride, width, rotation);
-        kernels_->quantize_row(x, r, width, Scheme(spec_.scheme));
-    }
+// prepare(row, to) makes row `to` of the operand. Many rows are prepared by all threads together; of a few, each thread
+// makes copies for itself behind the shared ones, once it has a part of the product.
+template <class Prepare>
+void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& number,
+                     const Prepare& prepare) {
+    const int copies = rows <= OWN_ROWS ? (thread + 1) * rows : 0;
+    if (!copies) by_rows(number, rows, [&](int row) { prepare(row, row); });
+    bool prepared = !copies;
+    const int panels = w.num_panels(), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    const int streams = int(round_up((panels + RUN_PANELS - 1) / RUN_PANELS, pool_.size()));
+    const int runs = std::min(panels, rows <= STREAMING_ROWS ? streams : 8 * pool_.size());
+    phase(number, blocks * runs, [&](int i) {
+        for (int row = 0; !prepared && row < rows; row++) prepare(row, copies + row);
+        prepared = true;
+        kernels_->gemm(w, x.from(copies), share(rows, i / runs, blocks), share(panels, i % runs, runs), out);
+    });
 }
 
-void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& phase) {
-    WorkCounter& counter = counters_[phase++];
-    const int offset = own_rows(rows, thread).offset;
-    if (!offset) pool_.barrier();  // the operand's rows were prepared by all threads
-    if (rows <= STREAMING_ROWS) {
-        kernels_->gemm(w, x.from(offset), {0, rows}, share(w.num_panels(), thread, pool_.size()), out);
-        return;
-    }
-    const int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    const int runs = std::min(w.num_panels(), 8 * pool_.size());
-    for (int i; (i = counter.take()) < blocks * runs;)
-        kernels_->gemm(w, x, share(rows, i / runs, blocks), share(w.num_panels(), i % runs, runs), out);
-}
-
-void Model::rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int thread) {
-    const int dim = spec_.head_dim;
-    const size_t width = round_up(dim, 16);
+void Model::rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int token, int head) {
+    const int dim = spec_.head_dim, group = spec_.heads / spec_.kv_heads;
     const float scale = 1.44269504f / std::sqrt(float(dim));  // attention works in powers of two
     // One outlier would take the precision of a key's other values. Spread alike, queries and keys have the same products.
     const int spread = spec_.kv_format == KV_INT8 ? dim & -dim : 0;
-    const int group = spec_.heads / spec_.kv_heads;
-    const Range mine = share(step.num_tokens * spec_.kv_heads, thread, pool_.size());
-    for (int i = mine.begin; i < mine.end; i++) {
-        const int t = i / spec_.kv_heads, head = i % spec_.kv_heads;
-        const float* turn = cos_sin_ + t * width;
-        float* q = qkv_ + t * qkv_stride_;
-        float* k = q + size_t(spec_.heads + head) * dim;
-        const float* v = k + size_t(spec_.kv_heads) * dim;
-        for (int h = head * group; h < (head + 1) * group; h++) {
-            if (layer.q_norm) kernels_->rms_norm(q + h * dim, layer.q_norm, spec_.norm_eps, dim, q + h * dim);
-            kernels_->rotate(q + h * dim, turn, dim, scale);
-            if (spread) kernels_->hadamard(q + h * dim, dim, spread);
-        }
-        if (layer.k_norm) kernels_->rms_norm(k, layer.k_norm, spec_.norm_eps, dim, k);
-        kernels_->rotate(k, turn, dim, 1.f);
-        if (spread) kernels_->hadamard(k, dim, spread);
-        kernels_->write_cache(cache, head, step.slots[t], k, v);
+    const float* turn = cos_sin_ + token * round_up(dim, 16);
+    float* q = qkv_ + token * qkv_stride_;
+    float* k = q + size_t(spec_.heads + head) * dim;
+    const float* v = k + size_t(spec_.kv_heads) * dim;
+    for (int h = head * group; h < (head + 1) * group; h++) {
+        if (layer.q_norm) kernels_->rms_norm(q + h * dim, layer.q_norm, spec_.norm_eps, dim, q + h * dim);
+        kernels_->rotate(q + h * dim, turn, dim, scale);
+        if (spread) kernels_->hadamard(q + h * dim, dim, spread);
     }
+    if (layer.k_norm) kernels_->rms_norm(k, layer.k_norm, spec_.norm_eps, dim, k);
+    kernels_->rotate(k, turn, dim, 1.f);
+    if (spread) kernels_->hadamard(k, dim, spread);
+    kernels_->write_cache(cache, head, step.slots[token], k, v);
 }
 
-void Model::attend(const Layer& layer, const Cache& cache, int thread, int& phase) {
-    WorkCounter& counter = counters_[phase++];
+void Model::attend(const Layer& layer, const Cache& cache, int thread, int& number) {
     const AttentionBuffers buffers{qkv_,          qkv_stride_,      attention_.f,
                                    attention_.stride, partials_.data(), reinterpret_cast<float*>(scratch_.data()) + thread * scratch_stride_,
                                    spec_.heads};
     const int count = int(tasks_.size());
-    for (int i; (i = counter.take()) < count * spec_.kv_heads;) {
+    phase(number, count * spec_.kv_heads, [&](int i) {
         AttentionTask task = tasks_[i % count];
         if (layer.window > 0) {
             const int oldest = std::max(0, task.first_position - layer.window + 1) / KEY_CHUNK * KEY_CHUNK;
@@ -342,18 +336,16 @@ void Model::attend(const Layer& layer, const Cache& cache, int thread, int& phas
             task.window = layer.window;
         }
         kernels_->attend(cache, i / count, task, buffers);
-    }
+    });
 }
 
-void Model::merge_attention(int count, int thread) {
-    const Own own = own_rows(count, thread);
-    size_t slot = 0;
-    for (const auto& [token, parts] : merges_) {
-        if (token >= own.rows.begin && token < own.rows.end)
-            kernels_->merge_partials(partials_.data() + slot * spec_.heads * (spec_.head_dim + 2), parts, spec_.heads,
-                                     spec_.head_dim, attention_.f + (own.offset + token) * attention_.stride);
-        slot += parts;
-    }
+// Where the keys of a token were split: put the parts together, into row `to`.
+void Model::merge_attention(int token, int to) {
+    const auto merge = std::lower_bound(merges_.begin(), merges_.end(), token,
+                                        [](const Merge& m, int wanted) { return m.token < wanted; });
+    if (merge == merges_.end() || merge->token != token) return;
+    kernels_->merge_partials(partials_.data() + size_t(merge->slot) * spec_.heads * (spec_.head_dim + 2), merge->parts,
+                             spec_.heads, spec_.head_dim, attention_.f + to * attention_.stride);
 }
 
 }  // namespace penstock

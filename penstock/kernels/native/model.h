@@ -96,21 +96,22 @@ class Model {
     std::pair<int, int> shared_run(const Step& step, int first) const;
     void plan_attention(const Step& step);
 
-    struct Own {
-        Range rows;
-        int offset;  // of the copies behind the shared rows; 0 where all threads prepare shared ones
-    };
-    Own own_rows(int count, int thread) const;
+    template <class Work>
+    void phase(int& number, int items, const Work& work);
+    template <class Work>
+    void by_rows(int& number, int rows, const Work& work);
+    template <class Prepare>
+    void multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& number,
+                  const Prepare& prepare);
 
     void run(const Step& step, int thread);
-    void embed(const Step& step, int thread);
-    void normalize(const float* weight, Scheme scheme, const int32_t* rows, int count, int thread);
-    void take_rows(const Activations& x, int count, int width, int thread);
-    void quantize(const Activations& x, int count, int width, int rotation, int thread);
-    void multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& phase);
-    void rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int thread);
-    void attend(const Layer& layer, const Cache& cache, int thread, int& phase);
-    void merge_attention(int count, int thread);
+    void embed(const Step& step, int token);
+    void normalize(const float* weight, Scheme scheme, int row, int to);
+    void copy_row(const Activations& x, int row, int to, int width);
+    void quantize(const Activations& x, int row, int width, int rotation);
+    void rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int token, int head);
+    void attend(const Layer& layer, const Cache& cache, int thread, int& number);
+    void merge_attention(int token, int to);
 
     ModelSpec spec_;
     const Kernels* kernels_;
@@ -131,7 +132,10 @@ class Model {
     size_t scratch_stride_ = 0;
     bool has_windows_ = false;
     std::vector<AttentionTask> tasks_;
-    std::vector<std::pair<int32_t, int32_t>> merges_;  // (token, number of partials), in slot order
+    struct Merge {
+        int32_t token, slot, parts;  // the first of its slots
+    };
+    std::vector<Merge> merges_;  // by token
     std::vector<WorkCounter> counters_;
     std::vector<Best> best_;                    // [thread][logit row]
     std::vector<std::vector<float>> scaled_;    // per thread: logits over temperature

@@ -12,8 +12,8 @@ namespace penstock {
 namespace {
 
 // Pauses before sleeping; one takes 20 to 50 ns. Waking a sleeper costs 50 us and more on a virtual machine, so a
-// barrier outwaits what a gateway or client does between two tokens on the core of the thread that is late.
-constexpr int BARRIER_SPINS = 10000;
+// phase outwaits what a gateway or client does between two tokens on the core of the thread that is late.
+constexpr int PHASE_SPINS = 10000;
 constexpr int STEP_SPINS = 10000;  // the next step is being scheduled, or there is none
 
 void pause() {
@@ -24,7 +24,8 @@ void pause() {
 #endif
 }
 
-void wait_while(std::atomic<uint32_t>& value, uint32_t old, int spins) {
+template <class T>
+void wait_while(std::atomic<T>& value, T old, int spins) {
     for (int i = 0; i < spins; i++) {
         if (value.load(std::memory_order_acquire) != old) return;
         pause();
@@ -50,6 +51,19 @@ void pin(int thread, int threads) {
 }
 
 }  // namespace
+
+void WorkCounter::reset() {
+    next_.store(0, std::memory_order_relaxed);
+    done_.store(0, std::memory_order_relaxed);
+}
+
+void WorkCounter::finish(int done, int items) {
+    if (done && done_.fetch_add(done, std::memory_order_acq_rel) + done == items) {
+        done_.notify_all();
+        return;
+    }
+    for (int seen; (seen = done_.load(std::memory_order_acquire)) != items;) wait_while(done_, seen, PHASE_SPINS);
+}
 
 ThreadPool::ThreadPool(int size) : size_(size) {
     for (int thread = 1; thread < size; thread++) threads_.emplace_back([this, thread] { work(thread); });
@@ -90,7 +104,7 @@ void ThreadPool::barrier() {
         phase_.store(phase + 1, std::memory_order_release);
         phase_.notify_all();
     } else {
-        wait_while(phase_, phase, BARRIER_SPINS);
+        wait_while(phase_, phase, PHASE_SPINS);
     }
 }
 

@@ -1,6 +1,6 @@
-// Persistent threads that run one function together (the caller is thread 0) and meet at barriers inside it.
+// Persistent threads that run one function together (the caller is thread 0).
 //
-// A step of a 30-layer model has about 200 barriers, so waiting spins first (about a microsecond when the threads are
+// A step of a 30-layer model has about 200 phases, so waiting spins first (about a microsecond when the threads are
 // in step) and sleeps on a futex after some 300 microseconds: an idle pool burns no CPU.
 #pragma once
 
@@ -32,11 +32,9 @@ class ThreadPool {
     // The other threads keep to CPUs of their own where there are enough; this does it for the thread that will call run.
     void pin_caller() const;
 
-    // Inside a job, called by all threads: what each wrote before is visible to all after.
-    void barrier();
-
   private:
     void work(int thread);
+    void barrier();
 
     const int size_;
     Job job_ = nullptr;
@@ -48,10 +46,20 @@ class ThreadPool {
     std::vector<std::thread> threads_;
 };
 
-// Hands out indices of one phase to whoever is free.
-struct alignas(64) WorkCounter {
-    std::atomic<int> next{0};
-    int take() { return next.fetch_add(1, std::memory_order_relaxed); }
+// Hands out the items of one phase to whoever is free, and knows when all are done.
+class alignas(64) WorkCounter {
+  public:
+    void reset();
+    int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+    bool all_done(int items) const { return done_.load(std::memory_order_acquire) == items; }
+
+    // Called by each thread that finds nothing left, with the number it has done. Returns when all items are done: what
+    // any thread wrote for them is visible then.
+    void finish(int done, int items);
+
+  private:
+    std::atomic<int> next_{0};
+    std::atomic<int> done_{0};
 };
 
 }  // namespace penstock
