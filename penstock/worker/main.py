@@ -61,6 +61,7 @@ async def _serve(settings: Settings, address: str, ready_fd: int) -> int:
     await stop.wait()
     beat.cancel()
     listener.close()
+    await server.hang_up()
     engine.stop()
     await asyncio.to_thread(thread.join)
     return 0

@@ -99,6 +99,13 @@ class WorkerServer:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
+    async def hang_up(self) -> None:
+        """End every conversation; cancelled instead, each would leave a traceback in the log."""
+        writers = [client.writer for client in self._clients]
+        for writer in writers:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+
     def _submit(self, client: _Client, request: GenerateRequest) -> None:
         try:
             if request.id in self._owners:
