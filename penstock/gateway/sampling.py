@@ -12,6 +12,9 @@ from penstock.core.request import SamplingParams
 from penstock.gateway.errors import require
 from penstock.gateway.openai_types import SamplingFields
 
+# Requests differ in little but their messages, and checking all of it is not free.
+_checked = lru_cache(1024)(SamplingParams)
+
 
 def sampling_params(
     body: SamplingFields, info: EngineInfo, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
@@ -20,47 +23,25 @@ def sampling_params(
     for position, token in enumerate(stop_ids):
         require(0 <= token < info.vocab_size, f"stop_token_ids[{position}]", f"must be below {info.vocab_size}")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    params = _params(
-        1.0 if body.temperature is None else body.temperature,
-        1.0 if body.top_p is None else body.top_p,
-        _top_k(body.top_k, info.vocab_size),
-        body.min_p or 0.0,
-        1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        body.presence_penalty or 0.0,
-        body.frequency_penalty or 0.0,
-        body.seed,
-        max_tokens,
-        body.min_tokens or 0,
-        tuple(stop),
-        tuple(stop_ids),
-        bool(body.ignore_eos),
-        1 if body.n is None else body.n,
-        logprobs,
-        prompt_logprobs,
+    params = _checked(
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=_top_k(body.top_k, info.vocab_size),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        seed=body.seed,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=bool(body.ignore_eos),
+        n=1 if body.n is None else body.n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
     )
     return replace(params, logit_bias=_logit_bias(body.logit_bias, info.vocab_size)) if body.logit_bias else params
-
-
-@lru_cache(1024)  # requests differ in little but their messages, and checking all of it is not free
-def _params(
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    repetition_penalty: float,
-    presence_penalty: float,
-    frequency_penalty: float,
-    seed: int | None,
-    max_tokens: int,
-    min_tokens: int,
-    stop: tuple[str, ...],
-    stop_token_ids: tuple[int, ...],
-    ignore_eos: bool,
-    n: int,
-    logprobs: int | None,
-    prompt_logprobs: int | None,
-) -> SamplingParams:
-    return SamplingParams(**locals())
 
 
 def _top_k(value: int | None, vocab_size: int) -> int:
