@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +121,7 @@ class Edge:
                 method=exchange.method,
                 path=redacted(exchange.path),
                 status=status,
-                ms=(time.monotonic() - exchange.arrived) * 1000,
+                ms=exchange.elapsed() * 1000,
                 tenant=exchange.tenant.name or None,
                 **_log_fields(account),
                 id=redacted(exchange.id),

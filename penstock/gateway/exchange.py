@@ -49,6 +49,7 @@ class Exchange:
         "_chunked",
         "_connection",
         "account",
+        "answered",
         "arrived",
         "body_size",
         "deadline",
@@ -95,6 +96,7 @@ class Exchange:
         self.received = dict(given_headers)
         self.keep_alive = keep_alive
         self.arrived = time.monotonic()
+        self.answered: float | None = None  # when the last of the response was about to be sent
         # A client may send the same x-request-id twice; this is ours alone. It opens nothing, so it is no secret.
         self.unique = f"{random.getrandbits(96):024x}"
         self.id = self.header(b"x-request-id", _REQUEST_ID) or self.unique
@@ -127,6 +129,10 @@ class Exchange:
         exchange = cls(connection, "-", "-", b"", [], keep_alive=False, chunked=True)
         exchange.error = error
         return exchange
+
+    def elapsed(self) -> float:
+        """Seconds from arrival to the end of the answer, or to now while there is none."""
+        return (self.answered or time.monotonic()) - self.arrived
 
     def remaining(self) -> float | None:
         """Seconds from now to the deadline; raises when it has passed."""
@@ -191,8 +197,7 @@ class Exchange:
 
     async def send(self, status: int, body: bytes, *headers: Header) -> None:
         head = self._head(status, (b"content-length", b"%d" % len(body)), *(headers or (_JSON,)))
-        self._write(head if self.method == "HEAD" else head + body)
-        self._connection.ended(self)
+        self._write_last(head if self.method == "HEAD" else head + body)
 
     async def send_events(self, events: bytes) -> None:
         """Send server-sent events; the first call starts the response, so errors before it keep their status."""
@@ -205,8 +210,7 @@ class Exchange:
 
     async def end_events(self, events: bytes) -> None:
         head = b"" if self.status else self._stream_head()
-        self._write(head + self._chunk(events) + (b"0\r\n\r\n" if self._chunked else b""))
-        self._connection.ended(self)
+        self._write_last(head + self._chunk(events) + (b"0\r\n\r\n" if self._chunked else b""))
 
     def _stream_head(self) -> bytes:
         self.streaming = True
@@ -230,6 +234,11 @@ class Exchange:
     def _write(self, data: bytes) -> None:
         if not self.gone:
             self._connection.transport.write(data)
+
+    def _write_last(self, data: bytes) -> None:
+        self.answered = time.monotonic()  # before: once it is written, the client may have it
+        self._write(data)
+        self._connection.ended(self)
 
     async def send_error(self, error: PenstockError) -> None:
         if self.streaming:

@@ -231,9 +231,9 @@ class Generation:
         return usage
 
     def account(self, status: int, error: str | None) -> Account:
-        """Up to now."""
-        exchange, usage, now = self.exchange, self.final_usage or self.usage(), time.monotonic()
-        total = now - exchange.arrived
+        """Up to the end of the answer, or to now while there is none."""
+        exchange, usage = self.exchange, self.final_usage or self.usage()
+        total = exchange.elapsed()
         firsts = [choice.first for choice in self.choices if choice.first is not None]
         request = self.choices[0].request
         return Account(
@@ -245,18 +245,19 @@ class Generation:
             model=exchange.model,
             status=status,
             error=error,
-            arrived=time.time() - total,
+            arrived=time.time() - (time.monotonic() - exchange.arrived),
             total=total,
             ttft=min(firsts) - exchange.arrived if firsts else None,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
             output_tokens=usage.completion_tokens,
-            choices=[self._choice_account(choice, total, now) for choice in self.choices],
+            choices=[self._choice_account(choice, total) for choice in self.choices],
         )
 
-    def _choice_account(self, choice: Choice, total: float, now: float) -> ChoiceAccount:
-        submitted = now if choice.submitted is None else choice.submitted
-        answered = (choice.ended or now) - submitted
+    def _choice_account(self, choice: Choice, total: float) -> ChoiceAccount:
+        end = self.exchange.arrived + total
+        submitted = end if choice.submitted is None else choice.submitted
+        answered = (choice.ended or end) - submitted
         parts = parts_of(total, submitted - self.exchange.arrived, answered, choice.ledger)
         return ChoiceAccount(
             index=choice.index,

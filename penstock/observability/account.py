@@ -51,7 +51,7 @@ class Account(Struct, kw_only=True):
 def parts_of(total: float, prepare: float, answered: float, ledger: Ledger | None) -> Parts:
     """`answered` is the time between submission and the last chunk."""
     if ledger is None:
-        return Parts(prepare=prepare, answer=answered, relay=total - prepare - answered)
+        return Parts(prepare=prepare, answer=answered, relay=max(total - prepare - answered, 0.0))
     return Parts(
         prepare=prepare,
         queued=sum(ledger.queued.values()),

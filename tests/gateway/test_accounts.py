@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.cli.main import main
 from penstock.core.config import Settings, TenantConfig
 from penstock.core.errors import EngineFailure
+from penstock.gateway.exchange import Exchange
 from penstock.observability.account import Account
 from penstock.observability.request_log import RequestLog
 from penstock.text.tokenizer import Tokenizer
@@ -36,6 +40,16 @@ def ask(http: httpx.Client, **more: Any) -> dict[str, Any]:
     assert response.status_code == 200
     answer: dict[str, Any] = response.json()
     return answer
+
+
+@pytest.mark.parametrize("end", [lambda it: it.send(200, b"{}"), lambda it: it.end_events(b"data: [DONE]\n\n")])
+def test_time_of_an_answer_ends_before_its_client_can_have_it(end: Any) -> None:
+    sent: list[float] = []
+    transport = SimpleNamespace(write=lambda _: sent.append(time.monotonic()))
+    connection: Any = SimpleNamespace(transport=transport, ended=lambda _: None)
+    exchange = Exchange(connection, "POST", CHAT, b"", [], keep_alive=True, chunked=True)
+    asyncio.run(end(exchange))
+    assert exchange.elapsed() <= sent[0] - exchange.arrived
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])
