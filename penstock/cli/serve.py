@@ -44,7 +44,11 @@ def add_parser(subparsers: Subparsers) -> None:
     engine.add_argument("--max-model-len", type=int, metavar="TOKENS", help="prompt plus output of one request")
     engine.add_argument("--max-seqs", type=int, metavar="N", help="sequences computed together (default 256)")
     engine.add_argument("--max-step-tokens", type=int, metavar="TOKENS", help="tokens computed together")
-    engine.add_argument("--kv-dtype", choices=get_args(KVDtype), help="of the KV cache; int8 on CPU, fp8 on CUDA")
+    engine.add_argument(
+        "--kv-dtype",
+        choices=get_args(KVDtype),
+        help="of the KV cache; half the bytes: int8 on CPU, where it is the default beside int8 and int4, fp8 on CUDA",
+    )
     engine.add_argument("--kv-memory-gib", type=float, metavar="GIB", help="size of the KV cache")
     parser.set_defaults(run=run)
 

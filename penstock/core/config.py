@@ -38,7 +38,7 @@ class EngineConfig:
     max_seqs: int = 256  # sequences in one step
     max_step_tokens: int | None = None  # tokens in one step; default: 256 on CPU, 8192 on CUDA
     kv_memory_gib: float | None = None  # default: most of the free memory
-    kv_dtype: KVDtype = "auto"  # of the KV cache; auto: bf16 where the kernels are ours. Half: int8 on CPU, fp8 on CUDA
+    kv_dtype: KVDtype = "auto"  # of the KV cache; auto: int8 beside quantised weights on CPU, bf16 on CUDA
     block_size: int = 16
     prefix_caching: bool = True
     scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored

@@ -29,8 +29,13 @@ _MOVABLE = "a checkpoint of its own"  # instead of the fingerprint of files that
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
+def usual_kv(scheme: Scheme) -> KVFormat:
+    """Whoever rounds the weights has no use for a more exact cache."""
+    return "bf16" if scheme == "none" else "int8"
+
+
 def native_model(
-    config: ModelConfig, scheme: Scheme, *, block_size: int, num_blocks: int, threads: int, kv: KVFormat = "bf16"
+    config: ModelConfig, scheme: Scheme, *, block_size: int, num_blocks: int, threads: int, kv: KVFormat | None = None
 ) -> NativeModel:
     scaling = config.rope_scaling
     return NativeModel(
@@ -40,7 +45,7 @@ def native_model(
         block_size=block_size,
         num_blocks=num_blocks,
         threads=threads,
-        kv=kv,
+        kv=kv or usual_kv(scheme),
         rope_magnitude=scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0,
     )
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from penstock.checkpoint.revision import revision
 from penstock.checkpoint.source import Checkpoint, resolve
@@ -180,11 +180,11 @@ def _packed_scheme(plan: _Plan, problem: str | None) -> Scheme:
 
 def _native_executor(plan: _Plan, scheme: Scheme) -> Executor:
     from penstock.runner.native_runner import NativeRunner
-    from penstock.runner.packed import fill, native_model
+    from penstock.runner.packed import fill, native_model, usual_kv
     from penstock.runner.rows import HostRows
 
     config, model = plan.engine, plan.model
-    kv: KVFormat = "int8" if config.kv_dtype == "int8" else "bf16"
+    kv = usual_kv(scheme) if config.kv_dtype == "auto" else cast(KVFormat, config.kv_dtype)
     demand = plan.kv_demand(block_bytes(model, config.block_size, kv))
     num_blocks = kv_blocks(demand, config.kv_memory_gib)
     network = native_model(

@@ -130,6 +130,18 @@ def test_attention(
     np.testing.assert_allclose(native.attention(q, k, v, kv, block, window), expected, rtol=1e-3, atol=tolerance)
 
 
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_keys_that_a_row_may_not_see_change_nothing(isa: str, kv: native.KVFormat) -> None:
+    """Not even how its sums are rounded: int8 layers above would make another answer of that."""
+    rng = np.random.default_rng(9)
+    q = rng.standard_normal((90, 6, 64), dtype=np.float32)
+    k, v = (rng.standard_normal((90, 2, 64), dtype=np.float32) for _ in range(2))
+    v *= np.linspace(0.1, 30, 90, dtype=np.float32)[:, None, None]
+    together = native.attention(q, k, v, kv)
+    for t in range(0, 90, 11):
+        np.testing.assert_array_equal(native.attention(q[t : t + 1], k[: t + 1], v[: t + 1], kv)[0], together[t])
+
+
 def test_one_dominant_key_leaves_the_others_their_share(isa: str) -> None:
     """A thousand keys of a thousandth each beside one of weight 1: in 8 bits of the largest they would all vanish."""
     rng = np.random.default_rng(8)

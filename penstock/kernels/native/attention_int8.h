@@ -18,22 +18,46 @@ struct Int8Workspace {
     uint8_t* weights;  // [row of the tile][2][CHUNK]
     float* query_scale;
     int32_t* query_offset;  // 128 * sum: undoes the + 128 of keys
+    float* weight_scale;    // of softmax weights in the present chunk
     Int8Workspace(const Workspace& w, int head_dim) {
         queries = reinterpret_cast<int8_t*>(w.keys);
         weights = reinterpret_cast<uint8_t*>(queries + MAX_ROWS * head_dim);
         query_scale = w.values;
         query_offset = reinterpret_cast<int32_t*>(query_scale + MAX_ROWS);
+        weight_scale = query_scale + 2 * MAX_ROWS;
     }
 };
 
-// Up to 64 keys, 16 by 16 where their bytes lie together. A softmax weight is at most 1, so times the scale of its value
-// it is at most `largest_scale`, and `factor` makes it an integer of 16 bits.
+// Softmax weights, each times the scale of its value, as integers of 16 bits: a weight is at most 1, so they reach at
+// most as far as the largest of the scales.
+struct WeightScale {
+    float scale, inverse;
+    explicit WeightScale(float largest_scale = 0)
+        : scale(largest_scale / LARGEST_WEIGHT),
+          inverse(largest_scale > TOO_SMALL ? LARGEST_WEIGHT / largest_scale : 0.f) {}
+};
+
+// Up to 64 keys, 16 by 16 where their bytes lie together.
 struct Chunk {
     int begin, count;
     const uint8_t* keys[CHUNK / 16];
     const int8_t* values[CHUNK / 16];
-    f32x16 key_scale[CHUNK / 16], factor[CHUNK / 16];
-    float largest_scale;
+    f32x16 key_scale[CHUNK / 16], value_scale[CHUNK / 16];
+    WeightScale weights;  // of a row that sees all of it
+
+    // Of a row that sees [lo, hi): keys it may not see must not decide how its weights are rounded, or a text would get
+    // other probabilities when it is scored than when it was generated.
+    WeightScale weights_of(int lo, int hi) const {
+        return lo <= 0 && hi >= count ? weights : weights_of_part(lo, hi);
+    }
+    __attribute__((noinline)) WeightScale weights_of_part(int lo, int hi) const {
+        f32x16 largest = {};
+        for (int i = 0; i < CHUNK / 16; i++) {
+            const i32x16 index = LANES + 16 * i;
+            largest = vmax(largest, (index >= lo) & (index < hi) ? value_scale[i] : f32x16{});
+        }
+        return WeightScale(maximum(largest));
+    }
 };
 
 // The smallest bfloat16 not below peak / 127 goes to `stored`; its reciprocal is the result.
@@ -63,7 +87,6 @@ static void write_int8(const Cache& cache, int head, int32_t block, int offset, 
 }
 
 PENSTOCK_INLINE Chunk chunk_at(const Cache& cache, int head, const AttentionTask& task, int begin) {
-    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     Chunk c;
     c.begin = begin;
     c.count = task.key_end - begin < CHUNK ? task.key_end - begin : CHUNK;
@@ -76,12 +99,10 @@ PENSTOCK_INLINE Chunk chunk_at(const Cache& cache, int head, const AttentionTask
         c.values[i] = reinterpret_cast<const int8_t*>(cache.values(block, head)) + size_t(offset) * cache.head_dim;
         c.key_scale[i] = from_bf16(cache.key_scales(block, head) + offset);
         const f32x16 scale = from_bf16(cache.value_scales(block, head) + offset);
-        c.factor[i] = lanes + 16 * i < c.count ? scale : f32x16{};  // that of an unwritten slot may be NaN
-        largest = vmax(largest, c.factor[i]);
+        c.value_scale[i] = LANES + 16 * i < c.count ? scale : f32x16{};  // that of an unwritten slot may be NaN
+        largest = vmax(largest, c.value_scale[i]);
     }
-    c.largest_scale = maximum(largest);
-    const float inverse = c.largest_scale > TOO_SMALL ? LARGEST_WEIGHT / c.largest_scale : 0.f;
-    for (int i = 0; i < CHUNK / 16; i++) c.factor[i] *= inverse;
+    c.weights = WeightScale(maximum(largest));
     return c;
 }
 
@@ -133,7 +154,7 @@ PENSTOCK_INLINE void add_products(const Cache& cache, const Chunk& c, int d, con
 // sums = sums * decay + weights x values for columns [d, d + 16 NV).
 template <int R, int NV>
 PENSTOCK_INLINE void blend_int8(const Cache& cache, const Chunk& c, int d, float* sums, const float* decay,
-                                const Int8Workspace& w) {
+                                const float* scale, const Int8Workspace& w) {
     i32x16 acc[R][NV] = {};
     add_products<R, NV>(cache, c, d, w.weights, acc);
 #pragma GCC unroll 6
@@ -141,13 +162,12 @@ PENSTOCK_INLINE void blend_int8(const Cache& cache, const Chunk& c, int d, float
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) acc[r][v] <<= 8;
     add_products<R, NV>(cache, c, d, w.weights + CHUNK, acc);
-    const float scale = c.largest_scale / LARGEST_WEIGHT;
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) {
             float* to = sums + r * cache.head_dim + d + 16 * v;
-            store(to, load<f32x16>(to) * decay[r] + to_float(acc[r][v]) * scale);
+            store(to, load<f32x16>(to) * decay[r] + to_float(acc[r][v]) * scale[r]);
         }
 }
 
@@ -159,18 +179,20 @@ static __attribute__((noinline)) void attend_tile(const Cache& cache, const Chun
     for (int i = 0; i < CHUNK / 16; i += TILE_VECTORS) score_int8<R, TILE_VECTORS>(cache, c, i, row, w.scores, q);
     for (int r = 0; r < R; r++) {
         uint8_t* high = q.weights + r * 2 * CHUNK;
-        soften(w, row + r, w.scores + r * CHUNK, visible[row + r][0] - c.begin, visible[row + r][1] - c.begin,
-               [&](int i, f32x16 p) {
-                   const i32x16 rounded = round_to_int(p * c.factor[i]);
-                   store(high + 16 * i, __builtin_convertvector(rounded >> 8, u8x16));
-                   store(high + CHUNK + 16 * i, __builtin_convertvector(rounded, u8x16));
-               });
+        const int lo = visible[row + r][0] - c.begin, hi = visible[row + r][1] - c.begin;
+        const WeightScale weights = c.weights_of(lo, hi);
+        q.weight_scale[row + r] = weights.scale;
+        soften(w, row + r, w.scores + r * CHUNK, lo, hi, [&](int i, f32x16 p) {
+            const i32x16 rounded = round_to_int(p * (c.value_scale[i] * weights.inverse));
+            store(high + 16 * i, __builtin_convertvector(rounded >> 8, u8x16));
+            store(high + CHUNK + 16 * i, __builtin_convertvector(rounded, u8x16));
+        });
     }
-    float *sums = w.sums + row * dim, *decay = w.decay + row;
+    float *sums = w.sums + row * dim, *decay = w.decay + row, *scale = q.weight_scale + row;
     int d = 0;
     for (; d + 16 * TILE_VECTORS <= dim; d += 16 * TILE_VECTORS)
-        blend_int8<R, TILE_VECTORS>(cache, c, d, sums, decay, q);
-    for (; d < dim; d += 16) blend_int8<R, 1>(cache, c, d, sums, decay, q);
+        blend_int8<R, TILE_VECTORS>(cache, c, d, sums, decay, scale, q);
+    for (; d < dim; d += 16) blend_int8<R, 1>(cache, c, d, sums, decay, scale, q);
 }
 
 template <int R>
