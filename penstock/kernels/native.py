@@ -46,9 +46,9 @@ class Step(ctypes.Structure):
     """Step of model.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "table_width", "num_logits")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "slots", "tables", "query_starts", "contexts")),
-        *((name, ctypes.c_void_p) for name in ("logit_rows", "logits", "argmax")),
+        *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "num_rows", "table_width", "num_logits")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "rows", "starts", "counts", "logit_rows")),
+        *((name, ctypes.c_void_p) for name in ("tables", "last_tokens", "logits", "argmax")),
     ]
 
 

@@ -6,9 +6,10 @@ import ctypes
 import json
 import os
 import time
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -168,23 +169,30 @@ def tensor_shapes(config: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True)
-class StepArrays:
-    """One step, all int32. T tokens of S sequences one after the other, M blocks in the longest table, R logit rows."""
+class NativeStep:
+    """Tokens of several sequences, one after the other; a list has an entry per sequence where nothing else is said."""
 
-    tokens_T: Ints
-    positions_T: Ints
-    slots_T: Ints  # block * block_size + offset where each token's key and value go
-    tables_SM: Ints
-    query_starts: Ints  # S + 1 offsets into T
-    contexts_S: Ints  # tokens of the sequence after this step
-    logit_rows_R: Ints  # the tokens whose logits are wanted
+    tokens: Sequence[int]  # of all sequences; -1 for the last token of the sequence's row
+    rows: Sequence[int]  # of the sequence, in NativeRows
+    starts: Sequence[int]  # position of its first token
+    counts: Sequence[int]  # of its tokens
+    logit_rows: Sequence[int]  # indices of the tokens whose logits are wanted
 
 
-def _check_lengths(step: StepArrays) -> None:
-    if not len(step.tokens_T) == len(step.positions_T) == len(step.slots_T):
-        raise EngineFailure("native step: tokens, positions and slots must have one entry per token")
-    if step.tables_SM.ndim != 2 or not len(step.tables_SM) == len(step.contexts_S) == len(step.query_starts) - 1:
-        raise EngineFailure("native step: tables, contexts and query_starts must describe the same sequences")
+class NativeRows:
+    """Block tables and last tokens, int32 [R, M] and [R], in memory that stays where it is.
+
+    A step reads both, and leaves the likeliest token there where it computes the logits of a sequence's last one.
+    """
+
+    def __init__(self, tables_RM: Ints, last_token_R: Ints) -> None:
+        if tables_RM.ndim != 2 or len(tables_RM) != len(last_token_R):
+            raise EngineFailure("native rows: there must be one last token for each table")
+        if not all(a.dtype == np.int32 and a.flags.c_contiguous for a in (tables_RM, last_token_R)):
+            raise EngineFailure("native rows: tables and last tokens must be contiguous int32")
+        self.tables_RM, self.last_token_R = tables_RM, last_token_R
+        self.shape = tables_RM.shape
+        self.addresses = (tables_RM.ctypes.data, last_token_R.ctypes.data)
 
 
 class NativeModel:
@@ -338,37 +346,29 @@ class NativeModel:
     def _transform_mlp(self, rows: Floats) -> Floats:
         return transform_blocks(rows, self._mlp_rotation) if self._mlp_rotation else rows
 
-    def forward(self, step: StepArrays, *, logits: bool = True) -> tuple[Floats, Ints]:
-        """Logits of the wanted rows, [R, V], valid until the next call, and the token of the largest in each, [R].
+    def forward(self, step: NativeStep, rows: NativeRows, *, logits: bool = True) -> tuple[Floats, list[int]]:
+        """Logits of the wanted rows, [R, V], valid until the next call, and the token of the largest in each.
 
         Without `logits` only the latter are computed, and there are none of the former.
         """
-        _check_lengths(step)
-        tables, rows = step.tables_SM, len(step.logit_rows_R)
-        out = self._logits_buffer(rows if logits else 0)
-        # All arrays, and room for the argmax, in one: numpy takes longer to tell an address than to copy these.
-        inputs = (
-            step.tokens_T,
-            step.positions_T,
-            step.slots_T,
-            tables.ravel(),
-            step.query_starts,
-            step.contexts_S,
-            step.logit_rows_R,
-        )
-        ends = list(accumulate(map(len, inputs), initial=0))
-        joined = np.empty(ends[-1] + rows, dtype=np.int32)
-        np.concatenate(inputs, out=joined[: ends[-1]], casting="same_kind")
-        address = joined.ctypes.data
-        *inputs_at, argmax_at = [address + joined.itemsize * end for end in ends]
+        sequences, wanted = len(step.rows), len(step.logit_rows)
+        if not sequences == len(step.starts) == len(step.counts):
+            raise EngineFailure("native step: rows, starts and counts must describe the same sequences")
+        out = self._logits_buffer(wanted if logits else 0)
+        inputs = (step.tokens, step.rows, step.starts, step.counts, step.logit_rows)
+        # All lists in one array, with room for the answer. No numpy: in caches that a step has swept it is slow.
+        values = array("i", [*chain.from_iterable(inputs), *repeat(0, wanted)])
+        begin, size = values.buffer_info()[0], values.itemsize
+        *inputs_at, argmax_at = [begin + size * end for end in accumulate(map(len, inputs), initial=0)]
         logits_at = out.ctypes.data if logits else None
-        call = Step(len(step.tokens_T), len(tables), tables.shape[1], rows, *inputs_at, logits_at, argmax_at)
+        sizes = (len(step.tokens), sequences, *rows.shape, wanted)
+        call = Step(*sizes, *inputs_at, *rows.addresses, logits_at, argmax_at)
         self.call_began = time.perf_counter()
         problem = self._library.penstock_model_forward(self._handle, ctypes.byref(call))
         self.call_ended = time.perf_counter()
         if problem:
             raise EngineFailure(f"native step: {problem.decode()}")
-        return out, joined[ends[-1] :]
+        return out, values[len(values) - wanted :].tolist()
 
     def sample(self, logits: Floats, draws: npt.NDArray[Any]) -> Ints:
         """One token per draw; `draws` has the fields of DRAW."""

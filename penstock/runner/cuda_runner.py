@@ -153,7 +153,7 @@ class CudaRunner:
     def _mixed(self, step: Step, flight: _InFlight) -> torch.Tensor:
         batch = build_batch(step, self._state, self._block_size)
         flight.sampled = batch.sampled_N.tolist()
-        scored = scored_prompts(self._state, step, batch)
+        scored = scored_prompts(self._state, step)
         if not scored:
             logits_NV, likeliest_N = self._mixed_steps.run(batch, self._state)
             return self._sample(logits_NV, likeliest_N, batch.rows_N, batch.next_positions_N, flight)

@@ -8,7 +8,7 @@ import torch
 from penstock.core.request import TokenLogprob
 from penstock.engine.executor import Step, StepResult
 from penstock.runner import scoring
-from penstock.runner.batch import Batch, Ints, build_batch
+from penstock.runner.batch import Ints, build_batch
 from penstock.runner.forward import Forward
 from penstock.runner.row_state import RowState
 from penstock.runner.sampler import sample
@@ -37,7 +37,7 @@ class ModelRunner:
     def collect(self, step: Step) -> StepResult:
         self._state.apply(step)
         batch = build_batch(step, self._state, self._block_size)
-        scored = scored_prompts(self._state, step, batch)
+        scored = scored_prompts(self._state, step)
         logit_rows = np.concatenate([batch.last_N, *(rows for _, rows, _ in scored)])
         logits_RV, likeliest_R = self._forward(batch, self._state, logit_rows)
         result = StepResult([-1] * len(step.rows))
@@ -59,8 +59,8 @@ class ModelRunner:
         return result
 
 
-def scored_prompts(state: RowState, step: Step, batch: Batch) -> list[tuple[int, Ints, torch.Tensor]]:
-    found = scoring.scored_prompts(state, step, batch)
+def scored_prompts(state: RowState, step: Step) -> list[tuple[int, Ints, torch.Tensor]]:
+    found = scoring.scored_prompts(state, step)
     return [(index, rows, torch.from_numpy(tokens).long()) for index, rows, tokens in found]
 
 

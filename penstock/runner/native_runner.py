@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, chain, compress
+
 import numpy as np
 
 from penstock.engine.executor import Step, StepResult
-from penstock.kernels.native_model import NativeModel, StepArrays
-from penstock.runner.batch import Batch, Ints, build_batch
+from penstock.kernels.native_model import NativeModel, NativeRows, NativeStep
 from penstock.runner.host_sampler import Floats, sample
-from penstock.runner.rows import HostRows, Needs
+from penstock.runner.rows import HostRows
 from penstock.runner.scoring import score, scored_prompts, scored_rows
 
 
@@ -16,8 +17,8 @@ class NativeRunner:
     """Runs a step when its result is asked for.
 
     The threads that compute a step already use every core: a step launched ahead would only compete with the
-    scheduling, sending and detokenising of the one before it, and each time a computing thread loses its core all
-    others wait for it at the next barrier. On two cores one sequence went from 90 to 127 tok/s without it.
+    scheduling, sending and detokenising of the one before it. On two cores one sequence went from 90 to 127 tok/s
+    without it.
     """
 
     runs_ahead = False
@@ -27,6 +28,7 @@ class NativeRunner:
         self.num_blocks = model.num_blocks
         self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost
         self._state = state
+        self._rows = NativeRows(state.tables_RM, state.last_token_R)
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens
@@ -37,36 +39,32 @@ class NativeRunner:
     def collect(self, step: Step) -> StepResult:
         state, ended = self._state, self.model.call_ended
         state.apply(step)
-        batch = build_batch(step, state, self.model.block_size)
-        needs_T = state.needs[batch.rows_T]
-        if needs_T.any():
-            result = self._unusual(step, batch, bool((needs_T & Needs.PROMPT_LOGPROBS).any()))
+        if state.demanding.isdisjoint(step.rows):
+            _, tokens_N = self._forward(step, _last_tokens(step), logits=False)
+            result = StepResult(_by_sequence(step, tokens_N))
         else:
-            _, likeliest_N = self._forward(batch, batch.last_N, logits=False)
-            result = self._finished(batch, likeliest_N)
+            result = self._demanding(step)
         if not step.setups:  # all that it computes was at hand when the last step ended
             self.idle_seconds = (self.idle_seconds or 0.0) + self.model.call_began - ended
         return result
 
-    def _unusual(self, step: Step, batch: Batch, prompts: bool) -> StepResult:
+    def _demanding(self, step: Step) -> StepResult:
         """A step with rows that want more than the likeliest token."""
-        state, sampling = self._state, len(batch.rows_N)
-        scored = scored_prompts(state, step, batch) if prompts else []
-        logit_rows = np.concatenate([batch.last_N, *(rows for _, rows, _ in scored)])
-        logits_RV, likeliest_R = self._forward(batch, logit_rows, logits=True)
-        asked, widths = scored_rows(state, batch.rows_N)
+        state, last_N = self._state, _last_tokens(step)
+        scored, sampling = scored_prompts(state, step), len(last_N)
+        prompt_rows = chain.from_iterable(rows.tolist() for _, rows, _ in scored)
+        logits_RV, likeliest_R = self._forward(step, [*last_N, *prompt_rows], logits=True)
+        sampled_N = np.flatnonzero(step.samples)
+        rows_N = np.array(step.rows, dtype=np.int32)[sampled_N]
+        positions_N = np.add(step.starts, step.counts, dtype=np.int32)[sampled_N]  # where the sampled token will stand
+        asked, widths = scored_rows(state, rows_N)
         logits_AV = logits_RV[asked]  # copies: sampling may overwrite the originals
-        tokens_N = sample(
-            self.model.sample,
-            logits_RV[:sampling],
-            likeliest_R[:sampling],
-            state,
-            batch.rows_N,
-            batch.next_positions_N,
-        )
-        result = self._finished(batch, tokens_N)
+        likeliest_N = np.array(likeliest_R[:sampling], dtype=np.int32)
+        tokens_N = sample(self.model.sample, logits_RV[:sampling], likeliest_N, state, rows_N, positions_N)
+        state.last_token_R[rows_N] = tokens_N
+        result = StepResult(_by_sequence(step, tokens_N.tolist()))
         scores = score(logits_AV, tokens_N[asked], widths)
-        result.logprobs = dict(zip(batch.sampled_N[asked].tolist(), scores, strict=True))
+        result.logprobs = dict(zip(sampled_N[asked].tolist(), scores, strict=True))
         first = sampling
         for index, rows, tokens in scored:
             width = state.params(step.rows[index]).prompt_logprobs or 0
@@ -74,21 +72,18 @@ class NativeRunner:
             first += len(rows)
         return result
 
-    def _forward(self, batch: Batch, logit_rows: Ints, *, logits: bool) -> tuple[Floats, Ints]:
-        tokens_T = np.where(batch.tokens_T < 0, self._state.last_token_R[batch.rows_T], batch.tokens_T)
-        arrays = StepArrays(
-            tokens_T=tokens_T,
-            positions_T=batch.positions_T,
-            slots_T=batch.slots_T,
-            tables_SM=batch.tables_SM,
-            query_starts=batch.query_starts,
-            contexts_S=batch.contexts_S,
-            logit_rows_R=logit_rows,
-        )
-        return self.model.forward(arrays, logits=logits)
+    def _forward(self, step: Step, logit_rows: list[int], *, logits: bool) -> tuple[Floats, list[int]]:
+        native = NativeStep(step.tokens, step.rows, step.starts, step.counts, logit_rows)
+        return self.model.forward(native, self._rows, logits=logits)
 
-    def _finished(self, batch: Batch, tokens_N: Ints) -> StepResult:
-        self._state.last_token_R[batch.rows_N] = tokens_N
-        tokens_S = np.full(len(batch.contexts_S), -1, dtype=np.int32)
-        tokens_S[batch.sampled_N] = tokens_N
-        return StepResult(tokens_S.tolist())
+
+def _last_tokens(step: Step) -> list[int]:
+    """Where in the step's tokens the last one of each sequence stands that samples."""
+    return [end - 1 for end in compress(accumulate(step.counts), step.samples)]
+
+
+def _by_sequence(step: Step, tokens_N: list[int]) -> list[int]:
+    if len(tokens_N) == len(step.rows):
+        return tokens_N
+    sampled = iter(tokens_N)
+    return [next(sampled) if samples else -1 for samples in step.samples]

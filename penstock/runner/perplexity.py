@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.native_model import NativeModel, StepArrays
+from penstock.kernels.native_model import NativeModel, NativeRows, NativeStep
 
 WINDOW = 512  # tokens of context; each window is scored on its own, as the first tokens of a prompt are
 
@@ -27,19 +27,10 @@ def perplexity(model: NativeModel, tokens: Sequence[int], progress: Callable[[in
 
 
 def _losses(model: NativeModel, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> npt.NDArray[np.float64]:
-    positions = np.arange(len(tokens), dtype=np.int32)
     blocks = -(-len(tokens) // model.block_size)
-    logits, _ = model.forward(
-        StepArrays(
-            tokens_T=tokens,
-            positions_T=positions,
-            slots_T=positions,  # blocks 0, 1, 2 … in order
-            tables_SM=np.arange(blocks, dtype=np.int32)[None],
-            query_starts=np.array([0, len(tokens)], dtype=np.int32),
-            contexts_S=np.array([len(tokens)], dtype=np.int32),
-            logit_rows_R=positions[:-1],
-        )
-    )
+    rows = NativeRows(np.arange(blocks, dtype=np.int32)[None], np.zeros(1, dtype=np.int32))
+    step = NativeStep(tokens.tolist(), rows=[0], starts=[0], counts=[len(tokens)], logit_rows=range(len(tokens) - 1))
+    logits, _ = model.forward(step, rows)
     peaks = logits.max(axis=1)
     totals = np.log(np.exp(logits - peaks[:, None]).sum(axis=1, dtype=np.float64)) + peaks
     losses: npt.NDArray[np.float64] = totals - logits[np.arange(len(logits)), tokens[1:]]

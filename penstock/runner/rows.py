@@ -101,11 +101,13 @@ class HostRows(Rows):
         super().__init__(rows, table_blocks)
         self._vocab_size = vocab_size
         self.last_token_R = np.zeros(rows, dtype=np.int32)
+        self.demanding: set[int] = set()  # rows that need more than the likeliest token
         # Of rows with penalties: how often each token was sampled; 0 for those that are only in the prompt.
         self._seen: dict[int, dict[int, int]] = {}
 
     def _set_up(self, setup: RowSetup) -> None:
         super()._set_up(setup)
+        (self.demanding.add if self.needs[setup.row] else self.demanding.discard)(setup.row)
         self._seen.pop(setup.row, None)
         if self.needs[setup.row] & Needs.PENALTIES:
             self._seen[setup.row] = dict.fromkeys(setup.tokens[: setup.prompt_len], 0)

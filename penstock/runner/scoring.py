@@ -7,20 +7,21 @@ import numpy.typing as npt
 
 from penstock.core.request import TokenLogprob
 from penstock.engine.executor import Step
-from penstock.runner.batch import Batch, Ints
+from penstock.runner.batch import Ints
 from penstock.runner.rows import Needs, Rows
 
 Floats = npt.NDArray[np.float32]
 
 
-def scored_prompts(state: Rows, step: Step, batch: Batch) -> list[tuple[int, Ints, Ints]]:
-    """For those that ask for prompt logprobs: the sequence, its tokens in the batch, the prompt tokens that follow."""
+def scored_prompts(state: Rows, step: Step) -> list[tuple[int, Ints, Ints]]:
+    """For those that ask for prompt logprobs: the sequence, its tokens in the step, the prompt tokens that follow."""
     found = []
+    first_S = np.cumsum([0, *step.counts], dtype=np.int32)
     for index in np.flatnonzero(state.needs[step.rows] & Needs.PROMPT_LOGPROBS).tolist():
         start, count = step.starts[index], step.counts[index]
         following = state.prompt(step.rows[index])[start + 1 : start + 1 + count]
         if following:
-            rows = batch.query_starts[index] + np.arange(len(following), dtype=np.int32)
+            rows = first_S[index] + np.arange(len(following), dtype=np.int32)
             found.append((index, rows, np.array(following, dtype=np.int32)))
     return found
 

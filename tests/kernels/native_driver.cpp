@@ -43,20 +43,14 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
     const int counts[3] = {37, 33, 1}, firsts[3] = {0, 37, 70};
     for (int step = 0; step < 3; step++) {
         const int count = counts[step], first = firsts[step], tokens = count + 1;
-        std::vector<int32_t> ids(tokens), positions(tokens), slots(tokens), rows = {0, count - 1, count};
-        for (int i = 0; i < count; i++) {
-            ids[i] = (first + i) * 7 % vocab;
-            positions[i] = first + i;
-            slots[i] = tables[(first + i) / block] * block + (first + i) % block;
-        }
-        ids[count] = vocab - 1;
-        positions[count] = step;
-        slots[count] = 11 * block + step;
-        const std::vector<int32_t> starts = {0, count, tokens}, contexts = {first + count, step + 1};
+        std::vector<int32_t> ids(tokens), rows = {0, count - 1, count}, last = {0, vocab - 1};
+        for (int i = 0; i < count; i++) ids[i] = (first + i) * 7 % vocab;
+        ids[count] = SAMPLED;
+        const std::vector<int32_t> sequences = {0, 1}, starts = {first, step}, lengths = {count, 1};
         std::vector<float> logits(rows.size() * vocab);
         std::vector<int32_t> argmax(rows.size());
-        const Step call{tokens, 2, 5, int32_t(rows.size()), ids.data(), positions.data(), slots.data(), tables.data(),
-                        starts.data(), contexts.data(), rows.data(), logits.data(), argmax.data()};
+        const Step call{tokens,          2,           2,           5,           int32_t(rows.size()), ids.data(), sequences.data(),
+                        starts.data(), lengths.data(), rows.data(), tables.data(), last.data(), logits.data(), argmax.data()};
         if (!model.forward(call).empty()) return 2;
         for (float v : logits)
             if (!std::isfinite(v)) return 3;
@@ -69,6 +63,7 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
             if (token < 0 || token >= vocab) return 4;
         Step greedy = call;
         greedy.logits = nullptr;
+        last = {0, vocab - 1};
         std::vector<int32_t> again(rows.size());
         greedy.argmax = again.data();
         if (!model.forward(greedy).empty() || again != argmax) return 5;

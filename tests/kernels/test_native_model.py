@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +16,7 @@ import transformers
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.kernels import native
-from penstock.kernels.native_model import NativeModel, StepArrays
+from penstock.kernels.native_model import NativeModel, NativeRows, NativeStep
 from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies
 from penstock.quantization.scheme import int4_round_trip
@@ -106,9 +108,12 @@ def build(model: Any, scheme: native.Scheme = "none", threads: int = 2, kv: nati
     return native_model
 
 
-def logits_of(runner: NativeModel, arrays: StepArrays) -> np.ndarray:
+Given = tuple[NativeStep, NativeRows]
+
+
+def logits_of(runner: NativeModel, given: Given) -> np.ndarray:
     """To keep: a model writes the logits of its next call into the same memory."""
-    return runner.forward(arrays)[0].copy()
+    return runner.forward(*given)[0].copy()
 
 
 def expected(model: Any, tokens: np.ndarray) -> np.ndarray:
@@ -116,22 +121,19 @@ def expected(model: Any, tokens: np.ndarray) -> np.ndarray:
         return np.asarray(model(torch.tensor(tokens)[None]).logits[0])
 
 
-def step(parts: list[tuple[np.ndarray, int, list[int]]], last_only: bool = False) -> StepArrays:
+def step(parts: list[tuple[np.ndarray, int, list[int]]], last_only: bool = False) -> Given:
     """From (new tokens, their first position, block table) of each sequence."""
     counts = [len(tokens) for tokens, _, _ in parts]
-    starts = np.cumsum([0, *counts]).astype(np.int32)
     width = max(len(table) for _, _, table in parts)
-    positions = [np.arange(first, first + len(tokens)) for tokens, first, _ in parts]
-    slots = [np.array(table)[p // BLOCK] * BLOCK + p % BLOCK for p, (_, _, table) in zip(positions, parts, strict=True)]
-    return StepArrays(
-        tokens_T=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
-        positions_T=np.concatenate(positions).astype(np.int32),
-        slots_T=np.concatenate(slots).astype(np.int32),
-        tables_SM=np.array([table + [0] * (width - len(table)) for _, _, table in parts], dtype=np.int32),
-        query_starts=starts,
-        contexts_S=np.array([first + len(tokens) for tokens, first, _ in parts], dtype=np.int32),
-        logit_rows_R=starts[1:] - 1 if last_only else np.arange(starts[-1], dtype=np.int32),
+    tables = np.array([table + [0] * (width - len(table)) for _, _, table in parts], dtype=np.int32)
+    native_step = NativeStep(
+        tokens=np.concatenate([tokens for tokens, _, _ in parts]).tolist(),
+        rows=range(len(parts)),
+        starts=[first for _, first, _ in parts],
+        counts=counts,
+        logit_rows=[end - 1 for end in accumulate(counts)] if last_only else range(sum(counts)),
     )
+    return native_step, NativeRows(tables, np.zeros(len(parts), dtype=np.int32))
 
 
 def limit(kv: native.KVFormat = "bf16") -> float:
@@ -159,7 +161,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_logits_match_transformers(kind: str, scheme: native.Scheme) -> None:
     model = reference(kind, scheme)
     tokens = np.random.default_rng(1).integers(0, VOCAB, 75)
-    logits, argmax = build(model, scheme).forward(step([(tokens, 0, [9, 3, 7, 1, 4])]))
+    logits, argmax = build(model, scheme).forward(*step([(tokens, 0, [9, 3, 7, 1, 4])]))
     assert relative_error(logits, expected(model, tokens)) < (limit() if scheme == "none" else 0.06)
     assert (argmax == logits.argmax(axis=1)).all()
 
@@ -168,9 +170,9 @@ def test_logits_match_transformers(kind: str, scheme: native.Scheme) -> None:
 def test_every_isa_computes_the_same(isa: str, scheme: native.Scheme) -> None:
     model = reference("llama")
     tokens = np.random.default_rng(2).integers(0, VOCAB, 40)
-    logits, _ = build(model, scheme).forward(step([(tokens, 0, [2, 5, 8])]))
+    logits, _ = build(model, scheme).forward(*step([(tokens, 0, [2, 5, 8])]))
     native.set_isa("portable")
-    plain, _ = build(model, scheme).forward(step([(tokens, 0, [2, 5, 8])]))
+    plain, _ = build(model, scheme).forward(*step([(tokens, 0, [2, 5, 8])]))
     # A rounding may fall the other way, and grow: 12 prompts gave 0.005 to 0.03.
     assert relative_error(logits, plain) < 0.06
 
@@ -206,8 +208,8 @@ def test_a_long_decode_is_split_over_keys(isa: str, kind: str, kv: native.KVForm
     tokens = np.random.default_rng(5).integers(0, VOCAB, 701)
     table = list(range(100, 100 - 44, -1))
     runner = build(model, kv=kv)
-    runner.forward(step([(tokens[:700], 0, table)], last_only=True))
-    logits, _ = runner.forward(step([(tokens[700:], 700, table)]))
+    runner.forward(*step([(tokens[:700], 0, table)], last_only=True))
+    logits, _ = runner.forward(*step([(tokens[700:], 700, table)]))
     assert relative_error(logits, expected(model, tokens)[700:]) < limit(kv)
 
 
@@ -226,7 +228,7 @@ def test_sequences_that_begin_alike_decode_together(isa: str, kind: str, threads
     shapes = [(19, 1), (19, 30), (19, 2), (0, 40), (19, 17), (19, 150), (10, 5), (10, 33), (19, 16), (19, 3)]
     sequences = [sequence(*shape) for shape in shapes]
     runner = build(model, threads=threads, kv=kv)
-    runner.forward(step([(tokens[:-1], 0, table) for tokens, table in sequences], last_only=True))
+    runner.forward(*step([(tokens[:-1], 0, table) for tokens, table in sequences], last_only=True))
     want = np.stack([expected(model, tokens)[-1] for tokens, _ in sequences])
     for together in (len(sequences), 2):
         newest = [(tokens[-1:], len(tokens) - 1, table) for tokens, table in sequences[:together]]
@@ -241,7 +243,7 @@ def test_an_outlier_among_the_keys_leaves_int8_precise() -> None:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.k_proj.bias[::32] = 40.0
-    logits, _ = build(model, kv="int8").forward(step([(tokens, 0, list(range(8)))]))
+    logits, _ = build(model, kv="int8").forward(*step([(tokens, 0, list(range(8)))]))
     assert relative_error(logits, expected(model, tokens)) < 0.1  # 0.18 if they are not spread, 0.03 in bf16
 
 
@@ -261,7 +263,7 @@ def test_greedy_choice_prefers_the_first_of_equals() -> None:
     model = reference("llama")
     with torch.no_grad():
         model.model.embed_tokens.weight[100:] = model.model.embed_tokens.weight[99]
-    logits, argmax = build(model).forward(step([(np.arange(20), 0, [1, 2])]))
+    logits, argmax = build(model).forward(*step([(np.arange(20), 0, [1, 2])]))
     assert (argmax == logits.argmax(axis=1)).all()
 
 
@@ -270,9 +272,9 @@ def test_the_likeliest_tokens_need_no_logits(isa: str, rows: int) -> None:
     """The argmax of each thread's columns, put together, over a vocabulary that is no multiple of a panel."""
     runner = build(reference("llama"), "int8")
     arrays = step([(np.arange(rows), 0, [1, 2, 3])])
-    logits, with_logits = runner.forward(arrays)
+    logits, with_logits = runner.forward(*arrays)
     expected = logits.argmax(axis=1)
-    none, without = runner.forward(arrays, logits=False)
+    none, without = runner.forward(*arrays, logits=False)
     assert len(none) == 0
     np.testing.assert_array_equal(with_logits, expected)
     np.testing.assert_array_equal(without, expected)
@@ -285,7 +287,7 @@ def test_a_packed_file_brings_the_same_weights_back(tmp_path: Path) -> None:
     first.save_packed(tmp_path / "weights", "checkpoint-1")
     second = empty(shape(model), "int8")
     assert second.load_packed(tmp_path / "weights", "checkpoint-1")
-    np.testing.assert_array_equal(first.forward(tokens)[0], second.forward(tokens)[0])
+    np.testing.assert_array_equal(first.forward(*tokens)[0], second.forward(*tokens)[0])
 
 
 def test_a_packed_file_of_something_else_is_not_used(tmp_path: Path) -> None:
@@ -319,20 +321,37 @@ def test_incomplete_or_wrong_checkpoints_are_named() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("tokens_T", [VOCAB, 1], "outside the vocabulary"),
-        ("tokens_T", [-1, 1], "outside the vocabulary"),
-        ("slots_T", [16, 128 * BLOCK], "slots lie outside the cache"),
-        ("tables_SM", [[128]], "unknown blocks"),
-        ("contexts_S", [17], "fit its table"),
-        ("contexts_S", [1], "own tokens"),
-        ("query_starts", [0, 1], "query_starts must run"),
-        ("logit_rows_R", [2], "indices of tokens"),
-        ("positions_T", [0], "one entry per token"),
+        ("tokens", [VOCAB, 1], "outside the vocabulary"),
+        ("tokens", [-2, 1], "outside the vocabulary"),
+        ("tokens", [-1, 1], "outside the vocabulary"),
+        ("tokens", [1, 2, 3], "make up all tokens"),
+        ("rows", [2], "rows of the tables"),
+        ("rows", [-1], "rows of the tables"),
+        ("rows", [1], "unknown blocks"),
+        ("starts", [15], "fit its table"),
+        ("starts", [-1], "starts must not be negative"),
+        ("starts", [0, 1], "the same sequences"),
+        ("counts", [3], "make up all tokens"),
+        ("counts", [0], "make up all tokens"),
+        ("logit_rows", [2], "indices of tokens"),
     ],
 )
-def test_a_step_that_would_leave_its_memory_is_refused(field: str, value: Any, message: str) -> None:
+def test_a_step_that_would_leave_its_memory_is_refused(field: str, value: list[int], message: str) -> None:
     runner = empty(shape(reference("llama")))
-    good = step([(np.array([1, 2]), 0, [1])])
-    fields = {name: getattr(good, name) for name in StepArrays.__slots__}
+    rows = NativeRows(np.array([[1], [128]], dtype=np.int32), np.array([VOCAB, 0], dtype=np.int32))
+    good = NativeStep([1, 2], rows=[0], starts=[0], counts=[2], logit_rows=[1])
     with pytest.raises(EngineFailure, match=message):
-        runner.forward(StepArrays(**{**fields, field: np.array(value, dtype=np.int32)}))
+        runner.forward(replace(good, **{field: value}), rows)
+
+
+def test_a_step_takes_the_token_its_row_chose_last() -> None:
+    """As a step does that is described before the one before it has been computed."""
+    runner = build(reference("llama"))
+    tables, tokens = [[3, 4], [1, 2]], np.random.default_rng(6).integers(0, VOCAB, (2, 20))
+    first, rows = step([(row, 0, table) for row, table in zip(tokens, tables, strict=True)], last_only=True)
+    _, chosen = runner.forward(first, rows)
+    assert rows.last_token_R.tolist() == chosen
+    swapped = NativeStep([-1, -1], rows=[1, 0], starts=[20, 20], counts=[1, 1], logit_rows=[0, 1])
+    got = logits_of(runner, (swapped, rows))
+    spelled_out = [(np.array([chosen[row]]), 20, tables[row]) for row in (1, 0)]
+    np.testing.assert_array_equal(got, logits_of(runner, step(spelled_out)))

@@ -91,7 +91,7 @@ PENSTOCK_INLINE void run_tile(int rows, int count, const Matrix& w, int panel, c
 // Panels read once are asked for a fixed distance ahead; several tiles share the work of bringing in the next panel.
 PENSTOCK_INLINE Ahead look_ahead(const Matrix& w, int panel, int count, int tile, int tiles) {
     const uint8_t* here = w.panels + size_t(panel) * w.panel_bytes();
-    if (tiles == 1) return {here + (count > 1 ? 1024 : 2048), 128};
+    if (tiles == 1) return {here + (count > 1 ? 1024 : 4096), 128};
     return {here + w.panel_bytes() + w.panel_bytes() * tile / tiles, size_t(128 / tiles)};
 }
 

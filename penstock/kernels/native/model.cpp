@@ -108,34 +108,63 @@ std::string Model::check(const Step& s) const {
         return std::any_of(values, values + count, [&](int32_t v) { return v < 0 || v >= limit; });
     };
     if (s.num_tokens < 1) return "tokens must not be empty";
-    if (outside(s.tokens, s.num_tokens, spec_.vocab)) return "tokens holds an id outside the vocabulary";
-    if (outside(s.positions, s.num_tokens, INT32_MAX)) return "positions must not be negative";
-    if (outside(s.slots, s.num_tokens, int64_t(spec_.num_blocks) * spec_.block_size)) return "slots lie outside the cache";
+    if (outside(s.rows, s.num_sequences, s.num_rows)) return "rows must be rows of the tables";
     if (outside(s.logit_rows, s.num_logits, s.num_tokens)) return "logit_rows must be indices of tokens";
-    if (s.query_starts[0] != 0 || s.query_starts[s.num_sequences] != s.num_tokens)
-        return "query_starts must run from 0 to the number of tokens";
+    int64_t at = 0;
     for (int i = 0; i < s.num_sequences; i++) {
-        const int count = s.query_starts[i + 1] - s.query_starts[i];
-        if (count < 1) return "query_starts must rise";
-        if (s.contexts[i] < count || s.contexts[i] > int64_t(s.table_width) * spec_.block_size)
-            return "contexts must cover a sequence's own tokens and fit its table";
-        const int blocks = (s.contexts[i] + spec_.block_size - 1) / spec_.block_size;
-        if (outside(s.tables + size_t(i) * s.table_width, blocks, spec_.num_blocks)) return "tables name unknown blocks";
+        const int64_t count = s.counts[i], context = s.starts[i] + count;
+        if (s.starts[i] < 0) return "starts must not be negative";
+        if (count < 1 || (at += count) > s.num_tokens) return "counts must be positive and make up all tokens";
+        if (context > int64_t(s.table_width) * spec_.block_size) return "a sequence must fit its table";
+        for (int64_t t = at - count; t < at; t++) {
+            const int32_t token = s.tokens[t] == SAMPLED ? s.last_tokens[s.rows[i]] : s.tokens[t];
+            if (outside(&token, 1, spec_.vocab)) return "tokens holds an id outside the vocabulary";
+        }
+        const int blocks = int((context + spec_.block_size - 1) / spec_.block_size);
+        if (outside(s.tables + size_t(s.rows[i]) * s.table_width, blocks, spec_.num_blocks))
+            return "tables name unknown blocks";
     }
-    return "";
+    return at == s.num_tokens ? "" : "counts must be positive and make up all tokens";
+}
+
+void Model::expand(const Step& s) {
+    Batch& b = batch_;
+    b.first.assign(1, 0);
+    b.contexts.clear();
+    b.tables.clear();
+    b.tokens.assign(s.tokens, s.tokens + s.num_tokens);
+    b.positions.resize(s.num_tokens);
+    b.slots.resize(s.num_tokens);
+    b.last_of.assign(s.num_tokens, -1);
+    for (int i = 0; i < s.num_sequences; i++) {
+        const int first = b.first.back();
+        const int32_t* table = s.tables + size_t(s.rows[i]) * s.table_width;
+        for (int t = 0; t < s.counts[i]; t++) {
+            const int position = s.starts[i] + t;
+            if (b.tokens[first + t] == SAMPLED) b.tokens[first + t] = s.last_tokens[s.rows[i]];
+            b.positions[first + t] = position;
+            b.slots[first + t] = table[position / spec_.block_size] * spec_.block_size + position % spec_.block_size;
+        }
+        b.first.push_back(first + s.counts[i]);
+        b.contexts.push_back(s.starts[i] + s.counts[i]);
+        b.tables.push_back(table);
+        b.last_of[b.first.back() - 1] = s.rows[i];
+    }
 }
 
 // How many sequences from the first on, each decoding one token, have the same blocks at the beginning of their tables,
 // and how many keys those hold: as many as the first two share, in whole chunks.
-std::pair<int, int> Model::shared_run(const Step& s, int first) const {
+std::pair<int, int> Model::shared_run(int first) const {
+    const Batch& b = batch_;
+    const int sequences = int(b.tables.size());
     const auto common = [&](int other) {
-        const int32_t *a = s.tables + size_t(first) * s.table_width, *b = s.tables + size_t(other) * s.table_width;
-        const int limit = std::min(s.contexts[first], s.contexts[other]) - 1;  // the newest key is a sequence's own
+        const int32_t *mine = b.tables[first], *its = b.tables[other];
+        const int limit = std::min(b.contexts[first], b.contexts[other]) - 1;  // the newest key is a sequence's own
         int keys = 0;
-        while (keys + spec_.block_size <= limit && *a++ == *b++) keys += spec_.block_size;
+        while (keys + spec_.block_size <= limit && *mine++ == *its++) keys += spec_.block_size;
         return keys / KEY_CHUNK * KEY_CHUNK;
     };
-    const auto decodes = [&](int i) { return i < s.num_sequences && s.query_starts[i + 1] - s.query_starts[i] == 1; };
+    const auto decodes = [&](int i) { return i < sequences && b.first[i + 1] - b.first[i] == 1; };
     if (has_windows_ || !decodes(first) || !decodes(first + 1)) return {1, 0};
     const int keys = common(first + 1);
     if (keys < MIN_SHARED_KEYS) return {1, 0};
@@ -146,17 +175,19 @@ std::pair<int, int> Model::shared_run(const Step& s, int first) const {
 
 // Cut the step into tasks of similar size: tiles of queries, and for few long sequences also ranges of keys. Sequences
 // that decode after the same beginning attend to it in tiles, as the queries of a prompt do.
-void Model::plan_attention(const Step& s) {
+void Model::plan_attention() {
+    const Batch& b = batch_;
+    const int sequences = int(b.tables.size());
     tasks_.clear();
     merges_.clear();
     const int tile = std::max(1, TASK_ROWS / (spec_.heads / spec_.kv_heads));
     const int enough = (4 * spec_.threads + spec_.kv_heads - 1) / spec_.kv_heads;  // tasks of each key/value head
     int slots = 0;
-    for (int i = 0, run; i < s.num_sequences; i += run) {
-        const int32_t* table = s.tables + size_t(i) * s.table_width;
-        const int first = s.query_starts[i], count = s.query_starts[i + 1] - first, start = s.contexts[i] - count;
+    for (int i = 0, run; i < sequences; i += run) {
+        const int32_t* table = b.tables[i];
+        const int first = b.first[i], count = b.first[i + 1] - first, start = b.contexts[i] - count;
         int shared;
-        std::tie(run, shared) = shared_run(s, i);
+        std::tie(run, shared) = shared_run(i);
         if (count > 1) {
             for (int q = 0; q < count; q += tile) {
                 const int n = std::min(tile, count - q);
@@ -164,8 +195,8 @@ void Model::plan_attention(const Step& s) {
             }
             continue;
         }
-        const int longest = *std::max_element(s.contexts + i, s.contexts + i + run) - shared;
-        const int tiles = (run + tile - 1) / tile, wanted = (enough + s.num_sequences - 1) / s.num_sequences;
+        const int longest = *std::max_element(b.contexts.begin() + i, b.contexts.begin() + i + run) - shared;
+        const int tiles = (run + tile - 1) / tile, wanted = (enough + sequences - 1) / sequences;
         const int shared_parts = shared ? std::clamp(enough / tiles, 1, shared / MIN_SPLIT_KEYS) : 0;
         const int own_parts = std::clamp(longest / MIN_SPLIT_KEYS, 1, wanted), parts = shared_parts + own_parts;
         const auto cut = [&](int begin, int end, int part, int of) {
@@ -178,11 +209,11 @@ void Model::plan_attention(const Step& s) {
                 tasks_.push_back({table, first + q, std::min(tile, run - q), shared, keys.begin, keys.end, 0,
                                   slots + q * parts + p, parts});
         }
-        for (int r = 0; r < run; r++, table += s.table_width) {
+        for (int r = 0; r < run; r++) {
             for (int p = 0; p < own_parts; p++) {
-                const int context = s.contexts[i + r];
+                const int context = b.contexts[i + r];
                 const Range keys = cut(shared, context, p, own_parts);
-                tasks_.push_back({table, first + r, 1, context - 1, keys.begin, keys.end, 0,
+                tasks_.push_back({b.tables[i + r], first + r, 1, context - 1, keys.begin, keys.end, 0,
                                   parts > 1 ? slots + r * parts + shared_parts + p : -1, 0});
             }
             if (parts > 1) merges_.push_back({first + r, slots + r * parts, parts});
@@ -198,7 +229,8 @@ void Model::plan_attention(const Step& s) {
 std::string Model::forward(const Step& step) {
     if (std::string problem = check(step); !problem.empty()) return problem;
     reserve(step);
-    plan_attention(step);
+    expand(step);
+    plan_attention();
     best_.assign(size_t(step.num_logits) * pool_.size(), NO_BEST);
     for (WorkCounter& counter : counters_) counter.reset();
     pool_.run([&](int thread) { run(step, thread); });
@@ -227,14 +259,14 @@ void Model::by_rows(int& number, int rows, const Work& work) {
 void Model::run(const Step& step, int thread) {
     const int tokens = step.num_tokens, q_width = spec_.heads * spec_.head_dim;
     int number = 0;  // of the phase; the same in all threads
-    by_rows(number, tokens, [&](int token) { embed(step, token); });
+    by_rows(number, tokens, [&](int token) { embed(token); });
     for (int i = 0; i < spec_.layers; i++) {
         const Layer& layer = layers_[i];
         const Cache cache = cache_of(i);
         multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, number,
                  [&](int row, int to) { normalize(layer.input_norm, layer.qkv.scheme, row, to); });
         by_rows(number, tokens * spec_.kv_heads, [&](int item) {
-            rotate_and_cache(step, layer, cache, item / spec_.kv_heads, item % spec_.kv_heads);
+            rotate_and_cache(layer, cache, item / spec_.kv_heads, item % spec_.kv_heads);
         });
         attend(layer, cache, thread, number);
         multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, number, [&](int row, int to) {
@@ -253,17 +285,19 @@ void Model::run(const Step& step, int thread) {
     multiply(head_, hidden_, step.num_logits, {CHOOSE, step.logits, size_t(spec_.vocab), best}, thread, number,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
     by_rows(number, step.num_logits, [&](int row) {
+        const int token = step.logit_rows[row];
         step.argmax[row] = kernels_->best_column(best_.data() + row, step.num_logits, pool_.size());
+        if (batch_.last_of[token] >= 0) step.last_tokens[batch_.last_of[token]] = step.argmax[row];
     });
 }
 
-void Model::embed(const Step& step, int token) {
+void Model::embed(int token) {
     const int half = spec_.head_dim / 2;
     float* cos_sin = cos_sin_ + token * round_up(spec_.head_dim, 16);
-    const uint16_t* row = embedding_ + size_t(step.tokens[token]) * spec_.hidden;
+    const uint16_t* row = embedding_ + size_t(batch_.tokens[token]) * spec_.hidden;
     for (int i = 0; i < spec_.hidden; i++) x_[token * hidden_stride_ + i] = bf16_value(row[i]);
     for (int i = 0; i < half; i++) {
-        const float angle = float(step.positions[token]) * inverse_frequencies_[i];
+        const float angle = float(batch_.positions[token]) * inverse_frequencies_[i];
         cos_sin[i] = std::cos(angle) * spec_.rope_magnitude;
         cos_sin[half + i] = std::sin(angle) * spec_.rope_magnitude;
     }
@@ -303,7 +337,7 @@ void Model::multiply(const Matrix& w, const Activations& x, int rows, const Outp
     });
 }
 
-void Model::rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int token, int head) {
+void Model::rotate_and_cache(const Layer& layer, const Cache& cache, int token, int head) {
     const int dim = spec_.head_dim, group = spec_.heads / spec_.kv_heads;
     const float scale = 1.44269504f / std::sqrt(float(dim));  // attention works in powers of two
     // One outlier would take the precision of a key's other values. Spread alike, queries and keys have the same products.
@@ -320,7 +354,7 @@ void Model::rotate_and_cache(const Step& step, const Layer& layer, const Cache& 
     if (layer.k_norm) kernels_->rms_norm(k, layer.k_norm, spec_.norm_eps, dim, k);
     kernels_->rotate(k, turn, dim, 1.f);
     if (spread) kernels_->hadamard(k, dim, spread);
-    kernels_->write_cache(cache, head, step.slots[token], k, v);
+    kernels_->write_cache(cache, head, batch_.slots[token], k, v);
 }
 
 void Model::attend(const Layer& layer, const Cache& cache, int thread, int& number) {

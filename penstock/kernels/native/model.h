@@ -27,16 +27,27 @@ enum Tensor : int32_t {
     Q_NORM, K_NORM, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
 };
 
-// One step: tokens of several sequences, one after the other. All arrays belong to the caller.
+// One step: tokens of several sequences, one after the other. All arrays belong to the caller. A sequence has a row in
+// the tables of blocks and among the last tokens.
 struct Step {
-    int32_t num_tokens, num_sequences, table_width, num_logits;
-    const int32_t *tokens, *positions, *slots;  // [num_tokens]
-    const int32_t* tables;                      // [num_sequences, table_width]
-    const int32_t* query_starts;                // [num_sequences + 1]
-    const int32_t* contexts;                    // [num_sequences]
-    const int32_t* logit_rows;                  // [num_logits]
-    float* logits;                              // [num_logits, vocab]; null: only the argmax is wanted
-    int32_t* argmax;                            // [num_logits]
+    int32_t num_tokens, num_sequences, num_rows, table_width, num_logits;
+    const int32_t* tokens;                   // [num_tokens]; SAMPLED: the last token of the sequence's row
+    const int32_t *rows, *starts, *counts;   // [num_sequences]: row, first position and number of tokens
+    const int32_t* logit_rows;               // [num_logits]: indices of the tokens whose logits are wanted
+    const int32_t* tables;                   // [num_rows, table_width]
+    int32_t* last_tokens;                    // [num_rows]: set to the likeliest token after a sequence's last one
+    float* logits;                           // [num_logits, vocab]; null: only the argmax is wanted
+    int32_t* argmax;                         // [num_logits]
+};
+
+constexpr int32_t SAMPLED = -1;
+
+// What follows from a step, token by token and sequence by sequence.
+struct Batch {
+    std::vector<int32_t> tokens, positions, slots;  // [num_tokens]; slot: block * block_size + offset
+    std::vector<int32_t> first, contexts;           // [num_sequences + 1]: first token; [num_sequences]: tokens after it
+    std::vector<const int32_t*> tables;             // [num_sequences]
+    std::vector<int32_t> last_of;                   // [num_tokens]: the row of which this is the last token, or -1
 };
 
 // How one row of logits is drawn from; top_k 0, top_p 1 and min_p 0 are off.
@@ -93,8 +104,9 @@ class Model {
     Place place_of(Tensor kind, int layer);
     void reserve(const Step& step);
     std::string check(const Step& step) const;
-    std::pair<int, int> shared_run(const Step& step, int first) const;
-    void plan_attention(const Step& step);
+    void expand(const Step& step);
+    std::pair<int, int> shared_run(int first) const;
+    void plan_attention();
 
     template <class Work>
     void phase(int& number, int items, const Work& work);
@@ -105,11 +117,11 @@ class Model {
                   const Prepare& prepare);
 
     void run(const Step& step, int thread);
-    void embed(const Step& step, int token);
+    void embed(int token);
     void normalize(const float* weight, Scheme scheme, int row, int to);
     void copy_row(const Activations& x, int row, int to, int width);
     void quantize(const Activations& x, int row, int width, int rotation);
-    void rotate_and_cache(const Step& step, const Layer& layer, const Cache& cache, int token, int head);
+    void rotate_and_cache(const Layer& layer, const Cache& cache, int token, int head);
     void attend(const Layer& layer, const Cache& cache, int thread, int& number);
     void merge_attention(int token, int to);
 
@@ -128,6 +140,7 @@ class Model {
     size_t hidden_stride_ = 0, qkv_stride_ = 0;
     float *x_ = nullptr, *qkv_ = nullptr, *cos_sin_ = nullptr;
     Activations hidden_{}, attention_{}, mlp_{};
+    Batch batch_;
     std::vector<float> partials_;
     size_t scratch_stride_ = 0;
     bool has_windows_ = false;
