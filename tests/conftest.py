@@ -6,14 +6,25 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Triton reads this when it is first imported, by whatever test comes first: kernels run on the CPU, interpreted.
 os.environ["TRITON_INTERPRET"] = "1"
+
+# Servers keep weights they have packed and what they learnt of the machine's speed: here for these tests only, which
+# must not depend on who ran what before.
+_cache = tempfile.TemporaryDirectory(prefix="penstock-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
+
+# How long an example takes says something about the machine, and examples are the same in every run.
+settings.register_profile("anywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("anywhere")
 
 READY = re.compile(r"http://[\w.:\[\]]+")
 
@@ -22,11 +33,19 @@ READY = re.compile(r"http://[\w.:\[\]]+")
 class Server:
     url: str
     process: subprocess.Popen[str]
-    log: list[str]
+    log: list[str]  # whole once it has been stopped
+    readers: list[threading.Thread]
 
     @property
     def base_url(self) -> str:
         return f"{self.url}/v1"
+
+    def stop(self) -> None:
+        self.process.terminate()
+        code = self.process.wait(60)
+        for reader in self.readers:
+            reader.join()
+        assert code == 0, "".join(self.log)
 
 
 def start_server(*arguments: str) -> Server:
@@ -41,12 +60,16 @@ def start_server(*arguments: str) -> Server:
     log: list[str] = []
     assert process.stdout is not None
     assert process.stderr is not None
-    threading.Thread(target=log.extend, args=(process.stderr,), daemon=True).start()
+    errors, output = (
+        threading.Thread(target=log.extend, args=(stream,), daemon=True) for stream in (process.stderr, process.stdout)
+    )
+    errors.start()
     for line in process.stdout:
         if found := READY.search(line):
-            threading.Thread(target=log.extend, args=(process.stdout,), daemon=True).start()
-            return Server(found[0], process, log)
+            output.start()
+            return Server(found[0], process, log, [errors, output])
     process.wait()
+    errors.join()
     raise AssertionError(f"the server did not start (exit code {process.returncode}):\n" + "".join(log))
 
 
@@ -55,5 +78,4 @@ def server() -> Iterator[Server]:
     """One server of the built-in model for all tests that only talk to it."""
     running = start_server("--kv-memory-gib", "1")
     yield running
-    running.process.terminate()
-    assert running.process.wait(60) == 0, "".join(running.log)
+    running.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,8 +26,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quantized_server(folder: Path) -> Server:
-    return start_server("--kv-memory-gib", "0.1", "--max-model-len", "1024", str(folder))
+def quantized_server(folder: Path) -> Iterator[Server]:
+    running = start_server("--kv-memory-gib", "0.1", "--max-model-len", "1024", str(folder))
+    yield running
+    running.process.kill()
 
 
 def test_it_serves_what_the_original_would(quantized_server: Server) -> None:
@@ -41,9 +44,8 @@ def test_the_worker_has_no_torch_and_says_what_it_uses(quantized_server: Server)
     listing = subprocess.run(["pgrep", "-P", str(quantized_server.process.pid)], capture_output=True, text=True)
     worker = listing.stdout.split()[0]
     assert "libtorch" not in Path(f"/proc/{worker}/maps").read_text()
+    quantized_server.stop()
     assert any("memory:" in line and "MiB in all" in line for line in quantized_server.log)
-    quantized_server.process.terminate()
-    assert quantized_server.process.wait(60) == 0
 
 
 @pytest.mark.parametrize(
