@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import socket
 import subprocess
 import time
+from contextlib import suppress
 
 import pytest
+
+START_SECONDS = 60
 
 
 class RedisServer:
     """Can be stopped and started again on its port; what it held is gone then."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = _free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -31,7 +34,8 @@ class RedisServer:
             [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
             stdout=subprocess.DEVNULL,
         )
-        for _ in range(500):
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
             try:
                 socket.create_connection(("127.0.0.1", self.port), 1).close()
                 return
@@ -45,3 +49,12 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+def _free_port() -> int:
+    """Below those that systems give to whoever asks for any: while the server is down, no client's end of a connection
+    can take it, not even that of a client which tries to reach the server."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cache import redis_tier
 from penstock.cache.engine import CachedEngine
 from penstock.core.config import CacheConfig
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
@@ -27,6 +28,14 @@ def redis_process() -> Iterator[RedisServer]:
     server = RedisServer()
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="package", autouse=True)
+def patient() -> Iterator[None]:
+    """A slow machine does not pass for a lost Redis."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redis_tier, "TIMEOUT_SECONDS", 60.0)
+        yield
 
 
 @pytest.fixture

@@ -249,8 +249,7 @@ async def test_the_computation_survives_the_first_client_and_ends_with_the_last(
     leader.cancel()
     other.cancel()
     await asyncio.wait([leader, other])
-    await asyncio.to_thread(engine.ended[engine.requests[-1].id].wait, 5)
-    assert engine.ended[engine.requests[-1].id].is_set()
+    assert await asyncio.to_thread(engine.ended[engine.requests[-1].id].wait, 20)
     gate.open.set()
     assert state(await answer(cached, request(prompt=[4]))) == "miss", "what nobody waited for is not stored"
 

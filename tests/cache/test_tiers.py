@@ -195,7 +195,9 @@ async def test_a_redis_that_dies_is_a_miss_and_comes_back_by_itself(
     ]
 
 
-async def test_a_redis_that_accepts_and_never_answers_is_a_miss() -> None:
+async def test_a_redis_that_accepts_and_never_answers_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_tier, "TIMEOUT_SECONDS", 0.1)
+
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()

@@ -13,6 +13,7 @@ from penstock.gateway.app import create_app
 from penstock.gateway.server import serve
 from penstock.gateway.tenants import open_directory
 from penstock.observability.logging import configure_logging
+from penstock.state import redis
 from penstock.state.open import open_store
 from tests.gateway.scripted_engine import MODEL, ScriptedEngine, load_built_in_tokenizer, says
 
@@ -28,5 +29,6 @@ async def main(settings: Settings) -> int:
 
 if __name__ == "__main__":
     configure_logging("info")
+    redis.TIMEOUT_SECONDS = redis.CLOSE_SECONDS = 60.0  # a slow machine must not pass for a lost Redis
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sys.exit(runner.run(main(settings_from_mapping(json.loads(sys.argv[1])))))

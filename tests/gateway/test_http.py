@@ -155,8 +155,9 @@ def test_a_slow_body_is_given_up(tokenizer: Tokenizer) -> None:
         wire(gateway) as it,
     ):
         it.send(chat()[:-1])
-        status, headers, _ = it.response()
+        status, headers, body = it.response()
         assert (status, headers["connection"]) == (408, "close")
+        assert b"did not arrive within 0.05 s" in body
         assert it.is_closed()
 
 

@@ -168,7 +168,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
         next(lines)
         process.send_signal(signal.SIGTERM)
         wait_until_draining(url)
-        refused = httpx.post(url + CHAT, json=STREAM)
+        refused = httpx.post(url + CHAT, json=STREAM, timeout=20)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert process.stdin is not None

@@ -6,6 +6,9 @@ import asyncio
 import io
 import logging
 
+import pytest
+
+from penstock.observability import logging as module
 from penstock.observability.logging import LineHandler
 
 
@@ -13,7 +16,8 @@ def lines(stream: io.StringIO) -> list[str]:
     return [line.rpartition(" ")[2] for line in stream.getvalue().splitlines()]
 
 
-def test_lines_of_a_loop_wait_for_each_other_but_none_is_lost() -> None:
+def test_lines_of_a_loop_wait_for_each_other_but_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WRITE_SECONDS", 3600.0)  # longer than this test takes anywhere
     stream = io.StringIO()
     logger = logging.Logger("test")
     logger.addHandler(handler := LineHandler(stream))

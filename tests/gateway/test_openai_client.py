@@ -131,15 +131,19 @@ def test_echoed_logprobs_agree_with_generated_ones(client: openai.OpenAI) -> Non
     assert scored.usage.completion_tokens == 0
 
 
+def first_token(server: Server, text: str) -> int:
+    return httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60).json()["tokens"][0]
+
+
 def test_logit_bias_and_stop_take_effect(client: openai.OpenAI, server: Server) -> None:
     plain = greedy(client).choices[0].message.content or ""
     words = plain.split()
     stopped = greedy(client, stop=[words[3]]).choices[0]
     assert stopped.finish_reason == "stop"
     assert stopped.message.content == plain[: plain.index(words[3])]
-    first = httpx.post(f"{server.url}/tokenize", json={"prompt": plain}).json()["tokens"][0]
+    first = first_token(server, plain)
     banned = greedy(client, logit_bias={str(first): -100}).choices[0].message.content or ""
-    assert httpx.post(f"{server.url}/tokenize", json={"prompt": banned}).json()["tokens"][0] != first
+    assert first_token(server, banned) != first
 
 
 def test_tools_change_the_prompt(client: openai.OpenAI) -> None:
@@ -159,7 +163,7 @@ def test_context_overflow_is_refused(client: openai.OpenAI) -> None:
 def test_abandoned_stream_frees_the_engine(server: Server, client: openai.OpenAI) -> None:
     stream = greedy(client, stream=True, max_tokens=2000, extra_body={"ignore_eos": True})
     next(iter(stream))
-    with httpx.Client(base_url=server.url) as http:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
 
         def wait_for_running(count: int) -> None:
             while f"penstock_running_sequences {count}.0" not in http.get("/metrics").text:

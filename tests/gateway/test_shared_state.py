@@ -7,8 +7,10 @@ import json
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 from penstock.gateway.keys import create_key
 from penstock.http_client import HttpClient, Response
 from penstock.state.redis import RedisStore
+from penstock.state.store import Usage
 from tests.gateway.scripted_engine import MODEL
 from tests.redis_server import RedisServer
 
@@ -116,13 +119,18 @@ def test_limits_are_exact_over_two_gateways(redis_server: RedisServer) -> None:
 
 
 def usage_from_redis(server: RedisServer) -> dict[str, tuple[int, int]]:
+    """Requests and tokens of each tenant; midnight may have come in between."""
+
     async def read() -> dict[str, tuple[int, int]]:
         store = RedisStore(server.url)
         await store.open()
-        day = store.local.day()
-        found = await store.usage(day, day)
+        today = date.today()
+        found = await store.usage(str(today - timedelta(days=1)), str(today + timedelta(days=1)))
         await store.close()
-        return {key.tenant: (used.requests, used.tokens) for key, used in found.items()}
+        total: defaultdict[str, Usage] = defaultdict(Usage)
+        for key, used in found.items():
+            total[key.tenant] = total[key.tenant].plus(used)
+        return {tenant: (used.requests, used.tokens) for tenant, used in total.items()}
 
     return asyncio.run(read())
 

@@ -140,7 +140,8 @@ async def test_a_gateway_that_died_frees_its_concurrency(redis_server: RedisServ
     await alive.close()
 
 
-async def test_a_redis_that_hangs_is_given_up_soon() -> None:
+async def test_a_redis_that_hangs_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_module, "TIMEOUT_SECONDS", 0.2)
     server = RedisServer()
     store = RedisStore(server.url)
     await store.open()
