@@ -101,16 +101,16 @@ ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, Pa
 
 @asynccontextmanager
 async def penstock(folder: Path, logs: Path) -> AsyncIterator[Gateway]:
-    socket, port = folder / "worker.sock", free_port()
+    socket = folder / "worker.sock"
     tenant = {"requests_per_minute": MANY, "tokens_per_minute": MANY, "concurrent": 10_000}
     settings = {"state": f"sqlite:///{folder / 'state.sqlite'}", "tenants": {"bench": tenant}}
     worker_command = python_module("peers.trivial_worker", str(socket), core=LOAD_CORE)
     async with running(worker_command, ENVIRONMENT, logs / "trivial-worker.log", pipe=True) as worker:
         await first_line(worker)
-        arguments = (str(socket), str(port), json.dumps(settings))
-        command = python_module("peers.run_gateway", *arguments, core=GATEWAY_CORE)
+        command = python_module("peers.run_gateway", str(socket), json.dumps(settings), core=GATEWAY_CORE)
         async with running(command, ENVIRONMENT, logs / "penstock-gateway.log", pipe=True) as process:
-            yield Gateway("Penstock", port, await first_line(process), process)
+            port, key = (await first_line(process)).split()
+            yield Gateway("Penstock", int(port), key, process)
 
 
 @asynccontextmanager

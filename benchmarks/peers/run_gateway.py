@@ -1,6 +1,6 @@
-"""Penstock's gateway before a worker that is running already: `python -m peers.run_gateway SOCKET PORT SETTINGS_JSON`.
+"""Penstock's gateway before a worker that is running already: `python -m peers.run_gateway SOCKET SETTINGS_JSON`.
 
-What `penstock serve` does, without starting a worker with a model. Prints a key of the tenant `bench`.
+What `penstock serve` does, without starting a worker with a model. Prints its port and a key of the tenant `bench`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.text.tokenizer import load_tokenizer
 from penstock.worker.client import WorkerClient
 
 
-async def main(address: str, port: int, settings: Settings) -> int:
+async def main(address: str, settings: Settings) -> int:
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(settings.state))
         key, _ = await create_key(store, "bench")
@@ -37,10 +37,10 @@ async def main(address: str, port: int, settings: Settings) -> int:
             engine, tokenizer, settings, model_names=["trivial"], directory=directory, collectors=collectors
         )
         tune_interpreter()
-        return await serve(app, "127.0.0.1", port, lambda host, port: print(key, flush=True), 1.0)
+        return await serve(app, "127.0.0.1", 0, lambda host, port: print(port, key, flush=True), 1.0)
 
 
 if __name__ == "__main__":
     configure_logging("info")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        sys.exit(runner.run(main(sys.argv[1], int(sys.argv[2]), settings_from_mapping(json.loads(sys.argv[3])))))
+        sys.exit(runner.run(main(sys.argv[1], settings_from_mapping(json.loads(sys.argv[2])))))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import statistics
 from collections import deque
@@ -216,7 +217,7 @@ class StepTimes:
         }
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_suffix(".tmp")
+            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")  # two engines may save at once
             temporary.write_text(json.dumps({"version": _VERSION, **fits}))
             temporary.replace(self._path)
         except OSError as error:

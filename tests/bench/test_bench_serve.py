@@ -129,7 +129,8 @@ def test_a_trace_is_sent_as_written(scripted: ScriptedServer, tmp_path: Path) ->
     file = tmp_path / "day.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     (result,) = bench(scripted, tmp_path, "--trace", str(file), "--api-key", "k0", "--tenant-key", "acme=k1")["results"]
-    words, chat, text = sorted(scripted.bodies[-3:], key=lambda body: body.get("prompt") == "as it is")
+    # By length: sent milliseconds apart, they may arrive in any order.
+    text, words, chat = sorted(scripted.bodies[-3:], key=lambda body: body["max_tokens"])
     assert [body["max_tokens"] for body in (words, chat, text)] == [3, 4, 2]
     assert (chat["messages"], text["prompt"]) == (lines[2]["messages"], "as it is")
     assert [timeline["sent"] for timeline in result["timelines"]] == pytest.approx([0.0, 0.01, 0.02])
@@ -141,12 +142,14 @@ def test_a_trace_is_sent_as_written(scripted: ScriptedServer, tmp_path: Path) ->
 def test_capacity_search_prints_its_answer_and_stops_hopeless_probes(
     scripted: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--find-capacity", "--rate", "40", "--seconds", "1", "--output-tokens", "2", "--mix", "chat=1"]
-    report = bench(scripted, tmp_path, *options, "--objectives", "chat=20000/20000", "--probes", "2")
+    options = ["--find-capacity", "--rate", "40", "--output-tokens", "2", "--mix", "chat=1"]
+    kept = ["--objectives", "chat=20000/20000", "--probes", "2", "--seconds", "1"]
+    report = bench(scripted, tmp_path, *options, *kept)
     assert [result["rate"] for result in report["results"]] == [40, 80]
     assert report["capacity"] == {"uniform": 80}
     assert "up to 80 arrivals a second" in capsys.readouterr().out
-    report = bench(scripted, tmp_path, *options, "--objectives", "chat=0.001/-", "--html", str(tmp_path / "r.html"))
+    hopeless = ["--objectives", "chat=0.001/-", "--seconds", "20"]  # as long as the first answers may take
+    report = bench(scripted, tmp_path, *options, *hopeless, "--html", str(tmp_path / "r.html"))
     assert report["capacity"] == {"uniform": None}
     assert [result["rate"] for result in report["results"]] == [40, 20, 10, 5, 2.5]
     assert report["results"][0]["stopped_early"]

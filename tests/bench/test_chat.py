@@ -25,37 +25,42 @@ def home(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def terminal(scripted: ScriptedServer, home: dict[str, str]) -> Iterator[pexpect.spawn]:
     command = [*CHAT[1:], "--url", scripted.url, "--system", "Be brief.", "--max-tokens", "99"]
-    child = pexpect.spawn(CHAT[0], command, env=home, encoding="utf-8", timeout=15, dimensions=(24, 200))
+    child = pexpect.spawn(CHAT[0], command, env=home, encoding="utf-8", timeout=60, dimensions=(24, 200))
     child.expect("scripted · /help")
-    child.expect("›")
     yield child
     scripted.release.set()
     child.close(force=True)
 
 
-def say(terminal: pexpect.spawn, line: str) -> None:
-    terminal.send(line + "\r")
+def say(terminal: pexpect.spawn, keys: str) -> None:
+    """Once it listens: what is typed before, the terminal itself would interpret."""
+    terminal.expect("›")
+    terminal.send(keys)
+
+
+def enter(terminal: pexpect.spawn, line: str) -> None:
+    say(terminal, line + "\r")
 
 
 def test_a_conversation_with_commands(terminal: pexpect.spawn, scripted: ScriptedServer) -> None:
-    say(terminal, "first")
+    enter(terminal, "first")
     terminal.expect(re.escape("turn 1: system=Be brief. | user=first"))
     terminal.expect(r"2 tokens · .*tok/s · first after \d+ ms")
-    say(terminal, "second")
+    enter(terminal, "second")
     terminal.expect(re.escape("user=first | assistant=turn 1: system=Be brief. | user=first | user=second"))
-    say(terminal, "/retry")
+    enter(terminal, "/retry")
     terminal.expect("turn 3: .*user=second")
-    say(terminal, "/system Rhyme.")
+    enter(terminal, "/system Rhyme.")
     terminal.expect("starting over")
-    say(terminal, "third")
+    enter(terminal, "third")
     terminal.expect(re.escape("turn 4: system=Rhyme. | user=third"))
-    say(terminal, "/clear")
+    enter(terminal, "/clear")
     terminal.expect("starting over")
-    say(terminal, "/retry")
+    enter(terminal, "/retry")
     terminal.expect("nothing to retry")
-    say(terminal, "/bogus")
+    enter(terminal, "/bogus")
     terminal.expect("/bogus is not a command")
-    terminal.send(CTRL_D)
+    say(terminal, CTRL_D)
     terminal.expect(pexpect.EOF)
     terminal.close()
     assert terminal.exitstatus == 0
@@ -64,28 +69,28 @@ def test_a_conversation_with_commands(terminal: pexpect.spawn, scripted: Scripte
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: pexpect.spawn, scripted: ScriptedServer) -> None:
-    say(terminal, "wait")
+    enter(terminal, "wait")
     terminal.expect("waiting ")
     terminal.send(CTRL_C)
     terminal.expect("stopped · 1 token ")
-    assert scripted.dropped.wait(10), "the server was not told that the reader left"
-    say(terminal, "again")
+    assert scripted.dropped.wait(20), "the server was not told that the reader left"
+    enter(terminal, "again")
     terminal.expect(re.escape("user=wait | assistant=waiting  | user=again"))  # what was read is remembered
-    say(terminal, "/exit")
+    enter(terminal, "/exit")
     terminal.expect(pexpect.EOF)
 
 
 def test_an_error_is_shown_and_the_chat_goes_on(terminal: pexpect.spawn, scripted: ScriptedServer) -> None:
     scripted.fail_with = 400
-    say(terminal, "too much")
+    enter(terminal, "too much")
     terminal.expect("400: scripted failure")
     scripted.fail_with = None
-    say(terminal, "/retry")
+    enter(terminal, "/retry")
     terminal.expect(re.escape("turn 2: system=Be brief. | user=too much"))
 
 
 def test_output_cannot_drive_the_terminal(terminal: pexpect.spawn) -> None:
-    say(terminal, "attack")
+    enter(terminal, "attack")
     terminal.expect(r"\]0;ownedharmless é2J")
     assert "\x1b]0;owned" not in terminal.before + terminal.after
 
@@ -127,7 +132,7 @@ def test_the_server_it_starts_ends_with_it(home: dict[str, str], tiny_model: Pat
         dimensions=(24, 200),
     )
     child.expect("tiny · /help for commands")
-    say(child, "hello")
+    enter(child, "hello")
     child.expect(r"\d+ tokens")
     children = Path(f"/proc/{child.pid}/task/{child.pid}/children")
     (server,) = [int(pid) for pid in children.read_text().split()]
