@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -43,6 +45,16 @@ class RedisServer:
                 assert self._process.poll() is None, "redis-server ended while starting"
                 time.sleep(0.01)
         raise AssertionError("redis-server does not listen")
+
+    def pause(self) -> None:
+        """It hangs: connections stay, and nothing is answered until `resume`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
         if self._process is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cache import engine as cached_engine
 from penstock.cache import redis_tier
 from penstock.cache.engine import CachedEngine
 from penstock.core.config import CacheConfig
@@ -32,9 +33,10 @@ def redis_process() -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="package", autouse=True)
 def patient() -> Iterator[None]:
-    """A slow machine does not pass for a lost Redis."""
+    """A slow machine does not pass for a lost Redis, and has the time to write."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redis_tier, "TIMEOUT_SECONDS", 60.0)
+        patch.setattr(cached_engine, "CLOSE_SECONDS", 60.0)
         yield
 
 

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.gateway.openai_types import ChatRequest, CompletionRequest
-from tests.gateway.conftest import Gateway
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -188,14 +189,18 @@ def test_bad_json(shared_gateway: Gateway, content: bytes, param: str | None) ->
     assert shared_gateway.engine.requests == []
 
 
+@pytest.fixture(scope="module")
+def http(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
+    with serving(tokenizer) as gateway, gateway.http() as client:
+        yield client
+
+
 @pytest.mark.parametrize("depth", [50, 300, 900])
-def test_deep_tools_are_rendered_or_refused(shared_gateway: Gateway, depth: int) -> None:
+def test_deep_tools_are_rendered_or_refused(http: httpx.Client, depth: int) -> None:
     """Deep enough to pass the JSON parser but not necessarily the template."""
     nested = '{"a":' * depth + "1" + "}" * depth
-    with shared_gateway.http() as http:
-        response = http.post(CHAT, content=body(f'"max_tokens": 1, "tools": [{nested}]'))
+    response = http.post(CHAT, content=body(f'"max_tokens": 1, "tools": [{nested}]'))
     assert response.status_code in (200, 400)
-    shared_gateway.engine.requests.clear()
 
 
 def test_unknown_model(shared_gateway: Gateway) -> None:
@@ -263,13 +268,6 @@ JSON_VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-
-
-@pytest.fixture(scope="module")
-def http(shared_gateway: Gateway) -> Iterator[httpx.Client]:
-    with shared_gateway.http() as client:
-        yield client
-    shared_gateway.engine.requests.clear()
 
 
 @pytest.mark.parametrize(

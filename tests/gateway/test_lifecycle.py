@@ -66,7 +66,7 @@ def test_finished_requests_leave_nothing_for_the_garbage_collector(gateway: Gate
             for stream in (False, True) * 5:
                 http.post(CHAT, json={"model": MODEL, "messages": HI, "stream": stream}).raise_for_status()
             http.get("/health")
-        assert sum(isinstance(thing, Exchange) for thing in gc.get_objects()) <= 1
+        assert sum(type(thing) is Exchange for thing in gc.get_objects()) <= 1
     finally:
         gc.enable()
 

@@ -36,11 +36,17 @@ PRICES = {MODEL: {"input": 1.0, "cached": 0.5, "output": 2.0}}
 
 
 @pytest.fixture(scope="module")
-def limited(tokenizer: Tokenizer) -> Iterator[Gateway]:
+def limited_gateway(tokenizer: Tokenizer) -> Iterator[Gateway]:
     values = {"tenants": TENANTS, "prices": PRICES}
     with pytest.MonkeyPatch.context() as patch, serving(tokenizer, settings_from_mapping(values)) as gateway:
         patch.setattr(MemoryStore, "day", lambda _: DAY)
         yield gateway
+
+
+@pytest.fixture
+def limited(limited_gateway: Gateway) -> Gateway:
+    limited_gateway.answers("Hello there, friend!")  # whatever the test before has made it say
+    return limited_gateway
 
 
 def post(gateway: Gateway, tenant: str, **body: Any) -> Any:
@@ -69,7 +75,6 @@ def test_requests_per_minute(limited: Gateway) -> None:
 
 
 def test_tokens_are_reserved_and_settled(limited: Gateway) -> None:
-    limited.answers("Hello there, friend!")
     first = post(limited, "few-tokens", max_tokens=100)
     usage = first.json()["usage"]
     assert usage["total_tokens"] < 100
@@ -105,7 +110,6 @@ def test_concurrent_requests(limited: Gateway) -> None:
 
 
 def test_spending_past_the_budget_is_refused_and_accounted(limited: Gateway) -> None:
-    limited.answers("Hello there, friend!")
     usage = post(limited, "poor").json()["usage"]
     refused = post(limited, "poor")
     error = check_error(refused, 429, None)
