@@ -16,6 +16,14 @@ def redis_server() -> Iterator[RedisServer]:
     server.stop()
 
 
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    """To hang, stop and start."""
+    server = RedisServer()
+    yield server
+    server.stop()
+
+
 @pytest.fixture(scope="package", autouse=True)
 def steady() -> Iterator[None]:
     """A slow machine does not pass for a lost Redis, and no test is in two days."""

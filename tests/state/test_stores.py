@@ -139,32 +139,29 @@ async def test_a_gateway_that_died_frees_its_concurrency(redis_server: RedisServ
     await alive.close()
 
 
-async def test_a_redis_that_hangs_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_redis_that_hangs_is_given_up_soon(own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_module, "TIMEOUT_SECONDS", 1.0)
-    server = RedisServer()
-    store = RedisStore(server.url)
+    store = RedisStore(own_redis.url)
     await store.open()
-    server.pause()
+    own_redis.pause()
     grants = await asyncio.gather(*(store.reserve(claim(concurrent=5)) for _ in range(10)))
     assert [grant.refused for grant in grants] == [None] * 5 + ["concurrent"] * 5
     assert all(grant.local for grant in grants)
-    server.resume()
+    own_redis.resume()
     while (await store.reserve(claim(concurrent=10**6))).local:  # noqa: ASYNC110
         await asyncio.sleep(0)
     await store.close()
-    server.stop()
 
 
 async def test_without_redis_limits_are_local_and_spend_is_made_up_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(redis_module, "RETRY_SECONDS", 0.01)
-    server = RedisServer()
-    store = RedisStore(server.url)
+    store = RedisStore(own_redis.url)
     await store.open()
     with caplog.at_level(logging.INFO, "penstock.state"):
         before = await store.reserve(claim(concurrent=2, budget_per_day=9_000))
-        server.stop()
+        own_redis.stop()
         during = [await store.reserve(claim(concurrent=2, budget_per_day=9_000)) for _ in range(3)]
         assert [grant.refused for grant in during] == [None, None, "concurrent"], "limits hold, in this process"
         for grant in (before, *during[:2]):
@@ -172,7 +169,7 @@ async def test_without_redis_limits_are_local_and_spend_is_made_up_for(
         assert (await store.reserve(claim(budget_per_day=9_000))).refused == "day", "and so do budgets"
         with pytest.raises(Unavailable):
             await store.records("key")
-        server.start()
+        own_redis.start()
         day = store.local.day()
         found: dict[UsageKey, Usage] = {}
         while not found:
@@ -182,4 +179,3 @@ async def test_without_redis_limits_are_local_and_spend_is_made_up_for(
     assert (await store.reserve(claim(budget_per_day=9_000))).refused == "day"
     assert [record.getMessage().split(" at ")[0] for record in caplog.records] == ["lost Redis", "Redis"]
     await store.close()
-    server.stop()
