@@ -174,7 +174,7 @@ class Exchange:
             raise _too_large(limit)
         if not self._body_complete:
             if self.received.get(b"expect", b"").lower() == b"100-continue":
-                self._connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             try:
                 async with asyncio.timeout(seconds):
                     await self._rest_of_body(limit)
@@ -203,10 +203,12 @@ class Exchange:
         """Send server-sent events; the first call starts the response, so errors before it keep their status."""
         if self._connection.paused:
             await self._connection.resumed()
+        if self.gone:
+            return
         if self.status:
-            self._write(self._chunk(events))
+            self._connection.write_soon(self._chunk(events))
         else:
-            self._write(self._stream_head() + self._chunk(events))
+            self._connection.write(self._stream_head() + self._chunk(events))
 
     async def end_events(self, events: bytes) -> None:
         head = b"" if self.status else self._stream_head()
@@ -231,13 +233,10 @@ class Exchange:
         lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
         return b"".join(lines)
 
-    def _write(self, data: bytes) -> None:
-        if not self.gone:
-            self._connection.transport.write(data)
-
     def _write_last(self, data: bytes) -> None:
         self.answered = time.monotonic()  # before: once it is written, the client may have it
-        self._write(data)
+        if not self.gone:
+            self._connection.write(data)
         self._connection.ended(self)
 
     async def send_error(self, error: PenstockError) -> None:

@@ -40,6 +40,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # it is ignored here, not an error
         self._resumed = asyncio.Event()
+        self._unsent: list[bytes] = []
         self._waiting: deque[Exchange] = deque()
         self._current: Exchange | None = None  # being answered
         self._newest: Exchange | None = None  # its body is being received
@@ -58,6 +59,7 @@ class Connection(asyncio.Protocol):
         self._connections.discard(self)
         self.closed.set_result(None)
         self._waiting.clear()
+        self._unsent.clear()
         self.resume_writing()
         if self._current is not None:
             self._current.lose_client()
@@ -99,6 +101,21 @@ class Connection(asyncio.Protocol):
 
     async def resumed(self) -> None:
         await self._resumed.wait()
+
+    def write(self, data: bytes) -> None:
+        self.transport.write(b"".join((*self._unsent, data)) if self._unsent else data)
+        self._unsent.clear()
+
+    def write_soon(self, data: bytes) -> None:
+        """Together with what else is written in this turn of the event loop: tokens that came together cost one call
+        of the kernel, not one each."""
+        if not self._unsent:
+            self._loop.call_soon(self._write_unsent)
+        self._unsent.append(data)
+
+    def _write_unsent(self) -> None:
+        if self._unsent:
+            self.write(b"")
 
     # ------------------------------------------------------------ the parser's calls
 
