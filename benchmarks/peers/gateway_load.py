@@ -23,6 +23,8 @@ WORDS = [
     "zebra", "amber", "beach", "chair", "dream", "eagle", "field", "glass",
 ]  # fmt: skip
 
+ARRIVALS_SEED = 6  # bursts make the slowest requests: every system meets the same ones
+
 
 def words(number: int) -> str:
     """Eight of them, different for each of 2**40 numbers."""
@@ -180,10 +182,11 @@ class Client:
         await asyncio.gather(*(client() for _ in range(clients)))
 
     async def open_loop(self, rate: float) -> None:
+        arrivals = random.Random(ARRIVALS_SEED)
         start = due = time.perf_counter()
         tasks = []
         while due < start + self.load.seconds:
-            due += random.expovariate(rate)
+            due += arrivals.expovariate(rate)
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             self.outcome.late.append(max(0.0, time.perf_counter() - due))
             tasks.append(asyncio.create_task(self.one()))

@@ -23,4 +23,4 @@ def test_penstock_is_measured(tmp_path: Path) -> None:
 
     figures = asyncio.run(measure())
     assert set(figures) == set(gateway_peers.TITLES)
-    assert all(value > 0 for value in figures.values())
+    assert all(value > 0 for name, value in figures.items() if name != "stolen")
