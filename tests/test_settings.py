@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import serve
-from penstock.core.config import Settings, settings_from_mapping
+from penstock.core.config import LimitConfig, Settings, settings_from_mapping
 from penstock.core.errors import StartupError
 
 
@@ -45,12 +45,31 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({"cache": {"memory": 1}}, r"cache\.memory is not a setting; known: .*memory_mib"),
         ({"cache": {"semantic": {"routes": ["/v1/embeddings"]}}}, r"cache\.semantic\.routes must be of /v1/chat"),
         ({"cache": {"semantic": {"threshold": 2}}}, r"cache\.semantic\.threshold must be between"),
+        ({"tenant_defaults": {"model_limits": []}}, r"tenant_defaults\.model_limits must be a mapping of model names"),
+        ({"tenants": {"a": {"model_limits": {"m": {"rpm": 1}}}}}, r"a\.model_limits\.m\.rpm is not a .*: requests_per"),
+        (
+            {"tenants": {"a": {"model_limits": {"m": {"concurrent": 0}}}}},
+            r"a\.model_limits\.m\.concurrent must be above",
+        ),
+        ({"tenants": {"a": {"model_limits": {"m": None}}}}, r"tenants\.a\.model_limits\.m must be a mapping"),
         ([], "must be a mapping"),
     ],
 )
 def test_errors_name_the_setting(values: object, message: str) -> None:
     with pytest.raises(StartupError, match=message):
         settings_from_mapping(values)
+
+
+def test_a_models_limits_win_over_the_general_ones() -> None:
+    defaults = {"concurrent": 9, "model_limits": {"big": {"concurrent": 1}, "small": {"concurrent": 5}}}
+    tenant = {"requests_per_minute": 60, "model_limits": {"big": {"requests_per_minute": 6, "concurrent": None}}}
+    settings = settings_from_mapping({"tenant_defaults": defaults, "tenants": {"acme": tenant, "other": {}}})
+    acme, other = settings.tenants["acme"], settings.tenants["other"]
+    assert acme.limits_of(["big"]) == LimitConfig(requests_per_minute=6)
+    assert acme.limits_of(["alias", "small"]) == LimitConfig(requests_per_minute=60, concurrent=5)
+    assert acme.limits_of(["third"]).concurrent == 9
+    assert other.limits_of(["big"]) == LimitConfig(concurrent=1)
+    assert settings.tenant_defaults.limits_of(["small"]) == LimitConfig(concurrent=5), "of requests in open mode"
 
 
 def test_broken_yaml(tmp_path: Path) -> None:

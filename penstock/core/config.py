@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
@@ -101,15 +101,31 @@ class ClassConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TenantConfig:
-    """What a tenant may use. None: without limit. Limits per minute and concurrency are counted for each model."""
+class LimitConfig:
+    """What is counted for each tenant and model. None: without limit."""
 
-    weight: float = 1.0  # its share of the engine, relative to other tenants
-    default_class: str | None = None  # of requests that name none
-    models: tuple[str, ...] | None = None  # those it may use; default: all
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt plus output
     concurrent: int | None = None  # requests running at once
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, int | float):
+                _check(0 < value < float("inf"), f.name, "must be above 0")
+
+
+ModelLimits = Mapping[str, Mapping[str, int | None]]  # by model: fields of LimitConfig, as far as they are given
+
+
+@dataclass(frozen=True, slots=True)
+class TenantConfig(LimitConfig):
+    """What a tenant may use. None: without limit. The limits are those of each model that has none of its own."""
+
+    model_limits: ModelLimits = field(default_factory=dict)
+    weight: float = 1.0  # its share of the engine, relative to other tenants
+    default_class: str | None = None  # of requests that name none
+    models: tuple[str, ...] | None = None  # those it may use; default: all
     budget_per_day: float | None = None  # in the currency of the prices; days and months are UTC
     budget_per_month: float | None = None
     max_tokens: int | None = None  # more output than this is not generated, whatever a request asks for
@@ -117,11 +133,13 @@ class TenantConfig:
     max_body_mib: float | None = None  # default: that of the server
     timeout_seconds: float | None = None  # work on a request stops after this; a shorter deadline_ms wins
 
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, int | float):
-                _check(0 < value < float("inf"), f.name, "must be above 0")
+    def limits_of(self, names: Sequence[str]) -> LimitConfig:
+        """Of a model, by the first of its names that has limits of its own; what they leave open is as for all."""
+        for name in names:
+            if (own := self.model_limits.get(name)) is not None:
+                general = {f.name: getattr(self, f.name) for f in fields(LimitConfig)}
+                return LimitConfig(**{**general, **own})
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +279,16 @@ def _section(cls: type[T], name: str, values: Any) -> T:
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for key in values:
         _check(key in known, f"{name}.{key}", f"is not a setting; known: {', '.join(known)}")
-    return cls(**{k: _typed(f"{name}.{k}", str(known[k].type), v) for k, v in values.items()})
+    typed = {k: _typed(f"{name}.{k}", str(known[k].type), v) for k, v in values.items()}
+    try:
+        return cls(**typed)
+    except StartupError as error:
+        if error.param not in known:  # it says in full what it means
+            raise
+        raise StartupError(f"{name}.{error.message}", param=f"{name}.{error.param}") from None
 
 
-def _given(values: dict[str, Any], section: str) -> Any:
+def _given(values: Mapping[str, Any], section: str) -> Any:
     """A section left empty in YAML is None."""
     found = values.get(section)
     return {} if found is None else found
@@ -292,7 +316,7 @@ def settings_from_mapping(values: Any) -> Settings:
         cache=_cache(_given(values, "cache")),
         state=_state(values.get("state")),
         tenants=_tenants(_given(values, "tenants"), _given(values, "tenant_defaults")),
-        tenant_defaults=_section(TenantConfig, "tenant_defaults", _given(values, "tenant_defaults")),
+        tenant_defaults=_tenant("tenant_defaults", _given(values, "tenant_defaults"), {}),
         jwt=None if jwt is None else _section(JwtConfig, "jwt", jwt),
         prices=_prices(_given(values, "prices")),
         machine_per_hour=machine,
@@ -325,7 +349,24 @@ def tenant_config(name: Any, values: Any, defaults: Mapping[str, Any]) -> Tenant
     named = isinstance(name, str) and TENANT_NAME.fullmatch(name) is not None
     _check(named, f"tenants.{name!s:.80}", "must be named by up to 64 letters, digits, dots, dashes and underscores")
     _check(values is None or isinstance(values, dict), f"tenants.{name}", "must be a mapping")
-    return _section(TenantConfig, f"tenants.{name}", {**defaults, **(values or {})})
+    return _tenant(f"tenants.{name}", values or {}, defaults)
+
+
+def _tenant(where: str, values: Any, defaults: Mapping[str, Any]) -> TenantConfig:
+    """A model's limits take the place of those the defaults give for the same model."""
+    _check(isinstance(values, dict), where, "must be a mapping")
+    flat = {name: value for name, value in {**defaults, **values}.items() if name != "model_limits"}
+    limits = _model_limits("tenant_defaults", defaults) | _model_limits(where, values)
+    return replace(_section(TenantConfig, where, flat), model_limits=limits)
+
+
+def _model_limits(where: str, values: Mapping[str, Any]) -> dict[str, Mapping[str, int | None]]:
+    where, limits = f"{where}.model_limits", _given(values, "model_limits")
+    _check(isinstance(limits, dict), where, "must be a mapping of model names to limits")
+    for model, given in limits.items():
+        _check(isinstance(model, str), where, f"must be by names of models, not {model!r}")
+        _section(LimitConfig, f"{where}.{model}", given)
+    return dict(limits)
 
 
 def _tenants(values: Any, defaults: Any) -> dict[str, TenantConfig]:

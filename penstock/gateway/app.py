@@ -75,7 +75,7 @@ def create_app(
         metrics,
         traffic,
         Objectives(settings.classes, settings.default_class, lambda: engine.stats),
-        Metering(directory.store, Prices(settings, model_names[0], lambda: engine.stats), spend, model_names[0]),
+        Metering(directory.store, Prices(settings, model_names[0], lambda: engine.stats), spend, model_names),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),

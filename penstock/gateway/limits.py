@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.core.errors import BudgetSpent, LimitReached, RequestTooLarge
 from penstock.gateway.budgets import BILLION, Prices, SpendMetrics
 from penstock.gateway.exchange import Exchange
@@ -12,13 +14,14 @@ BUSY_RETRY_SECONDS = 1.0  # nobody knows when one of the running requests will e
 
 
 class Metering:
-    """`model` is the canonical name: an alias has no limits of its own."""
+    """`names` of one model, the canonical one first: all is counted under that, as an alias has nothing of its own."""
 
-    def __init__(self, store: Store, prices: Prices, metrics: SpendMetrics, model: str) -> None:
+    def __init__(self, store: Store, prices: Prices, metrics: SpendMetrics, names: Sequence[str]) -> None:
         self.store = store
         self.prices = prices
         self.metrics = metrics
-        self.model = model
+        self.names = names
+        self.model = names[0]
         self._typical: dict[str, float] = {}  # output tokens of a choice, by tenant: a moving average
 
     def expected_output(self, tenant: str, most: int, asked: bool) -> int:
@@ -28,21 +31,22 @@ class Metering:
     async def admit(self, exchange: Exchange, tokens: int) -> Grant:
         """Raises when a limit has no room; tells the client what is left of each."""
         tenant = exchange.tenant
+        limits = tenant.limits_of(self.names)
         claim = Claim(
             exchange.unique,
             tenant.name,
             self.model,
             tokens,
-            tenant.requests_per_minute,
-            tenant.tokens_per_minute,
-            tenant.concurrent,
+            limits.requests_per_minute,
+            limits.tokens_per_minute,
+            limits.concurrent,
             _billionths(tenant.budget_per_day),
             _billionths(tenant.budget_per_month),
         )
-        if tenant.tokens_per_minute is not None and tokens > tenant.tokens_per_minute:
+        if limits.tokens_per_minute is not None and tokens > limits.tokens_per_minute:
             raise RequestTooLarge(
                 f"the request needs {tokens} tokens, prompt and max_tokens together, but tenant {tenant.name} has "
-                f"{tenant.tokens_per_minute} per minute; shorten the prompt or lower max_tokens",
+                f"{limits.tokens_per_minute} per minute; shorten the prompt or lower max_tokens",
                 param="max_tokens",
                 code="rate_limit_exceeded",
             )

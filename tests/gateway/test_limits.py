@@ -26,6 +26,13 @@ TENANTS: dict[str, Any] = {
     "few-requests": {"requests_per_minute": 2},
     "few-tokens": {"tokens_per_minute": 200},
     "one-at-a-time": {"concurrent": 1},
+    "by-model": {
+        "requests_per_minute": 50,
+        "model_limits": {
+            "org/alias": {"requests_per_minute": 1, "tokens_per_minute": 100},
+            "another": {"concurrent": 1},
+        },
+    },
     "poor": {"budget_per_day": 0.00001},
     "small": {"max_tokens": 3, "max_prompt_tokens": 60, "max_body_mib": 0.001},
     "free": {},
@@ -85,6 +92,17 @@ def test_tokens_are_reserved_and_settled(limited: Gateway) -> None:
     check_error(post(limited, "few-tokens", max_tokens=140), 429, None)
     error = check_error(post(limited, "few-tokens", max_tokens=200), 413, "max_tokens")
     assert "200 per minute" in error["message"], "waiting would not help"
+
+
+def test_a_model_has_limits_of_its_own_under_all_its_names(limited: Gateway) -> None:
+    error = check_error(post(limited, "by-model", max_tokens=200), 413, "max_tokens")
+    assert "100 per minute" in error["message"]
+    response = post(limited, "by-model", max_tokens=5)
+    assert response.headers["x-ratelimit-limit-requests"] == "1"
+    assert response.headers["x-ratelimit-limit-tokens"] == "100"
+    for name in (MODEL, "org/alias"):
+        error = check_error(post(limited, "by-model", max_tokens=5, model=name), 429, None)
+        assert f"1 requests per minute of {MODEL}" in error["message"]
 
 
 def test_concurrent_requests(limited: Gateway) -> None:

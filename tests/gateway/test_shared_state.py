@@ -78,8 +78,8 @@ def gateways(redis: RedisServer, tenants: dict[str, Any]) -> Iterator[tuple[list
             process.process.wait()
 
 
-TENANTS: dict[str, dict[str, int]] = {
-    "requests": {"requests_per_minute": 123},
+TENANTS: dict[str, dict[str, Any]] = {
+    "requests": {"requests_per_minute": 400, "model_limits": {MODEL: {"requests_per_minute": 123}}},
     "tokens": {"tokens_per_minute": 5_000},
     "plain": {},
 }

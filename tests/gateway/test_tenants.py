@@ -79,7 +79,8 @@ def test_models_a_tenant_may_not_use_do_not_exist_for_it(closed: Gateway) -> Non
 def test_keys_through_the_admin_api(closed: Gateway) -> None:
     with closed.http() as http:
         http.headers.update(bearer(closed.key("")))
-        assert http.put("/admin/tenants/new", json={"weight": 3, "requests_per_minute": 5}).status_code == 200
+        fields = {"weight": 3, "requests_per_minute": 5, "model_limits": {MODEL: {"concurrent": 2}}}
+        assert http.put("/admin/tenants/new", json=fields).status_code == 200
         made = http.post("/admin/keys", json={"tenant": "new", "note": "for tests"}).json()
         client = closed.client(made["key"])
         client.models.list()
@@ -91,11 +92,12 @@ def test_keys_through_the_admin_api(closed: Gateway) -> None:
             client.models.list()
         check_error(http.delete(f"/admin/keys/{made['id']}"), 404, "id")
         names = {tenant["name"]: tenant for tenant in http.get("/admin/tenants").json()["data"]}
-        assert names["new"] == {"name": "new", "source": "store", "weight": 3.0, "requests_per_minute": 5}
+        assert names["new"] == {"name": "new", "source": "store", **fields}
         assert names["acme"]["source"] == "settings"
         check_error(http.put("/admin/tenants/acme", json={}), 400, "name")
         check_error(http.put("/admin/tenants/new", json={"wieght": 3}), 400, "tenants.new.wieght")
-        check_error(http.put("/admin/tenants/new", json={"concurrent": 0}), 400, "concurrent")
+        check_error(http.put("/admin/tenants/new", json={"concurrent": 0}), 400, "tenants.new.concurrent")
+        check_error(http.put("/admin/tenants/new", json={"model_limits": 3}), 400, "tenants.new.model_limits")
         check_error(http.put("/admin/tenants/new", json={"default_class": "best"}), 400, "default_class")
         check_error(http.post("/admin/keys", json={"tenant": "nobody"}), 400, "tenant")
         check_error(http.post("/admin/keys", json={}), 400, "tenant")
