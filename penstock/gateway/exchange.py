@@ -44,13 +44,13 @@ class Exchange:
     __slots__ = (
         "_awaited",
         "_body",
-        "_body_complete",
         "_cancelled_by",
         "_chunked",
         "_connection",
         "account",
         "answered",
         "arrived",
+        "body_complete",
         "body_size",
         "deadline",
         "endpoint",
@@ -104,6 +104,7 @@ class Exchange:
         self.status = 0  # 0: the response has not started
         self.streaming = False
         self.body_size = 0
+        self.body_complete = False
         self.output_asked = False  # whether the client said how many
         self.model = ""
         self.tenant = OPEN
@@ -119,7 +120,6 @@ class Exchange:
         self._connection = connection
         self._chunked = chunked  # whether the client understands it; otherwise a stream ends with the connection
         self._body: list[bytes] = []
-        self._body_complete = False
         self._awaited: asyncio.Future[None] | None = None  # more of the body
         self._cancelled_by: PenstockError | None = None
 
@@ -160,7 +160,7 @@ class Exchange:
         return self.body_size if self._awaited is None else 0
 
     def received_all(self) -> None:
-        self._body_complete = True
+        self.body_complete = True
         self._wake()
 
     def _wake(self) -> None:
@@ -172,7 +172,7 @@ class Exchange:
         length = self.header(b"content-length", _LENGTH)
         if length is not None and int(length) > limit:
             raise _too_large(limit)
-        if not self._body_complete:
+        if not self.body_complete:
             if self.received.get(b"expect", b"").lower() == b"100-continue":
                 self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             try:
@@ -186,7 +186,7 @@ class Exchange:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def _rest_of_body(self, limit: int) -> None:
-        while not self._body_complete and self.body_size <= limit:
+        while not self.body_complete and self.body_size <= limit:
             if self.gone:
                 raise ClientGone("client left while sending the body")
             self._awaited = asyncio.get_running_loop().create_future()

@@ -25,6 +25,8 @@ HEAD_SECONDS = 30.0  # for a client to send them in
 KEEP_ALIVE_SECONDS = 75.0  # longer than what load balancers keep an idle connection for
 MAX_WAITING = 16  # requests sent ahead, before a client's leaving goes unnoticed
 MAX_UNREAD = 65_536  # bytes of a body that nobody has asked for yet
+LINGER_BYTES = 64 * 2**20  # read and dropped after a last answer that did not wait for the whole request
+LINGER_SECONDS = 10.0  # for the client to notice it
 
 
 class Connection(asyncio.Protocol):
@@ -46,6 +48,8 @@ class Connection(asyncio.Protocol):
         self._newest: Exchange | None = None  # its body is being received
         self._head_bytes = 0  # of a head that is not complete
         self._in_head = False
+        self._lingering = False  # the last answer is out, the client may still be sending
+        self._discarded = 0  # bytes, since then
         self.closed: asyncio.Future[None] = self._loop.create_future()
         self._since = self._loop.time()  # when the last answer was out, or the head under way began
 
@@ -67,6 +71,11 @@ class Connection(asyncio.Protocol):
         del self._parser  # it refers back to this
 
     def data_received(self, data: bytes) -> None:
+        if self._lingering:
+            self._discarded += len(data)
+            if self._discarded > LINGER_BYTES:
+                self.transport.close()
+            return
         try:
             try:
                 self._parser.feed_data(data)
@@ -174,11 +183,20 @@ class Connection(asyncio.Protocol):
         self._since = self._loop.time()
         if not exchange.keep_alive:
             self._waiting.clear()
-            self.transport.close()
+            if exchange.body_complete:
+                self.transport.close()
+            else:
+                self._linger()
         elif self._waiting:
             self._begin()
         else:
             self.transport.resume_reading()
+
+    def _linger(self) -> None:
+        """Closing now would answer what is still being sent with a reset, and the client might never see the answer."""
+        self._lingering = True
+        self.transport.write_eof()
+        self.transport.resume_reading()
 
     def _refuse(self, error: PenstockError) -> None:
         """What follows cannot be understood, so this is the last answer."""
@@ -187,7 +205,8 @@ class Connection(asyncio.Protocol):
         self._waiting.append(Exchange.refused(self, error))
 
     def close_if_stale(self, now: float) -> None:
-        if self._current is None and now - self._since > (HEAD_SECONDS if self._in_head else KEEP_ALIVE_SECONDS):
+        allowed = LINGER_SECONDS if self._lingering else HEAD_SECONDS if self._in_head else KEEP_ALIVE_SECONDS
+        if self._current is None and now - self._since > allowed:
             self.transport.close()
 
     def shut_down(self) -> None:

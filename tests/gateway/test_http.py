@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -42,6 +43,12 @@ class Wire:
 
     def is_closed(self) -> bool:
         return self.file.read(1) == b""
+
+
+def send_for(seconds: float, it: Wire) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        it.send(b"x" * 1000)
 
 
 @contextmanager
@@ -159,6 +166,42 @@ def test_a_slow_body_is_given_up(tokenizer: Tokenizer) -> None:
         assert (status, headers["connection"]) == (408, "close")
         assert b"did not arrive within 0.05 s" in body
         assert it.is_closed()
+
+
+LARGE = b"x" * 2**25  # more than the sockets between hold
+TOO_MUCH = {
+    "body": (CHAT + b"Content-Length: %d\r\n\r\n" % len(LARGE) + LARGE, 413),
+    "chunked body": (CHAT + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(LARGE), LARGE), 413),
+    "body of a stranger that will not stay": (
+        b"POST /unknown HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(LARGE), LARGE),
+        404,
+    ),
+    "headers": (b"GET / HTTP/1.1\r\nx: " + LARGE, 431),
+    "garbage": (b"\x16\x03" + LARGE, 400),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_who_sends_all_before_reading_gets_the_refusal(shared_gateway: Gateway, what: str) -> None:
+    request, expected = TOO_MUCH[what]
+    with wire(shared_gateway) as it:
+        it.send(request)
+        status, headers, body = it.response()
+        assert (status, headers["connection"]) == (expected, "close")
+        assert json.loads(body)["error"]
+        assert it.is_closed()
+
+
+@pytest.mark.parametrize("bound", ["bytes", "seconds"])
+def test_who_goes_on_sending_is_cut_off(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    monkeypatch.setattr("penstock.gateway.http.LINGER_BYTES", 2**20 if bound == "bytes" else 2**40)
+    monkeypatch.setattr("penstock.gateway.http.LINGER_SECONDS", 1e9 if bound == "bytes" else 0.0)
+    monkeypatch.setattr("penstock.gateway.server.SWEEP_SECONDS", 0.02)
+    with serving(tokenizer) as gateway, wire(gateway) as it:
+        it.send(b"garbage\r\n\r\n")
+        assert it.response()[0] == 400
+        with pytest.raises(ConnectionError):
+            send_for(20, it)
 
 
 def test_a_client_that_leaves_does_not_wait_for_its_pipelined_requests(gateway: Gateway) -> None:
