@@ -26,7 +26,7 @@ BELOW: dict[str, set[str]] = {
     "state": {"core"},
     "cache": {"core", "text"},
     "worker": {"core", "engine", "runner", "observability"},
-    "gateway": {"core", "text", "observability", "state"},
+    "gateway": {"core", "text", "observability", "state", "http_client"},
     "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "http_client"},
 }
 WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway")

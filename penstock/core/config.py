@@ -19,6 +19,7 @@ CacheScope = Literal["tenant", "shared"]
 T = TypeVar("T")
 
 DEFAULT_MODEL = "smollm2-135m"
+_SAFE_URL = re.compile(r"https://[^/?#]|http://(localhost|127\.0\.0\.1|\[::1\])([:/]|$)")
 SEMANTIC_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -161,6 +162,7 @@ class JwtConfig:
     """Bearer tokens of an identity provider, beside Penstock's own keys."""
 
     key_file: str = ""  # PEM public key for RS and ES algorithms, the shared secret for HS
+    jwks_url: str = ""  # instead: where the issuer publishes its public keys
     issuer: str = ""
     audience: str = ""
     algorithms: tuple[str, ...] = ("RS256",)
@@ -168,14 +170,21 @@ class JwtConfig:
     leeway_seconds: float = 10.0  # by which the clocks may differ
 
     def __post_init__(self) -> None:
-        for name in ("key_file", "issuer", "audience", "tenant_claim"):
+        for name in ("issuer", "audience", "tenant_claim"):
             _check(bool(getattr(self, name)), f"jwt.{name}", "must be given")
+        one = bool(self.key_file) != bool(self.jwks_url)
+        _check(one, "jwt.key_file", "must be given, or jwt.jwks_url, but not both")
+        safe = not self.jwks_url or _SAFE_URL.match(self.jwks_url) is not None
+        _check(
+            safe, "jwt.jwks_url", "must begin with https://, or on this machine with http://127.0.0.1 or //localhost"
+        )
         known = tuple(f"{kind}{bits}" for kind in ("HS", "RS", "ES") for bits in (256, 384, 512))
         for name in self.algorithms:
             _check(name in known, "jwt.algorithms", f"must be of {', '.join(known)}, not {name!r}")
         kinds = {name[:2] for name in self.algorithms}
         # With both, a public key could be presented as the shared secret.
         _check(len(kinds) == 1, "jwt.algorithms", "must be of one kind: all HS, all RS or all ES")
+        _check(not self.jwks_url or kinds != {"HS"}, "jwt.algorithms", "must be RS or ES with jwt.jwks_url")
         _check(0 <= self.leeway_seconds <= 300, "jwt.leeway_seconds", "must be between 0 and 300")
 
 

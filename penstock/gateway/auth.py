@@ -14,7 +14,7 @@ _BEARER = re.compile(rb"bearer +([!-~]{1,8192}) *", re.IGNORECASE)
 
 
 class Verifier(Protocol):
-    def tenant(self, token: bytes) -> str:
+    async def tenant(self, token: bytes) -> str:
         """The name in a valid token; raises otherwise."""
         ...
 
@@ -24,14 +24,14 @@ class Door:
         self.directory = directory
         self.verifier = verifier
 
-    def enter(self, exchange: Exchange) -> None:
+    async def enter(self, exchange: Exchange) -> None:
         """Find the tenant of a request, or refuse it."""
         if self.directory.open:
             exchange.tenant = self.directory.anybody
         else:
-            exchange.tenant = self._tenant(bearer(exchange))
+            exchange.tenant = await self._tenant(bearer(exchange))
 
-    def _tenant(self, token: bytes) -> Tenant:
+    async def _tenant(self, token: bytes) -> Tenant:
         directory = self.directory
         if looks_like_key(token):
             record = find_key(directory.keys, token)
@@ -42,12 +42,12 @@ class Door:
             return directory.tenants[record.tenant]
         if self.verifier is None:
             raise Unauthorized("the API key is not valid: keys begin with psk-")
-        tenant = directory.tenants.get(self.verifier.tenant(token))
+        tenant = directory.tenants.get(await self.verifier.tenant(token))
         if tenant is None:
             raise Forbidden("the token is valid, but the tenant it names is not configured here", code="unknown_tenant")
         return tenant
 
-    def enter_admin(self, exchange: Exchange) -> None:
+    async def enter_admin(self, exchange: Exchange) -> None:
         """Also where tenants need no key."""
         record = find_key(self.directory.keys, bearer(exchange))
         if record is None:
@@ -55,10 +55,10 @@ class Door:
         if not record.admin:
             raise Forbidden("a tenant's key does not open this; use an admin key", code="not_admin")
 
-    def enter_metrics(self, exchange: Exchange) -> None:
+    async def enter_metrics(self, exchange: Exchange) -> None:
         """Metrics name tenants and their spend, so once there are tenants they are for administrators."""
         if not self.directory.open:
-            self.enter_admin(exchange)
+            await self.enter_admin(exchange)
 
 
 def bearer(exchange: Exchange) -> bytes:

@@ -22,13 +22,13 @@ from penstock.observability.tracing import Tracing
 logger = logging.getLogger("penstock.gateway")
 
 Handler = Callable[[Exchange], Awaitable[None]]
-Enter = Callable[[Exchange], None]  # finds out who asks, or refuses
+Enter = Callable[[Exchange], Awaitable[None]]  # finds out who asks, or refuses
 
 _QUIET = frozenset(("/health", "/metrics"))  # polled every few seconds; not worth a log line
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
 
 
-def anybody(exchange: Exchange) -> None:
+async def anybody(exchange: Exchange) -> None:
     """For endpoints that need no key."""
 
 
@@ -90,7 +90,7 @@ class Edge:
                 raise exchange.error
             route = self.routes.find(exchange)
             exchange.endpoint = route.path
-            route.enter(exchange)
+            await route.enter(exchange)
             await route.handle(exchange)
         except (Exception, asyncio.CancelledError) as error:
             reason = exchange.reason(error)

@@ -6,8 +6,10 @@ import json
 import logging
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
-from penstock.core.config import settings_from_mapping
+from penstock.core.config import Settings, settings_from_mapping
 from penstock.core.errors import StartupError
+from penstock.gateway import issuer_keys
 from penstock.gateway.tenants import Directory
 from penstock.state.memory import MemoryStore
 from penstock.text.tokenizer import Tokenizer
@@ -212,6 +216,103 @@ def test_tokens_of_every_kind_of_signature(
         assert status_of(gateway, gateway.key("acme")) == 200, "keys go on working"
 
 
+class Issuer:
+    """Publishes keys over HTTP, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, Any] = {}
+        self.body: bytes | None = None  # in place of the keys
+        self.status = 200
+        self.fetched = 0
+        issuer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                issuer.fetched += self.path == "/keys?all=yes"
+                body = issuer.body
+                if body is None:
+                    body = json.dumps({"keys": [jwk(id, key) for id, key in issuer.keys.items()]}).encode()
+                self.send_response(issuer.status)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/keys?all=yes"
+
+    def __enter__(self) -> Issuer:
+        threading.Thread(target=self.server.serve_forever).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def jwk(id: str, key: Any) -> Any:
+    algorithm = RSAAlgorithm if isinstance(key, rsa.RSAPrivateKey) else ECAlgorithm
+    return algorithm.to_jwk(key.public_key(), as_dict=True) | {"kid": id, "use": "sig"}
+
+
+def signed(id: str | None, key: Any, algorithm: str = "RS256") -> str:
+    return jwt.encode(claims(), key, algorithm, headers=None if id is None else {"kid": id})
+
+
+def with_issuer(issuer: Issuer, algorithm: str = "RS256") -> Settings:
+    section = {"jwks_url": issuer.url, "issuer": ISSUER, "audience": AUDIENCE, "algorithms": [algorithm]}
+    return settings_from_mapping({"tenants": TENANTS, "jwt": section})
+
+
+@pytest.mark.parametrize(("algorithm", "key"), [("RS256", RSA), ("RS512", RSA), ("ES256", EC)])
+def test_keys_that_an_issuer_publishes(tokenizer: Tokenizer, algorithm: str, key: Any) -> None:
+    with Issuer() as issuer, serving(tokenizer, with_issuer(issuer, algorithm)) as gateway:
+        issuer.keys = {"one": RSA, "two": EC, "three": OTHER_RSA, "its": key}
+        assert issuer.fetched == 0, "nothing before the first token"
+        assert status_of(gateway, signed("its", key, algorithm)) == 200
+        assert status_of(gateway, signed("three", key, algorithm)) == 401, "signed with another key than it names"
+        assert status_of(gateway, signed(None, key, algorithm)) == 401
+        assert issuer.fetched == 1
+
+
+def test_a_new_key_is_found_and_made_up_ones_do_not_reach_the_issuer(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Issuer() as issuer, serving(tokenizer, with_issuer(issuer)) as gateway:
+        issuer.keys = {"old": RSA}
+        assert status_of(gateway, signed("old", RSA)) == 200
+        issuer.keys = {"new": OTHER_RSA}
+        for number in range(5):
+            assert status_of(gateway, signed(f"made up {number}", RSA)) == 401
+        assert issuer.fetched == 1
+        monkeypatch.setattr(issuer_keys, "UNKNOWN_SECONDS", 0.0)  # ten seconds later
+        assert status_of(gateway, signed("new", OTHER_RSA)) == 200
+        assert status_of(gateway, jwt.encode(claims(jti="another"), RSA, "RS256", headers={"kid": "old"})) == 401
+
+
+def test_while_the_issuer_is_away_known_keys_stay_valid(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(issuer_keys, "UNKNOWN_SECONDS", 0.0)
+    with Issuer() as issuer, serving(tokenizer, with_issuer(issuer)) as gateway:
+        issuer.keys, issuer.status = {"old": RSA}, 500
+        assert status_of(gateway, signed("old", RSA)) == 503
+        assert f"{issuer.url}: it answered 500" in caplog.text
+        issuer.status = 200
+        assert status_of(gateway, signed("old", RSA)) == 200
+        issuer.status = 404
+        assert status_of(gateway, signed("new", OTHER_RSA)) == 503
+        assert status_of(gateway, jwt.encode(claims(jti="another"), RSA, "RS256", headers={"kid": "old"})) == 200
+
+
+@pytest.mark.parametrize("published", [b"", b"[]", b'{"keys": 3}', b'{"keys": [1]}', b'{"keys": [{"kty": "RSA"}]}'])
+def test_a_broken_key_set_is_no_crash(tokenizer: Tokenizer, published: bytes) -> None:
+    with Issuer() as issuer, serving(tokenizer, with_issuer(issuer)) as gateway:
+        issuer.body = published
+        assert status_of(gateway, signed("any", RSA)) == 503
+
+
 def unsigned() -> str:
     return jwt.encode(claims(), None, "none")
 
@@ -256,6 +357,11 @@ def test_a_valid_token_of_a_stranger_is_forbidden(rs_gateway: Gateway) -> None:
         ({"algorithms": ["none"]}, "jwt.algorithms"),
         ({"algorithms": ["RS256", "HS256"]}, "one kind"),
         ({"audience": ""}, "jwt.audience must be given"),
+        ({"key_file": ""}, "jwt.key_file must be given, or jwt.jwks_url"),
+        ({"jwks_url": "https://login.example.com/keys"}, "but not both"),
+        ({"key_file": "", "jwks_url": "http://login.example.com/keys"}, "jwt.jwks_url must begin with https"),
+        ({"key_file": "", "jwks_url": "http://localhost.example.com/keys"}, "jwt.jwks_url must begin with https"),
+        ({"key_file": "", "jwks_url": "https://login.example.com", "algorithms": ["HS256"]}, "must be RS or ES"),
     ],
 )
 def test_unsafe_token_settings_are_refused(changed: dict[str, Any], message: str) -> None:
