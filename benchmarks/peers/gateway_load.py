@@ -12,7 +12,8 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, pairwise
+from pathlib import Path
 from typing import cast
 
 import uvloop
@@ -23,6 +24,8 @@ WORDS = [
     "zebra", "amber", "beach", "chair", "dream", "eagle", "field", "glass",
 ]  # fmt: skip
 
+STEAL_SECONDS = 0.5  # between looks at what the host took from this machine; it tells in hundredths of a second
+FEWEST_CALM = 300  # requests, for a 99th percentile
 ARRIVALS_SEED = 6  # bursts make the slowest requests: every system meets the same ones
 
 
@@ -68,23 +71,43 @@ class Outcome:
     events: int = 0
     errors: Counter[str] = field(default_factory=Counter)
     late: list[float] = field(default_factory=list)  # how long after its time a request of the open loop was sent
+    sent: list[float] = field(default_factory=list)  # when, of each in `ttft`
+    stolen: list[tuple[float, int]] = field(default_factory=list)  # moments, and ticks that the host had taken by then
+
+    def calm(self) -> list[float]:
+        """`ttft` of those that were sent and answered while the host took nothing, nor in the interval before, unless
+        they are too few."""
+        taken = [(begin, end) for (begin, before), (end, after) in pairwise(self.stolen) if after > before]
+        found = [
+            seconds
+            for sent, seconds in zip(self.sent, self.ttft, strict=True)
+            if not any(begin < sent + seconds and sent < end + STEAL_SECONDS for begin, end in taken)
+        ]
+        return found if len(found) >= FEWEST_CALM else []
 
     def summary(self) -> dict[str, object]:
-        """Times in milliseconds."""
+        """Times in milliseconds. `stolen` is summed over the cores."""
         return {
             "done": len(self.total),
             "seconds": self.seconds,
             "ttft": quantiles(self.ttft),
+            "calm": quantiles(self.calm()),
             "total": quantiles(self.total),
             "late": quantiles(self.late),
             "events": self.events,
             "errors": self.errors,
+            "stolen": (self.stolen[-1][1] - self.stolen[0][1]) * 10.0 if self.stolen else 0.0,
         }
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
     ordered = sorted(seconds)
     return {f"p{q}": ordered[len(ordered) * q // 100] * 1e3 for q in (50, 90, 99)} if ordered else {}
+
+
+def stolen_ticks() -> int:
+    """Hundredths of a second of all cores since the start of the machine."""
+    return int(Path("/proc/stat").read_text().split(maxsplit=9)[8])
 
 
 class Connection(asyncio.Protocol):
@@ -160,6 +183,7 @@ class Client:
         ended = time.perf_counter()
         if connection.status == 200:
             self.outcome.ttft.append(connection.first - connection.sent)
+            self.outcome.sent.append(connection.sent)
             self.outcome.total.append(ended - connection.sent)
             self.outcome.events += connection.events
         else:
@@ -183,6 +207,7 @@ class Client:
 
     async def open_loop(self, rate: float) -> None:
         arrivals = random.Random(ARRIVALS_SEED)
+        watching = asyncio.create_task(self._watch_host())
         start = due = time.perf_counter()
         tasks = []
         while due < start + self.load.seconds:
@@ -191,6 +216,13 @@ class Client:
             self.outcome.late.append(max(0.0, time.perf_counter() - due))
             tasks.append(asyncio.create_task(self.one()))
         await asyncio.gather(*tasks)
+        watching.cancel()
+        self.outcome.stolen.append((time.perf_counter(), stolen_ticks()))
+
+    async def _watch_host(self) -> None:
+        while True:
+            self.outcome.stolen.append((time.perf_counter(), stolen_ticks()))
+            await asyncio.sleep(STEAL_SECONDS)
 
     async def run(self) -> Outcome:
         started = time.perf_counter()
