@@ -19,7 +19,7 @@ CacheScope = Literal["tenant", "shared"]
 T = TypeVar("T")
 
 DEFAULT_MODEL = "smollm2-135m"
-_SAFE_URL = re.compile(r"https://[^/?#]|http://(localhost|127\.0\.0\.1|\[::1\])([:/]|$)")
+_SAFE_URL = re.compile(r"https://[^/?#]|http://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?(/|$)")
 SEMANTIC_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 

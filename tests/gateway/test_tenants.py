@@ -360,7 +360,7 @@ def test_a_valid_token_of_a_stranger_is_forbidden(rs_gateway: Gateway) -> None:
         ({"key_file": ""}, "jwt.key_file must be given, or jwt.jwks_url"),
         ({"jwks_url": "https://login.example.com/keys"}, "but not both"),
         ({"key_file": "", "jwks_url": "http://login.example.com/keys"}, "jwt.jwks_url must begin with https"),
-        ({"key_file": "", "jwks_url": "http://localhost.example.com/keys"}, "jwt.jwks_url must begin with https"),
+        ({"key_file": "", "jwks_url": "http://localhost:1@example.com/keys"}, "jwt.jwks_url must begin with https"),
         ({"key_file": "", "jwks_url": "https://login.example.com", "algorithms": ["HS256"]}, "must be RS or ES"),
     ],
 )
