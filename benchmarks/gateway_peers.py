@@ -139,6 +139,16 @@ async def bare_server(logs: Path) -> AsyncIterator[Gateway]:
         yield Gateway("uvicorn alone", port, "unused", process)
 
 
+@asynccontextmanager
+async def bare_relay(logs: Path) -> AsyncIterator[Gateway]:
+    async with trivial_upstream(logs) as upstream:
+        port = free_port()
+        command = python_module("peers.bare_relay", str(port), str(upstream.port), core=GATEWAY_CORE)
+        async with running(command, ENVIRONMENT, logs / "bare-relay.log", pipe=True) as process:
+            await first_line(process)
+            yield Gateway("bare relay", port, "unused", process)
+
+
 LITELLM_CONFIG = """\
 model_list:
   - model_name: trivial
@@ -220,13 +230,13 @@ async def one_round(args: argparse.Namespace, workshop: Workshop | None, logs: P
             direct = await measure(upstream, DIRECT_CASES, args.seconds)
         async with bare_server(logs) as bare:
             found[bare.name] = await measure(bare, BARE_CASES, args.seconds)
-        systems = [penstock(Path(folder), logs)]
+        systems = [(bare_relay(logs), DIRECT_CASES), (penstock(Path(folder), logs), CASES)]
         if workshop is not None:
-            systems.append(litellm(workshop, Path(folder), logs))
-        for system in systems:
+            systems.append((litellm(workshop, Path(folder), logs), CASES))
+        for system, cases in systems:
             async with AsyncExitStack() as stack:
                 gateway = await stack.enter_async_context(system)
-                figures = await measure(gateway, CASES, args.seconds)
+                figures = await measure(gateway, cases, args.seconds)
                 found[gateway.name] = {
                     name: value - direct.get(name, 0.0) * _is_added(name) for name, value in figures.items()
                 }
@@ -239,7 +249,7 @@ def _is_added(name: str) -> bool:
 
 
 def table(rounds: Sequence[dict[str, Figures]]) -> str:
-    names = [name for name in ("Penstock", "LiteLLM", "direct", "uvicorn alone") if name in rounds[0]]
+    names = [name for name in ("Penstock", "LiteLLM", "bare relay", "direct", "uvicorn alone") if name in rounds[0]]
     lines = ["| | " + " | ".join(names) + " | target |", "|---" * (len(names) + 2) + "|"]
     for figure, (title, target) in TITLES.items():
         cells = []
