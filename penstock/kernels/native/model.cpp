@@ -33,8 +33,11 @@ const Best NO_BEST = [] {
     return best;
 }();
 
-Range share(int count, int thread, int threads) {
-    return {int(int64_t(count) * thread / threads), int(int64_t(count) * (thread + 1) / threads)};
+// Parts of nearly equal size, larger ones first: whoever takes a small one last has no more than the others.
+Range share(int count, int part, int parts) {
+    const int size = count / parts, larger = count % parts;
+    const int begin = part * size + std::min(part, larger);
+    return {begin, begin + size + (part < larger)};
 }
 
 }  // namespace
