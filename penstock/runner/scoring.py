@@ -15,9 +15,12 @@ Floats = npt.NDArray[np.float32]
 
 def scored_prompts(state: Rows, step: Step) -> list[tuple[int, Ints, Ints]]:
     """For those that ask for prompt logprobs: the sequence, its tokens in the step, the prompt tokens that follow."""
+    asking = np.flatnonzero(state.needs[step.rows] & Needs.PROMPT_LOGPROBS).tolist()
+    if not asking:
+        return []
     found = []
     first_S = np.cumsum([0, *step.counts], dtype=np.int32)
-    for index in np.flatnonzero(state.needs[step.rows] & Needs.PROMPT_LOGPROBS).tolist():
+    for index in asking:
         start, count = step.starts[index], step.counts[index]
         following = state.prompt(step.rows[index])[start + 1 : start + 1 + count]
         if following:
