@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import msgspec
@@ -39,6 +40,8 @@ from penstock.observability.tracing import start_tracing
 from penstock.state.memory import MemoryStore
 from penstock.text.tokenizer import Tokenizer
 
+logger = logging.getLogger("penstock.gateway")
+
 HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
 Also POST /tokenize, POST /detokenize, GET /health, GET /metrics.
 """
@@ -60,6 +63,7 @@ def create_app(
     the tenants of the settings, no keys, and nothing is remembered."""
     if not model_names:
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
+    _warn_of_other_models(settings, model_names)
     traffic = Traffic()
     metrics = GatewayMetrics(lambda: engine.stats)
     for collector in collectors:
@@ -115,6 +119,17 @@ def create_app(
     )
     tracing = start_tracing(settings.observability.otlp_endpoint)
     return Edge(routes, traffic, metrics, requests, tracing)
+
+
+def _warn_of_other_models(settings: Settings, model_names: Sequence[str]) -> None:
+    """No mistake where gateways of several models share their settings, but a misspelt limit would limit nothing."""
+    limited = {
+        model for tenant in (settings.tenant_defaults, *settings.tenants.values()) for model in tenant.model_limits
+    }
+    for section, models in (("model_limits", limited), ("prices", set(settings.prices))):
+        for model in sorted(models.difference(model_names)):
+            served = ", ".join(model_names)
+            logger.warning("%s.%s has no effect here: the models served are %s", section, model, served)
 
 
 def _verifier(config: JwtConfig | None) -> Verifier | None:

@@ -134,6 +134,17 @@ def test_a_key_revoked_in_another_process_is_refused_soon(tokenizer: Tokenizer, 
     assert key.split("-")[2].encode() not in (tmp_path / "state.db").read_bytes(), "only a hash is kept"
 
 
+def test_limits_and_prices_of_models_that_are_not_served_are_named(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = {"gpt-9": {"concurrent": 1}, "org/alias": {"concurrent": 2}}
+    tenants = {"acme": {"model_limits": limits}}
+    with serving(tokenizer, settings_from_mapping({"tenants": tenants, "prices": {"gpt-8": {"input": 1}, MODEL: {}}})):
+        pass
+    named = [record.getMessage().split()[0] for record in caplog.records if "has no effect" in record.getMessage()]
+    assert named == ["model_limits.gpt-9", "prices.gpt-8"]
+
+
 def test_open_mode_is_for_loopback_only(caplog: pytest.LogCaptureFixture) -> None:
     def check(server: dict[str, Any], **more: Any) -> Directory:
         directory = Directory(settings_from_mapping({"server": server, **more}), MemoryStore())
