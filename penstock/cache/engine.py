@@ -19,7 +19,7 @@ from penstock.cache.tier import Reading, Tier
 from penstock.core.config import CacheConfig
 from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
 from penstock.core.errors import NotCached
-from penstock.core.request import CacheControl, CacheStatus, Chunk, GenerateRequest, Objective
+from penstock.core.request import CacheControl, CacheStatus, Chunk, GenerateRequest
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
 
@@ -31,8 +31,9 @@ BYPASS = CacheStatus("bypass")
 MISS = CacheStatus("miss")
 SHARED = CacheStatus("shared")
 
-# Whoever joins a computation must lose nothing by it: the class that orders it and what may be read are its own.
-FlightName = tuple[bytes, CacheControl, Objective, int]
+# Whoever joins a computation must lose nothing by it: the class that orders it and what may be read are its own. The
+# class by its name, for what it is owed may be measured anew while it runs.
+FlightName = tuple[bytes, CacheControl, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +113,7 @@ class CachedEngine:
             return
         now = asyncio.get_running_loop().time()
         expires = None if request.deadline is None else now + request.deadline
-        name = (key, control, request.objective, request.priority)
+        name = (key, control, request.objective.name, request.priority)
         flight = self._flights.get(name)
         joined = flight is not None and flight.outlasts(expires)
         if flight is None or not joined:
