@@ -1,0 +1,160 @@
+// What the kernels share: Hopper's instructions by name. No CUDA headers: NVRTC has none, and none are needed.
+#pragma once
+
+using bf16 = unsigned short;  // bits
+using e4m3 = unsigned char;   // bits
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i64 = long long;
+
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
+
+// -- launches that overlap: nothing an earlier kernel wrote may be read before wait_for_previous ------------------------
+
+DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// -- mbarriers ------------------------------------------------------------------------------------------------------------
+
+DEVICE void init_barrier(u64* barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+}
+// After init_barrier, before anyone else uses them.
+DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEVICE void arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// The one arrival of a producer: the phase ends once so many bytes have come as well.
+DEVICE void arrive_expecting(u64* barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+DEVICE bool try_wait(u64* barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+    return done;
+}
+DEVICE void trap() { asm volatile("trap;"); }
+// Until the phase of that parity is over. A new barrier is in phase 0: waiting for parity 1 returns at once.
+DEVICE void wait(u64* barrier, u32 parity) {
+    for (u32 tries = 0; !try_wait(barrier, parity); tries++)
+        if (tries > 20000000) trap();  // seconds: a mistake, not a delay
+}
+
+// -- copies by the tensor memory accelerator ------------------------------------------------------------------------------
+
+constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
+constexpr u64 EVICT_LAST = 0x14F0000000000000ull;
+
+// Contiguous bytes: a multiple of 16, both ends aligned to 16.
+DEVICE void copy_bulk(void* to, const void* from, u32 bytes, u64* barrier, u64 policy = EVICT_FIRST) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+            shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+DEVICE void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<u64>(map)) : "memory");
+}
+// The box at (column, row): `column` counts along the innermost dimension.
+DEVICE void copy_box(void* to, const TensorMap* map, int column, int row, u64* barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
+        "[%4], %5;" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+
+// -- order ----------------------------------------------------------------------------------------------------------------
+
+// Shared memory written by ordinary stores, before wgmma or a bulk copy reads it.
+DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void sync_threads(u32 barrier, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+template <int REGISTERS>
+DEVICE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+DEVICE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// -- matrices -------------------------------------------------------------------------------------------------------------
+
+// Four 8x8 matrices of 16 bits (or 8x16 of 8): lane l gives the address of row l % 8 of matrix l / 8.
+DEVICE void load_matrices(u32 (&out)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(address)
+                 : "memory");
+}
+// sum[16, 8] += a[16, 16] b[16, 8]; b column by column.
+DEVICE void mma_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+DEVICE void mma_f16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// wgmma reads shared memory in tiles of 8 rows of 128 bytes, swizzled as TMA writes them: rows 128 bytes apart, groups of
+// 8 rows 1,024 bytes apart. The tile begins at a multiple of 1,024; within its 128 bytes, step by adding bytes to `address`.
+DEVICE u64 swizzled_tile(u32 address) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+DEVICE void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+DEVICE void await_wgmma() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// -- numbers --------------------------------------------------------------------------------------------------------------
+
+DEVICE float from_bf16(bf16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
+DEVICE float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float high_bf16(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+DEVICE bf16 to_bf16(float value) {
+    bf16 out;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
+    return out;
+}
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+DEVICE u32 pack_f16(float low, float high) {
+    u32 out;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+// Two e4m3 numbers, low byte first, as two float16.
+DEVICE u32 f16_of_e4m3(unsigned short pair) {
+    u32 out;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(pair));
+    return out;
+}
+// What is beyond 448 becomes 448.
+DEVICE unsigned short pack_e4m3(float low, float high) {
+    unsigned short out;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+    return out;
+}

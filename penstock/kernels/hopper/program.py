@@ -1,0 +1,181 @@
+"""CUDA C++ of this folder, compiled for the values it is specialised on, kept on disk, launched from Python.
+
+NVRTC comes with torch's CUDA builds, so nothing is needed that torch does not need. A launch costs Python about 20 µs:
+these kernels belong into captured graphs, or must be long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from penstock.core.machine import cache_folder
+
+_FOLDER = Path(__file__).parent
+_ARCHITECTURE = "sm_90a"
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+@cache
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_uint), ("_pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16)]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class TensorMap(ctypes.Structure):
+    """How the tensor memory accelerator finds its way in a tensor (CUtensorMap); by `tensor_map.tensor_map`."""
+
+    _fields_ = [("words", ctypes.c_uint64 * 16)]
+
+
+Argument = torch.Tensor | int | float | ctypes.Structure | ctypes.c_int64
+
+
+class Kernel:
+    def __init__(self, function: ctypes.c_void_p) -> None:
+        self._function = function
+        self._shared = 0
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: int,
+        shared: int,
+        *arguments: Argument,
+        pdl: bool = False,
+        cluster: int = 1,
+    ) -> None:
+        """On torch's current stream. Tensors go as pointers, numbers as int32 and float32, structures by value."""
+        if shared > self._shared:
+            check(driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared))
+            self._shared = shared
+        values = [_value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        attributes = (_Attribute * 2)()
+        attributes[0].id, attributes[0].value[0] = _OVERLAP, int(pdl)
+        attributes[1].id, attributes[1].value[:3] = _CLUSTER, [cluster, 1, 1]
+        launch = _Launch(
+            grid=(ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))),
+            block=(ctypes.c_uint * 3)(block, 1, 1),
+            shared=shared,
+            stream=torch.cuda.current_stream().cuda_stream,
+            attributes=attributes,
+            num_attributes=2 if cluster > 1 else 1,
+        )
+        check(driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
+
+
+def _value(argument: Argument) -> ctypes.Structure | ctypes._SimpleCData[int] | ctypes._SimpleCData[float]:
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_uint64(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_int32(argument)
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    return argument
+
+
+@cache
+def kernel(file: str, name: str, **defines: int) -> Kernel:
+    """The `extern "C"` function of that file, compiled with those macros."""
+    image = _compiled(file, tuple(f"-D{key}={value}" for key, value in sorted(defines.items())))
+    torch.cuda.current_stream().synchronize()  # the context must be current in this thread
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    check(driver().cuModuleLoadData(ctypes.byref(module), image))
+    check(driver().cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
+    return Kernel(function)
+
+
+def _compiled(file: str, defines: tuple[str, ...]) -> bytes:
+    """A cubin, from the cache folder if it was compiled before from the same text for the same values."""
+    source = (_FOLDER / file).read_text()
+    headers = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
+    text = "\0".join((source, *headers.values(), *defines, _ARCHITECTURE))
+    kept = cache_folder() / "cuda" / f"{Path(file).stem}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
+    if kept.is_file():
+        return kept.read_bytes()
+    image = compile_source(source, file, headers, defines)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = kept.with_suffix(f".{os.getpid()}-{id(image)}")
+    unfinished.write_bytes(image)
+    unfinished.replace(kept)
+    return image
+
+
+def compile_source(source: str, name: str, headers: dict[str, str], options: tuple[str, ...]) -> bytes:
+    library, program = _nvrtc(), ctypes.c_void_p()
+    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
+    names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
+    created = library.nvrtcCreateProgram(
+        ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
+    )
+    if created != 0:
+        raise RuntimeError(f"NVRTC took no program (error {created})")
+    try:
+        options = (f"-arch={_ARCHITECTURE}", "-std=c++17", "-default-device", *options)
+        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if library.nvrtcCompileProgram(program, len(options), flags) != 0:
+            raise RuntimeError(f"{name} does not compile with {' '.join(options)}:\n{_log(library, program)}")
+        size = ctypes.c_size_t()
+        library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        image = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetCUBIN(program, image)
+        return image.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    return log.value.decode(errors="replace")
+
+
+@cache
+def _nvrtc() -> ctypes.CDLL:
+    """The one that torch brings, which is beside torch or in a package of NVIDIA's; else that of the system."""
+    packages = Path(torch.__file__).parent.parent
+    places = [*packages.glob("nvidia/*/lib/libnvrtc.so.*"), *packages.glob("torch/lib/libnvrtc*.so*")]
+    found = [str(place) for place in places if "builtins" not in place.name and ".alt." not in place.name]
+    major = (torch.version.cuda or "13").split(".")[0]
+    for name in (*found, f"libnvrtc.so.{major}", "libnvrtc.so"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    raise RuntimeError("libnvrtc, which compiles CUDA kernels, is not installed: pip install nvidia-cuda-nvrtc")
+
+
+@cache
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(error: int) -> None:
+    if error != 0:
+        text = ctypes.c_char_p()
+        driver().cuGetErrorString(error, ctypes.byref(text))
+        raise RuntimeError(f"CUDA: {text.value.decode() if text.value else error}")

@@ -1,0 +1,46 @@
+"""Tensor maps: how boxes of a tensor are copied to shared memory by the tensor memory accelerator."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from penstock.kernels.hopper.program import TensorMap, check, driver
+
+# CUtensorMapDataType, CUtensorMapSwizzle
+_TYPES = {torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_L2_256_BYTES = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+
+
+def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int = 128) -> TensorMap:
+    """For boxes of that many elements, dimensions in the tensor's order. What lies outside the tensor reads as zero.
+
+    The last dimension must be contiguous, the other strides multiples of 16 bytes. With a swizzle the last side of the
+    box is at most that many bytes.
+    """
+    rank = tensor.dim()
+    if tensor.stride(-1) != 1 or any(stride * tensor.itemsize % 16 for stride in tensor.stride()[:-1]):
+        raise ValueError(f"strides {tensor.stride()} of {tensor.dtype}: not for the tensor memory accelerator")
+    made = TensorMap()
+    place = (ctypes.c_uint8 * 192)()  # the driver writes to a multiple of 64 bytes
+    aligned = (ctypes.addressof(place) + 63) // 64 * 64
+    check(
+        driver().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(aligned),
+            _TYPES[tensor.dtype],
+            rank,
+            ctypes.c_void_p(tensor.data_ptr()),
+            (ctypes.c_uint64 * rank)(*reversed(tensor.shape)),
+            (ctypes.c_uint64 * rank)(*(stride * tensor.itemsize for stride in reversed(tensor.stride()[:-1]))),
+            (ctypes.c_uint32 * rank)(*reversed(box)),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
+            0,
+            _SWIZZLES[swizzle],
+            _L2_256_BYTES,
+            0,
+        )
+    )
+    ctypes.memmove(ctypes.byref(made), aligned, ctypes.sizeof(made))
+    return made
