@@ -12,6 +12,8 @@ struct alignas(64) TensorMap {
 };
 
 #define DEVICE __device__ __forceinline__
+// What a launch gives a block, from a multiple of 1,024 on.
+#define SHARED_MEMORY(name) extern __shared__ __align__(1024) unsigned char name[]
 
 DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
@@ -102,6 +104,12 @@ DEVICE void load_matrices(u32 (&out)[4], u32 address) {
                  : "r"(address)
                  : "memory");
 }
+DEVICE void load_matrices_transposed(u32 (&out)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+                 : "r"(address)
+                 : "memory");
+}
 // sum[16, 8] += a[16, 16] b[16, 8]; b column by column.
 DEVICE void mma_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -110,6 +118,12 @@ DEVICE void mma_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 DEVICE void mma_f16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// The same over 32 numbers of 8 bits.
+DEVICE void mma_e4m3(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
