@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.hopper.activation import silu_mul_e4m3
+from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.norm_triton import store_quantized
 from penstock.kernels.overlap_triton import overlaps_launches
 
@@ -74,6 +76,8 @@ def silu_mul(
     if out is None:
         dtype = gate_up.dtype if scales is None else torch.float8_e4m3fn
         out = torch.empty((rows, width), dtype=dtype, device=gate_up.device)
+    if scales is not None and is_hopper() and gate_up.dtype == torch.bfloat16 and width % 8 == 0:
+        return silu_mul_e4m3(out, scales, gate_up, (unscaled.of_rows, unscaled.of_channels) if unscaled else None)
     # A quantised row needs its maximum, so one program holds it whole.
     block = min(1024, triton.next_power_of_2(width)) if scales is None else triton.next_power_of_2(width)
     pdl = overlaps_launches()

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.overlap_triton import overlaps_launches
+
 _CHUNK = 8192  # tokens per program
 _BLOCK = 2048
 _LOWEST = tl.constexpr(-2147483648)
@@ -187,11 +189,12 @@ def _threshold_kernel(
     tl.store(thresholds + row, tl.where(on, tl.maximum(threshold, before), before))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["places"])
 def _sample_kernel(
-    out, best_scores, best_tokens, arrivals, logits, temperatures, seeds, positions, min_ps, thresholds, peaks,
-    vocab, stride,
+    out, last_tokens, places, best_scores, best_tokens, arrivals, logits, temperatures, seeds, positions, min_ps,
+    thresholds, peaks, vocab, stride,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr,
+    FEED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -199,6 +202,8 @@ def _sample_kernel(
     chunks = tl.arange(0, CHUNKS)
     lanes = tl.arange(0, BLOCK)
     begin = chunk * CHUNK
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     temperature = 0.0
     if RANDOM:
         temperature = tl.load(temperatures + row)
@@ -239,6 +244,8 @@ def _sample_kernel(
         tokens = tl.load(best_tokens + at + chunks, mask=real, other=0x7FFFFFFF, cache_modifier=".cg")
         winner = tl.min(tl.where(scores == tl.max(scores, 0), tokens, 0x7FFFFFFF), 0)
         tl.store(out + row, winner.to(out.dtype.element_ty))
+        if FEED:
+            tl.store(last_tokens + tl.load(places + row), winner.to(last_tokens.dtype.element_ty))
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +299,17 @@ class SamplingRows:
     min_p: torch.Tensor  # float32
 
 
-def argmax(logits: torch.Tensor, out: torch.Tensor, scratch: SamplingScratch) -> torch.Tensor:
-    """Greedy tokens of [S, V] logits; the lowest token wins a tie."""
-    _launch_sample(logits, out, scratch, None, filtered=False)
+def argmax(
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    scratch: SamplingScratch,
+    feed: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Greedy tokens of [S, V] logits; the lowest token wins a tie.
+
+    `feed` is (last tokens of all rows [R], rows [S]): the token of each goes to its row as well.
+    """
+    _launch_sample(logits, out, scratch, None, filtered=False, feed=feed)
     return out
 
 
@@ -362,15 +377,22 @@ def _search(
 
 
 def _launch_sample(
-    logits: torch.Tensor, out: torch.Tensor, scratch: SamplingScratch, rows: SamplingRows | None, filtered: bool
+    logits: torch.Tensor,
+    out: torch.Tensor,
+    scratch: SamplingScratch,
+    rows: SamplingRows | None,
+    filtered: bool,
+    feed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     S, V = logits.shape
     chunks = triton.cdiv(V, _CHUNK)
     unused = scratch.scores
+    last_tokens, places = feed or (out, out)
+    pdl = overlaps_launches()
     _sample_kernel[S, chunks](
-        out, scratch.scores, scratch.tokens, scratch.arrivals, logits,
+        out, last_tokens, places, scratch.scores, scratch.tokens, scratch.arrivals, logits,
         rows.temperature if rows else unused, rows.seed if rows else unused, rows.position if rows else unused,
         rows.min_p if rows else unused, scratch.thresholds[1], scratch.peaks, V, logits.stride(0),
         CHUNK=_CHUNK, BLOCK=_BLOCK, CHUNKS=triton.next_power_of_2(chunks), RANDOM=rows is not None, FILTERED=filtered,
-        num_warps=4,
+        FEED=feed is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip

@@ -388,9 +388,8 @@ class CudaRunner:
             prefix = self._prefix_of(size) if kind.shared else None
             hidden = forward.hidden(inputs.x_SC, forward.attend_decode(inputs, contexts, prefix), layers)
         logits = forward.logits(hidden, self._logits[:size])
-        chosen = argmax(logits, torch.empty(size, dtype=torch.int64, device=logits.device), self._scratch)
-        state.last_token_R.index_copy_(0, rows.long(), chosen)
-        return chosen
+        chosen = torch.empty(size, dtype=torch.int64, device=logits.device)
+        return argmax(logits, chosen, self._scratch, feed=(state.last_token_R, rows))
 
     def _prefix_of(self, size: int) -> SharedPrefix:
         seqs = self._max_seqs

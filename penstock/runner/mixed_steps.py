@@ -129,9 +129,7 @@ class MixedSteps:
         hidden_TC = forward.hidden(F.embedding(tokens_T, forward.embedding), forward.attend_mixed(step), layers)
         logits_NV = forward.logits(hidden_TC[last_N.long()], self._logits[: layout.most_sampled])
         chosen = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
-        chosen = argmax(logits_NV, chosen, self._scratch)
-        state.last_token_R.index_copy_(0, rows_N.long(), chosen)
-        return chosen
+        return argmax(logits_NV, chosen, self._scratch, feed=(state.last_token_R, rows_N))
 
     @property
     def layouts(self) -> list[Layout]:

@@ -33,6 +33,15 @@ def test_argmax_takes_the_lowest_of_tied_tokens() -> None:
     assert out.tolist() == [4096, 9000, 0]
 
 
+def test_argmax_feeds_tokens_back_to_their_rows() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    last_tokens, rows = torch.full((6,), -1), torch.tensor([4, 0, 5], dtype=torch.int32)
+    scratch = sampling_scratch(3, VOCAB, logits.device)
+    out = argmax(logits, torch.empty(3, dtype=torch.int64), scratch, feed=(last_tokens, rows))
+    assert out.tolist() == logits.argmax(-1).tolist()
+    assert last_tokens.tolist() == [out[1], -1, -1, -1, out[0], out[2]]
+
+
 CASES = [  # temperature, top_k, top_p, min_p
     (0.0, 0, 1.0, 0.0),
     (1.0, 0, 1.0, 0.0),

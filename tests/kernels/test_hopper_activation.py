@@ -1,0 +1,33 @@
+"""The CUDA kernel itself, emulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.kernels.activation_triton import silu_mul_reference
+from penstock.kernels.hopper import program
+from penstock.kernels.hopper.activation import silu_mul_e4m3
+from tests.kernels.emulated_gpu import available, emulated_kernel
+
+pytestmark = pytest.mark.skipif(not available, reason="needs g++")
+
+
+@pytest.mark.parametrize(("rows", "width", "scaled"), [(3, 2048 + 24, True), (2, 2048, False), (1, 8, True)])
+def test_a_row_is_quantised_by_its_largest_value(
+    rows: int, width: int, scaled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "kernel", emulated_kernel(tmp_path))
+    torch.manual_seed(rows)
+    gate_up = torch.randn(rows, 2 * width).bfloat16() * torch.tensor([0.1, 30.0, 1.0])[:rows, None].bfloat16()
+    of_rows, of_channels = torch.rand(rows) + 0.5, torch.rand(2 * width) + 0.5
+    wanted = silu_mul_reference(gate_up.float() * of_rows[:, None] * of_channels if scaled else gate_up)
+    scales = torch.full((rows,), torch.nan)
+    out = torch.full((rows, width), torch.nan).to(torch.float8_e4m3fn)
+    silu_mul_e4m3(out, scales, gate_up, (of_rows, of_channels) if scaled else None)
+    torch.testing.assert_close(scales, wanted.abs().amax(-1) / 448, rtol=1e-5, atol=0)
+    # e4m3 has steps of an eighth above 2**-6, and of 2**-9 below.
+    error = (out.float() * scales[:, None] - wanted).abs()
+    assert (error <= torch.maximum(wanted.abs() / 16, scales[:, None] * 2**-10) * 1.001).all()
