@@ -145,7 +145,7 @@ class CudaRunner:
         size = next(size for size in self._sizes if size >= len(rows))
         shared, length = self._shared_prefix(rows, contexts)
         kind = _Kind(size, length > 0, self._forward.stacks(size, int(contexts.max())))
-        captured = self._graphs.get(kind) or self._capture(kind)
+        captured = self._graphs[kind]
         self._send_inputs(rows, contexts, shared, length)
         captured.graph.replay()
         return self._sample(self._logits[: len(rows)], captured.tokens[: len(rows)], rows, contexts, flight)
@@ -302,7 +302,6 @@ class CudaRunner:
         with ThreadPoolExecutor(min(16, usable_cpus())) as threads:
             runs = [threads.submit(self._forward.warm_up), threads.submit(self._warm_up_sampling)]
             runs += [threads.submit(run, kind) for kind in self._kinds]
-            runs += [threads.submit(run, _Kind(size, shared=True)) for size in self._sizes if size >= _MIN_SHARING]
             runs += [threads.submit(run_mixed, layout) for layout in self._mixed_steps.layouts]
             for done in runs:
                 done.result()
@@ -362,18 +361,17 @@ class CudaRunner:
 
     @property
     def _kinds(self) -> list[_Kind]:
-        """Those that are captured ahead; the largest first, so that smaller ones share its memory."""
+        """The largest first, so that smaller ones share its memory."""
         alone = [_Kind(1, stacked=True)] if self._forward.stacks(1, 1) else []
-        return [_Kind(size) for size in reversed(self._sizes)] + alone
+        sharing = [_Kind(size, shared=True) for size in reversed(self._sizes) if size >= _MIN_SHARING]
+        return [_Kind(size) for size in reversed(self._sizes)] + sharing + alone
 
-    def _capture(self, kind: _Kind) -> _Graph:
-        """Everything was compiled before."""
+    def _capture(self, kind: _Kind) -> None:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             tokens = self._decode_body(kind)
-        self._graphs[kind] = captured = _Graph(graph, tokens)
-        return captured
+        self._graphs[kind] = _Graph(graph, tokens)
 
     def _decode_body(self, kind: _Kind, layers: int | None = None) -> torch.Tensor:
         """The tokens chosen; what they were chosen from is in `_logits`."""

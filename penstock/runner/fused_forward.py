@@ -89,6 +89,7 @@ class MixedStep:
     contexts_S: torch.Tensor
     num_decodes: int
     num_queries: int  # of the other sequences, at most
+    most_padding: int = 0  # tokens at the end that belong to no sequence, at most
 
     @classmethod
     def of(cls, batch: Batch, put: Callable[[npt.NDArray[np.int32]], torch.Tensor]) -> MixedStep:
@@ -256,7 +257,9 @@ class FusedForward:
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             q_THD = self._turn(layer, qkv, step.positions_T, step.slots_T)
-            out_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)  # for the padding
+            out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+            if step.most_padding:  # nobody writes it, and experts are chosen by what it becomes
+                out_THD[-step.most_padding :].zero_()
             if attend_decodes:
                 attend_decodes(layer, out_THD[:decodes], q_THD[:decodes], None, None)
             if step.num_queries:

@@ -24,6 +24,7 @@ from penstock.runner.row_state import RowState
 
 _DECODES = (32, 256)
 _TOKENS = (128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+_MOST_PADDING = 256  # tokens, beyond the padding of sequences that decode
 _PROMPTS = 32  # in a captured step, and what others are padded to a multiple of
 
 
@@ -111,7 +112,7 @@ class MixedSteps:
         return self._logits[:sampled], chosen[:sampled]
 
     def padded(self, tokens: int) -> int:
-        return next((size for size in self._tokens if size >= tokens), -(-tokens // 256) * 256)
+        return next((size for size in self._tokens if size >= tokens), -(-tokens // _MOST_PADDING) * _MOST_PADDING)
 
     def _layout(self, decodes: int, prompts: int, tokens: int) -> Layout:
         """The smallest captured one that holds this; beyond those, one of not too many shapes."""
@@ -125,7 +126,8 @@ class MixedSteps:
         tokens_T, rows_T, positions_T, slots_T, rows_S, contexts_S, starts, last_N, rows_N = layout.split(self._inputs)
         tokens_T = torch.where(tokens_T < 0, state.last_token_R[rows_T.long()].int(), tokens_T)
         tables_SM = self._tables[rows_S.long()]
-        step = MixedStep(positions_T, slots_T, tables_SM, starts, contexts_S, layout.decodes, layout.tokens)
+        padding = min(layout.tokens, _MOST_PADDING)
+        step = MixedStep(positions_T, slots_T, tables_SM, starts, contexts_S, layout.decodes, layout.tokens, padding)
         hidden_TC = forward.hidden(F.embedding(tokens_T, forward.embedding), forward.attend_mixed(step), layers)
         logits_NV = forward.logits(hidden_TC[last_N.long()], self._logits[: layout.most_sampled])
         chosen = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
