@@ -6,15 +6,13 @@ A product of fp8 numbers may come without the scales of its rows and channels, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from penstock.kernels.hopper.activation import silu_mul_e4m3
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.norm_triton import store_quantized
+from penstock.kernels.norm_triton import ProductScales, store_quantized
 from penstock.kernels.overlap_triton import overlaps_launches
 
 
@@ -54,14 +52,6 @@ def _add_scaled_kernel(residual, product, of_rows, of_channels, width, BLOCK: tl
     values = tl.load(product + row * width + columns, mask=real, other=0.0).to(tl.float32) * scales
     values += tl.load(residual + row * width + columns, mask=real, other=0.0).to(tl.float32)
     tl.store(residual + row * width + columns, values.to(residual.dtype.element_ty), mask=real)
-
-
-@dataclass(frozen=True, slots=True)
-class ProductScales:
-    """What an fp8 product must still be multiplied by."""
-
-    of_rows: torch.Tensor  # float32 [T]
-    of_channels: torch.Tensor  # float32 [N]
 
 
 def silu_mul(

@@ -11,10 +11,10 @@ from functools import cache
 
 import torch
 
-from penstock.kernels.activation_triton import ProductScales, add_scaled, silu_mul
+from penstock.kernels.activation_triton import add_scaled, silu_mul
 from penstock.kernels.gemm_configs import stream_config
 from penstock.kernels.gemm_triton import GemvConfig, SplitScratch, stream_gemm, stream_gemv
-from penstock.kernels.norm_triton import add_rms_norm, quantize_fp8
+from penstock.kernels.norm_triton import ProductScales, add_rms_norm, quantize_fp8
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,12 @@
-"""RMSNorm for CUDA, with the residual addition before it and the fp8 quantisation after it in the same pass."""
+"""RMSNorm for CUDA, with the residual addition before it and the fp8 quantisation after it in the same pass.
+
+A product of fp8 numbers may come without the scales of its rows and channels, which are then applied where it is added.
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -10,6 +15,14 @@ import triton.language as tl
 from penstock.kernels.overlap_triton import overlaps_launches
 
 FP8_MAX = tl.constexpr(448.0)  # of e4m3
+
+
+@dataclass(frozen=True, slots=True)
+class ProductScales:
+    """What an fp8 product must still be multiplied by."""
+
+    of_rows: torch.Tensor  # float32 [T]
+    of_channels: torch.Tensor  # float32 [N]
 
 
 @triton.jit
@@ -22,8 +35,8 @@ def store_quantized(values, out, scales, row, columns, real):
 
 @triton.jit
 def _add_rms_norm_kernel(
-    out, scales, x, residual, weight, width, eps, stride_x,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
+    out, scales, x, of_rows, of_channels, residual, weight, width, eps, stride_x,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, SCALED: tl.constexpr, QUANTIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -33,6 +46,8 @@ def _add_rms_norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     values = tl.load(x + row * stride_x + columns, mask=real, other=0.0).to(tl.float32)
+    if SCALED:
+        values = values * (tl.load(of_rows + row) * tl.load(of_channels + columns, mask=real, other=0.0))
     if ADD:
         values += tl.load(residual + row * width + columns, mask=real, other=0.0).to(tl.float32)
         rounded = values.to(residual.dtype.element_ty)
@@ -51,10 +66,11 @@ def add_rms_norm(
     eps: float,
     *,
     residual: torch.Tensor | None = None,
+    unscaled: ProductScales | None = None,
     out: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalise `x` [T, width], or `residual + x`, which then also replaces `residual`.
+    """Normalise `x` [T, width], or `residual + x`, which then also replaces `residual`; `unscaled` is of `x`.
 
     With `scales` (float32 [T]) the result is float8_e4m3fn and `out * scales[:, None]` is the normalised row.
     """
@@ -64,8 +80,10 @@ def add_rms_norm(
     block = triton.next_power_of_2(width)
     pdl = overlaps_launches()
     _add_rms_norm_kernel[(rows,)](
-        out, scales if scales is not None else out, x, residual if residual is not None else x, weight, width, eps,
-        x.stride(0), BLOCK=block, ADD=residual is not None, QUANTIZE=scales is not None, PDL=pdl,
+        out, scales if scales is not None else out, x,
+        unscaled.of_rows if unscaled else x, unscaled.of_channels if unscaled else x,
+        residual if residual is not None else x, weight, width, eps, x.stride(0),
+        BLOCK=block, ADD=residual is not None, SCALED=unscaled is not None, QUANTIZE=scales is not None, PDL=pdl,
         num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
     return out

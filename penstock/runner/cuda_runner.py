@@ -31,7 +31,7 @@ from penstock.runner.scoring import scored_prompts, scored_rows
 from penstock.runner.transfer import to_device, to_host
 
 # Sizes that decode steps are captured for; between them a step is padded up.
-SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64)]
+SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
 _MIN_SHARED_TOKENS = 256
 _MIN_SHARING = 8
 

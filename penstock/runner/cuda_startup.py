@@ -38,7 +38,8 @@ def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
     compiled = time.monotonic()
     step_bytes = _try_largest_step(plan, runner, free)
     block = block_bytes(model.attention_spec, config.block_size, kv_dtype)
-    num_blocks = kv_blocks(plan.kv_demand(block, step_bytes), config.kv_memory_gib, plan.device)
+    # Twice: captured steps have memory of their own.
+    num_blocks = kv_blocks(plan.kv_demand(block, 2 * step_bytes), config.kv_memory_gib, plan.device)
     try:
         runner.allocate_cache(num_blocks)
         sizes = runner.capture_all()

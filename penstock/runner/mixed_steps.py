@@ -1,10 +1,11 @@
 """Steps with prompts in them, padded to a ladder of sizes so that most of them replay a captured CUDA graph.
 
 Launching such a step kernel by kernel takes the host 10 to 20 ms, longer than the device needs for a few hundred
-tokens; streams would stall for it and first tokens wait. What a step reads lies in one fixed buffer, sent in one copy.
-Padding has context 0, writes to no slot and samples into a spare row. Only the number of tokens costs time, so their
-ladder is fine; of sequences that decode there are few sizes: attention over the first rows writes zeros beyond them,
-and attention of the prompts, which comes after, overwrites those. T tokens, S sequences, N sequences that sample.
+tokens, or for thousands by a small model; streams would stall for it and first tokens wait. What a step reads lies in
+one fixed buffer, sent in one copy. Padding has context 0, writes to no slot and samples into a spare row. Only the
+number of tokens costs time, so their ladder is fine; of sequences that decode there are few sizes: attention over the
+first rows writes zeros beyond them, and attention of the prompts, which comes after, overwrites those. T tokens, S
+sequences, N sequences that sample.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class MixedSteps:
         self._max_seqs = len(logits)
         self._decodes = [size for size in _DECODES if size < self._max_seqs] + [self._max_seqs]
         self._tokens = [size for size in _TOKENS if size <= max_tokens]
+        self._max_tokens = max_tokens
         largest = self._layout(self._max_seqs, self._max_seqs, max_tokens)
         self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
         self._graphs: dict[Layout, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
@@ -135,8 +137,12 @@ class MixedSteps:
 
     @property
     def layouts(self) -> list[Layout]:
-        """Those that between them use every kernel; the largest first, so that smaller ones share its memory."""
-        sizes = [(decodes, tokens) for tokens in reversed(self._tokens) for decodes in reversed(self._decodes)]
+        """Those that are captured; they use every kernel. The largest come first: smaller ones share their memory.
+
+        Among them are full steps, which a long queue makes one after the other.
+        """
+        small = [(decodes, tokens) for tokens in reversed(self._tokens) for decodes in reversed(self._decodes)]
+        sizes = [(decodes, self._max_tokens) for decodes in reversed(self._decodes)] + small
         return list(dict.fromkeys(self._layout(decodes, _PROMPTS, tokens) for decodes, tokens in sizes))
 
     def compile(self, layout: Layout, state: RowState) -> None:
@@ -149,7 +155,7 @@ class MixedSteps:
 
     def capture_all(self, state: RowState, pool: Any) -> int:
         self.pad()
-        for layout in (layout for layout in self.layouts if layout.decodes <= max(_DECODES)):
+        for layout in self.layouts:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):

@@ -7,7 +7,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels.activation_triton import ProductScales, add_scaled, silu_mul, silu_mul_reference
+from penstock.kernels.activation_triton import add_scaled, silu_mul, silu_mul_reference
 from penstock.kernels.gemm_triton import (
     GemvConfig,
     SkinnyConfig,
@@ -18,6 +18,7 @@ from penstock.kernels.gemm_triton import (
 )
 from penstock.kernels.linear_triton import add_linear, gated_linear, linear
 from penstock.kernels.norm_triton import (
+    ProductScales,
     add_rms_norm,
     add_rms_norm_reference,
     quantize_fp8,
@@ -77,10 +78,13 @@ def test_scales_left_out_of_a_product_are_applied_after_it() -> None:
     scales = torch.empty(rows)
     quantised = silu_mul(product, scales=scales, unscaled=unscaled)
     assert typical_error(quantised.float() * scales[:, None], silu_mul_reference(scaled)) < 0.04
-    residual = randn(rows, 2 * width, seed=1)
-    expected = residual + scaled
-    assert add_scaled(residual, product, unscaled) is residual
-    close(residual, expected, 1e-5)
+    residual, weight = randn(rows, 2 * width, seed=1), randn(2 * width)
+    summed = residual.clone()
+    assert add_scaled(summed, product, unscaled) is summed
+    close(summed, residual + scaled, 1e-5)
+    normed, _ = add_rms_norm_reference(scaled, weight, 1e-5, residual)
+    close(add_rms_norm(product, weight, 1e-5, residual=residual, unscaled=unscaled), normed, 1e-5)
+    close(residual, summed, 1e-6)
 
 
 @pytest.mark.parametrize(("heads", "dim", "rotary", "normed"), [((5, 2), 32, 32, True), ((4, 4), 48, 24, False)])

@@ -1,0 +1,29 @@
+"""NVRTC, the compiler that users have, takes the CUDA kernels as they are specialised for common models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from penstock.kernels.hopper import program
+
+VARIANTS = [
+    ("activation.cu", {"WIDTH": 14336, "SCALED": 1}),
+    ("activation.cu", {"WIDTH": 3072, "SCALED": 0}),
+]
+
+
+@pytest.mark.parametrize(("file", "defines"), VARIANTS, ids=str)
+def test_a_kernel_compiles(file: str, defines: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = tuple(f"-D{key}={value}" for key, value in defines.items())
+    image = program._compiled(file, options)
+    assert image[:4] == b"\x7fELF"
+    assert program._compiled(file, options) == image  # from the cache folder
+    assert len(list((tmp_path / "penstock" / "cuda").iterdir())) == 1
+
+
+def test_a_mistake_is_shown_with_its_line() -> None:
+    with pytest.raises(RuntimeError, match=r"wrong\.cu\(1\): error"):
+        program.compile_source("void f() { undefined(); }", "wrong.cu", {}, ())
