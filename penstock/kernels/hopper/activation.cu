@@ -13,7 +13,7 @@ DEVICE void load_floats(float (&out)[8], const float* from) {
     out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
     out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
 }
-DEVICE float silu_mul(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+DEVICE float silu_mul(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     silu_mul_e4m3(e4m3* out, float* scales, const bf16* gate_up, const float* of_rows, const float* of_channels) {
