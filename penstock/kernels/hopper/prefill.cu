@@ -1,0 +1,436 @@
+// Attention of ragged chunks of queries over a paged cache, causal: bf16, heads of 128.
+//
+// A tile is 128 rows: BLOCK_Q queries with all GROUP query heads of one key/value head. One warp copies queries, keys and
+// values; two warpgroups of 64 rows each multiply. While one multiplies, the other computes its softmax: they take turns
+// at the tensor cores. Within a warpgroup the scores of the next keys are multiplied before the softmax of those present
+// is needed. Keys are taken from the last visible ones to the first, so that masks concern the first ones taken alone.
+// As many thread blocks as multiprocessors draw tiles from a counter, and copy for the next while they finish one.
+#include "device.cuh"
+
+constexpr int ROWS = 128, KEYS = 128, DIM = 128, PAGE = 16, PAGES = KEYS / PAGE;
+constexpr int BLOCK_Q = ROWS / GROUP;
+constexpr int TILE = 128 * DIM * 2;   // bytes of 128 rows: two halves of 64 columns, each swizzled in rows of 128 bytes
+constexpr int HALF = TILE / 2;
+constexpr int ROW = 128;              // bytes of a row of one half
+constexpr float UNSEEN = -1.0e30f;    // finite: a row that saw no key yet must not produce NaN
+constexpr int TURN = 1, OWN = 3;      // named barriers: of the turns, and of a warpgroup alone; plus its number
+
+struct Work {
+    int first;     // row of the first query in `queries` and `out`
+    int queries;   // of this tile
+    int position;  // of the first query in its sequence
+    int context;   // tokens of the sequence in the cache
+    int head;      // of keys and values
+    int tiles;     // of keys; 0: there is no more work
+};
+
+struct Barriers {
+    u64 q_full[2], q_empty[2], k_full[2], k_empty[2], v_full[2], v_empty[2];
+};
+
+struct Shared {
+    unsigned char q[2][TILE];  // where results are put together afterwards
+    unsigned char k[2][TILE];
+    unsigned char v[2][TILE];
+    Barriers barriers;
+    Work work[2];
+};
+
+DEVICE void copy_queries(void* to, const TensorMap* map, int column, int head, int token, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(column), "r"(head), "r"(token), "r"(shared_address(barrier))
+        : "memory");
+}
+DEVICE void copy_page(void* to, const TensorMap* map, int column, int head, int block, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6];" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(column), "r"(0), "r"(head), "r"(block), "r"(shared_address(barrier))
+        : "memory");
+}
+DEVICE void arrive_threads(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+DEVICE float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// -- products of a warpgroup: 64 rows by 128 columns ----------------------------------------------------------------------
+
+#define EIGHT(how, x, i) \
+    how(x[i]), how(x[i + 1]), how(x[i + 2]), how(x[i + 3]), how(x[i + 4]), how(x[i + 5]), how(x[i + 6]), how(x[i + 7])
+#define SIXTY_FOUR(how, x)                                                                                             \
+    EIGHT(how, x, 0), EIGHT(how, x, 8), EIGHT(how, x, 16), EIGHT(how, x, 24), EIGHT(how, x, 32), EIGHT(how, x, 40),    \
+        EIGHT(how, x, 48), EIGHT(how, x, 56)
+#define OPERANDS                                                                                                       \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "  \
+    "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "   \
+    "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " OPERANDS
+
+// sum = a b, or sum += a b: a [64, 16] and b [128, 16] in shared memory, the 16 innermost.
+DEVICE void start_product(float (&sum)[64], u64 a, u64 b) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, 0, 0; " WGMMA ", %64, %65, p, 1, 1, 0, 0; }"
+                 : SIXTY_FOUR("=f", sum)
+                 : "l"(a), "l"(b));
+}
+DEVICE void add_product(float (&sum)[64], u64 a, u64 b) {
+    asm volatile(WGMMA ", %64, %65, 1, 1, 1, 0, 0;" : SIXTY_FOUR("+f", sum) : "l"(a), "l"(b));
+}
+// sum += a b: a [64, 16] in registers, b [16, 128] in shared memory, the 128 innermost.
+DEVICE void add_product(float (&sum)[64], const u32* a, u64 b) {
+    asm volatile(WGMMA ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : SIXTY_FOUR("+f", sum)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// Registers that a product in flight reads or writes stay what and where they are until here.
+template <typename T, int SIZE>
+DEVICE void pin(T (&values)[SIZE]) {
+#pragma unroll
+    for (int i = 0; i < SIZE; i++)
+        if constexpr (sizeof(T) == 4 && T(0.5f) != T(0))
+            asm volatile("" : "+f"(values[i])::"memory");
+        else
+            asm volatile("" : "+r"(values[i])::"memory");
+}
+
+DEVICE void score(float (&scores)[64], u64 q, u64 k) {
+    begin_wgmma();
+#pragma unroll
+    for (int step = 0; step < DIM / 16; step++) {
+        const u64 at = (step / 4 * HALF + step % 4 * 32) >> 4;
+        if (step == 0)
+            start_product(scores, q + at, k + at);
+        else
+            add_product(scores, q + at, k + at);
+    }
+    commit_wgmma();
+}
+DEVICE void weigh(float (&sum)[64], u32 (&weights)[32], u64 v) {
+    pin(sum);
+    pin(weights);
+    begin_wgmma();
+#pragma unroll
+    for (int step = 0; step < KEYS / 16; step++) add_product(sum, weights + 4 * step, v + (step * 16 * ROW >> 4));
+    commit_wgmma();
+}
+
+// -- softmax: a thread has columns 8 j + 2 (lane % 4) + {0, 1} of rows lane / 4 and lane / 4 + 8 of its warp ------------
+
+struct Softmax {
+    float peak[2], total[2], decay[2];
+};
+
+// Column c of a row is visible if c <= limit, both counted from the thread's own first column.
+DEVICE void hide(float (&scores)[64], int limit0, int limit1) {
+#pragma unroll
+    for (int i = 0; i < 64; i++) {
+        const int column = i / 4 * 8 + i % 2;
+        if (column > (i % 4 < 2 ? limit0 : limit1)) scores[i] = __int_as_float(0xFF800000);
+    }
+}
+DEVICE void exponentiate(float (&scores)[64], Softmax& state, float scale) {
+#pragma unroll
+    for (int row = 0; row < 2; row++) {
+        float peak = state.peak[row];
+#pragma unroll
+        for (int i = 2 * row; i < 64; i += 4) peak = fmaxf(peak, fmaxf(scores[i], scores[i + 1]));
+        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
+        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
+        state.decay[row] = exp2_fast((state.peak[row] - peak) * scale);
+        state.peak[row] = peak;
+        const float shift = peak * scale;
+        float even = state.total[row] * state.decay[row], odd = 0.0f;
+#pragma unroll
+        for (int i = 2 * row; i < 64; i += 4) {
+            scores[i] = exp2_fast(fmaf(scores[i], scale, -shift));
+            scores[i + 1] = exp2_fast(fmaf(scores[i + 1], scale, -shift));
+            even += scores[i];
+            odd += scores[i + 1];
+        }
+        state.total[row] = even + odd;
+    }
+}
+DEVICE void pack(u32 (&weights)[32], const float (&scores)[64]) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) weights[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
+}
+
+// -- the warp that copies -------------------------------------------------------------------------------------------------
+
+struct Producer {
+    Shared& shared;
+    const TensorMap *keys, *values;
+    int lane;
+    u32 k_count = 0, v_count = 0;
+
+    // The pages of one tile: `page` of lane l is the block of page l.
+    DEVICE void copy(const TensorMap* map, unsigned char (&tiles)[2][TILE], u64* full, u64* empty, u32& count, int page,
+                     int pages, int head) {
+        const u32 stage = count % 2, parity = count / 2 % 2;
+        count++;
+        wait(&empty[stage], parity ^ 1);
+        if (lane == 0) arrive_expecting(&full[stage], pages * PAGE * DIM * 2);
+        for (int i = 0; i < pages; i++) {
+            const int block = __shfl_sync(~0u, page, i);
+            if (lane == 0) {
+                unsigned char* to = tiles[stage] + i * PAGE * ROW;
+                copy_page(to, map, 0, head, block, &full[stage]);
+                copy_page(to + HALF, map, DIM / 2, head, block, &full[stage]);
+            }
+        }
+    }
+    DEVICE void copy_keys(int page, int pages, int head) {
+        copy(keys, shared.k, shared.barriers.k_full, shared.barriers.k_empty, k_count, page, pages, head);
+    }
+    DEVICE void copy_values(int page, int pages, int head) {
+        copy(values, shared.v, shared.barriers.v_full, shared.barriers.v_empty, v_count, page, pages, head);
+    }
+};
+
+// The last sequence whose first tile, (starts[s] - starts[0]) / BLOCK_Q + s, is not after `tile`.
+DEVICE int sequence_of(int tile, const int* starts, int sequences, int lane) {
+    int before = 0;
+    for (int base = 0; base < sequences; base += 32) {
+        const int s = min(base + lane, sequences - 1);
+        const bool begun = base + lane < sequences && u32(starts[s] - starts[0]) / BLOCK_Q + s <= u32(tile);
+        const u32 votes = __ballot_sync(~0u, begun);
+        before += __popc(votes);
+        if (votes != ~0u) break;
+    }
+    return before - 1;
+}
+
+DEVICE void produce(Shared& shared, const TensorMap* queries, const TensorMap* keys, const TensorMap* values,
+                    const int* tables, const int* starts, const int* contexts, int* counters, int sequences, int tiles,
+                    int heads, int stride_table) {
+    const int lane = threadIdx.x % 32;
+    Producer producer{shared, keys, values, lane};
+    Barriers& barriers = shared.barriers;
+    wait_for_previous();
+    u32 items = 0;
+    int drawn = blockIdx.x;
+    while (drawn < tiles * heads) {
+        int next = 0;
+        if (lane == 0) next = atomicAdd(&counters[0], 1) + gridDim.x;
+        const int head = drawn % heads, tile = tiles - 1 - drawn / heads;  // late tiles see most keys: they come first
+        const int sequence = sequence_of(tile, starts, sequences, lane);
+        const int begin = starts[sequence], count = starts[sequence + 1] - begin, context = contexts[sequence];
+        const int skip = (tile - (begin - starts[0]) / BLOCK_Q - sequence) * BLOCK_Q;  // queries in earlier tiles
+        if (skip < count) {
+            const int top = context - count + min(skip + BLOCK_Q, count);
+            const int key_tiles = (top + KEYS - 1) / KEYS, all_pages = (context + PAGE - 1) / PAGE;
+            const int* table = tables + i64(sequence) * stride_table;
+            const auto page = [&](int n) {
+                const int at = n * PAGES + lane;
+                return n >= 0 && lane < PAGES && at < all_pages ? table[at] : 0;
+            };
+            int n = key_tiles - 1;
+            int current = page(n), ahead = page(n - 1);
+
+            const u32 slot = items % 2, parity = items / 2 % 2;
+            items++;
+            wait(&barriers.q_empty[slot], parity ^ 1);
+            if (lane == 0) {
+                shared.work[slot] = {begin + skip, min(BLOCK_Q, count - skip), context - count + skip, context, head,
+                                     key_tiles};
+                arrive_expecting(&barriers.q_full[slot], BLOCK_Q * GROUP * DIM * 2);
+                copy_queries(shared.q[slot], queries, 0, head * GROUP, begin + skip, &barriers.q_full[slot]);
+                copy_queries(shared.q[slot] + HALF, queries, DIM / 2, head * GROUP, begin + skip,
+                             &barriers.q_full[slot]);
+            }
+            int pages = min(PAGES, all_pages - n * PAGES);
+            producer.copy_keys(current, pages, head);
+            for (n--; n >= 0; n--) {
+                const int later = page(n - 1);
+                producer.copy_keys(ahead, PAGES, head);
+                producer.copy_values(current, pages, head);
+                current = ahead, ahead = later, pages = PAGES;
+            }
+            producer.copy_values(current, pages, head);
+        }
+        drawn = __shfl_sync(~0u, next, 0);
+    }
+    const u32 slot = items % 2, parity = items / 2 % 2;
+    wait(&barriers.q_empty[slot], parity ^ 1);
+    if (lane == 0) {
+        shared.work[slot].tiles = 0;
+        arrive(&barriers.q_full[slot]);
+        if (atomicAdd(&counters[1], 1) == gridDim.x - 1) counters[0] = counters[1] = 0;  // for the next launch
+    }
+}
+
+// -- a warpgroup that computes --------------------------------------------------------------------------------------------
+
+DEVICE void release(u64* barrier) {
+    if (threadIdx.x % 128 == 0) arrive(barrier);
+}
+
+struct Consumer {
+    Shared& shared;
+    int group;  // 0 or 1
+    float scale;
+    u32 k_count = 0, v_count = 0, items = 0;
+
+    DEVICE u64 keys() const { return swizzled_tile(shared_address(shared.k[k_count % 2])); }
+    // 128 columns in two halves: a half's distance is where that of rows of 64 columns would have none.
+    DEVICE u64 values() const {
+        return swizzled_tile(shared_address(shared.v[v_count % 2])) + (u64((HALF >> 4) - 1) << 16);
+    }
+    DEVICE void wait_keys() { wait(&shared.barriers.k_full[k_count % 2], k_count / 2 % 2); }
+    DEVICE void wait_values() { wait(&shared.barriers.v_full[v_count % 2], v_count / 2 % 2); }
+    DEVICE void release_keys() { release(&shared.barriers.k_empty[k_count++ % 2]); }
+    DEVICE void release_values() { release(&shared.barriers.v_empty[v_count++ % 2]); }
+
+    // A reused block may hold another request's NaN after this sequence's end; zero weights would not stop them.
+    DEVICE void clean_values(int from) {
+        wait_values();
+        uint4* tile = reinterpret_cast<uint4*>(shared.v[v_count % 2]);
+        for (int i = from * ROW / 16 + threadIdx.x % 128; i < HALF / 16; i += 128)
+            tile[i] = tile[i + HALF / 16] = uint4{0, 0, 0, 0};
+        fence_async_proxy();
+        sync_threads(OWN + group, 128);
+    }
+
+    template <bool MASKED>
+    DEVICE void step(float (&sum)[64], u32 (&weights)[32], Softmax& state, u64 q, int limit0, int limit1) {
+        float scores[64];
+        wait_keys();
+        sync_threads(TURN + group, 256);
+        score(scores, q, keys());
+        wait_values();
+        weigh(sum, weights, values());
+        arrive_threads(TURN + 1 - group, 256);
+        await_wgmma<1>();
+        pin(scores);
+        release_keys();
+        if (MASKED) hide(scores, limit0, limit1);
+        exponentiate(scores, state, scale);
+        await_wgmma<0>();
+        pin(sum);
+        pin(weights);
+        release_values();
+#pragma unroll
+        for (int i = 0; i < 64; i++) sum[i] *= state.decay[i % 4 / 2];
+        pack(weights, scores);
+    }
+
+    DEVICE void attend(const Work& work, u32 slot, bf16* out, i64 stride_out) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+        const int row = group * 64 + warp * 16 + lane / 4;
+        const int own = lane % 4 * 2;
+        int n = work.tiles - 1;
+        const int last = work.context - 1 - n * KEYS - own;  // limits in the tile of keys at hand
+        int limit0 = min(work.position + row / GROUP - n * KEYS - own, last);
+        int limit1 = min(work.position + (row + 8) / GROUP - n * KEYS - own, last);
+        const u64 q = swizzled_tile(shared_address(shared.q[slot]) + group * 64 * ROW);
+
+        float sum[64] = {};
+        u32 weights[32];
+        Softmax state = {{UNSEEN, UNSEEN}, {0.0f, 0.0f}, {1.0f, 1.0f}};
+        {
+            float scores[64];
+            wait_keys();
+            score(scores, q, keys());
+            await_wgmma<0>();
+            pin(scores);
+            release_keys();
+            hide(scores, limit0, limit1);
+            exponentiate(scores, state, scale);
+            pack(weights, scores);
+        }
+        if (work.tiles * KEYS > work.context) clean_values(work.context - n * KEYS);
+        for (n--; n >= 0 && (n + 1) * KEYS > work.position + 1; n--) {
+            limit0 += KEYS, limit1 += KEYS;
+            step<true>(sum, weights, state, q, limit0, limit1);
+        }
+        for (; n >= 0; n--) step<false>(sum, weights, state, q, 0, 0);
+        wait_values();
+        weigh(sum, weights, values());
+        await_wgmma<0>();
+        pin(sum);
+        release_values();
+        write(work, slot, sum, state, out, stride_out);
+    }
+
+    // Through the shared memory of the queries, each warp its 16 rows, so that whole rows are written.
+    DEVICE void write(const Work& work, u32 slot, const float (&sum)[64], const Softmax& state, bf16* out,
+                      i64 stride_out) {
+        const int lane = threadIdx.x % 32, first = group * 64 + threadIdx.x / 32 % 4 * 16;
+        float inverse[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            float total = state.total[i];
+            total += __shfl_xor_sync(~0u, total, 1);
+            total += __shfl_xor_sync(~0u, total, 2);
+            asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse[i]) : "f"(total));
+        }
+        unsigned char* tile = shared.q[slot] + first * ROW;
+        sync_threads(OWN + group, 128);  // no one reads the queries any more
+#pragma unroll
+        for (int i = 0; i < 64; i += 2) {
+            const int row = lane / 4 + i % 4 / 2 * 8, chunk = i / 4;
+            const int at = chunk / 8 * HALF + row * ROW + (chunk % 8 ^ row % 8) * 16 + lane % 4 * 4;
+            const float factor = inverse[i % 4 / 2];
+            *reinterpret_cast<u32*>(tile + at) = pack_bf16(sum[i] * factor, sum[i + 1] * factor);
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int row = i * 2 + lane / 16, chunk = lane % 16;
+            const int query = (first + row) / GROUP, head = work.head * GROUP + (first + row) % GROUP;
+            const uint4 value =
+                *reinterpret_cast<uint4*>(tile + chunk / 8 * HALF + row * ROW + (chunk % 8 ^ row % 8) * 16);
+            if (query < work.queries)
+                *reinterpret_cast<uint4*>(out + (work.first + query) * stride_out + head * DIM + chunk * 8) = value;
+        }
+        fence_async_proxy();  // the next queries are copied here
+        __syncwarp();
+        if (lane == 0) arrive(&shared.barriers.q_empty[slot]);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+    prefill(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
+            const __grid_constant__ TensorMap values, bf16* out, const int* tables, const int* starts,
+            const int* contexts, int* counters, int sequences, int tiles, int heads, float scale, int stride_out,
+            int stride_table) {
+    extern __shared__ unsigned char memory[];
+    Shared& shared = *reinterpret_cast<Shared*>((reinterpret_cast<u64>(memory) + 1023) / 1024 * 1024);
+    const int role = threadIdx.x / 128;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 2; i++) {
+            init_barrier(&shared.barriers.q_full[i], 1);
+            init_barrier(&shared.barriers.q_empty[i], 8);
+            init_barrier(&shared.barriers.k_full[i], 1);
+            init_barrier(&shared.barriers.k_empty[i], 2);
+            init_barrier(&shared.barriers.v_full[i], 1);
+            init_barrier(&shared.barriers.v_empty[i], 2);
+        }
+        publish_barriers();
+    }
+    __syncthreads();
+    let_next_start();
+    if (role < 2) {  // this branch first: in the other order the compiler keeps to 168 registers
+        take_registers<232>();
+        if (role == 1) arrive_threads(TURN, 256);
+        Consumer consumer{shared, role, scale};
+        while (true) {
+            const u32 slot = consumer.items % 2, parity = consumer.items / 2 % 2;
+            consumer.items++;
+            wait(&shared.barriers.q_full[slot], parity);
+            const Work work = shared.work[slot];
+            if (work.tiles == 0) break;
+            consumer.attend(work, slot, out, stride_out);
+        }
+    } else {
+        give_registers<40>();
+        if (threadIdx.x < 288)
+            produce(shared, &queries, &keys, &values, tables, starts, contexts, counters, sequences, tiles, heads,
+                    stride_table);
+    }
+}

@@ -1,0 +1,76 @@
+"""Paged prefill attention on Hopper: what `prefill_triton` computes, for bf16 and heads of 128."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from penstock.kernels.hopper.program import is_hopper, kernel
+from penstock.kernels.hopper.tensor_map import tensor_map
+from penstock.kernels.paged_triton import LOG2_E
+
+_ROWS = 128
+_HALF = 64  # elements of a row of shared memory
+_THREADS = 384
+_SHARED = 6 * _ROWS * 256 + 2048
+_STREAMS = 1024
+
+
+def suits_hopper(q_THD: torch.Tensor, k_cache: torch.Tensor, window: int) -> bool:
+    group, page = q_THD.shape[1] // k_cache.shape[1], k_cache.shape[2]
+    return (
+        q_THD.is_cuda
+        and q_THD.dtype == k_cache.dtype == torch.bfloat16
+        and (q_THD.shape[2], page, window) == (128, 16, 0)
+        and group <= _ROWS
+        and is_hopper()
+    )
+
+
+def prefill_attention_hopper(
+    out_THD: torch.Tensor,
+    q_THD: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables_SM: torch.Tensor,
+    query_starts: torch.Tensor,
+    contexts_S: torch.Tensor,
+    *,
+    num_queries: int,
+    scale: float,
+) -> None:
+    H, D = q_THD.shape[1:]
+    S = contexts_S.shape[0]
+    K, B = k_cache.shape[1:3]
+    group = H // K
+    block_q = _ROWS // group
+    tiles = num_queries // block_q + S
+    stream = torch.cuda.current_stream().cuda_stream
+    kernel("prefill.cu", "prefill", GROUP=group)(
+        (min(tiles * K, _multiprocessors()),), _THREADS, _SHARED,
+        tensor_map(q_THD, (block_q, group, _HALF)),
+        tensor_map(k_cache, (1, 1, B, _HALF)),
+        tensor_map(v_cache, (1, 1, B, _HALF)),
+        out_THD, tables_SM, query_starts, contexts_S, _counters()[_place(stream)],
+        S, tiles, K, scale * LOG2_E, out_THD.stride(0), tables_SM.stride(0),
+        pdl=True,
+    )  # fmt: skip
+
+
+@cache
+def _multiprocessors() -> int:
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+@cache
+def _counters() -> torch.Tensor:
+    """Of tiles drawn and of thread blocks done, for each stream: zero between launches."""
+    return torch.zeros((_STREAMS, 2), dtype=torch.int32, device="cuda")
+
+
+_places: dict[int, int] = {}
+
+
+def _place(stream: int) -> int:
+    return _places.setdefault(stream, len(_places))
