@@ -172,3 +172,78 @@ DEVICE unsigned short pack_e4m3(float low, float high) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
     return out;
 }
+
+// -- more of the above ----------------------------------------------------------------------------------------------------
+
+// Boxes of three and four dimensions, innermost first.
+DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+        : "memory");
+}
+DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+        "[%6];" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier))
+        : "memory");
+}
+// At a barrier of sync_threads, without staying.
+DEVICE void arrive_threads(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+DEVICE float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+#define EIGHT_OPERANDS(how, x, i) \
+    how(x[i]), how(x[i + 1]), how(x[i + 2]), how(x[i + 3]), how(x[i + 4]), how(x[i + 5]), how(x[i + 6]), how(x[i + 7])
+#define SIXTY_FOUR_OPERANDS(how, x) \
+    EIGHT_OPERANDS(how, x, 0), EIGHT_OPERANDS(how, x, 8), EIGHT_OPERANDS(how, x, 16), EIGHT_OPERANDS(how, x, 24), \
+        EIGHT_OPERANDS(how, x, 32), EIGHT_OPERANDS(how, x, 40), EIGHT_OPERANDS(how, x, 48), EIGHT_OPERANDS(how, x, 56)
+#define WGMMA_N128 \
+    "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
+    "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
+    "%62, %63}"
+
+// sum = a b^T, or sum += a b^T: a [64, 16] and b [128, 16] in shared memory, the 16 innermost.
+DEVICE void start_wgmma_n128(float (&sum)[64], u64 a, u64 b) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, 0, 0; " WGMMA_N128 ", %64, %65, p, 1, 1, 0, 0; }"
+                 : SIXTY_FOUR_OPERANDS("=f", sum)
+                 : "l"(a), "l"(b));
+}
+DEVICE void wgmma_n128(float (&sum)[64], u64 a, u64 b) {
+    asm volatile(WGMMA_N128 ", %64, %65, 1, 1, 1, 0, 0;" : SIXTY_FOUR_OPERANDS("+f", sum) : "l"(a), "l"(b));
+}
+// sum += a b: a [64, 16] in registers, b [16, 128] in shared memory, the 128 innermost in two tiles of 64.
+DEVICE void wgmma_n128(float (&sum)[64], const u32* a, u64 b) {
+    asm volatile(WGMMA_N128 ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
+                 : SIXTY_FOUR_OPERANDS("+f", sum)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// The tile of that last b: its halves so many bytes apart.
+DEVICE u64 swizzled_tile_of_rows(u32 address, u32 halves_apart) {
+    return swizzled_tile(address) - (1ull << 16) + (static_cast<u64>(halves_apart >> 4) << 16);
+}
+// What a product in flight reads or writes stays what and where it is until here.
+template <int SIZE>
+DEVICE void keep_in_place(float (&values)[SIZE]) {
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) asm volatile("" : "+f"(values[i])::"memory");
+}
+template <int SIZE>
+DEVICE void keep_in_place(u32 (&values)[SIZE]) {
+#pragma unroll
+    for (int i = 0; i < SIZE; i++) asm volatile("" : "+r"(values[i])::"memory");
+}

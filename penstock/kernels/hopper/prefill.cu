@@ -36,67 +36,7 @@ struct Shared {
     Work work[2];
 };
 
-DEVICE void copy_queries(void* to, const TensorMap* map, int column, int head, int token, u64* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-            shared_address(to)),
-        "l"(reinterpret_cast<u64>(map)), "r"(column), "r"(head), "r"(token), "r"(shared_address(barrier))
-        : "memory");
-}
-DEVICE void copy_page(void* to, const TensorMap* map, int column, int head, int block, u64* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-        "[%6];" ::"r"(shared_address(to)),
-        "l"(reinterpret_cast<u64>(map)), "r"(column), "r"(0), "r"(head), "r"(block), "r"(shared_address(barrier))
-        : "memory");
-}
-DEVICE void arrive_threads(u32 barrier, u32 threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-DEVICE float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
 // -- products of a warpgroup: 64 rows by 128 columns ----------------------------------------------------------------------
-
-#define EIGHT(how, x, i) \
-    how(x[i]), how(x[i + 1]), how(x[i + 2]), how(x[i + 3]), how(x[i + 4]), how(x[i + 5]), how(x[i + 6]), how(x[i + 7])
-#define SIXTY_FOUR(how, x)                                                                                             \
-    EIGHT(how, x, 0), EIGHT(how, x, 8), EIGHT(how, x, 16), EIGHT(how, x, 24), EIGHT(how, x, 32), EIGHT(how, x, 40),    \
-        EIGHT(how, x, 48), EIGHT(how, x, 56)
-#define OPERANDS                                                                                                       \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "  \
-    "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "   \
-    "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
-#define WGMMA "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 " OPERANDS
-
-// sum = a b, or sum += a b: a [64, 16] and b [128, 16] in shared memory, the 16 innermost.
-DEVICE void start_product(float (&sum)[64], u64 a, u64 b) {
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, 0, 0; " WGMMA ", %64, %65, p, 1, 1, 0, 0; }"
-                 : SIXTY_FOUR("=f", sum)
-                 : "l"(a), "l"(b));
-}
-DEVICE void add_product(float (&sum)[64], u64 a, u64 b) {
-    asm volatile(WGMMA ", %64, %65, 1, 1, 1, 0, 0;" : SIXTY_FOUR("+f", sum) : "l"(a), "l"(b));
-}
-// sum += a b: a [64, 16] in registers, b [16, 128] in shared memory, the 128 innermost.
-DEVICE void add_product(float (&sum)[64], const u32* a, u64 b) {
-    asm volatile(WGMMA ", {%64, %65, %66, %67}, %68, 1, 1, 1, 1;"
-                 : SIXTY_FOUR("+f", sum)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-// Registers that a product in flight reads or writes stay what and where they are until here.
-template <typename T, int SIZE>
-DEVICE void pin(T (&values)[SIZE]) {
-#pragma unroll
-    for (int i = 0; i < SIZE; i++)
-        if constexpr (sizeof(T) == 4 && T(0.5f) != T(0))
-            asm volatile("" : "+f"(values[i])::"memory");
-        else
-            asm volatile("" : "+r"(values[i])::"memory");
-}
 
 DEVICE void score(float (&scores)[64], u64 q, u64 k) {
     begin_wgmma();
@@ -104,18 +44,18 @@ DEVICE void score(float (&scores)[64], u64 q, u64 k) {
     for (int step = 0; step < DIM / 16; step++) {
         const u64 at = (step / 4 * HALF + step % 4 * 32) >> 4;
         if (step == 0)
-            start_product(scores, q + at, k + at);
+            start_wgmma_n128(scores, q + at, k + at);
         else
-            add_product(scores, q + at, k + at);
+            wgmma_n128(scores, q + at, k + at);
     }
     commit_wgmma();
 }
 DEVICE void weigh(float (&sum)[64], u32 (&weights)[32], u64 v) {
-    pin(sum);
-    pin(weights);
+    keep_in_place(sum);
+    keep_in_place(weights);
     begin_wgmma();
 #pragma unroll
-    for (int step = 0; step < KEYS / 16; step++) add_product(sum, weights + 4 * step, v + (step * 16 * ROW >> 4));
+    for (int step = 0; step < KEYS / 16; step++) wgmma_n128(sum, weights + 4 * step, v + (step * 16 * ROW >> 4));
     commit_wgmma();
 }
 
@@ -141,14 +81,14 @@ DEVICE void exponentiate(float (&scores)[64], Softmax& state, float scale) {
         for (int i = 2 * row; i < 64; i += 4) peak = fmaxf(peak, fmaxf(scores[i], scores[i + 1]));
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
-        state.decay[row] = exp2_fast((state.peak[row] - peak) * scale);
+        state.decay[row] = exp2_approx((state.peak[row] - peak) * scale);
         state.peak[row] = peak;
         const float shift = peak * scale;
         float even = state.total[row] * state.decay[row], odd = 0.0f;
 #pragma unroll
         for (int i = 2 * row; i < 64; i += 4) {
-            scores[i] = exp2_fast(fmaf(scores[i], scale, -shift));
-            scores[i + 1] = exp2_fast(fmaf(scores[i + 1], scale, -shift));
+            scores[i] = exp2_approx(fmaf(scores[i], scale, -shift));
+            scores[i + 1] = exp2_approx(fmaf(scores[i + 1], scale, -shift));
             even += scores[i];
             odd += scores[i + 1];
         }
@@ -179,8 +119,8 @@ struct Producer {
             const int block = __shfl_sync(~0u, page, i);
             if (lane == 0) {
                 unsigned char* to = tiles[stage] + i * PAGE * ROW;
-                copy_page(to, map, 0, head, block, &full[stage]);
-                copy_page(to + HALF, map, DIM / 2, head, block, &full[stage]);
+                copy_box(to, map, 0, 0, head, block, &full[stage]);
+                copy_box(to + HALF, map, DIM / 2, 0, head, block, &full[stage]);
             }
         }
     }
@@ -239,9 +179,8 @@ DEVICE void produce(Shared& shared, const TensorMap* queries, const TensorMap* k
                 shared.work[slot] = {begin + skip, min(BLOCK_Q, count - skip), context - count + skip, context, head,
                                      key_tiles};
                 arrive_expecting(&barriers.q_full[slot], BLOCK_Q * GROUP * DIM * 2);
-                copy_queries(shared.q[slot], queries, 0, head * GROUP, begin + skip, &barriers.q_full[slot]);
-                copy_queries(shared.q[slot] + HALF, queries, DIM / 2, head * GROUP, begin + skip,
-                             &barriers.q_full[slot]);
+                copy_box(shared.q[slot], queries, 0, head * GROUP, begin + skip, &barriers.q_full[slot]);
+                copy_box(shared.q[slot] + HALF, queries, DIM / 2, head * GROUP, begin + skip, &barriers.q_full[slot]);
             }
             int pages = min(PAGES, all_pages - n * PAGES);
             producer.copy_keys(current, pages, head);
@@ -277,10 +216,7 @@ struct Consumer {
     u32 k_count = 0, v_count = 0, items = 0;
 
     DEVICE u64 keys() const { return swizzled_tile(shared_address(shared.k[k_count % 2])); }
-    // 128 columns in two halves: a half's distance is where that of rows of 64 columns would have none.
-    DEVICE u64 values() const {
-        return swizzled_tile(shared_address(shared.v[v_count % 2])) + (u64((HALF >> 4) - 1) << 16);
-    }
+    DEVICE u64 values() const { return swizzled_tile_of_rows(shared_address(shared.v[v_count % 2]), HALF); }
     DEVICE void wait_keys() { wait(&shared.barriers.k_full[k_count % 2], k_count / 2 % 2); }
     DEVICE void wait_values() { wait(&shared.barriers.v_full[v_count % 2], v_count / 2 % 2); }
     DEVICE void release_keys() { release(&shared.barriers.k_empty[k_count++ % 2]); }
@@ -306,13 +242,13 @@ struct Consumer {
         weigh(sum, weights, values());
         arrive_threads(TURN + 1 - group, 256);
         await_wgmma<1>();
-        pin(scores);
+        keep_in_place(scores);
         release_keys();
         if (MASKED) hide(scores, limit0, limit1);
         exponentiate(scores, state, scale);
         await_wgmma<0>();
-        pin(sum);
-        pin(weights);
+        keep_in_place(sum);
+        keep_in_place(weights);
         release_values();
 #pragma unroll
         for (int i = 0; i < 64; i++) sum[i] *= state.decay[i % 4 / 2];
@@ -337,7 +273,7 @@ struct Consumer {
             wait_keys();
             score(scores, q, keys());
             await_wgmma<0>();
-            pin(scores);
+            keep_in_place(scores);
             release_keys();
             hide(scores, limit0, limit1);
             exponentiate(scores, state, scale);
@@ -352,7 +288,7 @@ struct Consumer {
         wait_values();
         weigh(sum, weights, values());
         await_wgmma<0>();
-        pin(sum);
+        keep_in_place(sum);
         release_values();
         write(work, slot, sum, state, out, stride_out);
     }
@@ -367,7 +303,7 @@ struct Consumer {
             float total = state.total[i];
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
-            asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse[i]) : "f"(total));
+            inverse[i] = reciprocal_approx(total);
         }
         unsigned char* tile = shared.q[slot] + first * ROW;
         sync_threads(OWN + group, 128);  // no one reads the queries any more
@@ -399,8 +335,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             const __grid_constant__ TensorMap values, bf16* out, const int* tables, const int* starts,
             const int* contexts, int* counters, int sequences, int tiles, int heads, float scale, int stride_out,
             int stride_table) {
-    extern __shared__ unsigned char memory[];
-    Shared& shared = *reinterpret_cast<Shared*>((reinterpret_cast<u64>(memory) + 1023) / 1024 * 1024);
+    SHARED_MEMORY(memory);
+    Shared& shared = *reinterpret_cast<Shared*>(memory);
     const int role = threadIdx.x / 128;
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {

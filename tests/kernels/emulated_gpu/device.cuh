@@ -615,3 +615,44 @@ void wgmma_by_warpgroup(float* sum, const u32* a_words, u64 a_tile, u64 b_tile, 
         }
     });
 }
+
+// -- more of the above ----------------------------------------------------------------------------------------------------
+
+inline u32 __ballot_sync(unsigned, bool vote) {
+    struct Mine {
+        bool vote;
+        u32 votes;
+    } mine{vote, 0};
+    gpu::warp(&mine, [](void** all) {
+        u32 votes = 0;
+        for (int lane = 0; lane < 32; lane++) votes |= static_cast<u32>(static_cast<Mine*>(all[lane])->vote) << lane;
+        for (int lane = 0; lane < 32; lane++) static_cast<Mine*>(all[lane])->votes = votes;
+    });
+    return mine.votes;
+}
+inline int __popc(u32 bits) { return __builtin_popcount(bits); }
+inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier) {
+    copy_box_at(to, map, {x, y, z, 0, 0}, barrier);
+}
+inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, u64* barrier) {
+    copy_box_at(to, map, {x, y, z, w, 0}, barrier);
+}
+inline void arrive_threads(u32 barrier, u32 threads) {
+    gpu::gather(gpu::machine.current->block->named[barrier], threads, false);
+}
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float reciprocal_approx(float x) { return 1.0f / x; }
+inline void start_wgmma_n128(float (&sum)[64], u64 a, u64 b) {
+    wgmma_by_warpgroup<128, Number::BF16, true>(sum, nullptr, a, b, false);
+}
+inline void wgmma_n128(float (&sum)[64], u64 a, u64 b) {
+    wgmma_by_warpgroup<128, Number::BF16, true>(sum, nullptr, a, b, true);
+}
+inline void wgmma_n128(float (&sum)[64], const u32* a, u64 b) {
+    wgmma_by_warpgroup<128, Number::BF16, false>(sum, a, 0, b, true);
+}
+inline u64 swizzled_tile_of_rows(u32 address, u32 halves_apart) {
+    return swizzled_tile(address) - (1ull << 16) + (static_cast<u64>(halves_apart >> 4) << 16);
+}
+template <class T, int SIZE>
+void keep_in_place(T (&)[SIZE]) {}
