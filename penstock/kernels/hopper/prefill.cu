@@ -337,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             int stride_table) {
     SHARED_MEMORY(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
-    const int role = threadIdx.x / 128;
+    const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, and known to be
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             init_barrier(&shared.barriers.q_full[i], 1);
