@@ -175,7 +175,7 @@ DEVICE unsigned short pack_e4m3(float low, float high) {
 
 // -- more of the above ----------------------------------------------------------------------------------------------------
 
-// Boxes of three and four dimensions, innermost first.
+// Boxes of three and five dimensions, innermost first.
 DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
@@ -183,13 +183,20 @@ DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* b
         "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
         : "memory");
 }
-DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, u64* barrier) {
+DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, int v, u64* barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-        "[%6];" ::"r"(shared_address(to)),
-        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier))
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+        "[%7];" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(shared_address(barrier))
         : "memory");
 }
+// One thread of a warp that is together: as the compiler knows that it is one, it need not look for others.
+DEVICE bool elected() {
+    u32 is;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(is));
+    return is;
+}
+DEVICE int sum_of_warp(int value) { return __reduce_add_sync(~0u, value); }
 // At a barrier of sync_threads, without staying.
 DEVICE void arrive_threads(u32 barrier, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -9,7 +9,9 @@
 
 constexpr int ROWS = 128, KEYS = 128, DIM = 128, PAGE = 16, PAGES = KEYS / PAGE;
 constexpr int BLOCK_Q = ROWS / GROUP;
-constexpr int TILE = 128 * DIM * 2;   // bytes of 128 rows: two halves of 64 columns, each swizzled in rows of 128 bytes
+// Bytes of 128 rows, as halves of 64 columns in rows of 128 bytes, swizzled: first the one half of all rows, then the
+// other; values have both halves of 16 tokens side by side.
+constexpr int TILE = 128 * DIM * 2;
 constexpr int HALF = TILE / 2;
 constexpr int ROW = 128;              // bytes of a row of one half
 constexpr float UNSEEN = -1.0e30f;    // finite: a row that saw no key yet must not produce NaN
@@ -20,6 +22,7 @@ struct Work {
     int queries;   // of this tile
     int position;  // of the first query in its sequence
     int context;   // tokens of the sequence in the cache
+    int sequence;
     int head;      // of keys and values
     int tiles;     // of keys; 0: there is no more work
 };
@@ -55,7 +58,7 @@ DEVICE void weigh(float (&sum)[64], u32 (&weights)[32], u64 v) {
     keep_in_place(weights);
     begin_wgmma();
 #pragma unroll
-    for (int step = 0; step < KEYS / 16; step++) wgmma_n128(sum, weights + 4 * step, v + (step * 16 * ROW >> 4));
+    for (int step = 0; step < KEYS / 16; step++) wgmma_n128(sum, weights + 4 * step, v + (step * 2 * PAGE * ROW >> 4));
     commit_wgmma();
 }
 
@@ -100,107 +103,123 @@ DEVICE void pack(u32 (&weights)[32], const float (&scores)[64]) {
     for (int i = 0; i < 32; i++) weights[i] = pack_bf16(scores[2 * i], scores[2 * i + 1]);
 }
 
-// -- the warp that copies -------------------------------------------------------------------------------------------------
+// -- the warps that copy: one the queries and keys, which draws the work as well; one the values --------------------------
 
-struct Producer {
-    Shared& shared;
-    const TensorMap *keys, *values;
-    int lane;
-    u32 k_count = 0, v_count = 0;
-
-    // The pages of one tile: `page` of lane l is the block of page l.
-    DEVICE void copy(const TensorMap* map, unsigned char (&tiles)[2][TILE], u64* full, u64* empty, u32& count, int page,
-                     int pages, int head) {
-        const u32 stage = count % 2, parity = count / 2 % 2;
-        count++;
-        wait(&empty[stage], parity ^ 1);
-        if (lane == 0) arrive_expecting(&full[stage], pages * PAGE * DIM * 2);
-        for (int i = 0; i < pages; i++) {
-            const int block = __shfl_sync(~0u, page, i);
-            if (lane == 0) {
-                unsigned char* to = tiles[stage] + i * PAGE * ROW;
-                copy_box(to, map, 0, 0, head, block, &full[stage]);
-                copy_box(to + HALF, map, DIM / 2, 0, head, block, &full[stage]);
-            }
-        }
-    }
-    DEVICE void copy_keys(int page, int pages, int head) {
-        copy(keys, shared.k, shared.barriers.k_full, shared.barriers.k_empty, k_count, page, pages, head);
-    }
-    DEVICE void copy_values(int page, int pages, int head) {
-        copy(values, shared.v, shared.barriers.v_full, shared.barriers.v_empty, v_count, page, pages, head);
-    }
+struct Place {
+    int sequence, skip;  // queries of the sequence in earlier tiles
+    int tiles;           // of all sequences, if there is no such tile
 };
 
-// The last sequence whose first tile, (starts[s] - starts[0]) / BLOCK_Q + s, is not after `tile`.
-DEVICE int sequence_of(int tile, const int* starts, int sequences, int lane) {
+DEVICE Place place_of(int tile, const int* starts, int sequences, int lane) {
     int before = 0;
     for (int base = 0; base < sequences; base += 32) {
         const int s = min(base + lane, sequences - 1);
-        const bool begun = base + lane < sequences && u32(starts[s] - starts[0]) / BLOCK_Q + s <= u32(tile);
-        const u32 votes = __ballot_sync(~0u, begun);
-        before += __popc(votes);
-        if (votes != ~0u) break;
+        const int tiles = base + lane < sequences ? (starts[s + 1] - starts[s] + BLOCK_Q - 1) / BLOCK_Q : 0;
+        int end = tiles;  // of this sequence and of those before it
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_sync(~0u, end, max(lane - distance, 0));
+            if (lane >= distance) end += other;
+        }
+        const int ended = __popc(__ballot_sync(~0u, before + end <= tile));
+        if (ended < 32) {
+            const int begin = before + __shfl_sync(~0u, end - tiles, ended);
+            return {base + ended, (tile - begin) * BLOCK_Q, 0};
+        }
+        before += __shfl_sync(~0u, end, 31);
     }
-    return before - 1;
+    return {0, 0, before};
 }
 
-DEVICE void produce(Shared& shared, const TensorMap* queries, const TensorMap* keys, const TensorMap* values,
-                    const int* tables, const int* starts, const int* contexts, int* counters, int sequences, int tiles,
-                    int heads, int stride_table) {
-    const int lane = threadIdx.x % 32;
-    Producer producer{shared, keys, values, lane};
-    Barriers& barriers = shared.barriers;
-    wait_for_previous();
-    u32 items = 0;
-    int drawn = blockIdx.x;
-    while (drawn < tiles * heads) {
-        int next = 0;
-        if (lane == 0) next = atomicAdd(&counters[0], 1) + gridDim.x;
-        const int head = drawn % heads, tile = tiles - 1 - drawn / heads;  // late tiles see most keys: they come first
-        const int sequence = sequence_of(tile, starts, sequences, lane);
-        const int begin = starts[sequence], count = starts[sequence + 1] - begin, context = contexts[sequence];
-        const int skip = (tile - (begin - starts[0]) / BLOCK_Q - sequence) * BLOCK_Q;  // queries in earlier tiles
-        if (skip < count) {
-            const int top = context - count + min(skip + BLOCK_Q, count);
-            const int key_tiles = (top + KEYS - 1) / KEYS, all_pages = (context + PAGE - 1) / PAGE;
-            const int* table = tables + i64(sequence) * stride_table;
-            const auto page = [&](int n) {
-                const int at = n * PAGES + lane;
-                return n >= 0 && lane < PAGES && at < all_pages ? table[at] : 0;
-            };
-            int n = key_tiles - 1;
-            int current = page(n), ahead = page(n - 1);
+// Tiles of keys or of values, the last first. After the last page its copies follow: what they hold is never seen.
+struct Copier {
+    const TensorMap* map;
+    unsigned char (*tiles)[TILE];
+    u64 *full, *empty;
+    u32 count = 0;
 
-            const u32 slot = items % 2, parity = items / 2 % 2;
-            items++;
-            wait(&barriers.q_empty[slot], parity ^ 1);
-            if (lane == 0) {
-                shared.work[slot] = {begin + skip, min(BLOCK_Q, count - skip), context - count + skip, context, head,
-                                     key_tiles};
-                arrive_expecting(&barriers.q_full[slot], BLOCK_Q * GROUP * DIM * 2);
-                copy_box(shared.q[slot], queries, 0, head * GROUP, begin + skip, &barriers.q_full[slot]);
-                copy_box(shared.q[slot] + HALF, queries, DIM / 2, head * GROUP, begin + skip, &barriers.q_full[slot]);
+    template <bool WHOLE_PAGES, typename Between>
+    DEVICE void copy(const Work& work, const int* table, Between between) {
+        const int last_page = (work.context - 1) / PAGE;
+        int pages[PAGES];
+#pragma unroll
+        for (int i = 0; i < PAGES; i++) pages[i] = table[min((work.tiles - 1) * PAGES + i, last_page)];
+        for (int n = work.tiles - 1; n >= 0; n--) {
+            int ahead[PAGES];
+#pragma unroll
+            for (int i = 0; i < PAGES; i++) ahead[i] = table[min(max(n - 1, 0) * PAGES + i, last_page)];
+            if (n == 0) between();
+            const u32 stage = count % 2, parity = count / 2 % 2;
+            count++;
+            wait(&empty[stage], parity ^ 1);
+            arrive_expecting(&full[stage], TILE);
+#pragma unroll
+            for (int i = 0; i < PAGES; i++) {
+                if (WHOLE_PAGES) {
+                    copy_box(tiles[stage] + i * PAGE * ROW * 2, map, 0, 0, 0, work.head, pages[i], &full[stage]);
+                } else {
+                    unsigned char* to = tiles[stage] + i * PAGE * ROW;
+                    copy_box(to, map, 0, 0, 0, work.head, pages[i], &full[stage]);
+                    copy_box(to + HALF, map, 0, 0, 1, work.head, pages[i], &full[stage]);
+                }
+                pages[i] = ahead[i];
             }
-            int pages = min(PAGES, all_pages - n * PAGES);
-            producer.copy_keys(current, pages, head);
-            for (n--; n >= 0; n--) {
-                const int later = page(n - 1);
-                producer.copy_keys(ahead, PAGES, head);
-                producer.copy_values(current, pages, head);
-                current = ahead, ahead = later, pages = PAGES;
-            }
-            producer.copy_values(current, pages, head);
         }
-        drawn = __shfl_sync(~0u, next, 0);
     }
-    const u32 slot = items % 2, parity = items / 2 % 2;
-    wait(&barriers.q_empty[slot], parity ^ 1);
-    if (lane == 0) {
+};
+
+DEVICE void produce_keys(Shared& shared, const TensorMap* queries, const TensorMap* keys, const int* tables,
+                         const int* starts, const int* contexts, int* counters, int sequences, int heads,
+                         int stride_table) {
+    const int lane = threadIdx.x % 32;
+    Barriers& barriers = shared.barriers;
+    Copier copier{keys, shared.k, barriers.k_full, barriers.k_empty};
+    wait_for_previous();
+    const int tiles = place_of(1 << 30, starts, sequences, lane).tiles;
+    u32 items = 0;
+    for (int drawn = blockIdx.x; drawn < tiles * heads;) {
+        const int head = drawn % heads, tile = tiles - 1 - drawn / heads;  // late tiles see most keys: they come first
+        const Place place = place_of(tile, starts, sequences, lane);
+        const int begin = starts[place.sequence], count = starts[place.sequence + 1] - begin;
+        const int context = contexts[place.sequence], queries_here = min(BLOCK_Q, count - place.skip);
+        const int position = context - count + place.skip;
+        const Work work = {begin + place.skip, queries_here,   position, context, place.sequence,
+                           head,               (position + queries_here + KEYS - 1) / KEYS};
+        const u32 slot = items % 2, parity = items / 2 % 2;
+        items++;
+        int next = 0;
+        if (elected()) {
+            wait(&barriers.q_empty[slot], parity ^ 1);
+            shared.work[slot] = work;
+            arrive_expecting(&barriers.q_full[slot], BLOCK_Q * GROUP * DIM * 2);
+            copy_box(shared.q[slot], queries, 0, head * GROUP, work.first, &barriers.q_full[slot]);
+            copy_box(shared.q[slot] + HALF, queries, DIM / 2, head * GROUP, work.first, &barriers.q_full[slot]);
+            copier.copy<false>(work, tables + i64(work.sequence) * stride_table,
+                               [&] { next = atomicAdd(&counters[0], 1) + int(gridDim.x); });
+        }
+        drawn = sum_of_warp(next);
+    }
+    if (elected()) {
+        const u32 slot = items % 2, parity = items / 2 % 2;
+        wait(&barriers.q_empty[slot], parity ^ 1);
         shared.work[slot].tiles = 0;
         arrive(&barriers.q_full[slot]);
-        if (atomicAdd(&counters[1], 1) == gridDim.x - 1) counters[0] = counters[1] = 0;  // for the next launch
+        if (atomicAdd(&counters[1], 1) == int(gridDim.x) - 1) counters[0] = counters[1] = 0;  // for the next launch
     }
+}
+
+DEVICE void produce_values(Shared& shared, const TensorMap* values, const int* tables, int stride_table) {
+    Barriers& barriers = shared.barriers;
+    Copier copier{values, shared.v, barriers.v_full, barriers.v_empty};
+    if (elected())
+        for (u32 items = 0;; items++) {
+            const u32 slot = items % 2, parity = items / 2 % 2;
+            wait(&barriers.q_full[slot], parity);
+            const Work work = shared.work[slot];
+            arrive(&barriers.q_empty[slot]);
+            if (work.tiles == 0) break;
+            copier.copy<true>(work, tables + i64(work.sequence) * stride_table, [] {});
+        }
 }
 
 // -- a warpgroup that computes --------------------------------------------------------------------------------------------
@@ -216,7 +235,7 @@ struct Consumer {
     u32 k_count = 0, v_count = 0, items = 0;
 
     DEVICE u64 keys() const { return swizzled_tile(shared_address(shared.k[k_count % 2])); }
-    DEVICE u64 values() const { return swizzled_tile_of_rows(shared_address(shared.v[v_count % 2]), HALF); }
+    DEVICE u64 values() const { return swizzled_tile_of_rows(shared_address(shared.v[v_count % 2]), PAGE * ROW); }
     DEVICE void wait_keys() { wait(&shared.barriers.k_full[k_count % 2], k_count / 2 % 2); }
     DEVICE void wait_values() { wait(&shared.barriers.v_full[v_count % 2], v_count / 2 % 2); }
     DEVICE void release_keys() { release(&shared.barriers.k_empty[k_count++ % 2]); }
@@ -226,8 +245,8 @@ struct Consumer {
     DEVICE void clean_values(int from) {
         wait_values();
         uint4* tile = reinterpret_cast<uint4*>(shared.v[v_count % 2]);
-        for (int i = from * ROW / 16 + threadIdx.x % 128; i < HALF / 16; i += 128)
-            tile[i] = tile[i + HALF / 16] = uint4{0, 0, 0, 0};
+        for (int i = threadIdx.x % 128; i < TILE / 16; i += 128)
+            if (i / (2 * PAGE * ROW / 16) * PAGE + i / (ROW / 16) % PAGE >= from) tile[i] = uint4{0, 0, 0, 0};
         fence_async_proxy();
         sync_threads(OWN + group, 128);
     }
@@ -333,7 +352,7 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(384, 1)
     prefill(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
             const __grid_constant__ TensorMap values, bf16* out, const int* tables, const int* starts,
-            const int* contexts, int* counters, int sequences, int tiles, int heads, float scale, int stride_out,
+            const int* contexts, int* counters, int sequences, int heads, float scale, int stride_out,
             int stride_table) {
     SHARED_MEMORY(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
@@ -341,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
             init_barrier(&shared.barriers.q_full[i], 1);
-            init_barrier(&shared.barriers.q_empty[i], 8);
+            init_barrier(&shared.barriers.q_empty[i], 9);
             init_barrier(&shared.barriers.k_full[i], 1);
             init_barrier(&shared.barriers.k_empty[i], 2);
             init_barrier(&shared.barriers.v_full[i], 1);
@@ -365,8 +384,10 @@ extern "C" __global__ void __launch_bounds__(384, 1)
         }
     } else {
         give_registers<40>();
-        if (threadIdx.x < 288)
-            produce(shared, &queries, &keys, &values, tables, starts, contexts, counters, sequences, tiles, heads,
-                    stride_table);
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
+        if (warp == 0)
+            produce_keys(shared, &queries, &keys, tables, starts, contexts, counters, sequences, heads, stride_table);
+        else if (warp == 1)
+            produce_values(shared, &values, tables, stride_table);
     }
 }

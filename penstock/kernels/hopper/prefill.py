@@ -50,12 +50,17 @@ def prefill_attention_hopper(
     kernel("prefill.cu", "prefill", GROUP=group)(
         (min(tiles * K, _multiprocessors()),), _THREADS, _SHARED,
         tensor_map(q_THD, (block_q, group, _HALF)),
-        tensor_map(k_cache, (1, 1, B, _HALF)),
-        tensor_map(v_cache, (1, 1, B, _HALF)),
+        tensor_map(_in_halves(k_cache), (1, 1, 1, B, _HALF)),
+        tensor_map(_in_halves(v_cache), (1, 1, 2, B, _HALF)),
         out_THD, tables_SM, query_starts, contexts_S, _counters()[_place(stream)],
-        S, tiles, K, scale * LOG2_E, out_THD.stride(0), tables_SM.stride(0),
+        S, K, scale * LOG2_E, out_THD.stride(0), tables_SM.stride(0),
         pdl=True,
     )  # fmt: skip
+
+
+def _in_halves(cache_NKBD: torch.Tensor) -> torch.Tensor:
+    """Columns of a block in two halves, one after the other: the order in which a box is written to shared memory."""
+    return cache_NKBD.unflatten(3, (2, _HALF)).transpose(2, 3)
 
 
 @cache

@@ -634,8 +634,13 @@ inline int __popc(u32 bits) { return __builtin_popcount(bits); }
 inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier) {
     copy_box_at(to, map, {x, y, z, 0, 0}, barrier);
 }
-inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, u64* barrier) {
-    copy_box_at(to, map, {x, y, z, w, 0}, barrier);
+inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, int v, u64* barrier) {
+    copy_box_at(to, map, {x, y, z, w, v}, barrier);
+}
+inline bool elected() { return gpu::machine.current->thread % 32 == 0; }
+inline int sum_of_warp(int value) {
+    for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+    return value;
 }
 inline void arrive_threads(u32 barrier, u32 threads) {
     gpu::gather(gpu::machine.current->block->named[barrier], threads, false);
