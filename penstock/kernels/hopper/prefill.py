@@ -6,8 +6,7 @@ from functools import cache
 
 import torch
 
-from penstock.kernels.hopper.program import is_hopper, kernel
-from penstock.kernels.hopper.tensor_map import tensor_map
+from penstock.kernels.hopper import program, tensor_map
 from penstock.kernels.paged_triton import LOG2_E
 
 _ROWS = 128
@@ -24,7 +23,7 @@ def suits_hopper(q_THD: torch.Tensor, k_cache: torch.Tensor, window: int) -> boo
         and q_THD.dtype == k_cache.dtype == torch.bfloat16
         and (q_THD.shape[2], page, window) == (128, 16, 0)
         and group <= _ROWS
-        and is_hopper()
+        and program.is_hopper()
     )
 
 
@@ -46,13 +45,12 @@ def prefill_attention_hopper(
     group = H // K
     block_q = _ROWS // group
     tiles = num_queries // block_q + S
-    stream = torch.cuda.current_stream().cuda_stream
-    kernel("prefill.cu", "prefill", GROUP=group)(
+    program.kernel("prefill.cu", "prefill", GROUP=group)(
         (min(tiles * K, _multiprocessors()),), _THREADS, _SHARED,
-        tensor_map(q_THD, (block_q, group, _HALF)),
-        tensor_map(_in_halves(k_cache), (1, 1, 1, B, _HALF)),
-        tensor_map(_in_halves(v_cache), (1, 1, 2, B, _HALF)),
-        out_THD, tables_SM, query_starts, contexts_S, _counters()[_place(stream)],
+        tensor_map.tensor_map(q_THD, (block_q, group, _HALF)),
+        tensor_map.tensor_map(_in_halves(k_cache), (1, 1, 1, B, _HALF)),
+        tensor_map.tensor_map(_in_halves(v_cache), (1, 1, 2, B, _HALF)),
+        out_THD, tables_SM, query_starts, contexts_S, _counters(),
         S, K, scale * LOG2_E, out_THD.stride(0), tables_SM.stride(0),
         pdl=True,
     )  # fmt: skip
@@ -69,13 +67,13 @@ def _multiprocessors() -> int:
 
 
 @cache
-def _counters() -> torch.Tensor:
-    """Of tiles drawn and of thread blocks done, for each stream: zero between launches."""
+def _all_counters() -> torch.Tensor:
     return torch.zeros((_STREAMS, 2), dtype=torch.int32, device="cuda")
 
 
 _places: dict[int, int] = {}
 
 
-def _place(stream: int) -> int:
-    return _places.setdefault(stream, len(_places))
+def _counters() -> torch.Tensor:
+    """Of tiles drawn and of thread blocks done on this stream: zero between launches."""
+    return _all_counters()[_places.setdefault(torch.cuda.current_stream().cuda_stream, len(_places))]
