@@ -123,7 +123,7 @@ def prefill_attention(
     """
     if config is None and suits_hopper(q_THD, k_cache, window):
         prefill_attention_hopper(
-            out_THD, q_THD, k_cache, v_cache, tables_SM, query_starts, contexts_S, num_queries=num_queries, scale=scale
+            out_THD, q_THD, k_cache, v_cache, tables_SM, query_starts, contexts_S, scale=scale
         )
         return
     H, D = q_THD.shape[1:]

@@ -24,7 +24,11 @@ struct Work {
     int context;   // tokens of the sequence in the cache
     int sequence;
     int head;      // of keys and values
-    int tiles;     // of keys; 0: there is no more work
+    int from;      // tile of keys
+    int tiles;     // of keys, up to here; 0: there is no more work
+    int item;      // number of tile and head
+    int piece, pieces;  // of the keys of the item
+    int slot;      // of its first piece in the scratch
 };
 
 struct Barriers {
@@ -37,7 +41,17 @@ struct Shared {
     unsigned char v[2][TILE];
     Barriers barriers;
     Work work[2];
+    int arrived[2];
 };
+
+// Where pieces of few tiles with many keys meet: the one that comes last adds the others to its own. All in the order in
+// which threads hold them.
+struct Scratch {
+    float4* sums;    // [slots, 2, 16, 128]
+    float4* states;  // [slots, 2, 128]: peak and total of both rows
+    int* counters;   // of items drawn and of blocks done; then [items, 2] of pieces that arrived: zero between launches
+};
+constexpr int MOST_PIECES = 8, FEWEST_TILES = 4;
 
 // -- products of a warpgroup: 64 rows by 128 columns ----------------------------------------------------------------------
 
@@ -144,11 +158,11 @@ struct Copier {
         int pages[PAGES];
 #pragma unroll
         for (int i = 0; i < PAGES; i++) pages[i] = table[min((work.tiles - 1) * PAGES + i, last_page)];
-        for (int n = work.tiles - 1; n >= 0; n--) {
+        for (int n = work.tiles - 1; n >= work.from; n--) {
             int ahead[PAGES];
 #pragma unroll
             for (int i = 0; i < PAGES; i++) ahead[i] = table[min(max(n - 1, 0) * PAGES + i, last_page)];
-            if (n == 0) between();
+            if (n == work.from) between();
             const u32 stage = count % 2, parity = count / 2 % 2;
             count++;
             wait(&empty[stage], parity ^ 1);
@@ -169,25 +183,36 @@ struct Copier {
 };
 
 DEVICE void produce_keys(Shared& shared, const TensorMap* queries, const TensorMap* keys, const int* tables,
-                         const int* starts, const int* contexts, int* counters, int sequences, int heads,
+                         const int* starts, const int* contexts, int* counters, int slots, int sequences, int heads,
                          int stride_table) {
     const int lane = threadIdx.x % 32;
     Barriers& barriers = shared.barriers;
     Copier copier{keys, shared.k, barriers.k_full, barriers.k_empty};
     wait_for_previous();
-    const int tiles = place_of(1 << 30, starts, sequences, lane).tiles;
+    const int tiles = place_of(1 << 30, starts, sequences, lane).tiles, all = tiles * heads;
+    const int splits = all < 2 * int(gridDim.x) ? min(slots / max(all, 1), MOST_PIECES) : 1;
+    const auto draw = [&] { return atomicAdd(&counters[0], 1) + int(gridDim.x); };
     u32 items = 0;
-    for (int drawn = blockIdx.x; drawn < tiles * heads;) {
-        const int head = drawn % heads, tile = tiles - 1 - drawn / heads;  // late tiles see most keys: they come first
+    for (int drawn = blockIdx.x; drawn < all * splits;) {
+        const int item = drawn / splits, piece = drawn % splits;
+        const int head = item % heads, tile = tiles - 1 - item / heads;  // late tiles see most keys: they come first
         const Place place = place_of(tile, starts, sequences, lane);
         const int begin = starts[place.sequence], count = starts[place.sequence + 1] - begin;
-        const int context = contexts[place.sequence], queries_here = min(BLOCK_Q, count - place.skip);
+        const int context = contexts[place.sequence], here = min(BLOCK_Q, count - place.skip);
         const int position = context - count + place.skip;
-        const Work work = {begin + place.skip, queries_here,   position, context, place.sequence,
-                           head,               (position + queries_here + KEYS - 1) / KEYS};
+        const int key_tiles = (position + here + KEYS - 1) / KEYS;
+        const int pieces = min(splits, max(key_tiles / FEWEST_TILES, 1));
+        int next = 0;
+        if (piece >= pieces) {
+            if (elected()) next = draw();
+            drawn = sum_of_warp(next);
+            continue;
+        }
+        const Work work = {begin + place.skip, here, position, context, place.sequence, head,
+                           key_tiles * piece / pieces, key_tiles * (piece + 1) / pieces,
+                           item, piece, pieces, item * splits};
         const u32 slot = items % 2, parity = items / 2 % 2;
         items++;
-        int next = 0;
         if (elected()) {
             wait(&barriers.q_empty[slot], parity ^ 1);
             shared.work[slot] = work;
@@ -195,7 +220,7 @@ DEVICE void produce_keys(Shared& shared, const TensorMap* queries, const TensorM
             copy_box(shared.q[slot], queries, 0, head * GROUP, work.first, &barriers.q_full[slot]);
             copy_box(shared.q[slot] + HALF, queries, DIM / 2, head * GROUP, work.first, &barriers.q_full[slot]);
             copier.copy<false>(work, tables + i64(work.sequence) * stride_table,
-                               [&] { next = atomicAdd(&counters[0], 1) + int(gridDim.x); });
+                               [&] { next = draw(); });
         }
         drawn = sum_of_warp(next);
     }
@@ -274,7 +299,7 @@ struct Consumer {
         pack(weights, scores);
     }
 
-    DEVICE void attend(const Work& work, u32 slot, bf16* out, i64 stride_out) {
+    DEVICE void attend(const Work& work, u32 slot, const Scratch& scratch, bf16* out, i64 stride_out) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
         const int row = group * 64 + warp * 16 + lane / 4;
         const int own = lane % 4 * 2;
@@ -299,31 +324,74 @@ struct Consumer {
             pack(weights, scores);
         }
         if (work.tiles * KEYS > work.context) clean_values(work.context - n * KEYS);
-        for (n--; n >= 0 && (n + 1) * KEYS > work.position + 1; n--) {
+        for (n--; n >= work.from && (n + 1) * KEYS > work.position + 1; n--) {
             limit0 += KEYS, limit1 += KEYS;
             step<true>(sum, weights, state, q, limit0, limit1);
         }
-        for (; n >= 0; n--) step<false>(sum, weights, state, q, 0, 0);
+        for (; n >= work.from; n--) step<false>(sum, weights, state, q, 0, 0);
         wait_values();
         weigh(sum, weights, values());
         await_wgmma<0>();
         keep_in_place(sum);
         release_values();
-        write(work, slot, sum, state, out, stride_out);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            state.total[i] += __shfl_xor_sync(~0u, state.total[i], 1);
+            state.total[i] += __shfl_xor_sync(~0u, state.total[i], 2);
+        }
+        if (work.pieces == 1 || combine(work, sum, state, scratch)) write(work, slot, sum, state, out, stride_out);
+        fence_async_proxy();  // the next queries are copied to where results were
+        __syncwarp();
+        if (lane == 0) arrive(&shared.barriers.q_empty[slot]);
+    }
+
+    // Whether this piece is the last of its item; then the others are added to it.
+    DEVICE bool combine(const Work& work, float (&sum)[64], Softmax& state, const Scratch& scratch) {
+        const int thread = threadIdx.x % 128;
+        int* arrivals = scratch.counters + 2 + work.item * 2 + group;
+        const auto sums = [&](int piece) { return scratch.sums + ((work.slot + piece) * 2 + group) * 16 * 128 + thread; };
+        const auto states = [&](int piece) { return scratch.states + ((work.slot + piece) * 2 + group) * 128 + thread; };
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            sums(work.piece)[i * 128] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+        *states(work.piece) = make_float4(state.peak[0], state.total[0], state.peak[1], state.total[1]);
+        __threadfence();
+        sync_threads(OWN + group, 128);
+        if (thread == 0) shared.arrived[group] = atomicAdd(arrivals, 1);
+        sync_threads(OWN + group, 128);
+        if (shared.arrived[group] != work.pieces - 1) return false;
+        __threadfence();
+        if (thread == 0) *arrivals = 0;
+        for (int piece = 0; piece < work.pieces; piece++) {
+            if (piece == work.piece) continue;
+            const float4 other = *states(piece);
+            const float peaks[2] = {other.x, other.z}, totals[2] = {other.y, other.w};
+            float here[2], there[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float peak = fmaxf(state.peak[i], peaks[i]);
+                here[i] = exp2_approx((state.peak[i] - peak) * scale);
+                there[i] = exp2_approx((peaks[i] - peak) * scale);
+                state.peak[i] = peak;
+                state.total[i] = state.total[i] * here[i] + totals[i] * there[i];
+            }
+#pragma unroll
+            for (int i = 0; i < 16; i++) {
+                const float4 part = sums(piece)[i * 128];
+                sum[4 * i] = sum[4 * i] * here[0] + part.x * there[0];
+                sum[4 * i + 1] = sum[4 * i + 1] * here[0] + part.y * there[0];
+                sum[4 * i + 2] = sum[4 * i + 2] * here[1] + part.z * there[1];
+                sum[4 * i + 3] = sum[4 * i + 3] * here[1] + part.w * there[1];
+            }
+        }
+        return true;
     }
 
     // Through the shared memory of the queries, each warp its 16 rows, so that whole rows are written.
     DEVICE void write(const Work& work, u32 slot, const float (&sum)[64], const Softmax& state, bf16* out,
                       i64 stride_out) {
         const int lane = threadIdx.x % 32, first = group * 64 + threadIdx.x / 32 % 4 * 16;
-        float inverse[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float total = state.total[i];
-            total += __shfl_xor_sync(~0u, total, 1);
-            total += __shfl_xor_sync(~0u, total, 2);
-            inverse[i] = reciprocal_approx(total);
-        }
+        const float inverse[2] = {reciprocal_approx(state.total[0]), reciprocal_approx(state.total[1])};
         unsigned char* tile = shared.q[slot] + first * ROW;
         sync_threads(OWN + group, 128);  // no one reads the queries any more
 #pragma unroll
@@ -343,19 +411,17 @@ struct Consumer {
             if (query < work.queries)
                 *reinterpret_cast<uint4*>(out + (work.first + query) * stride_out + head * DIM + chunk * 8) = value;
         }
-        fence_async_proxy();  // the next queries are copied here
-        __syncwarp();
-        if (lane == 0) arrive(&shared.barriers.q_empty[slot]);
     }
 };
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     prefill(const __grid_constant__ TensorMap queries, const __grid_constant__ TensorMap keys,
             const __grid_constant__ TensorMap values, bf16* out, const int* tables, const int* starts,
-            const int* contexts, int* counters, int sequences, int heads, float scale, int stride_out,
-            int stride_table) {
+            const int* contexts, float4* sums, float4* states, int* counters, int slots, int sequences, int heads,
+            float scale, int stride_out, int stride_table) {
     SHARED_MEMORY(memory);
     Shared& shared = *reinterpret_cast<Shared*>(memory);
+    const Scratch scratch = {sums, states, counters};
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, and known to be
     if (threadIdx.x == 0) {
         for (int i = 0; i < 2; i++) {
@@ -371,7 +437,7 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     __syncthreads();
     let_next_start();
     if (role < 2) {  // this branch first: in the other order the compiler keeps to 168 registers
-        take_registers<232>();
+        take_registers<224>();
         if (role == 1) arrive_threads(TURN, 256);
         Consumer consumer{shared, role, scale};
         while (true) {
@@ -380,13 +446,14 @@ extern "C" __global__ void __launch_bounds__(384, 1)
             wait(&shared.barriers.q_full[slot], parity);
             const Work work = shared.work[slot];
             if (work.tiles == 0) break;
-            consumer.attend(work, slot, out, stride_out);
+            consumer.attend(work, slot, scratch, out, stride_out);
         }
     } else {
-        give_registers<40>();
+        give_registers<56>();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0);
         if (warp == 0)
-            produce_keys(shared, &queries, &keys, tables, starts, contexts, counters, sequences, heads, stride_table);
+            produce_keys(shared, &queries, &keys, tables, starts, contexts, scratch.counters, slots, sequences,
+                         heads, stride_table);
         else if (warp == 1)
             produce_values(shared, &values, tables, stride_table);
     }

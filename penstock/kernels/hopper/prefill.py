@@ -13,7 +13,7 @@ _ROWS = 128
 _HALF = 64  # elements of a row of shared memory
 _THREADS = 384
 _SHARED = 6 * _ROWS * 256 + 2048
-_STREAMS = 1024
+_SLOTS = 512  # pieces of tiles with many keys
 
 
 def suits_hopper(q_THD: torch.Tensor, k_cache: torch.Tensor, window: int) -> bool:
@@ -36,29 +36,28 @@ def prefill_attention_hopper(
     query_starts: torch.Tensor,
     contexts_S: torch.Tensor,
     *,
-    num_queries: int,
     scale: float,
 ) -> None:
-    H, D = q_THD.shape[1:]
+    H = q_THD.shape[1]
     S = contexts_S.shape[0]
     K, B = k_cache.shape[1:3]
     group = H // K
     block_q = _ROWS // group
-    tiles = num_queries // block_q + S
     program.kernel("prefill.cu", "prefill", GROUP=group)(
-        (min(tiles * K, _multiprocessors()),), _THREADS, _SHARED,
+        (_multiprocessors(),), _THREADS, _SHARED,
         tensor_map.tensor_map(q_THD, (block_q, group, _HALF)),
         tensor_map.tensor_map(_in_halves(k_cache), (1, 1, 1, B, _HALF)),
         tensor_map.tensor_map(_in_halves(v_cache), (1, 1, 2, B, _HALF)),
-        out_THD, tables_SM, query_starts, contexts_S, _counters(),
-        S, K, scale * LOG2_E, out_THD.stride(0), tables_SM.stride(0),
+        out_THD, tables_SM, query_starts, contexts_S, *_scratch(),
+        _SLOTS, S, K, scale * LOG2_E, out_THD.stride(0), tables_SM.stride(0),
         pdl=True,
     )  # fmt: skip
 
 
 def _in_halves(cache_NKBD: torch.Tensor) -> torch.Tensor:
     """Columns of a block in two halves, one after the other: the order in which a box is written to shared memory."""
-    return cache_NKBD.unflatten(3, (2, _HALF)).transpose(2, 3)
+    N, K, B, D = cache_NKBD.shape
+    return cache_NKBD.view(N, K, B, D // _HALF, _HALF).transpose(2, 3)
 
 
 @cache
@@ -67,13 +66,12 @@ def _multiprocessors() -> int:
 
 
 @cache
-def _all_counters() -> torch.Tensor:
-    return torch.zeros((_STREAMS, 2), dtype=torch.int32, device="cuda")
+def _scratch() -> tuple[torch.Tensor, ...]:
+    """Of one launch at a time: sums and states of pieces, and counters, which are zero between launches."""
+    return new_scratch(torch.device("cuda"))
 
 
-_places: dict[int, int] = {}
-
-
-def _counters() -> torch.Tensor:
-    """Of tiles drawn and of thread blocks done on this stream: zero between launches."""
-    return _all_counters()[_places.setdefault(torch.cuda.current_stream().cuda_stream, len(_places))]
+def new_scratch(device: torch.device) -> tuple[torch.Tensor, ...]:
+    sums = torch.empty((_SLOTS, _ROWS, 128), dtype=torch.float32, device=device)
+    states = torch.empty((_SLOTS, 2, 128, 4), dtype=torch.float32, device=device)
+    return sums, states, torch.zeros(2 + 2 * _SLOTS, dtype=torch.int32, device=device)
