@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.hopper.prefill import prefill_attention_hopper, suits_hopper
+from penstock.kernels.hopper.attention import prefill_on_hopper, suits_hopper
 from penstock.kernels.paged_triton import LOG2_E, UNSEEN, attend, math_dtype
 
 
@@ -122,9 +122,7 @@ def prefill_attention(
     The rows may start anywhere in `q_THD`, so a slice of a mixed batch's offsets works. Keys must be in the cache.
     """
     if config is None and suits_hopper(q_THD, k_cache, window):
-        prefill_attention_hopper(
-            out_THD, q_THD, k_cache, v_cache, tables_SM, query_starts, contexts_S, scale=scale
-        )
+        prefill_on_hopper(out_THD, q_THD, k_cache, v_cache, tables_SM, query_starts, contexts_S, scale=scale)
         return
     H, D = q_THD.shape[1:]
     S = contexts_S.shape[0]

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.hopper.attention import prefix_on_hopper, suits_hopper
 from penstock.kernels.paged_triton import LOG2_E, UNSEEN, attend, math_dtype
 
 
@@ -85,7 +86,7 @@ class SharedPrefix:
     length: torch.Tensor  # int32 [1]
     lengths_S: torch.Tensor  # int32: `length` for members, 0 for the others
     splits: int
-    config: PrefixConfig = PrefixConfig()
+    config: PrefixConfig | None = None  # of the Triton kernel, which is used then
 
 
 def prefix_splits(num_seqs: int, num_heads: int, max_prefix: int, programs: int = 132) -> int:
@@ -102,9 +103,15 @@ def attend_prefix(
     scale: float,
     pdl: bool,
 ) -> None:
+    if prefix.config is None and suits_hopper(q_SHD, k_cache):
+        prefix_on_hopper(
+            scratch.out, scratch.lse, q_SHD, k_cache, v_cache, prefix.table_M, prefix.length,
+            splits=prefix.splits, scale=scale, pdl=pdl,
+        )  # fmt: skip
+        return
     S, H, D = q_SHD.shape
     K, B = k_cache.shape[1:3]
-    config = prefix.config
+    config = prefix.config or PrefixConfig()
     _prefix_kernel[triton.cdiv(S * H // K, config.rows), K, prefix.splits](
         q_SHD, k_cache, v_cache, prefix.table_M, prefix.length, scratch.out, scratch.lse, S, scale * LOG2_E,
         q_SHD.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),

@@ -646,6 +646,7 @@ inline void arrive_threads(u32 barrier, u32 threads) {
     gpu::gather(gpu::machine.current->block->named[barrier], threads, false);
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
 inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline void start_wgmma_n128(float (&sum)[64], u64 a, u64 b) {
     wgmma_by_warpgroup<128, Number::BF16, true>(sum, nullptr, a, b, false);
