@@ -1,4 +1,4 @@
-"""Paged attention of many queries on Hopper: what `prefill_triton` and `prefix_triton` compute, for bf16 and heads of 128."""
+"""Attention of many queries on Hopper: what `prefill_triton` and `prefix_triton` do, for bf16 and heads of 128."""
 
 from __future__ import annotations
 
