@@ -15,6 +15,7 @@ constexpr int BLOCK_Q = ROWS / GROUP;
 constexpr int TILE = 128 * DIM * 2, HALF = TILE / 2;
 constexpr int ROW = 128;            // bytes of a row of one half
 constexpr float UNSEEN = -1.0e30f;  // finite: a row that saw no key yet must not produce NaN
+constexpr int TILES_AHEAD = 3;      // of queries: one being written, one computed, one on its way
 constexpr int TURN = 1, OWN = 3;    // named barriers: of the turns, and of a warpgroup alone; plus its number
 
 struct Work {
@@ -31,15 +32,15 @@ struct Work {
 };
 
 struct Barriers {
-    u64 q_full[2], q_empty[2], k_full[2], k_empty[2], v_full[2], v_empty[2];
+    u64 q_full[TILES_AHEAD], q_empty[TILES_AHEAD], k_full[2], k_empty[2], v_full[2], v_empty[2];
 };
 
 struct Shared {
-    unsigned char q[2][TILE];  // where results are put together afterwards
+    unsigned char q[TILES_AHEAD][TILE];  // where results are put together afterwards
     unsigned char k[2][TILE];
     unsigned char v[2][TILE];
     Barriers barriers;
-    Work work[2];
+    Work work[TILES_AHEAD];
     int arrived[2];
 };
 
@@ -129,8 +130,8 @@ struct Copier {
     u64 *full, *empty;
     u32 count = 0;
 
-    template <bool WHOLE_PAGES, typename Between>
-    DEVICE void copy(const Work& work, const int* table, Between between) {
+    template <bool WHOLE_PAGES, typename Function>
+    DEVICE void copy(const Work& work, const int* table, Function near_end) {
         const int last_page = (work.context - 1) / PAGE;
         int pages[PAGES];
 #pragma unroll
@@ -139,7 +140,7 @@ struct Copier {
             int ahead[PAGES];
 #pragma unroll
             for (int i = 0; i < PAGES; i++) ahead[i] = table[min(max(n - 1, 0) * PAGES + i, last_page)];
-            if (n == work.from) between();
+            if (n == min(work.from + 2, work.to - 1)) near_end();
             const u32 stage = count % 2, parity = count / 2 % 2;
             count++;
             wait(&empty[stage], parity ^ 1);
@@ -175,10 +176,10 @@ struct Producer {
           stride_table(stride_table),
           copier{keys, shared.k, shared.barriers.k_full, shared.barriers.k_empty} {}
 
-    // All lanes; one does `before_last` before it copies the last tile of keys.
+    // All lanes; one does `near_end` before it copies the last tiles of keys.
     template <typename Function>
-    DEVICE void give(const Work& work, Function before_last) {
-        const u32 slot = items % 2, parity = items / 2 % 2;
+    DEVICE void give(const Work& work, Function near_end) {
+        const u32 slot = items % TILES_AHEAD, parity = items / TILES_AHEAD % 2;
         u64* full = &shared.barriers.q_full[slot];
         items++;
         if (elected()) {
@@ -187,12 +188,12 @@ struct Producer {
             arrive_expecting(full, BLOCK_Q * GROUP * DIM * 2);
             copy_box(shared.q[slot], queries, 0, work.head * GROUP, work.first, full);
             copy_box(shared.q[slot] + HALF, queries, DIM / 2, work.head * GROUP, work.first, full);
-            copier.copy<false>(work, tables + i64(work.sequence) * stride_table, before_last);
+            copier.copy<false>(work, tables + i64(work.sequence) * stride_table, near_end);
         }
         __syncwarp();
     }
     DEVICE void end() {
-        const u32 slot = items % 2, parity = items / 2 % 2;
+        const u32 slot = items % TILES_AHEAD, parity = items / TILES_AHEAD % 2;
         if (elected()) {
             wait(&shared.barriers.q_empty[slot], parity ^ 1);
             shared.work[slot].queries = 0;
@@ -206,7 +207,7 @@ DEVICE void copy_values(Shared& shared, const TensorMap* values, const int* tabl
     Copier copier{values, shared.v, barriers.v_full, barriers.v_empty};
     if (elected())
         for (u32 items = 0;; items++) {
-            const u32 slot = items % 2, parity = items / 2 % 2;
+            const u32 slot = items % TILES_AHEAD, parity = items / TILES_AHEAD % 2;
             wait(&barriers.q_full[slot], parity);
             const Work work = shared.work[slot];
             arrive(&barriers.q_empty[slot]);
@@ -250,11 +251,11 @@ struct Consumer {
         return {min(work.position + row / GROUP, last) - first, min(work.position + (row + 8) / GROUP, last) - first};
     }
     DEVICE u64 queries() const {
-        return swizzled_tile(shared_address(shared.q[items % 2]) + group * 64 * ROW);
+        return swizzled_tile(shared_address(shared.q[items % TILES_AHEAD]) + group * 64 * ROW);
     }
     DEVICE const Work& take() {
-        wait(&shared.barriers.q_full[items % 2], items / 2 % 2);
-        return shared.work[items % 2];
+        wait(&shared.barriers.q_full[items % TILES_AHEAD], items / TILES_AHEAD % 2);
+        return shared.work[items % TILES_AHEAD];
     }
     // Scores of the next keys and the sum over the values at hand, in its turn; returns once the scores are there.
     DEVICE void multiply(float (&scores)[64], float (&sum)[64], u32 (&weights)[32]) {
@@ -321,7 +322,7 @@ struct Consumer {
             int n = work->to - 2;
             for (; n >= from && (n + 1) * KEYS > position + 1; n--) step<true>(sum, weights, state, limits(*work, n));
             for (; n >= from; n--) step<false>(sum, weights, state, {});
-            const u32 slot = items++ % 2;
+            const u32 slot = items++ % TILES_AHEAD;
             const Work* next = &take();
             if (next->queries == 0) {
                 wait_values();
@@ -354,9 +355,11 @@ DEVICE void attend(Shared& shared, const TensorMap* values, const int* tables, i
                    Produce produce, Finish finish) {
     const int role = __shfl_sync(~0u, threadIdx.x / 128, 0);  // uniform, and known to be
     if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < TILES_AHEAD; i++) {
             init_barrier(&shared.barriers.q_full[i], 1);
             init_barrier(&shared.barriers.q_empty[i], 9);
+        }
+        for (int i = 0; i < 2; i++) {
             init_barrier(&shared.barriers.k_full[i], 1);
             init_barrier(&shared.barriers.k_empty[i], 2);
             init_barrier(&shared.barriers.v_full[i], 1);
