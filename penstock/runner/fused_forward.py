@@ -24,6 +24,7 @@ from penstock.kernels.decode_inputs_triton import DecodeInputs
 from penstock.kernels.decode_plan_triton import MOST_PARTS, decode_parts, plan_decode
 from penstock.kernels.decode_triton import Turn, decode_attention, decode_config, decode_scratch
 from penstock.kernels.gemm_triton import split_scratch
+from penstock.kernels.hopper.attention import clear_counters
 from penstock.kernels.layers_triton import StackedLayers, decode_layers, layers_config, plan_layers
 from penstock.kernels.linear_triton import add_linear, gated_linear, linear
 from penstock.kernels.moe_triton import ExpertWeights, mix_experts
@@ -187,6 +188,7 @@ class FusedForward:
     def clear_scratch(self) -> None:
         self._splits.arrivals.zero_()
         self._decode_scratch.arrivals.zero_()
+        clear_counters()
 
     @property
     def distinct_layers(self) -> int:

@@ -98,6 +98,12 @@ def _scratch() -> tuple[torch.Tensor, ...]:
     return new_scratch(torch.device("cuda"))
 
 
+def clear_counters() -> None:
+    """After launches side by side, which kernels compile by: they may leave counters that are not zero."""
+    if program.is_hopper():
+        _scratch()[2].zero_()
+
+
 def new_scratch(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Sums and states of pieces, and counters, which are zero between launches."""
     sums = torch.empty((_SLOTS, _ROWS, 128), dtype=torch.float32, device=device)
