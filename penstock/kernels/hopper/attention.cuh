@@ -3,8 +3,8 @@
 // A tile is 128 rows: BLOCK_Q queries with all GROUP query heads of one key/value head. One warp copies queries and keys,
 // one values; two warpgroups of 64 rows each multiply. While one multiplies, the other computes its softmax: they take
 // turns at the tensor cores. Within a warpgroup the scores of the next keys are multiplied before the softmax of those
-// present is needed, over the border between tiles too. Keys are taken from the last visible ones to the first, so that
-// masks concern the first ones taken alone. Thread blocks stay for many tiles and copy for the next while they finish one.
+// present is needed. Keys are taken from the last visible ones to the first, so that masks concern the first ones taken
+// alone. Thread blocks stay for many tiles and copy for the next while they finish one.
 #pragma once
 #include "device.cuh"
 
@@ -15,7 +15,7 @@ constexpr int BLOCK_Q = ROWS / GROUP;
 constexpr int TILE = 128 * DIM * 2, HALF = TILE / 2;
 constexpr int ROW = 128;            // bytes of a row of one half
 constexpr float UNSEEN = -1.0e30f;  // finite: a row that saw no key yet must not produce NaN
-constexpr int TILES_AHEAD = 3;      // of queries: one being written, one computed, one on its way
+constexpr int TILES_AHEAD = 2;      // of queries: one computed, one on its way
 constexpr int TURN = 1, OWN = 3;    // named barriers: of the turns, and of a warpgroup alone; plus its number
 
 struct Work {
@@ -140,7 +140,7 @@ struct Copier {
             int ahead[PAGES];
 #pragma unroll
             for (int i = 0; i < PAGES; i++) ahead[i] = table[min(max(n - 1, 0) * PAGES + i, last_page)];
-            if (n == min(work.from + 2, work.to - 1)) near_end();
+            if (n == work.from) near_end();
             const u32 stage = count % 2, parity = count / 2 % 2;
             count++;
             wait(&empty[stage], parity ^ 1);
@@ -176,7 +176,7 @@ struct Producer {
           stride_table(stride_table),
           copier{keys, shared.k, shared.barriers.k_full, shared.barriers.k_empty} {}
 
-    // All lanes; one does `near_end` before it copies the last tiles of keys.
+    // All lanes; one does `near_end` before it copies the last tile of keys.
     template <typename Function>
     DEVICE void give(const Work& work, Function near_end) {
         const u32 slot = items % TILES_AHEAD, parity = items / TILES_AHEAD % 2;
@@ -300,50 +300,34 @@ struct Consumer {
     // All tiles that there are. `finish` writes the results of one; its queries' place in shared memory is free then.
     template <typename Finish>
     DEVICE void consume(Finish finish) {
-        const Work* work = &take();
-        if (work->queries == 0) return;
-        float sum[64] = {};
-        u32 weights[32];
-        Softmax state = NOTHING_SEEN;
-        {
-            float scores[64];
-            wait_keys();
-            score(scores, queries(), keys());
-            await_wgmma<0>();
-            keep_in_place(scores);
-            release_keys();
-            hide(scores, limits(*work, work->to - 1));
-            exponentiate(scores, state, scale);
-            pack(weights, scores);
-        }
-        prepare_values(*work);
         while (true) {
-            const int from = work->from, position = work->position;
-            int n = work->to - 2;
-            for (; n >= from && (n + 1) * KEYS > position + 1; n--) step<true>(sum, weights, state, limits(*work, n));
-            for (; n >= from; n--) step<false>(sum, weights, state, {});
-            const u32 slot = items++ % TILES_AHEAD;
-            const Work* next = &take();
-            if (next->queries == 0) {
-                wait_values();
-                weigh(sum, weights, values());
-                complete(sum, weights);
-                finish(*this, *work, slot, sum, state);
-                return;
+            const Work& work = take();
+            if (work.queries == 0) return;
+            float sum[64] = {};
+            u32 weights[32];
+            Softmax state = NOTHING_SEEN;
+            {
+                float scores[64];
+                wait_keys();
+                score(scores, queries(), keys());
+                await_wgmma<0>();
+                keep_in_place(scores);
+                release_keys();
+                hide(scores, limits(work, work.to - 1));
+                exponentiate(scores, state, scale);
+                pack(weights, scores);
             }
-            Softmax next_state = NOTHING_SEEN;
-            float scores[64];
-            multiply(scores, sum, weights);
-            hide(scores, limits(*next, next->to - 1));
-            exponentiate(scores, next_state, scale);
+            prepare_values(work);
+            const int from = work.from, position = work.position;
+            int n = work.to - 2;
+            for (; n >= from && (n + 1) * KEYS > position + 1; n--) step<true>(sum, weights, state, limits(work, n));
+            for (; n >= from; n--) step<false>(sum, weights, state, {});
+            wait_values();
+            weigh(sum, weights, values());
             complete(sum, weights);
-            pack(weights, scores);
-            finish(*this, *work, slot, sum, state);
+            const u32 slot = items++ % TILES_AHEAD;
+            finish(*this, work, slot, sum, state);
             release_queries(slot);
-            work = next, state = next_state;
-#pragma unroll
-            for (int i = 0; i < 64; i++) sum[i] = 0.0f;
-            prepare_values(*work);
         }
     }
 };

@@ -13,7 +13,7 @@ from penstock.kernels.paged_triton import LOG2_E
 _ROWS = 128
 _HALF = 64  # elements of a row of shared memory
 _THREADS = 384
-_SHARED = 7 * _ROWS * 256 + 512
+_SHARED = 6 * _ROWS * 256 + 512
 _SLOTS = 512  # pieces of tiles with many keys
 
 
