@@ -10,6 +10,8 @@ import torch
 from gpu_cases.case import BF16, COPY_BYTES, DEVICE, MATRIX_FLOPS, Case, Variant, randn, relative_error, sets_for, short
 from penstock.kernels import decode_triton as decode
 from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
+from penstock.kernels.hopper.decode import StreamConfig, decode_stream
+from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.paged_triton import paged_attention_reference
 from penstock.kernels.prefill_triton import PrefillConfig, prefill_attention
 from penstock.kernels.prefix_triton import PrefixConfig, SharedPrefix
@@ -49,7 +51,18 @@ def decode_case(heads: int, dtype: torch.dtype, contexts: list[int], name: str) 
         label = f"{config.block_n},{config.num_warps},{config.num_stages} x{num_parts}"
         return Variant(label, run, lambda: relative_error(out, expected()))
 
+    def streamed(config: StreamConfig) -> Variant:
+        scratch = decode.decode_scratch(sequences, heads, 8, 128, config.parts(sequences, 8), DEVICE)
+        plan = config.plan(lengths, 8)
+
+        def run(i: int) -> None:
+            decode_stream(out, q, k, v, tables[i], plan, scale=0.09, scratch=scratch, config=config)
+
+        label = f"stream {config.stages},{config.tile} x{config.spare}/{config.finer}"
+        return Variant(label, run, lambda: relative_error(out, expected()))
+
     auto = decode_parts(sequences, 8)
+    streams = [StreamConfig(*shape) for shape in ((4, 128, 1056), (3, 128, 2112, 4), (3, 128, 4224, 4), (4, 384, 1056))]
     shapes = [(32, 2, 4), (64, 2, 4), (64, 4, 4), (64, 4, 6), (128, 4, 4), (128, 8, 4), (128, 8, 6)]
     configs = [decode.DecodeConfig(*shape) for shape in shapes]
     choices = sorted({sequences + 1, auto, 3 * sequences + 1}) if sequences > 16 else [auto]
@@ -57,7 +70,7 @@ def decode_case(heads: int, dtype: torch.dtype, contexts: list[int], name: str) 
         f"decode H{heads} {short(dtype)} {name}",
         size / COPY_BYTES,
         sets,
-        [variant(c, n) for c, n in product(configs, choices)],
+        [variant(c, n) for c, n in product(configs, choices)] + [streamed(c) for c in streams if is_hopper()],
     )
 
 

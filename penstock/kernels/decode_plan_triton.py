@@ -18,10 +18,12 @@ MOST_PARTS = tl.constexpr(32)  # of one sequence
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_parts", "tile", "window"],
+    do_not_specialize=["num_seqs", "num_parts", "tile", "window", "finer"],
     do_not_specialize_on_alignment=["contexts", "shared"],
 )
-def _plan_kernel(plan, contexts, shared, num_seqs, num_parts, tile, window, SEQS: tl.constexpr, PREFIX: tl.constexpr):
+def _plan_kernel(
+    plan, contexts, shared, num_seqs, num_parts, tile, window, finer, SEQS: tl.constexpr, PREFIX: tl.constexpr
+):  # fmt: skip
     """One program writes the parts of one sequence; where they go follows from the lengths of all."""
     seq = tl.program_id(0)
     seqs = tl.arange(0, SEQS)
@@ -33,7 +35,8 @@ def _plan_kernel(plan, contexts, shared, num_seqs, num_parts, tile, window, SEQS
     prefixed = first > 0
     first = tl.where(window > 0, tl.maximum(first, context - window), first)
     tokens = context - first
-    share = tl.maximum(tl.cdiv(tl.sum(tokens, 0), num_parts - num_seqs), tile)
+    fair = tl.cdiv(tl.sum(tokens, 0), num_parts - num_seqs)
+    share = tl.maximum(tl.where(seqs % 4 == 3, fair, fair * finer), tile)
     counts = tl.minimum(tl.maximum(tl.cdiv(tokens, share), 1), MOST_PARTS)
     lengths = tl.maximum(tl.cdiv(tl.cdiv(tokens, counts), tile), 1) * tile
     counts = tl.where(real, tl.maximum(tl.cdiv(tokens, lengths), 1), 0)
@@ -70,18 +73,25 @@ def decode_parts(num_seqs: int, num_kv_heads: int, programs: int = 264) -> int:
 
 
 def plan_decode(
-    contexts_S: torch.Tensor, num_parts: int, tile: int, *, window: int = 0, shared_S: torch.Tensor | None = None
+    contexts_S: torch.Tensor,
+    num_parts: int,
+    tile: int,
+    *,
+    window: int = 0,
+    shared_S: torch.Tensor | None = None,
+    finer: int = 1,
 ) -> torch.Tensor:
     """int32 [num_parts, FIELDS]. Parts are whole tiles but for the last of a sequence; what is shared is left out.
 
-    There must be more parts than sequences: each sequence has one, and what is beyond divides the long ones.
+    There must be more parts than sequences: each sequence has one, and what is beyond divides the long ones. Every
+    fourth sequence is divided `finer` than the others, so that small parts are left for the end.
     """
     size = len(contexts_S)
     if num_parts <= size:
         raise ValueError(f"{num_parts} parts cannot divide {size} sequences; see decode_parts")
     plan = torch.empty((num_parts, FIELDS.value), dtype=torch.int32, device=contexts_S.device)
     _plan_kernel[(size,)](
-        plan, contexts_S, contexts_S if shared_S is None else shared_S, size, num_parts, tile, window,
+        plan, contexts_S, contexts_S if shared_S is None else shared_S, size, num_parts, tile, window, finer,
         SEQS=triton.next_power_of_2(size), PREFIX=shared_S is not None, num_warps=1,
     )  # fmt: skip
     return plan

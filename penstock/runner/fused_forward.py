@@ -25,6 +25,7 @@ from penstock.kernels.decode_plan_triton import MOST_PARTS, decode_parts, plan_d
 from penstock.kernels.decode_triton import Turn, decode_attention, decode_config, decode_scratch
 from penstock.kernels.gemm_triton import split_scratch
 from penstock.kernels.hopper.attention import clear_counters
+from penstock.kernels.hopper.decode import decode_stream, stream_config, streams_decode
 from penstock.kernels.layers_triton import StackedLayers, decode_layers, layers_config, plan_layers
 from penstock.kernels.linear_triton import add_linear, gated_linear, linear
 from penstock.kernels.moe_triton import ExpertWeights, mix_experts
@@ -138,7 +139,15 @@ class FusedForward:
         self._stacked = _stacked(self._layers, config, self.embedding)
         self._experts = config.moe.num_experts if config.moe else 0
         shared = max(size * prefix_splits(size, spec.num_heads, max_model_len) for size in range(1, max_seqs + 1))
-        rows = max(decode_parts(max_seqs, spec.num_kv_heads) + shared, MOST_PARTS.value + 1)
+        group, rotary = spec.num_heads // spec.num_kv_heads, self._cos_sin.shape[1]
+        dtypes = (self.embedding.dtype, self._kv_dtype)
+        self._streams = streams_decode(spec.head_dim, group, block_size, rotary, *dtypes)
+        parts = decode_parts(max_seqs, spec.num_kv_heads)
+        if self._streams:
+            kv_heads = spec.num_kv_heads
+            sizes = range(1, max_seqs + 1)
+            parts = max(parts, *(stream_config(size, kv_heads).parts(size, kv_heads) for size in sizes))
+        rows = max(parts + shared, MOST_PARTS.value + 1)
         self._decode_scratch = decode_scratch(
             max_seqs,
             spec.num_heads,
@@ -305,6 +314,8 @@ class FusedForward:
     ) -> Callable[[int, torch.Tensor, torch.Tensor, Turn | None, SharedPrefix | None], None]:
         """Decode attention by one plan for all layers of the same window."""
         spec = self._spec
+        if self._streams and prefix is None:
+            return self._streamed(tables_SM, contexts_S)
         row_bytes = spec.head_dim * self._keys.itemsize
         config = decode_config(len(contexts_S), spec.num_kv_heads, row_bytes, after_prefix=prefix is not None)
         parts = decode_parts(len(contexts_S), spec.num_kv_heads)
@@ -334,6 +345,32 @@ class FusedForward:
                 config=config,
                 turn=turn,
                 prefix=prefix,
+            )
+
+        return attend
+
+    def _streamed(
+        self, tables_SM: torch.Tensor, contexts_S: torch.Tensor
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, Turn | None, SharedPrefix | None], None]:
+        """`_divided` by the kernel for Hopper, which knows no shared prefix."""
+        spec = self._spec
+        config = stream_config(len(contexts_S), spec.num_kv_heads)
+        plans = {window: config.plan(contexts_S, spec.num_kv_heads, window) for window in set(spec.windows)}
+
+        def attend(
+            layer: int, out_SHD: torch.Tensor, q: torch.Tensor, turn: Turn | None, prefix: SharedPrefix | None
+        ) -> None:
+            decode_stream(
+                out_SHD,
+                q,
+                self._keys[layer],
+                self._values[layer],
+                tables_SM,
+                plans[spec.windows[layer]],
+                scale=spec.scale,
+                scratch=self._decode_scratch,
+                config=config,
+                turn=turn,
             )
 
         return attend

@@ -11,6 +11,8 @@ from penstock.kernels.hopper import program
 VARIANTS = [
     ("activation.cu", {"WIDTH": 14336, "SCALED": 1}),
     ("activation.cu", {"WIDTH": 3072, "SCALED": 0}),
+    ("decode.cu", {"GROUP": 4, "KV_HEADS": 8, "ROTARY": 128, "NORM": 0, "FP8": 1, "STAGES": 4}),
+    ("decode.cu", {"GROUP": 2, "KV_HEADS": 8, "ROTARY": 128, "NORM": 1, "FP8": 0, "STAGES": 3}),
 ]
 
 

@@ -259,3 +259,48 @@ DEVICE void keep_in_place(u32 (&values)[SIZE]) {
 #pragma unroll
     for (int i = 0; i < SIZE; i++) asm volatile("" : "+r"(values[i])::"memory");
 }
+DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+// An 8x8 matrix of 16 bits: lane 4 g + t has columns 2 t and 2 t + 1 of row g.
+DEVICE u32 transposed(u32 pair) {
+    u32 out;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+    return out;
+}
+DEVICE float inverse_root_approx(float x) {
+    float out;
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
+    return out;
+}
+// From the L2 cache: what another multiprocessor may have written.
+DEVICE int read_int(const int* at) {
+    int out;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(out) : "l"(at) : "memory");
+    return out;
+}
+DEVICE int4 read_ints(const int* at) {
+    int4 out;
+    asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+                 : "l"(at)
+                 : "memory");
+    return out;
+}
+DEVICE float read_float(const float* at) {
+    float out;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(out) : "l"(at) : "memory");
+    return out;
+}
+DEVICE float4 read_float4(const float* at) {
+    float4 out;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w)
+                 : "l"(at)
+                 : "memory");
+    return out;
+}

@@ -662,3 +662,33 @@ inline u64 swizzled_tile_of_rows(u32 address, u32 halves_apart) {
 }
 template <class T, int SIZE>
 void keep_in_place(T (&)[SIZE]) {}
+inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier, u64) {
+    copy_box_at(to, map, {x, y, z, 0, 0}, barrier);
+}
+inline u32 transposed(u32 pair) {
+    u32 out;
+    struct Mine {
+        u32 pair;
+        u32* out;
+    } mine{pair, &out};
+    gpu::warp(&mine, [](void** all) {
+        auto element = [&](int row, int column) {
+            return static_cast<Mine*>(all[row * 4 + column / 2])->pair >> column % 2 * 16 & 0xFFFF;
+        };
+        for (int lane = 0; lane < 32; lane++)
+            *static_cast<Mine*>(all[lane])->out =
+                element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+    });
+    return out;
+}
+inline float inverse_root_approx(float x) { return 1.0f / std::sqrt(x); }
+inline int read_int(const int* at) { return *at; }
+inline int4 read_ints(const int* at) { return {at[0], at[1], at[2], at[3]}; }
+inline float read_float(const float* at) { return *at; }
+inline float4 read_float4(const float* at) { return {at[0], at[1], at[2], at[3]}; }
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    const u64 both = static_cast<u64>(b) << 32 | a;
+    u32 out = 0;
+    for (int i = 0; i < 4; i++) out |= static_cast<u32>(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return out;
+}

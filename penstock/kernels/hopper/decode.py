@@ -1,0 +1,108 @@
+"""Paged decode attention on Hopper: `decode_attention` of `decode_triton` in CUDA C++, for the heads of most models.
+
+A program is one warp, which has its first keys and values under way before the projection ahead of it has ended. That
+there are many small ones evens out that some multiprocessors get half the bandwidth of others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.kernels.decode_plan_triton import plan_decode
+from penstock.kernels.decode_triton import Turn
+from penstock.kernels.hopper.program import TensorMap, is_hopper, kernel
+from penstock.kernels.hopper.tensor_map import tensor_map
+from penstock.kernels.paged_triton import LOG2_E
+from penstock.kernels.prefix_triton import DecodeScratch
+
+_HEAD_DIM, _BLOCK_SIZE, _MOST_GROUP = 128, 16, 8
+_QUERIES = 8 * (_HEAD_DIM * 2 + 16)  # bytes of shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    stages: int  # blocks of keys and values that a program has under way
+    tile: int  # tokens; of `plan_decode`, as is `finer`
+    spare: int  # programs, more than one for each head of each sequence
+    finer: int = 1
+
+    def plan(self, contexts_S: torch.Tensor, num_kv_heads: int, window: int = 0) -> torch.Tensor:
+        parts = self.parts(len(contexts_S), num_kv_heads)
+        return plan_decode(contexts_S, parts, self.tile, window=window, finer=self.finer)
+
+    def parts(self, num_seqs: int, num_kv_heads: int) -> int:
+        return num_seqs + -(-self.spare // num_kv_heads)
+
+
+def stream_config(num_seqs: int, num_kv_heads: int) -> StreamConfig:
+    """Measured on an H200. In between, whole sequences are too few to end together; parts of several sizes do."""
+    programs = num_seqs * num_kv_heads
+    if 360 <= programs < 800:
+        return StreamConfig(3, 128, 2112, finer=4)
+    if 800 <= programs < 1600:
+        return StreamConfig(3, 128, 4224, finer=4)
+    return StreamConfig(4, 128, 1056)
+
+
+def streams_decode(
+    head_dim: int, group: int, block_size: int, rotary: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> bool:
+    """Whether there is a kernel for that here."""
+    fits = head_dim == _HEAD_DIM and group <= _MOST_GROUP and block_size == _BLOCK_SIZE and rotary % 4 == 0
+    return fits and dtype == torch.bfloat16 and kv_dtype in (dtype, torch.float8_e4m3fn) and is_hopper()
+
+
+_maps: dict[tuple[int, int, torch.dtype], TensorMap] = {}
+
+
+def _map(cache: torch.Tensor) -> TensorMap:
+    """Boxes are the tokens of one head of one block, in parts that are as wide as the swizzle."""
+    key = (cache.data_ptr(), cache.numel(), cache.dtype)
+    if key not in _maps:
+        width = 128 // cache.itemsize
+        parts = cache.view(-1, _HEAD_DIM // width, width).transpose(0, 1)
+        _maps[key] = tensor_map(parts, (_HEAD_DIM // width, _BLOCK_SIZE, width))
+    return _maps[key]
+
+
+def decode_stream(
+    out_SHD: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    tables_SM: torch.Tensor,
+    plan: torch.Tensor,
+    *,
+    scale: float,
+    scratch: DecodeScratch,
+    config: StreamConfig,
+    turn: Turn | None = None,
+) -> None:
+    """`decode_attention` by a plan of `config`; prefixes that sequences share are left to that one.
+
+    The kernel reads the plan, the tables and, with `turn`, the cache before the kernels ahead of it have ended. A step
+    therefore begins with kernels that let no other start early: those write the plan and the tables.
+    """
+    H = out_SHD.shape[1]
+    K = k_cache.shape[1]
+    gains = turn.norm_weights if turn else None
+    q_gain, k_gain = gains or (q, q)
+    run = kernel(
+        "decode.cu",
+        "decode",
+        GROUP=H // K,
+        KV_HEADS=K,
+        ROTARY=turn.cos_sin.shape[1] if turn else 0,
+        NORM=int(gains is not None),
+        FP8=int(k_cache.dtype == torch.float8_e4m3fn),
+        STAGES=config.stages,
+    )
+    slot = 2 * _BLOCK_SIZE * _HEAD_DIM * k_cache.itemsize + 8  # keys and values of a block, and a barrier
+    run(
+        (K, len(plan)), 32, config.stages * slot + _QUERIES,
+        _map(k_cache), _map(v_cache), out_SHD, q, k_cache, v_cache, tables_SM, plan,
+        scratch.out, scratch.lse, scratch.arrivals, turn.cos_sin if turn else scratch.lse, q_gain, k_gain,
+        turn.eps if turn else 0.0, scale * LOG2_E, out_SHD.stride(0), q.stride(0), tables_SM.stride(0), pdl=True,
+    )  # fmt: skip
