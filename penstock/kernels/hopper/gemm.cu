@@ -1,0 +1,272 @@
+// out[rows, N] = x[rows, K] weight[N, K]^T for up to 256 rows: the weight is streamed once, by the tensor memory
+// accelerator, and is the long side of the matrix instructions, so that few rows waste nothing.
+//
+// A block computes TILE channels for all rows over its part of K. One warp copies, TILE / 64 (at most 2) warpgroups multiply.
+// The first weights are on their way before the previous kernel has ended. Sums are laid down in shared memory, where
+// the SPLITS blocks that share a tile (a cluster) read each other's and finish some rows each: in a fixed order, without
+// scratch memory. Blocks that share the rows instead (SHARE of them, a cluster) copy a part each for all.
+//
+// ROWS     rows rounded up, a multiple of 16     FP8    e4m3 with scales of channels and rows, else bfloat16
+// TILE     channels of a block: 64, 128, 256     GATED  SiLU(gate) * up: a tile has TILE / 2 channels of each
+// STAGES   steps of 128 bytes of K in flight     ADD    out += product
+// SPLITS   blocks along K, or                    WIDE   out is float32, else bfloat16
+// SHARE    blocks along N that share x
+#include "device.cuh"
+#include "wgmma.cuh"
+
+constexpr int GROUPS = TILE == 64 ? 1 : 2;        // warpgroups that multiply
+constexpr int BLOCKS = TILE / 64 / GROUPS;        // of 64 channels, of each of them
+constexpr int THREADS = GROUPS * 128;             // and those that copy: one, but registers are moved by warpgroups
+constexpr bool CROWDED = BLOCKS * ROWS > 256;     // more sums than registers, unless the others give theirs
+constexpr int COPIERS = CROWDED ? 128 : 32;
+constexpr int CLUSTER = SPLITS * SHARE;
+constexpr int WEIGHT_BYTES = TILE * 128;
+constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
+constexpr int DEPTH = FP8 ? 128 : 64;             // of K in a step
+constexpr int PITCH = TILE + 4;                   // of the sums: neither their stores nor their loads collide in banks
+constexpr int WIDTH = GATED ? TILE / 2 : TILE;    // columns of out
+constexpr int QUADS = WIDTH / 4;
+constexpr int ITEMS = (ROWS / SPLITS * QUADS + THREADS - 1) / THREADS;
+constexpr int BATCH = ITEMS < 4 ? ITEMS : 4;
+static_assert(SPLITS == 1 || SHARE == 1, "a cluster is for one of them");
+
+DEVICE void copy_weight(unsigned char* to, const TensorMap* map, int step, int tile, u64* barrier) {
+#if GATED
+    // Groups of 8 channels of the gate and of up in turn, so that a thread gets both values of a channel.
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(step * DEPTH), "r"(0), "r"(tile * (TILE / 16)), "r"(shared_address(barrier)),
+        "l"(EVICT_FIRST)
+        : "memory");
+#else
+    copy_box(to, map, step * DEPTH, tile * TILE, barrier, EVICT_FIRST);
+#endif
+}
+
+// The part of x that is this block's to copy, to all blocks that share it.
+DEVICE void copy_x(unsigned char* to, const TensorMap* map, int step, int rank, u64* barrier) {
+#if SHARE > 1
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(shared_address(to + rank * (ROWS / SHARE * 128))),
+        "l"(reinterpret_cast<u64>(map)), "r"(step * DEPTH), "r"(rank * (ROWS / SHARE)), "r"(shared_address(barrier)),
+        "h"(static_cast<unsigned short>((1 << SHARE) - 1)), "l"(EVICT_LAST)
+        : "memory");
+#else
+    copy_box(to, map, step * DEPTH, 0, barrier, EVICT_LAST);
+#endif
+}
+
+// Without the trap of `wait`: with it the compiler does not use the registers that were taken.
+DEVICE void await(u64* barrier, u32 parity) {
+    while (!try_wait(barrier, parity)) {
+    }
+}
+
+// A stage may be overwritten once the groups of all blocks that it is copied to have read it.
+DEVICE void release(u64* barrier) {
+#if SHARE > 1
+#pragma unroll
+    for (u32 block = 0; block < SHARE; block++)
+        asm volatile(
+            "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+            " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
+            "r"(block)
+            : "memory");
+#else
+    arrive(barrier);
+#endif
+}
+
+DEVICE void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Where nothing was written for the others.
+DEVICE void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// Others read from here, or copy to here, until then.
+DEVICE void leave() {
+    __syncwarp();
+    if (CLUSTER > 1) meet_cluster();
+}
+
+DEVICE float4 load_sums(const float* sums, u32 block) {
+    float4 out;
+#if SPLITS > 1
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(sums)), "r"(block));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w)
+                 : "r"(there)
+                 : "memory");
+#else
+    out = *reinterpret_cast<const float4*>(sums);
+#endif
+    return out;
+}
+
+DEVICE float4 sum_over_blocks(const float* sums) {
+    float4 parts[SPLITS];
+#pragma unroll
+    for (int block = 0; block < SPLITS; block++) parts[block] = load_sums(sums, block);
+    float4 total = parts[0];
+#pragma unroll
+    for (int block = 1; block < SPLITS; block++) {
+        total.x += parts[block].x;
+        total.y += parts[block].y;
+        total.z += parts[block].z;
+        total.w += parts[block].w;
+    }
+    return total;
+}
+
+DEVICE float4 times(float4 a, float4 b, float c) { return {a.x * b.x * c, a.y * b.y * c, a.z * b.z * c, a.w * b.w * c}; }
+DEVICE float silu_times(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+
+extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
+gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
+     const float* __restrict__ channel_scales, const float* row_scales, int rows, int width, int steps, int stride_out) {
+    extern __shared__ unsigned char unaligned[];
+    unsigned char* ring = unaligned + (-shared_address(unaligned) & 1023);  // as far in every block of a cluster
+    __shared__ u64 full[STAGES], empty[STAGES];
+
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rank = blockIdx.x % CLUSTER;
+    const int tile = blockIdx.x / SPLITS;
+    const int split = SPLITS > 1 ? rank : 0;
+    const int first = steps * split / SPLITS, count = steps * (split + 1) / SPLITS - first;
+    const int ahead = count < STAGES ? count : STAGES;
+    const bool copies = threadIdx.x == THREADS;
+
+    let_next_start();
+    if (copies) {
+        for (int stage = 0; stage < STAGES; stage++) {
+            init_barrier(&full[stage], 1);
+            init_barrier(&empty[stage], GROUPS * SHARE);
+        }
+        publish_barriers();
+        fence_async_proxy();
+        for (int i = 0; i < ahead; i++) {
+            arrive_expecting(&full[i], STAGE_BYTES);
+            copy_weight(ring + i * STAGE_BYTES, &weight_map, first + i, tile, &full[i]);
+        }
+    }
+    __syncwarp();
+    if (CLUSTER > 1)
+        meet_cluster();
+    else
+        __syncthreads();
+
+    if (warp >= GROUPS * 4) {
+        if (CROWDED) give_registers<40>();
+        if (copies) {
+            wait_for_previous();
+            for (int i = 0; i < ahead; i++)
+                copy_x(ring + i * STAGE_BYTES + WEIGHT_BYTES, &x_map, first + i, rank, &full[i]);
+            int stage = 0;
+            u32 parity = 0;
+            for (int i = ahead; i < count; i++) {
+                await(&empty[stage], parity);
+                arrive_expecting(&full[stage], STAGE_BYTES);
+                copy_weight(ring + stage * STAGE_BYTES, &weight_map, first + i, tile, &full[stage]);
+                copy_x(ring + stage * STAGE_BYTES + WEIGHT_BYTES, &x_map, first + i, rank, &full[stage]);
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+        }
+        __syncwarp();
+        if (SPLITS > 1) sync_cluster();
+        leave();
+    } else {
+        if (CROWDED) take_registers<232>();
+        const int group = warp / 4;
+        float sums[BLOCKS][ROWS / 2];
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+            for (int i = 0; i < ROWS / 2; i++) sums[block][i] = 0.0f;
+        const u32 base = shared_address(ring);
+        int stage = 0, previous = 0;
+        u32 parity = 0;
+        for (int i = 0; i < count; i++) {
+            await(&full[stage], parity);
+            const u32 weight = base + stage * STAGE_BYTES + group * (BLOCKS * 8192);
+            const u32 x = base + stage * STAGE_BYTES + WEIGHT_BYTES;
+            begin_wgmma();
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+#pragma unroll
+                for (int block = 0; block < BLOCKS; block++)
+                    wgmma(sums[block], swizzled_tile(weight + block * 8192 + k * 32), swizzled_tile(x + k * 32));
+            commit_wgmma();
+            await_wgmma<1>();
+            if (i > 0 && threadIdx.x % 128 == 0) release(&empty[previous]);
+            previous = stage;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        await_wgmma<0>();
+        wait_for_previous();  // for what these threads read themselves
+        sync_threads(1, THREADS);  // the ring has been read
+
+        float* laid = reinterpret_cast<float*>(ring);  // [ROWS, PITCH]
+#pragma unroll
+        for (int block = 0; block < BLOCKS; block++) {
+            const int sixteen = (group * BLOCKS + block) * 4 + warp % 4;
+            const int channel = (GATED ? sixteen * 8 : sixteen * 16) + lane / 4;
+            constexpr int SECOND = GATED ? TILE / 2 : 8;
+            float* at = laid + lane % 4 * 2 * PITCH + channel;
+#pragma unroll
+            for (int i = 0; i < ROWS / 8; i++) {
+                at[i * 8 * PITCH] = sums[block][i * 4];
+                at[i * 8 * PITCH + PITCH] = sums[block][i * 4 + 1];
+                at[i * 8 * PITCH + SECOND] = sums[block][i * 4 + 2];
+                at[i * 8 * PITCH + PITCH + SECOND] = sums[block][i * 4 + 3];
+            }
+        }
+        if (SPLITS > 1)
+            sync_cluster();
+        else
+            sync_threads(1, THREADS);
+
+        for (u32 begin = threadIdx.x; begin / QUADS * SPLITS + split < rows; begin += BATCH * THREADS) {
+            uint2 before[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const u32 item = begin + i * THREADS;
+                const int row = item / QUADS * SPLITS + split;
+                const int column = tile * WIDTH + item % QUADS * 4;
+                if (ADD && row < rows && column < width)
+                    before[i] = *reinterpret_cast<const uint2*>(static_cast<bf16*>(out) + i64(row) * stride_out + column);
+            }
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const u32 item = begin + i * THREADS;
+                const int row = item / QUADS * SPLITS + split;
+                const int local = item % QUADS * 4, column = tile * WIDTH + local;
+                if (row >= rows || column >= width) continue;
+                float4 value = sum_over_blocks(laid + row * PITCH + local);
+                if (FP8)
+                    value = times(value, *reinterpret_cast<const float4*>(channel_scales + column), row_scales[row]);
+                if (GATED) {
+                    float4 up = sum_over_blocks(laid + row * PITCH + WIDTH + local);
+                    if (FP8)
+                        up = times(up, *reinterpret_cast<const float4*>(channel_scales + width + column), row_scales[row]);
+                    value = {silu_times(value.x, up.x), silu_times(value.y, up.y), silu_times(value.z, up.z),
+                             silu_times(value.w, up.w)};
+                }
+                if (ADD) {
+                    value.x += low_bf16(before[i].x), value.y += high_bf16(before[i].x);
+                    value.z += low_bf16(before[i].y), value.w += high_bf16(before[i].y);
+                }
+                const i64 place = i64(row) * stride_out + column;
+                if (WIDE)
+                    *reinterpret_cast<float4*>(static_cast<float*>(out) + place) = value;
+                else
+                    *reinterpret_cast<uint2*>(static_cast<bf16*>(out) + place) =
+                        uint2{pack_bf16(value.x, value.y), pack_bf16(value.z, value.w)};
+            }
+        }
+        leave();
+    }
+}

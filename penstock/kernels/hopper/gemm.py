@@ -1,0 +1,86 @@
+"""Weight-streaming products on Hopper: out[rows, N] = x[rows, K] @ weight[N, K].T for 5 to 256 rows.
+
+What `gemm.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of `x`;
+SiLU(gate) * up or the addition to the residual are part of it. The reference is `gemm_triton.linear_reference`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.kernels.hopper.program import TensorMap, kernel
+from penstock.kernels.hopper.tensor_map import tensor_map
+
+MOST_ROWS = 256
+_ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # compiled for
+_STEP_BYTES = 128
+_weight_maps: dict[tuple[object, ...], TensorMap] = {}  # by address and shape, which is all that they hold
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    tile: int  # output channels of a block: 64, 128 or 256 (gated: half of them of the gate)
+    stages: int  # steps of 128 bytes of K in flight
+    splits: int = 1  # blocks along K that share a tile, a cluster
+    share: int = 1  # blocks along N that share the rows of x, a cluster; not both
+
+
+def padded_rows(rows: int) -> int:
+    return next(size for size in _ROWS if rows <= size)
+
+
+def shared_bytes(config: StreamConfig, rows: int) -> int:
+    """The ring of stages, where the sums are laid down in the end; it begins at a multiple of 1,024."""
+    ring = config.stages * (config.tile + rows) * _STEP_BYTES
+    return 1024 + max(ring, rows * (config.tile + 4) * 4)
+
+
+def hopper_gemm(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    config: StreamConfig,
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    gated: bool = False,
+    add: bool = False,
+) -> torch.Tensor:
+    """For fp8, `scales` are (of the channels, of the rows), float32. `add`: `out` += product.
+
+    `gated`: the first half of `weight` is the gate, the second half the up projection, and `out` has N / 2 columns.
+    """
+    rows, depth = x.shape
+    padded, step = padded_rows(rows), _STEP_BYTES // x.itemsize
+    columns = len(weight) // 2 if gated else len(weight)
+    width = config.tile // 2 if gated else config.tile
+    cluster = config.splits * config.share
+    tiles = -(-columns // width)
+    blocks = -(-tiles * config.splits // cluster) * cluster
+    groups = 1 if config.tile == 64 else 2
+    crowded = config.tile // 64 // groups * padded > 256
+    program = kernel(
+        "gemm.cu", "gemm", ROWS=padded, TILE=config.tile, STAGES=config.stages, SPLITS=config.splits,
+        SHARE=config.share, FP8=int(scales is not None), GATED=int(gated), ADD=int(add),
+        WIDE=int(out.dtype == torch.float32),
+    )  # fmt: skip
+    of_channels, of_rows = scales if scales is not None else (x, x)
+    program(
+        (blocks,), groups * 128 + (128 if crowded else 32), shared_bytes(config, padded),
+        _weight_map(weight, config.tile, step, gated), tensor_map(x, (padded // config.share, step)),
+        out, of_channels, of_rows, rows, columns, -(-depth // step), out.stride(0),
+        pdl=True, cluster=cluster,
+    )  # fmt: skip
+    return out
+
+
+def _weight_map(weight: torch.Tensor, tile: int, step: int, gated: bool) -> TensorMap:
+    key = (weight.data_ptr(), weight.shape, weight.dtype, tile, gated)
+    if key not in _weight_maps:
+        if gated:  # 8 channels of the gate, the same 8 of up, the next 8 ...
+            view = weight.view(2, len(weight) // 16, 8, -1).transpose(0, 1)
+            _weight_maps[key] = tensor_map(view, (tile // 16, 2, 8, step))
+        else:
+            _weight_maps[key] = tensor_map(weight, (tile, step))
+    return _weight_maps[key]
