@@ -11,6 +11,7 @@
 // STAGES   steps of 128 bytes of K in flight     ADD    out += product
 // SPLITS   blocks along K, or                    WIDE   out is float32, else bfloat16
 // SHARE    blocks along N that share x
+#include "cluster.cuh"
 #include "device.cuh"
 #include "wgmma.cuh"
 
@@ -24,6 +25,8 @@ constexpr int WEIGHT_BYTES = TILE * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
 constexpr int DEPTH = FP8 ? 128 : 64;             // of K in a step
 constexpr int PITCH = TILE + 4;                   // of the sums: neither their stores nor their loads collide in banks
+constexpr int SUMS_BYTES = ROWS * PITCH * 4;
+constexpr int RING_BYTES = STAGES * STAGE_BYTES > SUMS_BYTES ? STAGES * STAGE_BYTES : SUMS_BYTES;
 constexpr int WIDTH = GATED ? TILE / 2 : TILE;    // columns of out
 constexpr int QUADS = WIDTH / 4;
 constexpr int ITEMS = (ROWS / SPLITS * QUADS + THREADS - 1) / THREADS;
@@ -31,31 +34,20 @@ constexpr int BATCH = ITEMS < 4 ? ITEMS : 4;
 static_assert(SPLITS == 1 || SHARE == 1, "a cluster is for one of them");
 
 DEVICE void copy_weight(unsigned char* to, const TensorMap* map, int step, int tile, u64* barrier) {
-#if GATED
-    // Groups of 8 channels of the gate and of up in turn, so that a thread gets both values of a channel.
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
-        "l"(reinterpret_cast<u64>(map)), "r"(step * DEPTH), "r"(0), "r"(tile * (TILE / 16)), "r"(shared_address(barrier)),
-        "l"(EVICT_FIRST)
-        : "memory");
-#else
-    copy_box(to, map, step * DEPTH, tile * TILE, barrier, EVICT_FIRST);
-#endif
+    // Gated: 8 channels of the gate and the same of up in turn, so that a thread gets both values of a channel.
+    if (GATED)
+        copy_box_4d(to, map, step * DEPTH, 0, 0, tile * (TILE / 16), barrier, EVICT_FIRST);
+    else
+        copy_box(to, map, step * DEPTH, tile * TILE, barrier, EVICT_FIRST);
 }
 
 // The part of x that is this block's to copy, to all blocks that share it.
 DEVICE void copy_x(unsigned char* to, const TensorMap* map, int step, int rank, u64* barrier) {
-#if SHARE > 1
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-        "[%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(shared_address(to + rank * (ROWS / SHARE * 128))),
-        "l"(reinterpret_cast<u64>(map)), "r"(step * DEPTH), "r"(rank * (ROWS / SHARE)), "r"(shared_address(barrier)),
-        "h"(static_cast<unsigned short>((1 << SHARE) - 1)), "l"(EVICT_LAST)
-        : "memory");
-#else
-    copy_box(to, map, step * DEPTH, 0, barrier, EVICT_LAST);
-#endif
+    constexpr int PART = ROWS / SHARE;
+    if (SHARE > 1)
+        copy_box_to_blocks(to + rank * PART * 128, map, step * DEPTH, rank * PART, barrier, (1 << SHARE) - 1, EVICT_LAST);
+    else
+        copy_box(to, map, step * DEPTH, 0, barrier, EVICT_LAST);
 }
 
 // Without the trap of `wait`: with it the compiler does not use the registers that were taken.
@@ -66,51 +58,22 @@ DEVICE void await(u64* barrier, u32 parity) {
 
 // A stage may be overwritten once the groups of all blocks that it is copied to have read it.
 DEVICE void release(u64* barrier) {
-#if SHARE > 1
+    if (SHARE == 1) arrive(barrier);
 #pragma unroll
-    for (u32 block = 0; block < SHARE; block++)
-        asm volatile(
-            "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-            " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
-            "r"(block)
-            : "memory");
-#else
-    arrive(barrier);
-#endif
+    for (u32 block = 0; SHARE > 1 && block < SHARE; block++) arrive_at_block(barrier, block);
 }
 
-DEVICE void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Where nothing was written for the others.
-DEVICE void meet_cluster() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
 // Others read from here, or copy to here, until then.
 DEVICE void leave() {
     __syncwarp();
     if (CLUSTER > 1) meet_cluster();
 }
 
-DEVICE float4 load_sums(const float* sums, u32 block) {
-    float4 out;
-#if SPLITS > 1
-    u32 there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(sums)), "r"(block));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w)
-                 : "r"(there)
-                 : "memory");
-#else
-    out = *reinterpret_cast<const float4*>(sums);
-#endif
-    return out;
-}
-
 DEVICE float4 sum_over_blocks(const float* sums) {
     float4 parts[SPLITS];
 #pragma unroll
-    for (int block = 0; block < SPLITS; block++) parts[block] = load_sums(sums, block);
+    for (int block = 0; block < SPLITS; block++) 
+        parts[block] = SPLITS > 1 ? load_from_block(sums, block) : *reinterpret_cast<const float4*>(sums);
     float4 total = parts[0];
 #pragma unroll
     for (int block = 1; block < SPLITS; block++) {
@@ -128,9 +91,9 @@ DEVICE float silu_times(float gate, float up) { return gate / (1.0f + __expf(-ga
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
      const float* __restrict__ channel_scales, const float* row_scales, int rows, int width, int steps, int stride_out) {
-    extern __shared__ unsigned char unaligned[];
-    unsigned char* ring = unaligned + (-shared_address(unaligned) & 1023);  // as far in every block of a cluster
-    __shared__ u64 full[STAGES], empty[STAGES];
+    SHARED_MEMORY(ring);
+    u64* full = reinterpret_cast<u64*>(ring + RING_BYTES);
+    u64* empty = full + STAGES;
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rank = blockIdx.x % CLUSTER;
@@ -152,6 +115,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
             arrive_expecting(&full[i], STAGE_BYTES);
             copy_weight(ring + i * STAGE_BYTES, &weight_map, first + i, tile, &full[i]);
         }
+        prefetch_map(&x_map);
     }
     __syncwarp();
     if (CLUSTER > 1)

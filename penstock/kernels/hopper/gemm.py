@@ -1,7 +1,7 @@
 """Weight-streaming products on Hopper: out[rows, N] = x[rows, K] @ weight[N, K].T for 5 to 256 rows.
 
-What `gemm.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of `x`;
-SiLU(gate) * up or the addition to the residual are part of it. The reference is `gemm_triton.linear_reference`.
+What `gemm.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of
+`x`; SiLU(gate) * up or the addition to the residual are part of it. The reference is `gemm_triton.linear_reference`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def padded_rows(rows: int) -> int:
 
 
 def shared_bytes(config: StreamConfig, rows: int) -> int:
-    """The ring of stages, where the sums are laid down in the end; it begins at a multiple of 1,024."""
+    """The ring of stages, where the sums are laid down in the end, and two barriers per stage."""
     ring = config.stages * (config.tile + rows) * _STEP_BYTES
-    return 1024 + max(ring, rows * (config.tile + 4) * 4)
+    return max(ring, rows * (config.tile + 4) * 4) + 16 * config.stages
 
 
 def hopper_gemm(

@@ -1,0 +1,47 @@
+// Copies of boxes of four dimensions; and blocks of one cluster: copies to all of them, their barriers and what they laid down in shared memory.
+#pragma once
+#include "device.cuh"
+
+DEVICE void copy_box_4d(void* to, const TensorMap* map, int a, int b, int c, int d, u64* barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(a), "r"(b), "r"(c), "r"(d), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+// The box at (column, row) of a tensor of two dimensions, to the same place of every block in `blocks` (bits), each of
+// which is told by its own barrier.
+DEVICE void copy_box_to_blocks(void* to, const TensorMap* map, int column, int row, u64* barrier, u32 blocks, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(column), "r"(row), "r"(shared_address(barrier)),
+        "h"(static_cast<unsigned short>(blocks)), "l"(policy)
+        : "memory");
+}
+// At the barrier in the same place of another block, or of this one.
+DEVICE void arrive_at_block(u64* barrier, u32 block) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
+        "r"(block)
+        : "memory");
+}
+DEVICE float4 load_from_block(const float* place, u32 block) {
+    float4 out;
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;"
+        " ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there]; }"
+        : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w)
+        : "r"(shared_address(place)), "r"(block)
+        : "memory");
+    return out;
+}
+// All threads of all blocks; what was written before is seen after.
+DEVICE void sync_cluster() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Where nothing was written for the others.
+DEVICE void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
