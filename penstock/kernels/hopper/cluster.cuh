@@ -19,11 +19,12 @@ DEVICE void copy_box_to_blocks(void* to, const TensorMap* map, int column, int r
         "h"(static_cast<unsigned short>(blocks)), "l"(policy)
         : "memory");
 }
-// At the barrier in the same place of another block, or of this one.
+// At the barrier in the same place of another block, or of this one. It does not publish what was written: a fence for
+// the whole device would come with that.
 DEVICE void arrive_at_block(u64* barrier, u32 block) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-        " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
+        " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
         "r"(block)
         : "memory");
 }
@@ -37,9 +38,11 @@ DEVICE float4 load_from_block(const float* place, u32 block) {
         : "memory");
     return out;
 }
-// All threads of all blocks; what was written before is seen after.
+// All threads of all blocks; what was written to shared memory before is seen after. It is there once a fence of the block
+// has passed; the release that the barrier can make would wait for the whole device.
 DEVICE void sync_cluster() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile(
+        "fence.acq_rel.cta;\nbarrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // Where nothing was written for the others.
 DEVICE void meet_cluster() {

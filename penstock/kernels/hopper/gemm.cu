@@ -9,8 +9,13 @@
 // ROWS     rows rounded up, a multiple of 16     FP8    e4m3 with scales of channels and rows, else bfloat16
 // TILE     channels of a block: 64, 128, 256     GATED  SiLU(gate) * up: a tile has TILE / 2 channels of each
 // STAGES   steps of 128 bytes of K in flight     ADD    out += product
-// SPLITS   blocks along K, or                    WIDE   out is float32, else bfloat16
+// LAG      steps being multiplied while the next WIDE   out is float32, else bfloat16
+//          is issued: 0 frees a stage sooner
+// SPLITS   blocks along K, or
 // SHARE    blocks along N that share x
+// NORMED   x is not yet divided by its root mean square, and row_scales [slots, rows] are sums of its squares
+// FEEDS    (with ADD) for such a product to come: gained = out * gain, and its squares in as many slots as there are
+//          tiles, or two to a tile of 256
 #include "cluster.cuh"
 #include "device.cuh"
 #include "wgmma.cuh"
@@ -24,11 +29,14 @@ constexpr int CLUSTER = SPLITS * SHARE;
 constexpr int WEIGHT_BYTES = TILE * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
 constexpr int DEPTH = FP8 ? 128 : 64;             // of K in a step
-constexpr int PITCH = TILE + 4;                   // of the sums: neither their stores nor their loads collide in banks
+constexpr bool FACTORS = FP8 || NORMED;           // rows have one
+constexpr bool GATES_FIRST = GATED && SPLITS == 1;
+constexpr int PITCH = (GATES_FIRST ? TILE / 2 : TILE) + 4;  // of the sums: neither stores nor loads collide in banks
 constexpr int SUMS_BYTES = ROWS * PITCH * 4;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES > SUMS_BYTES ? STAGES * STAGE_BYTES : SUMS_BYTES;
 constexpr int WIDTH = GATED ? TILE / 2 : TILE;    // columns of out
 constexpr int QUADS = WIDTH / 4;
+constexpr int LANES = QUADS < 32 ? QUADS : 32;    // of a warp that finish the same row
 constexpr int ITEMS = (ROWS / SPLITS * QUADS + THREADS - 1) / THREADS;
 constexpr int BATCH = ITEMS < 4 ? ITEMS : 4;
 static_assert(SPLITS == 1 || SHARE == 1, "a cluster is for one of them");
@@ -85,15 +93,51 @@ DEVICE float4 sum_over_blocks(const float* sums) {
     return total;
 }
 
-DEVICE float4 times(float4 a, float4 b, float c) { return {a.x * b.x * c, a.y * b.y * c, a.z * b.z * c, a.w * b.w * c}; }
-DEVICE float silu_times(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+DEVICE float silu_times(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
+
+// What a row of sums is multiplied by.
+DEVICE float factor(const float* row_scales, int row, int rows, int slots, float per_channel, float eps) {
+    if (FP8) return row_scales[row];
+    float total = 0.0f;
+#pragma unroll 8
+    for (int slot = 0; slot < slots; slot++) total += row_scales[slot * rows + row];
+    return rsqrtf(total * per_channel + eps);
+}
+
+// Four channels of a row multiplied by the gain of the next norm; the sum of the squares of what they were.
+DEVICE float feed(bf16* gained, uint2 values, const bf16* gain) {
+    const uint2 gains = *reinterpret_cast<const uint2*>(gain);
+    const float4 v = {low_bf16(values.x), high_bf16(values.x), low_bf16(values.y), high_bf16(values.y)};
+    *reinterpret_cast<uint2*>(gained) = {pack_bf16(v.x * low_bf16(gains.x), v.y * high_bf16(gains.x)),
+                                         pack_bf16(v.z * low_bf16(gains.y), v.w * high_bf16(gains.y))};
+    return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+}
+
+// Which four channels of which row are an item of a thread that finishes.
+struct Place {
+    int row, local, column;
+    DEVICE Place(u32 item, int tile, int split)
+        : row(item / QUADS * SPLITS + split), local(item % QUADS * 4), column(tile * WIDTH + local) {}
+};
+
+// What out was, where a thread is to finish.
+DEVICE void load_before(uint2 (&before)[BATCH], const void* out, int begin, int tile, int split, int rows, int width, int stride) {
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        const Place at(begin + i * THREADS, tile, split);
+        if (ADD && at.row < rows && at.column < width)
+            before[i] = *reinterpret_cast<const uint2*>(static_cast<const bf16*>(out) + at.row * i64(stride) + at.column);
+    }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
-     const float* __restrict__ channel_scales, const float* row_scales, int rows, int width, int steps, int stride_out) {
+     const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* gained,
+     float* squares, int rows, int width, int steps, int stride_out, int slots, float per_channel, float eps) {
     SHARED_MEMORY(ring);
     u64* full = reinterpret_cast<u64*>(ring + RING_BYTES);
     u64* empty = full + STAGES;
+    float* factors = reinterpret_cast<float*>(empty + STAGES);  // of the rows
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rank = blockIdx.x % CLUSTER;
@@ -103,7 +147,6 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     const int ahead = count < STAGES ? count : STAGES;
     const bool copies = threadIdx.x == THREADS;
 
-    let_next_start();
     if (copies) {
         for (int stage = 0; stage < STAGES; stage++) {
             init_barrier(&full[stage], 1);
@@ -116,6 +159,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
             copy_weight(ring + i * STAGE_BYTES, &weight_map, first + i, tile, &full[i]);
         }
         prefetch_map(&x_map);
+        if (ahead == count) let_next_start();
     }
     __syncwarp();
     if (CLUSTER > 1)
@@ -138,6 +182,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
                 copy_x(ring + stage * STAGE_BYTES + WEIGHT_BYTES, &x_map, first + i, rank, &full[stage]);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
+            let_next_start();  // its weights follow ours: earlier they would only be in their way
         }
         __syncwarp();
         if (SPLITS > 1) sync_cluster();
@@ -150,6 +195,9 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
         for (int block = 0; block < BLOCKS; block++)
 #pragma unroll
             for (int i = 0; i < ROWS / 2; i++) sums[block][i] = 0.0f;
+        wait_for_previous();  // for what these threads read themselves
+        for (int row = threadIdx.x; FACTORS && row < rows; row += THREADS)
+            factors[row] = factor(row_scales, row, rows, slots, per_channel, eps);
         const u32 base = shared_address(ring);
         int stage = 0, previous = 0;
         u32 parity = 0;
@@ -164,28 +212,43 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
                 for (int block = 0; block < BLOCKS; block++)
                     wgmma(sums[block], swizzled_tile(weight + block * 8192 + k * 32), swizzled_tile(x + k * 32));
             commit_wgmma();
-            await_wgmma<1>();
-            if (i > 0 && threadIdx.x % 128 == 0) release(&empty[previous]);
+            await_wgmma<LAG>();
+            if (LAG == 0) previous = stage;
+            if (i >= LAG && threadIdx.x % 128 == 0) release(&empty[previous]);
             previous = stage;
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         await_wgmma<0>();
-        wait_for_previous();  // for what these threads read themselves
         sync_threads(1, THREADS);  // the ring has been read
 
         float* laid = reinterpret_cast<float*>(ring);  // [ROWS, PITCH]
+        uint2 before[BATCH];
+        load_before(before, out, threadIdx.x, tile, split, rows, width, stride_out);
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++) {
             const int sixteen = (group * BLOCKS + block) * 4 + warp % 4;
-            const int channel = (GATED ? sixteen * 8 : sixteen * 16) + lane / 4;
-            constexpr int SECOND = GATED ? TILE / 2 : 8;
+            const int channel = (GATED ? sixteen * 8 : sixteen * 16) + lane / 4, second = GATED ? TILE / 2 : 8;
+            const int column = tile * WIDTH + channel, second_column = column + (GATED ? width : 8);
+            const float scale = FP8 && column < width ? channel_scales[column] : 1.0f;
+            const float second_scale = FP8 && (GATED ? column : second_column) < width ? channel_scales[second_column] : 1.0f;
             float* at = laid + lane % 4 * 2 * PITCH + channel;
 #pragma unroll
             for (int i = 0; i < ROWS / 8; i++) {
-                at[i * 8 * PITCH] = sums[block][i * 4];
-                at[i * 8 * PITCH + PITCH] = sums[block][i * 4 + 1];
-                at[i * 8 * PITCH + SECOND] = sums[block][i * 4 + 2];
-                at[i * 8 * PITCH + PITCH + SECOND] = sums[block][i * 4 + 3];
+                float* sum = &sums[block][i * 4];
+                if (FACTORS) {
+                    const float2 factor = *reinterpret_cast<const float2*>(factors + i * 8 + lane % 4 * 2);
+                    sum[0] *= scale * factor.x, sum[1] *= scale * factor.y;
+                    sum[2] *= second_scale * factor.x, sum[3] *= second_scale * factor.y;
+                }
+                if (GATES_FIRST) {
+                    at[i * 8 * PITCH] = silu_times(sum[0], sum[2]);
+                    at[i * 8 * PITCH + PITCH] = silu_times(sum[1], sum[3]);
+                } else {
+                    at[i * 8 * PITCH] = sum[0];
+                    at[i * 8 * PITCH + PITCH] = sum[1];
+                    at[i * 8 * PITCH + second] = sum[2];
+                    at[i * 8 * PITCH + PITCH + second] = sum[3];
+                }
             }
         }
         if (SPLITS > 1)
@@ -193,42 +256,38 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
         else
             sync_threads(1, THREADS);
 
-        for (u32 begin = threadIdx.x; begin / QUADS * SPLITS + split < rows; begin += BATCH * THREADS) {
-            uint2 before[BATCH];
+#pragma unroll 1
+        for (int begin = threadIdx.x; begin < ITEMS * THREADS; begin += BATCH * THREADS) {
+            if (begin >= BATCH * THREADS) load_before(before, out, begin, tile, split, rows, width, stride_out);
 #pragma unroll
             for (int i = 0; i < BATCH; i++) {
-                const u32 item = begin + i * THREADS;
-                const int row = item / QUADS * SPLITS + split;
-                const int column = tile * WIDTH + item % QUADS * 4;
-                if (ADD && row < rows && column < width)
-                    before[i] = *reinterpret_cast<const uint2*>(static_cast<bf16*>(out) + i64(row) * stride_out + column);
-            }
+                const Place at(begin + i * THREADS, tile, split);
+                const bool real = at.row < rows && at.column < width;
+                float square = 0.0f;
+                if (real) {
+                    float4 value = sum_over_blocks(laid + at.row * PITCH + at.local);
+                    if (GATED && !GATES_FIRST) {
+                        const float4 up = sum_over_blocks(laid + at.row * PITCH + WIDTH + at.local);
+                        value = {silu_times(value.x, up.x), silu_times(value.y, up.y), silu_times(value.z, up.z),
+                                 silu_times(value.w, up.w)};
+                    }
+                    if (ADD) {
+                        value.x += low_bf16(before[i].x), value.y += high_bf16(before[i].x);
+                        value.z += low_bf16(before[i].y), value.w += high_bf16(before[i].y);
+                    }
+                    const i64 place = at.row * i64(stride_out) + at.column;
+                    const uint2 rounded = {pack_bf16(value.x, value.y), pack_bf16(value.z, value.w)};
+                    if (WIDE)
+                        *reinterpret_cast<float4*>(static_cast<float*>(out) + place) = value;
+                    else
+                        *reinterpret_cast<uint2*>(static_cast<bf16*>(out) + place) = rounded;
+                    if (FEEDS) square = feed(gained + i64(at.row) * width + at.column, rounded, gain + at.column);
+                }
+                if (FEEDS) {
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const u32 item = begin + i * THREADS;
-                const int row = item / QUADS * SPLITS + split;
-                const int local = item % QUADS * 4, column = tile * WIDTH + local;
-                if (row >= rows || column >= width) continue;
-                float4 value = sum_over_blocks(laid + row * PITCH + local);
-                if (FP8)
-                    value = times(value, *reinterpret_cast<const float4*>(channel_scales + column), row_scales[row]);
-                if (GATED) {
-                    float4 up = sum_over_blocks(laid + row * PITCH + WIDTH + local);
-                    if (FP8)
-                        up = times(up, *reinterpret_cast<const float4*>(channel_scales + width + column), row_scales[row]);
-                    value = {silu_times(value.x, up.x), silu_times(value.y, up.y), silu_times(value.z, up.z),
-                             silu_times(value.w, up.w)};
+                    for (int other = 1; other < LANES; other *= 2) square += __shfl_xor_sync(0xffffffffu, square, other);
+                    if (real && lane % LANES == 0) squares[at.column / (LANES * 4) * rows + at.row] = square;
                 }
-                if (ADD) {
-                    value.x += low_bf16(before[i].x), value.y += high_bf16(before[i].x);
-                    value.z += low_bf16(before[i].y), value.w += high_bf16(before[i].y);
-                }
-                const i64 place = i64(row) * stride_out + column;
-                if (WIDE)
-                    *reinterpret_cast<float4*>(static_cast<float*>(out) + place) = value;
-                else
-                    *reinterpret_cast<uint2*>(static_cast<bf16*>(out) + place) =
-                        uint2{pack_bf16(value.x, value.y), pack_bf16(value.z, value.w)};
             }
         }
         leave();

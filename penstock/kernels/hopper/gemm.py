@@ -25,16 +25,33 @@ class StreamConfig:
     stages: int  # steps of 128 bytes of K in flight
     splits: int = 1  # blocks along K that share a tile, a cluster
     share: int = 1  # blocks along N that share the rows of x, a cluster; not both
+    lag: int = 1  # steps multiplied while the next is issued; 0 frees a stage sooner
+
+
+@dataclass(frozen=True, slots=True)
+class GainedRows:
+    """The residual stream on its way through an RMSNorm: the product that reads it divides by the root mean square."""
+
+    values: torch.Tensor  # [T, C], multiplied by the gain
+    squares: torch.Tensor  # float32 [slots, T]: sums of squares before that, of some channels each
 
 
 def padded_rows(rows: int) -> int:
     return next(size for size in _ROWS if rows <= size)
 
 
-def shared_bytes(config: StreamConfig, rows: int) -> int:
-    """The ring of stages, where the sums are laid down in the end, and two barriers per stage."""
+def shared_bytes(config: StreamConfig, rows: int, gated: bool) -> int:
+    """The ring of stages, where the sums are laid down in the end; two barriers per stage; a number per row."""
     ring = config.stages * (config.tile + rows) * _STEP_BYTES
-    return max(ring, rows * (config.tile + 4) * 4) + 16 * config.stages
+    laid = config.tile // 2 if gated and config.splits == 1 else config.tile
+    return max(ring, rows * (laid + 4) * 4) + 16 * config.stages + 4 * rows
+
+
+def empty_gained(x: torch.Tensor, config: StreamConfig) -> GainedRows:
+    """For a product of that configuration to fill, in the shape of the residual stream `x`."""
+    rows, width = x.shape
+    slots = -(-width // min(config.tile, 128))
+    return GainedRows(torch.empty_like(x), torch.empty((slots, rows), dtype=torch.float32, device=x.device))
 
 
 def hopper_gemm(
@@ -44,12 +61,16 @@ def hopper_gemm(
     *,
     config: StreamConfig,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     add: bool = False,
+    feeds: tuple[torch.Tensor, GainedRows] | None = None,
 ) -> torch.Tensor:
     """For fp8, `scales` are (of the channels, of the rows), float32. `add`: `out` += product.
 
     `gated`: the first half of `weight` is the gate, the second half the up projection, and `out` has N / 2 columns.
+    `norm`: `x` are the values of `GainedRows`, these are its squares and eps.
+    `feeds`: (gain, what it fills) for the RMSNorm of the sum `out`; bfloat16 only, as `norm`.
     """
     rows, depth = x.shape
     padded, step = padded_rows(rows), _STEP_BYTES // x.itemsize
@@ -62,15 +83,16 @@ def hopper_gemm(
     crowded = config.tile // 64 // groups * padded > 256
     program = kernel(
         "gemm.cu", "gemm", ROWS=padded, TILE=config.tile, STAGES=config.stages, SPLITS=config.splits,
-        SHARE=config.share, FP8=int(scales is not None), GATED=int(gated), ADD=int(add),
-        WIDE=int(out.dtype == torch.float32),
+        SHARE=config.share, LAG=config.lag, FP8=int(scales is not None), GATED=int(gated), ADD=int(add),
+        WIDE=int(out.dtype == torch.float32), NORMED=int(norm is not None), FEEDS=int(feeds is not None),
     )  # fmt: skip
-    of_channels, of_rows = scales if scales is not None else (x, x)
+    of_channels, of_rows = scales or (x, norm[0] if norm else x)
+    gain, gained = feeds or (x, GainedRows(x, x))
     program(
-        (blocks,), groups * 128 + (128 if crowded else 32), shared_bytes(config, padded),
+        (blocks,), groups * 128 + (128 if crowded else 32), shared_bytes(config, padded, gated),
         _weight_map(weight, config.tile, step, gated), tensor_map(x, (padded // config.share, step)),
-        out, of_channels, of_rows, rows, columns, -(-depth // step), out.stride(0),
-        pdl=True, cluster=cluster,
+        out, of_channels, of_rows, gain, gained.values, gained.squares, rows, columns, -(-depth // step), out.stride(0),
+        len(of_rows), 1.0 / depth, norm[1] if norm else 0.0, pdl=True, cluster=cluster,
     )  # fmt: skip
     return out
 
