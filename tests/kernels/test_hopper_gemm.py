@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not available, reason="needs g++")
 
 @pytest.fixture
 def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "kernel", emulated_kernel(tmp_path, resident=4))
+    monkeypatch.setattr(gemm, "kernel", emulated_kernel(tmp_path, resident=12))
     monkeypatch.setattr(gemm, "tensor_map", emulated_tensor_map)
     monkeypatch.setattr(gemm, "_weight_maps", {})
 
@@ -31,10 +31,10 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (StreamConfig(128, 2), 5, 200, 192, "wide", False),  # a tile past the end, more steps than stages
         (StreamConfig(64, 2, splits=2), 9, 64, 320, "add", False),  # an odd number of steps for two blocks
         (StreamConfig(256, 2), 16, 256, 128, "gated", False),
-        (StreamConfig(64, 2, splits=4, lag=0), 16, 128, 256, "gated", False),
-        (StreamConfig(64, 2, share=2), 23, 192, 256, "plain", False),  # the last cluster has a tile of nothing
-        (StreamConfig(128, 3, splits=2, lag=0), 10, 128, 512, "add", True),
-        (StreamConfig(64, 2, share=2), 16, 128, 384, "gated", True),
+        (StreamConfig(64, 2, splits=4), 16, 128, 256, "gated", False),
+        (StreamConfig(128, 2, splits=3, ahead=1), 23, 128, 512, "plain", False),  # rows and steps are no multiples of 3
+        (StreamConfig(128, 3, splits=2), 10, 128, 512, "add", True),
+        (StreamConfig(64, 2, ahead=9), 16, 128, 384, "gated", True),
         (StreamConfig(256, 2), 150, 256, 128, "plain", True),  # registers are moved between warpgroups
     ],
 )

@@ -1,4 +1,4 @@
-// Copies of boxes of four dimensions; and blocks of one cluster: copies to all of them, their barriers and what they laid down in shared memory.
+// Boxes of four dimensions, and to the cache; and blocks of one cluster, which read each other's shared memory.
 #pragma once
 #include "device.cuh"
 
@@ -9,25 +9,18 @@ DEVICE void copy_box_4d(void* to, const TensorMap* map, int a, int b, int c, int
         "l"(reinterpret_cast<u64>(map)), "r"(a), "r"(b), "r"(c), "r"(d), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
 }
-// The box at (column, row) of a tensor of two dimensions, to the same place of every block in `blocks` (bits), each of
-// which is told by its own barrier.
-DEVICE void copy_box_to_blocks(void* to, const TensorMap* map, int column, int row, u64* barrier, u32 blocks, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-        "[%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(shared_address(to)),
-        "l"(reinterpret_cast<u64>(map)), "r"(column), "r"(row), "r"(shared_address(barrier)),
-        "h"(static_cast<unsigned short>(blocks)), "l"(policy)
-        : "memory");
+// To the L2 cache only.
+DEVICE void prefetch_box(const TensorMap* map, int column, int row) {
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(reinterpret_cast<u64>(map)), "r"(column),
+                 "r"(row)
+                 : "memory");
 }
-// At the barrier in the same place of another block, or of this one. It does not publish what was written: a fence for
-// the whole device would come with that.
-DEVICE void arrive_at_block(u64* barrier, u32 block) {
-    asm volatile(
-        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-        " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
-        "r"(block)
-        : "memory");
+DEVICE void prefetch_box_4d(const TensorMap* map, int a, int b, int c, int d) {
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<u64>(map)),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
 }
+
 DEVICE float4 load_from_block(const float* place, u32 block) {
     float4 out;
     asm volatile(

@@ -4,15 +4,12 @@
 // A block computes TILE channels for all rows over its part of K. One warp copies, TILE / 64 (at most 2) warpgroups multiply.
 // The first weights are on their way before the previous kernel has ended. Sums are laid down in shared memory, where
 // the SPLITS blocks that share a tile (a cluster) read each other's and finish some rows each: in a fixed order, without
-// scratch memory. Blocks that share the rows instead (SHARE of them, a cluster) copy a part each for all.
+// scratch memory.
 //
 // ROWS     rows rounded up, a multiple of 16     FP8    e4m3 with scales of channels and rows, else bfloat16
 // TILE     channels of a block: 64, 128, 256     GATED  SiLU(gate) * up: a tile has TILE / 2 channels of each
 // STAGES   steps of 128 bytes of K in flight     ADD    out += product
-// LAG      steps being multiplied while the next WIDE   out is float32, else bfloat16
-//          is issued: 0 frees a stage sooner
-// SPLITS   blocks along K, or
-// SHARE    blocks along N that share x
+// SPLITS   blocks along K                        WIDE   out is float32, else bfloat16
 // NORMED   x is not yet divided by its root mean square, and row_scales [slots, rows] are sums of its squares
 // FEEDS    (with ADD) for such a product to come: gained = out * gain, and its squares in as many slots as there are
 //          tiles, or two to a tile of 256
@@ -24,10 +21,11 @@ constexpr int GROUPS = TILE == 64 ? 1 : 2;        // warpgroups that multiply
 constexpr int BLOCKS = TILE / 64 / GROUPS;        // of 64 channels, of each of them
 constexpr int THREADS = GROUPS * 128;             // and those that copy: one, but registers are moved by warpgroups
 constexpr bool CROWDED = BLOCKS * ROWS > 256;     // more sums than registers, unless the others give theirs
-constexpr int COPIERS = CROWDED ? 128 : 32;
-constexpr int CLUSTER = SPLITS * SHARE;
+constexpr int HELPERS = NORMED ? 96 : 0;          // that sum squares up while the others multiply
+constexpr int COPIERS = CROWDED || NORMED ? 128 : 32;
 constexpr int WEIGHT_BYTES = TILE * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
+constexpr int LAG = TILE < 256;                   // steps being multiplied while the next is issued
 constexpr int DEPTH = FP8 ? 128 : 64;             // of K in a step
 constexpr bool FACTORS = FP8 || NORMED;           // rows have one
 constexpr bool GATES_FIRST = GATED && SPLITS == 1;
@@ -37,9 +35,8 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES > SUMS_BYTES ? STAGES * STAGE_BY
 constexpr int WIDTH = GATED ? TILE / 2 : TILE;    // columns of out
 constexpr int QUADS = WIDTH / 4;
 constexpr int LANES = QUADS < 32 ? QUADS : 32;    // of a warp that finish the same row
-constexpr int ITEMS = (ROWS / SPLITS * QUADS + THREADS - 1) / THREADS;
+constexpr int ITEMS = ((ROWS + SPLITS - 1) / SPLITS * QUADS + THREADS - 1) / THREADS;
 constexpr int BATCH = ITEMS < 4 ? ITEMS : 4;
-static_assert(SPLITS == 1 || SHARE == 1, "a cluster is for one of them");
 
 DEVICE void copy_weight(unsigned char* to, const TensorMap* map, int step, int tile, u64* barrier) {
     // Gated: 8 channels of the gate and the same of up in turn, so that a thread gets both values of a channel.
@@ -49,13 +46,11 @@ DEVICE void copy_weight(unsigned char* to, const TensorMap* map, int step, int t
         copy_box(to, map, step * DEPTH, tile * TILE, barrier, EVICT_FIRST);
 }
 
-// The part of x that is this block's to copy, to all blocks that share it.
-DEVICE void copy_x(unsigned char* to, const TensorMap* map, int step, int rank, u64* barrier) {
-    constexpr int PART = ROWS / SHARE;
-    if (SHARE > 1)
-        copy_box_to_blocks(to + rank * PART * 128, map, step * DEPTH, rank * PART, barrier, (1 << SHARE) - 1, EVICT_LAST);
+DEVICE void prefetch_weight(const TensorMap* map, int step, int tile) {
+    if (GATED)
+        prefetch_box_4d(map, step * DEPTH, 0, 0, tile * (TILE / 16));
     else
-        copy_box(to, map, step * DEPTH, 0, barrier, EVICT_LAST);
+        prefetch_box(map, step * DEPTH, tile * TILE);
 }
 
 // Without the trap of `wait`: with it the compiler does not use the registers that were taken.
@@ -64,17 +59,10 @@ DEVICE void await(u64* barrier, u32 parity) {
     }
 }
 
-// A stage may be overwritten once the groups of all blocks that it is copied to have read it.
-DEVICE void release(u64* barrier) {
-    if (SHARE == 1) arrive(barrier);
-#pragma unroll
-    for (u32 block = 0; SHARE > 1 && block < SHARE; block++) arrive_at_block(barrier, block);
-}
-
-// Others read from here, or copy to here, until then.
+// Others read from here until then.
 DEVICE void leave() {
     __syncwarp();
-    if (CLUSTER > 1) meet_cluster();
+    if (SPLITS > 1) meet_cluster();
 }
 
 DEVICE float4 sum_over_blocks(const float* sums) {
@@ -95,12 +83,10 @@ DEVICE float4 sum_over_blocks(const float* sums) {
 
 DEVICE float silu_times(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
-// What a row of sums is multiplied by.
-DEVICE float factor(const float* row_scales, int row, int rows, int slots, float per_channel, float eps) {
-    if (FP8) return row_scales[row];
+DEVICE float inverse_root(const float* squares, int rows, int slots, float per_channel, float eps) {
     float total = 0.0f;
-#pragma unroll 8
-    for (int slot = 0; slot < slots; slot++) total += row_scales[slot * rows + row];
+#pragma unroll 16
+    for (int slot = 0; slot < slots; slot++) total += squares[slot * rows];
     return rsqrtf(total * per_channel + eps);
 }
 
@@ -133,16 +119,14 @@ DEVICE void load_before(uint2 (&before)[BATCH], const void* out, int begin, int 
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
      const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* gained,
-     float* squares, int rows, int width, int steps, int stride_out, int slots, float per_channel, float eps) {
+     float* squares, int rows, int width, int steps, int stride_out, int further, int slots, float per_channel, float eps) {
     SHARED_MEMORY(ring);
     u64* full = reinterpret_cast<u64*>(ring + RING_BYTES);
     u64* empty = full + STAGES;
     float* factors = reinterpret_cast<float*>(empty + STAGES);  // of the rows
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rank = blockIdx.x % CLUSTER;
-    const int tile = blockIdx.x / SPLITS;
-    const int split = SPLITS > 1 ? rank : 0;
+    const int tile = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS;
     const int first = steps * split / SPLITS, count = steps * (split + 1) / SPLITS - first;
     const int ahead = count < STAGES ? count : STAGES;
     const bool copies = threadIdx.x == THREADS;
@@ -150,7 +134,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     if (copies) {
         for (int stage = 0; stage < STAGES; stage++) {
             init_barrier(&full[stage], 1);
-            init_barrier(&empty[stage], GROUPS * SHARE);
+            init_barrier(&empty[stage], GROUPS);
         }
         publish_barriers();
         fence_async_proxy();
@@ -159,10 +143,11 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
             copy_weight(ring + i * STAGE_BYTES, &weight_map, first + i, tile, &full[i]);
         }
         prefetch_map(&x_map);
+        for (int i = ahead; i < count && i < ahead + further; i++) prefetch_weight(&weight_map, first + i, tile);
         if (ahead == count) let_next_start();
     }
     __syncwarp();
-    if (CLUSTER > 1)
+    if (SPLITS > 1)
         meet_cluster();
     else
         __syncthreads();
@@ -172,19 +157,26 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
         if (copies) {
             wait_for_previous();
             for (int i = 0; i < ahead; i++)
-                copy_x(ring + i * STAGE_BYTES + WEIGHT_BYTES, &x_map, first + i, rank, &full[i]);
+                copy_box(ring + i * STAGE_BYTES + WEIGHT_BYTES, &x_map, (first + i) * DEPTH, 0, &full[i], EVICT_LAST);
             int stage = 0;
             u32 parity = 0;
             for (int i = ahead; i < count; i++) {
                 await(&empty[stage], parity);
                 arrive_expecting(&full[stage], STAGE_BYTES);
                 copy_weight(ring + stage * STAGE_BYTES, &weight_map, first + i, tile, &full[stage]);
-                copy_x(ring + stage * STAGE_BYTES + WEIGHT_BYTES, &x_map, first + i, rank, &full[stage]);
+                copy_box(ring + stage * STAGE_BYTES + WEIGHT_BYTES, &x_map, (first + i) * DEPTH, 0, &full[stage], EVICT_LAST);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
             let_next_start();  // its weights follow ours: earlier they would only be in their way
         }
         __syncwarp();
+        const int helper = static_cast<int>(threadIdx.x) - THREADS - 32;
+        if (HELPERS && helper >= 0) {
+            wait_for_previous();
+            for (int row = helper; row < rows; row += HELPERS)
+                factors[row] = inverse_root(row_scales + row, rows, slots, per_channel, eps);
+            sync_threads(1, THREADS + HELPERS);
+        }
         if (SPLITS > 1) sync_cluster();
         leave();
     } else {
@@ -196,8 +188,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
 #pragma unroll
             for (int i = 0; i < ROWS / 2; i++) sums[block][i] = 0.0f;
         wait_for_previous();  // for what these threads read themselves
-        for (int row = threadIdx.x; FACTORS && row < rows; row += THREADS)
-            factors[row] = factor(row_scales, row, rows, slots, per_channel, eps);
+        for (int row = threadIdx.x; FP8 && row < rows; row += THREADS) factors[row] = row_scales[row];
         const u32 base = shared_address(ring);
         int stage = 0, previous = 0;
         u32 parity = 0;
@@ -214,12 +205,12 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
             commit_wgmma();
             await_wgmma<LAG>();
             if (LAG == 0) previous = stage;
-            if (i >= LAG && threadIdx.x % 128 == 0) release(&empty[previous]);
+            if (i >= LAG && threadIdx.x % 128 == 0) arrive(&empty[previous]);
             previous = stage;
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         await_wgmma<0>();
-        sync_threads(1, THREADS);  // the ring has been read
+        sync_threads(1, THREADS + HELPERS);  // the ring has been read, the factors are there
 
         float* laid = reinterpret_cast<float*>(ring);  // [ROWS, PITCH]
         uint2 before[BATCH];

@@ -24,8 +24,7 @@ class StreamConfig:
     tile: int  # output channels of a block: 64, 128 or 256 (gated: half of them of the gate)
     stages: int  # steps of 128 bytes of K in flight
     splits: int = 1  # blocks along K that share a tile, a cluster
-    share: int = 1  # blocks along N that share the rows of x, a cluster; not both
-    lag: int = 1  # steps multiplied while the next is issued; 0 frees a stage sooner
+    ahead: int = 0  # steps fetched to the L2 cache beyond the stages, while the previous kernel ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,23 +75,21 @@ def hopper_gemm(
     padded, step = padded_rows(rows), _STEP_BYTES // x.itemsize
     columns = len(weight) // 2 if gated else len(weight)
     width = config.tile // 2 if gated else config.tile
-    cluster = config.splits * config.share
-    tiles = -(-columns // width)
-    blocks = -(-tiles * config.splits // cluster) * cluster
+    blocks = -(-columns // width) * config.splits
     groups = 1 if config.tile == 64 else 2
     crowded = config.tile // 64 // groups * padded > 256
     program = kernel(
         "gemm.cu", "gemm", ROWS=padded, TILE=config.tile, STAGES=config.stages, SPLITS=config.splits,
-        SHARE=config.share, LAG=config.lag, FP8=int(scales is not None), GATED=int(gated), ADD=int(add),
-        WIDE=int(out.dtype == torch.float32), NORMED=int(norm is not None), FEEDS=int(feeds is not None),
+        FP8=int(scales is not None), GATED=int(gated), ADD=int(add), WIDE=int(out.dtype == torch.float32),
+        NORMED=int(norm is not None), FEEDS=int(feeds is not None),
     )  # fmt: skip
     of_channels, of_rows = scales or (x, norm[0] if norm else x)
     gain, gained = feeds or (x, GainedRows(x, x))
     program(
-        (blocks,), groups * 128 + (128 if crowded else 32), shared_bytes(config, padded, gated),
-        _weight_map(weight, config.tile, step, gated), tensor_map(x, (padded // config.share, step)),
+        (blocks,), groups * 128 + (128 if crowded or norm else 32), shared_bytes(config, padded, gated),
+        _weight_map(weight, config.tile, step, gated), tensor_map(x, (padded, step)),
         out, of_channels, of_rows, gain, gained.values, gained.squares, rows, columns, -(-depth // step), out.stride(0),
-        len(of_rows), 1.0 / depth, norm[1] if norm else 0.0, pdl=True, cluster=cluster,
+        config.ahead, len(of_rows), 1.0 / depth, norm[1] if norm else 0.0, pdl=True, cluster=config.splits,
     )  # fmt: skip
     return out
 
