@@ -32,9 +32,9 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (StreamConfig(64, 2, splits=2), 9, 64, 320, "add", False),  # an odd number of steps for two blocks
         (StreamConfig(256, 2), 16, 256, 128, "gated", False),
         (StreamConfig(64, 2, splits=4), 16, 128, 256, "gated", False),
-        (StreamConfig(128, 2, splits=3, ahead=1), 23, 128, 512, "plain", False),  # rows and steps are no multiples of 3
+        (StreamConfig(128, 2, splits=3), 23, 128, 512, "plain", False),  # rows and steps are no multiples of 3
         (StreamConfig(128, 3, splits=2), 10, 128, 512, "add", True),
-        (StreamConfig(64, 2, ahead=9), 16, 128, 384, "gated", True),
+        (StreamConfig(64, 2), 16, 128, 384, "gated", True),
         (StreamConfig(256, 2), 150, 256, 128, "plain", True),  # registers are moved between warpgroups
     ],
 )

@@ -1,4 +1,4 @@
-// Boxes of four dimensions, and to the cache; and blocks of one cluster, which read each other's shared memory.
+// Boxes of four dimensions; and blocks of one cluster, which read each other's shared memory.
 #pragma once
 #include "device.cuh"
 
@@ -9,18 +9,6 @@ DEVICE void copy_box_4d(void* to, const TensorMap* map, int a, int b, int c, int
         "l"(reinterpret_cast<u64>(map)), "r"(a), "r"(b), "r"(c), "r"(d), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
 }
-// To the L2 cache only.
-DEVICE void prefetch_box(const TensorMap* map, int column, int row) {
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(reinterpret_cast<u64>(map)), "r"(column),
-                 "r"(row)
-                 : "memory");
-}
-DEVICE void prefetch_box_4d(const TensorMap* map, int a, int b, int c, int d) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(reinterpret_cast<u64>(map)),
-                 "r"(a), "r"(b), "r"(c), "r"(d)
-                 : "memory");
-}
-
 DEVICE float4 load_from_block(const float* place, u32 block) {
     float4 out;
     asm volatile(

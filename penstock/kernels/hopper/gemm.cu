@@ -46,13 +46,6 @@ DEVICE void copy_weight(unsigned char* to, const TensorMap* map, int step, int t
         copy_box(to, map, step * DEPTH, tile * TILE, barrier, EVICT_FIRST);
 }
 
-DEVICE void prefetch_weight(const TensorMap* map, int step, int tile) {
-    if (GATED)
-        prefetch_box_4d(map, step * DEPTH, 0, 0, tile * (TILE / 16));
-    else
-        prefetch_box(map, step * DEPTH, tile * TILE);
-}
-
 // Without the trap of `wait`: with it the compiler does not use the registers that were taken.
 DEVICE void await(u64* barrier, u32 parity) {
     while (!try_wait(barrier, parity)) {
@@ -119,7 +112,7 @@ DEVICE void load_before(uint2 (&before)[BATCH], const void* out, int begin, int 
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
      const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* gained,
-     float* squares, int rows, int width, int steps, int stride_out, int further, int slots, float per_channel, float eps) {
+     float* squares, int rows, int width, int steps, int stride_out, int slots, float per_channel, float eps) {
     SHARED_MEMORY(ring);
     u64* full = reinterpret_cast<u64*>(ring + RING_BYTES);
     u64* empty = full + STAGES;
@@ -143,7 +136,6 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
             copy_weight(ring + i * STAGE_BYTES, &weight_map, first + i, tile, &full[i]);
         }
         prefetch_map(&x_map);
-        for (int i = ahead; i < count && i < ahead + further; i++) prefetch_weight(&weight_map, first + i, tile);
         if (ahead == count) let_next_start();
     }
     __syncwarp();

@@ -24,7 +24,6 @@ class StreamConfig:
     tile: int  # output channels of a block: 64, 128 or 256 (gated: half of them of the gate)
     stages: int  # steps of 128 bytes of K in flight
     splits: int = 1  # blocks along K that share a tile, a cluster
-    ahead: int = 0  # steps fetched to the L2 cache beyond the stages, while the previous kernel ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def hopper_gemm(
         (blocks,), groups * 128 + (128 if crowded or norm else 32), shared_bytes(config, padded, gated),
         _weight_map(weight, config.tile, step, gated), tensor_map(x, (padded, step)),
         out, of_channels, of_rows, gain, gained.values, gained.squares, rows, columns, -(-depth // step), out.stride(0),
-        config.ahead, len(of_rows), 1.0 / depth, norm[1] if norm else 0.0, pdl=True, cluster=config.splits,
+        len(of_rows), 1.0 / depth, norm[1] if norm else 0.0, pdl=True, cluster=config.splits,
     )  # fmt: skip
     return out
 
