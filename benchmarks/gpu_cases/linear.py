@@ -32,6 +32,9 @@ from penstock.kernels.gemm_triton import (
     stream_gemm,
     stream_gemv,
 )
+from penstock.kernels.hopper.gemm import empty_gained, hopper_gemm
+from penstock.kernels.hopper.gemm_configs import blocks_of
+from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.moe_triton import ExpertWeights, GroupConfig, mix_experts, mix_experts_reference
 from penstock.kernels.norm_triton import add_rms_norm, add_rms_norm_reference, quantize_fp8_reference
 from penstock.quantization.fp8 import quantize_channels
@@ -169,6 +172,23 @@ def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
         label = f"gemm {c.block_n},{c.block_k},{c.splits},{c.num_warps},{c.num_stages}"
         return Variant(label, run, lambda: relative_error(out, expected(False)))
 
+    def hopper() -> Variant:
+        scales = (w_scales, x_scales) if w_scales is not None else None
+        config, into = blocks_of(n, k, dtype.itemsize, rows), torch.full_like(out, torch.nan)
+
+        def run(i: int) -> None:
+            hopper_gemm(
+                into, inputs, weights[i], config=config, scales=scales, gated=fold == "gated", add=residual is not None
+            )
+
+        def error() -> float:
+            if residual is not None:
+                into.copy_(residual)
+                run(0)
+            return relative_error(into, expected(False))
+
+        return Variant(f"hopper {config.tile},{config.stages},{config.splits}", run, error)
+
     def library(i: int) -> None:
         if w_scales is None:
             torch.mm(x, weights[i].T)
@@ -176,11 +196,37 @@ def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
             torch._scaled_mm(x8, weights[i].T, scale_a=x_scales[:, None], scale_b=w_scales[None], out_dtype=BF16)
 
     variants = [gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
-    if rows > 1:
+    if 1 < rows <= 64:
         variants += [gemm(config) for config in skinny_configs(n, k, dtype, rows)]
+    if rows > 4 and is_hopper():
+        variants.append(hopper())
     return Case(
         f"{name} {short(dtype)} rows {rows}", size / COPY_BYTES, sets, [*variants, Variant("* cublas", library)]
     )
+
+
+def gained_case(rows: int, width: int, depth: int) -> Case:
+    """Two products on Hopper with an RMSNorm between them, begun by the first and finished by the second."""
+    sets = sets_for(4 * width * depth)
+    pairs = [(randn(width, depth, scale=depth**-0.5), randn(2 * depth, width, scale=width**-0.5)) for _ in range(sets)]
+    x, residual, gain = randn(rows, depth), randn(rows, width), randn(width)
+    stream, out = residual.clone(), torch.full((rows, depth), torch.nan, dtype=BF16, device=DEVICE)
+    first, second = blocks_of(width, depth, 2, rows), blocks_of(2 * depth, width, 2, rows)
+
+    def run(i: int) -> None:
+        down, gate_up = pairs[i]
+        gained = empty_gained(stream, first)
+        hopper_gemm(stream, x, down, config=first, add=True, feeds=(gain, gained))
+        hopper_gemm(out, gained.values, gate_up, config=second, norm=(gained.squares, 1e-5), gated=True)
+
+    def error() -> float:
+        stream.copy_(residual)
+        run(0)
+        summed = linear_reference(x, pairs[0][0], residual=residual).to(BF16)
+        return relative_error(out, linear_reference(summed, pairs[0][1], norm=(gain, 1e-5), gated=True))
+
+    variants = [Variant("begun and finished", run, error)] if is_hopper() else []
+    return Case(f"norm between products {rows}x{width}", 6 * width * depth / COPY_BYTES, sets, variants)
 
 
 def gemm_section(*rows: int) -> list[Callable[[], Case]]:

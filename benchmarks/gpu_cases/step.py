@@ -11,9 +11,8 @@ from gpu_cases.linear import scratch
 from penstock.kernels import decode_triton as decode
 from penstock.kernels import linear_triton
 from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
-from penstock.kernels.gemm_configs import stream_config
 from penstock.kernels.layers_triton import StackedLayers, decode_layers, layers_config, plan_layers
-from penstock.kernels.linear_triton import add_linear, gated_linear, linear
+from penstock.kernels.linear_triton import add_linear, gated_linear, linear, product_config
 from penstock.kernels.rope_triton import rope_and_cache
 from penstock.kernels.sampling_reference import sample_reference
 from penstock.kernels.sampling_triton import SamplingRows, argmax, sample, sampling_scratch
@@ -97,11 +96,11 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
     logits = torch.empty(rows, vocab, device=DEVICE)
 
     def step(turns: bool, count: int = layers) -> None:
-        x = embedded.clone()
+        x, gained = embedded.clone(), None
         plan = plan_decode(contexts, parts, config.block_n)
         for layer, k, v in zip(weights[:count], k_all[:count], v_all[:count], strict=True):
             (qkv, qkv_s), (o, o_s), (gate_up, gate_up_s), (down, down_s) = layer
-            y = linear(x, qkv, scratch(), scales=qkv_s, norm=(gain, 1e-5))
+            y = linear(x, qkv, scratch(), scales=qkv_s, norm=(gain, 1e-5), gained=gained)
             if not turns:
                 y = rope_and_cache(y, cos_sin, positions, slots, k, v, heads, norm_weights=gains, eps=1e-6)
             attended = torch.empty(rows, heads, 128, dtype=BF16, device=DEVICE)
@@ -109,13 +108,13 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
                 attended, y, k, v, tables, plan, scale=0.09, scratch=work, config=config,
                 turn=turn if turns else None,
             )  # fmt: skip
-            add_linear(x, attended.flatten(1), o, scratch(), scales=o_s)
-            z = gated_linear(x, gate_up, scratch(), scales=gate_up_s, norm=(gain, 1e-5))
-            add_linear(x, z, down, scratch(), scales=down_s)
+            gained = add_linear(x, attended.flatten(1), o, scratch(), scales=o_s, next_gain=gain)
+            z = gated_linear(x, gate_up, scratch(), scales=gate_up_s, norm=(gain, 1e-5), gained=gained)
+            gained = add_linear(x, z, down, scratch(), scales=down_s, next_gain=gain)
         argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out=logits), tokens, sampling)
 
     def stacked_step(count: int = layers) -> None:
-        linear_triton.stream_config = stream_config
+        linear_triton.product_config = product_config
         stacked = StackedLayers(
             addresses, weights[0][0][0], gain, hidden, inner, heads, 8, 128, normed, 1e-6, counter, programs
         )
@@ -144,17 +143,17 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
         step(True, 2)
         return relative_error(found, logits)
 
-    def variant(label: str, choose: Callable[[torch.Tensor, int], object], turns: bool = True) -> Variant:
+    def variant(label: str, choose: Callable[[torch.Tensor, torch.Tensor], object], turns: bool = True) -> Variant:
         def run(i: int) -> None:
-            linear_triton.stream_config = choose  # type: ignore[assignment]
+            linear_triton.product_config = choose  # type: ignore[assignment]
             step(turns)
 
         return Variant(label, run)
 
     variants = [
-        variant("table", stream_config),
-        variant("rope apart", stream_config, turns=False),
-        variant("* library only", lambda weight, rows: None),
+        variant("table", product_config),
+        variant("rope apart", product_config, turns=False),
+        variant("* library only", lambda x, weight: None),
     ]
     if rows == 1 and dtype == BF16:
         variants.append(Variant("one launch", lambda i: stacked_step(), stacked_error))

@@ -5,6 +5,7 @@ decoding sequence.
     norm · gate_up · silu·mul   →   down + residual
 
 Larger batches take the norm, and the largest silu·mul, out of the products; steps with prompts take out rope as well.
+On Hopper a product may begin the norm for the next one instead.
 
 T tokens, S sequences, C hidden size, H query heads, D head size.
 """
@@ -26,6 +27,7 @@ from penstock.kernels.decode_triton import Turn, decode_attention, decode_config
 from penstock.kernels.gemm_triton import split_scratch
 from penstock.kernels.hopper.attention import clear_counters
 from penstock.kernels.hopper.decode import decode_stream, stream_config, streams_decode
+from penstock.kernels.hopper.gemm import GainedRows
 from penstock.kernels.layers_triton import StackedLayers, decode_layers, layers_config, plan_layers
 from penstock.kernels.linear_triton import add_linear, gated_linear, linear
 from penstock.kernels.moe_triton import ExpertWeights, mix_experts
@@ -201,9 +203,12 @@ class FusedForward:
 
     @property
     def distinct_layers(self) -> int:
-        """The first layers that use every kernel there is; they differ in their windows and experts at most."""
+        """The first layers that use every kernel there is.
+
+        They differ in their windows and experts at most, and in whether another begins their norm and they the next.
+        """
         kinds = [(window, type(layer.mlp)) for window, layer in zip(self._spec.windows, self._layers, strict=True)]
-        return max(kinds.index(kind) for kind in set(kinds)) + 1
+        return max(kinds.index(kind) for kind in set(kinds)) + 2
 
     def stacks(self, size: int, longest: int) -> bool:
         """Whether such a step can run all layers in one launch."""
@@ -233,27 +238,40 @@ class FusedForward:
         splits = self._splits
         # Not shared by steps that are warmed up side by side: wrong counts would lead outside the tiles.
         counts_E = torch.zeros(self._experts, dtype=torch.int32, device=self.device) if self._experts else None
-        for number, layer in enumerate(self._layers[:layers]):
+        gained: GainedRows | None = None
+        used = self._layers[:layers]
+        for number, layer in enumerate(used):
             norm, (qkv, out) = (layer.attention_norm, self._eps), (layer.qkv, layer.out)
-            projected = linear(x_TC, qkv.weight, splits, scales=qkv.scales, norm=norm)
+            projected = linear(x_TC, qkv.weight, splits, scales=qkv.scales, norm=norm, gained=gained)
             if qkv.bias is not None:
                 projected.add_(qkv.bias)
             mixed = attend(number, projected).flatten(1)
-            x_TC = add_linear(x_TC, mixed, out.weight, splits, scales=out.scales)
-            x_TC = self._feed_forward(x_TC, layer, counts_E)
+            next_gain = layer.mlp_norm if isinstance(layer.mlp, _Dense) else None
+            gained = add_linear(x_TC, mixed, out.weight, splits, scales=out.scales, next_gain=next_gain)
+            following = used[number + 1].attention_norm if number + 1 < len(used) else None
+            gained = self._feed_forward(x_TC, layer, counts_E, gained, following)
         return x_TC
 
-    def _feed_forward(self, x_TC: torch.Tensor, layer: _Layer, counts_E: torch.Tensor | None) -> torch.Tensor:
+    def _feed_forward(
+        self,
+        x_TC: torch.Tensor,
+        layer: _Layer,
+        counts_E: torch.Tensor | None,
+        gained: GainedRows | None,
+        next_gain: torch.Tensor | None,
+    ) -> GainedRows | None:
+        """Adds to the residual stream, and begins the norm of the next layer where that is possible."""
         norm, mlp = (layer.mlp_norm, self._eps), layer.mlp
         if isinstance(mlp, _Dense):
             gate_up, down = mlp.gate_up, mlp.down
-            inner = gated_linear(x_TC, gate_up.weight, self._splits, scales=gate_up.scales, norm=norm)
-            return add_linear(x_TC, inner, down.weight, self._splits, scales=down.scales)
+            inner = gated_linear(x_TC, gate_up.weight, self._splits, scales=gate_up.scales, norm=norm, gained=gained)
+            return add_linear(x_TC, inner, down.weight, self._splits, scales=down.scales, next_gain=next_gain)
         assert counts_E is not None
         normed = add_rms_norm(x_TC, *norm)
         scores_TE = torch.empty((len(x_TC), len(mlp.router)), dtype=torch.float32, device=x_TC.device)
         linear(normed, mlp.router, self._splits, out=scores_TE)
-        return mix_experts(x_TC, normed, scores_TE, mlp.experts, counts_E)
+        mix_experts(x_TC, normed, scores_TE, mlp.experts, counts_E)
+        return None
 
     def logits(self, x_RC: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """In float32: rounded to bfloat16, likely tokens would tie."""

@@ -8,11 +8,17 @@ import pytest
 
 from penstock.kernels.hopper import program
 
+# A product of 32 rows that begins a norm, one of 192 that finishes one, the same in fp8, and logits.
+PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "NORMED": 0, "FEEDS": 0}
 VARIANTS = [
     ("activation.cu", {"WIDTH": 14336, "SCALED": 1}),
     ("activation.cu", {"WIDTH": 3072, "SCALED": 0}),
     ("decode.cu", {"GROUP": 4, "KV_HEADS": 8, "ROTARY": 128, "NORM": 0, "FP8": 1, "STAGES": 4}),
     ("decode.cu", {"GROUP": 2, "KV_HEADS": 8, "ROTARY": 128, "NORM": 1, "FP8": 0, "STAGES": 3}),
+    ("gemm.cu", PLAIN | {"ROWS": 32, "TILE": 64, "STAGES": 18, "SPLITS": 2, "ADD": 1, "FEEDS": 1}),
+    ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "NORMED": 1}),
+    ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "FP8": 1}),
+    ("gemm.cu", PLAIN | {"ROWS": 64, "TILE": 128, "STAGES": 9, "SPLITS": 1, "WIDE": 1}),
 ]
 
 

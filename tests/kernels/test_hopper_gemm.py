@@ -6,21 +6,40 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from penstock.kernels.gemm_triton import linear_reference
+import tests.triton_interpreter  # noqa: F401  isort: skip
+
+from penstock.kernels import linear_triton
+from penstock.kernels.gemm_triton import linear_reference, split_scratch
 from penstock.kernels.hopper import gemm
-from penstock.kernels.hopper.gemm import StreamConfig, empty_gained, hopper_gemm
+from penstock.kernels.hopper.gemm import (
+    STEP_BYTES,
+    StreamConfig,
+    hopper_gemm,
+    padded_rows,
+    shared_bytes,
+)
+from penstock.kernels.hopper.gemm_configs import blocks_of
 from penstock.kernels.norm_triton import quantize_fp8_reference
 from tests.kernels.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 
-pytestmark = pytest.mark.skipif(not available, reason="needs g++")
+_SHARED_BYTES = 227 << 10  # that a block on Hopper may have
 
 
 @pytest.fixture
 def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not available:
+        pytest.skip("needs g++")
     monkeypatch.setattr(gemm, "kernel", emulated_kernel(tmp_path, resident=12))
     monkeypatch.setattr(gemm, "tensor_map", emulated_tensor_map)
     monkeypatch.setattr(gemm, "_weight_maps", {})
+
+
+def close(actual: object, expected: torch.Tensor, error: float) -> None:
+    assert isinstance(actual, torch.Tensor)
+    assert float((actual.float() - expected).norm() / expected.norm()) < error
 
 
 @pytest.mark.usefixtures("emulated")
@@ -58,7 +77,7 @@ def test_product_is_that_of_the_reference(
     both = None if scales is None or x_scales is None else (scales, x_scales)
     hopper_gemm(out, x, weight, config=config, scales=both, gated=kind == "gated", add=kind == "add")
     expected = linear_reference(x, weight, scales=scales, x_scales=x_scales, gated=kind == "gated", residual=residual)
-    assert float((out.float() - expected).norm() / expected.norm()) < 4e-3
+    close(out, expected, 4e-3)
     assert memory[rows:].isnan().all()
     assert memory[:, width:].isnan().all()
 
@@ -68,15 +87,42 @@ def test_product_is_that_of_the_reference(
     ("first", "second"),
     [(StreamConfig(64, 2, splits=2), StreamConfig(64, 2)), (StreamConfig(256, 2), StreamConfig(128, 2))],
 )
-def test_norm_between_two_products(first: StreamConfig, second: StreamConfig) -> None:
-    rows, width, depth, eps = 11, 256, 128, 1e-2
+def test_norm_between_two_products(first: StreamConfig, second: StreamConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, width, depth, norm_eps = 11, 256, 128, 1e-2
     torch.manual_seed(first.tile)
     residual, x = torch.randn(rows, width).bfloat16(), torch.randn(rows, depth).bfloat16()
     down, gate_up, gain = (torch.randn(*shape).bfloat16() for shape in ((width, depth), (128, width), (width,)))
-    stream, out = residual.clone(), torch.empty(rows, 64, dtype=torch.bfloat16)
-    gained = empty_gained(stream, first)
-    hopper_gemm(stream, x, down, config=first, add=True, feeds=(gain, gained))
-    hopper_gemm(out, gained.values, gate_up, config=second, norm=(gained.squares, eps), gated=True)
-    expected = linear_reference(stream, gate_up, norm=(gain, eps), gated=True)
-    assert float((stream.float() - linear_reference(x, down, residual=residual)).norm() / stream.float().norm()) < 4e-3
-    assert float((out.float() - expected).norm() / expected.norm()) < 8e-3
+    monkeypatch.setattr(linear_triton, "hopper_config", lambda x, weight: first if weight is down else second)
+    stream, scratch, norm = residual.clone(), split_scratch(torch.device("cpu"), 1, 1), (gain, norm_eps)
+    gained = linear_triton.add_linear(stream, x, down, scratch, next_gain=gain)
+    close(stream, linear_reference(x, down, residual=residual), 4e-3)
+    gated = linear_triton.gated_linear(stream, gate_up, scratch, norm=norm, gained=gained)
+    close(gated, linear_reference(stream, gate_up, norm=norm, gated=True), 8e-3)
+    plain = linear_triton.linear(stream, gate_up, scratch, norm=norm, gained=gained)
+    close(plain, linear_reference(stream, gate_up, norm=norm), 8e-3)
+
+
+@given(
+    n=st.integers(1, 10_000).map(lambda units: 16 * units),
+    k=st.integers(1, 2_000).map(lambda units: 16 * units),
+    itemsize=st.sampled_from([1, 2]),
+    rows=st.integers(1, 256),
+)
+def test_any_product_is_cut_into_blocks_that_fit(n: int, k: int, itemsize: int, rows: int) -> None:
+    config, steps = blocks_of(n, k, itemsize, rows), -(-k * itemsize // STEP_BYTES)
+    assert 1 <= config.stages * config.splits < steps + config.splits
+    assert shared_bytes(config, padded_rows(rows), gated=False) <= _SHARED_BYTES
+    assert config.splits == 1 or -(-n // config.tile) * config.splits <= 132
+
+
+def test_blocks_of_common_products_are_those_measured_best() -> None:
+    def blocks(n: int, k: int, itemsize: int, *rows: int) -> list[tuple[int, int, int]]:
+        configs = [blocks_of(n, k, itemsize, number) for number in rows]
+        return [(config.tile, config.stages, config.splits) for config in configs]
+
+    assert blocks(4096, 14336, 2, 32, 160) == [(64, 18, 2), (64, 8, 2)]
+    assert blocks(28672, 4096, 1, 16, 32, 64, 96, 192, 224) == [
+        (64, 5, 1), (128, 5, 1), (128, 9, 1), (256, 5, 1), (256, 4, 1), (128, 5, 1),
+    ]  # fmt: skip
+    assert blocks(1024, 2048, 2, 32, 128) == [(64, 8, 4), (64, 8, 4)]
+    assert blocks(4096, 1024, 2, 32, 128) == [(64, 9, 1), (64, 9, 1)]

@@ -167,5 +167,5 @@ def test_linear_layers_are_the_same_function_at_every_batch_size(rows: int) -> N
     close(out, linear_reference(x, weight))
     close(gated_linear(x, weight, scratch, norm=norm), linear_reference(x, weight, norm=norm, gated=True))
     expected = linear_reference(x, weight, residual=residual)
-    assert add_linear(residual, x, weight, scratch) is residual
+    add_linear(residual, x, weight, scratch)
     close(residual, expected)

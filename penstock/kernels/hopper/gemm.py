@@ -13,9 +13,8 @@ import torch
 from penstock.kernels.hopper.program import TensorMap, kernel
 from penstock.kernels.hopper.tensor_map import tensor_map
 
-MOST_ROWS = 256
-_ROWS = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # compiled for
-_STEP_BYTES = 128
+_ROWS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # compiled for
+STEP_BYTES = 128
 _weight_maps: dict[tuple[object, ...], TensorMap] = {}  # by address and shape, which is all that they hold
 
 
@@ -40,7 +39,7 @@ def padded_rows(rows: int) -> int:
 
 def shared_bytes(config: StreamConfig, rows: int, gated: bool) -> int:
     """The ring of stages, where the sums are laid down in the end; two barriers per stage; a number per row."""
-    ring = config.stages * (config.tile + rows) * _STEP_BYTES
+    ring = config.stages * (config.tile + rows) * STEP_BYTES
     laid = config.tile // 2 if gated and config.splits == 1 else config.tile
     return max(ring, rows * (laid + 4) * 4) + 16 * config.stages + 4 * rows
 
@@ -49,7 +48,8 @@ def empty_gained(x: torch.Tensor, config: StreamConfig) -> GainedRows:
     """For a product of that configuration to fill, in the shape of the residual stream `x`."""
     rows, width = x.shape
     slots = -(-width // min(config.tile, 128))
-    return GainedRows(torch.empty_like(x), torch.empty((slots, rows), dtype=torch.float32, device=x.device))
+    values = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    return GainedRows(values, torch.empty((slots, rows), dtype=torch.float32, device=x.device))
 
 
 def hopper_gemm(
@@ -71,7 +71,7 @@ def hopper_gemm(
     `feeds`: (gain, what it fills) for the RMSNorm of the sum `out`; bfloat16 only, as `norm`.
     """
     rows, depth = x.shape
-    padded, step = padded_rows(rows), _STEP_BYTES // x.itemsize
+    padded, step = padded_rows(rows), STEP_BYTES // x.itemsize
     columns = len(weight) // 2 if gated else len(weight)
     width = config.tile // 2 if gated else config.tile
     blocks = -(-columns // width) * config.splits
