@@ -95,7 +95,8 @@ def _multiprocessors() -> int:
 
 @cache
 def _scratch() -> tuple[torch.Tensor, ...]:
-    return new_scratch(torch.device("cuda"))
+    with torch.inference_mode(False):  # whoever comes first: others write to it too
+        return new_scratch(torch.device("cuda"))
 
 
 def clear_counters() -> None:
