@@ -96,11 +96,11 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
     logits = torch.empty(rows, vocab, device=DEVICE)
 
     def step(turns: bool, count: int = layers) -> None:
-        x, gained = embedded.clone(), None
+        x, begun = embedded.clone(), None
         plan = plan_decode(contexts, parts, config.block_n)
         for layer, k, v in zip(weights[:count], k_all[:count], v_all[:count], strict=True):
             (qkv, qkv_s), (o, o_s), (gate_up, gate_up_s), (down, down_s) = layer
-            y = linear(x, qkv, scratch(), scales=qkv_s, norm=(gain, 1e-5), gained=gained)
+            y = linear(x, qkv, scratch(), scales=qkv_s, norm=(gain, 1e-5), begun=begun)
             if not turns:
                 y = rope_and_cache(y, cos_sin, positions, slots, k, v, heads, norm_weights=gains, eps=1e-6)
             attended = torch.empty(rows, heads, 128, dtype=BF16, device=DEVICE)
@@ -108,9 +108,9 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
                 attended, y, k, v, tables, plan, scale=0.09, scratch=work, config=config,
                 turn=turn if turns else None,
             )  # fmt: skip
-            gained = add_linear(x, attended.flatten(1), o, scratch(), scales=o_s, next_gain=gain)
-            z = gated_linear(x, gate_up, scratch(), scales=gate_up_s, norm=(gain, 1e-5), gained=gained)
-            gained = add_linear(x, z, down, scratch(), scales=down_s, next_gain=gain)
+            begun = add_linear(x, attended.flatten(1), o, scratch(), scales=o_s, next_gain=gain)
+            z = gated_linear(x, gate_up, scratch(), scales=gate_up_s, norm=(gain, 1e-5), begun=begun)
+            begun = add_linear(x, z, down, scratch(), scales=down_s, next_gain=gain)
         argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out=logits), tokens, sampling)
 
     def stacked_step(count: int = layers) -> None:

@@ -32,6 +32,17 @@ class QuantizedRows:
     scales: torch.Tensor  # float32 [T]
 
 
+@dataclass(frozen=True, slots=True)
+class Addend:
+    """An fp8 product that the RMSNorm after it adds to the residual stream, on its way through that."""
+
+    product: torch.Tensor  # [T, C]
+    scales: ProductScales
+
+
+Begun = GainedRows | Addend  # an RMSNorm of the residual stream, by the product before it
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -39,18 +50,18 @@ def linear(
     *,
     scales: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
-    gained: GainedRows | None = None,
+    begun: Begun | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`norm(x) @ weight.T`.
 
     `weight` [N, K] is in the dtype of `x`, or float8_e4m3fn with `scales` float32 [N]; `norm` is (gain, eps), and
-    `gained` what `add_linear` made of `x` for it.
+    `begun` what `add_linear` gave for it.
     The result is in the dtype of `x`, or goes to `out`, which may be float32 where the weight is not fp8.
     """
     config = product_config(x, weight)
     if config is None:
-        inputs, x_scales = _prepare(x, scales, norm)
+        inputs, x_scales = _prepare(x, scales, norm, begun)
         if scales is None and out is not None and out.dtype != x.dtype:
             return torch.mm(inputs, weight.T, out_dtype=out.dtype, out=out)
         if scales is None:
@@ -59,10 +70,11 @@ def linear(
     if out is None:
         out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
     if isinstance(config, GemvConfig):
+        assert not isinstance(begun, Addend), "products of so few rows add to the residual themselves"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm)
-    if isinstance(config, StreamConfig) and gained is not None and norm is not None:
-        return hopper_gemm(out, gained.values, weight, config=config, norm=(gained.squares, norm[1]))
-    inputs, x_scales = _prepare(x, scales, norm)
+    if isinstance(config, StreamConfig) and isinstance(begun, GainedRows) and norm is not None:
+        return hopper_gemm(out, begun.values, weight, config=config, norm=(begun.squares, norm[1]))
+    inputs, x_scales = _prepare(x, scales, norm, begun)
     both = None if scales is None else (scales, x_scales)
     if isinstance(config, StreamConfig):
         return hopper_gemm(out, inputs, weight, config=config, scales=both)
@@ -76,12 +88,12 @@ def gated_linear(
     *,
     scales: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float],
-    gained: GainedRows | None = None,
+    begun: Begun | None = None,
 ) -> torch.Tensor | QuantizedRows:
     """SiLU(gate) * up, where the first half of `norm(x) @ weight.T` is the gate. Many rows of fp8 stay quantised."""
     config = product_config(x, weight)
     if config is None:
-        inputs, x_scales = _prepare(x, scales, norm)
+        inputs, x_scales = _prepare(x, scales, norm, begun)
         if scales is None:
             return silu_mul(torch.mm(inputs, weight.T))
         unscaled, inner_scales = ProductScales(x_scales, scales), torch.empty_like(x_scales)
@@ -89,10 +101,11 @@ def gated_linear(
         return QuantizedRows(silu_mul(product, scales=inner_scales, unscaled=unscaled), inner_scales)
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     if isinstance(config, GemvConfig):
+        assert not isinstance(begun, Addend), "products of so few rows add to the residual themselves"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm, gated=True)
-    if isinstance(config, StreamConfig) and gained is not None:
-        return hopper_gemm(out, gained.values, weight, config=config, norm=(gained.squares, norm[1]), gated=True)
-    inputs, x_scales = _prepare(x, scales, norm)
+    if isinstance(config, StreamConfig) and isinstance(begun, GainedRows):
+        return hopper_gemm(out, begun.values, weight, config=config, norm=(begun.squares, norm[1]), gated=True)
+    inputs, x_scales = _prepare(x, scales, norm, begun)
     both_scales = None if scales is None else (scales, x_scales)
     if isinstance(config, StreamConfig):
         return hopper_gemm(out, inputs, weight, config=config, scales=both_scales, gated=True)
@@ -107,8 +120,11 @@ def add_linear(
     *,
     scales: torch.Tensor | None = None,
     next_gain: torch.Tensor | None = None,
-) -> GainedRows | None:
-    """`residual += x @ weight.T`. With the gain of the RMSNorm that follows, that one is begun too where it can be."""
+) -> Begun | None:
+    """`residual += x @ weight.T`. With the gain of the RMSNorm that follows, that one is begun too where it can be.
+
+    What is returned then, the layer with that norm must be given; until it has run, `residual` may lack the sum.
+    """
     config = product_config(residual, weight)
     if isinstance(x, torch.Tensor) and isinstance(config, GemvConfig):
         stream_gemv(residual, x, weight, config=config, scales=scales, residual=residual)
@@ -127,8 +143,10 @@ def add_linear(
     elif scales is None:
         torch.addmm(residual, inputs, weight.T, out=residual)
     else:
-        product = _unscaled_product(inputs, weight, residual.dtype)
-        add_scaled(residual, product, ProductScales(x_scales, scales))
+        addend = Addend(_unscaled_product(inputs, weight, residual.dtype), ProductScales(x_scales, scales))
+        if next_gain is not None:
+            return addend
+        add_scaled(residual, addend.product, addend.scales)
     return None
 
 
@@ -138,13 +156,20 @@ def product_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | Skinny
 
 
 def _prepare(
-    x: torch.Tensor, scales: torch.Tensor | None, norm: tuple[torch.Tensor, float] | None
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    norm: tuple[torch.Tensor, float] | None,
+    begun: Begun | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The input normalised, and quantised where the weight is; and then, its scales."""
     if scales is None:
         return (add_rms_norm(x, *norm) if norm else x), x
     x_scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    return (add_rms_norm(x, *norm, scales=x_scales) if norm else quantize_fp8(x, x_scales)), x_scales
+    if norm is None:
+        return quantize_fp8(x, x_scales), x_scales
+    if isinstance(begun, Addend):
+        return add_rms_norm(begun.product, *norm, residual=x, unscaled=begun.scales, scales=x_scales), x_scales
+    return add_rms_norm(x, *norm, scales=x_scales), x_scales
 
 
 def _unscaled_product(inputs: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

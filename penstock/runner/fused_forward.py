@@ -27,9 +27,8 @@ from penstock.kernels.decode_triton import Turn, decode_attention, decode_config
 from penstock.kernels.gemm_triton import split_scratch
 from penstock.kernels.hopper.attention import clear_counters
 from penstock.kernels.hopper.decode import decode_stream, stream_config, streams_decode
-from penstock.kernels.hopper.gemm import GainedRows
 from penstock.kernels.layers_triton import StackedLayers, decode_layers, layers_config, plan_layers
-from penstock.kernels.linear_triton import add_linear, gated_linear, linear
+from penstock.kernels.linear_triton import Begun, add_linear, gated_linear, linear
 from penstock.kernels.moe_triton import ExpertWeights, mix_experts
 from penstock.kernels.norm_triton import add_rms_norm
 from penstock.kernels.prefill_triton import prefill_attention
@@ -238,18 +237,18 @@ class FusedForward:
         splits = self._splits
         # Not shared by steps that are warmed up side by side: wrong counts would lead outside the tiles.
         counts_E = torch.zeros(self._experts, dtype=torch.int32, device=self.device) if self._experts else None
-        gained: GainedRows | None = None
+        begun: Begun | None = None
         used = self._layers[:layers]
         for number, layer in enumerate(used):
             norm, (qkv, out) = (layer.attention_norm, self._eps), (layer.qkv, layer.out)
-            projected = linear(x_TC, qkv.weight, splits, scales=qkv.scales, norm=norm, gained=gained)
+            projected = linear(x_TC, qkv.weight, splits, scales=qkv.scales, norm=norm, begun=begun)
             if qkv.bias is not None:
                 projected.add_(qkv.bias)
             mixed = attend(number, projected).flatten(1)
             next_gain = layer.mlp_norm if isinstance(layer.mlp, _Dense) else None
-            gained = add_linear(x_TC, mixed, out.weight, splits, scales=out.scales, next_gain=next_gain)
+            begun = add_linear(x_TC, mixed, out.weight, splits, scales=out.scales, next_gain=next_gain)
             following = used[number + 1].attention_norm if number + 1 < len(used) else None
-            gained = self._feed_forward(x_TC, layer, counts_E, gained, following)
+            begun = self._feed_forward(x_TC, layer, counts_E, begun, following)
         return x_TC
 
     def _feed_forward(
@@ -257,14 +256,14 @@ class FusedForward:
         x_TC: torch.Tensor,
         layer: _Layer,
         counts_E: torch.Tensor | None,
-        gained: GainedRows | None,
+        begun: Begun | None,
         next_gain: torch.Tensor | None,
-    ) -> GainedRows | None:
+    ) -> Begun | None:
         """Adds to the residual stream, and begins the norm of the next layer where that is possible."""
         norm, mlp = (layer.mlp_norm, self._eps), layer.mlp
         if isinstance(mlp, _Dense):
             gate_up, down = mlp.gate_up, mlp.down
-            inner = gated_linear(x_TC, gate_up.weight, self._splits, scales=gate_up.scales, norm=norm, gained=gained)
+            inner = gated_linear(x_TC, gate_up.weight, self._splits, scales=gate_up.scales, norm=norm, begun=begun)
             return add_linear(x_TC, inner, down.weight, self._splits, scales=down.scales, next_gain=next_gain)
         assert counts_E is not None
         normed = add_rms_norm(x_TC, *norm)

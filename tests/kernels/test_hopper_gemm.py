@@ -96,9 +96,9 @@ def test_norm_between_two_products(first: StreamConfig, second: StreamConfig, mo
     stream, scratch, norm = residual.clone(), split_scratch(torch.device("cpu"), 1, 1), (gain, norm_eps)
     gained = linear_triton.add_linear(stream, x, down, scratch, next_gain=gain)
     close(stream, linear_reference(x, down, residual=residual), 4e-3)
-    gated = linear_triton.gated_linear(stream, gate_up, scratch, norm=norm, gained=gained)
+    gated = linear_triton.gated_linear(stream, gate_up, scratch, norm=norm, begun=gained)
     close(gated, linear_reference(stream, gate_up, norm=norm, gated=True), 8e-3)
-    plain = linear_triton.linear(stream, gate_up, scratch, norm=norm, gained=gained)
+    plain = linear_triton.linear(stream, gate_up, scratch, norm=norm, begun=gained)
     close(plain, linear_reference(stream, gate_up, norm=norm), 8e-3)
 
 

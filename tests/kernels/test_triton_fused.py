@@ -16,7 +16,7 @@ from penstock.kernels.gemm_triton import (
     stream_gemm,
     stream_gemv,
 )
-from penstock.kernels.linear_triton import add_linear, gated_linear, linear
+from penstock.kernels.linear_triton import Addend, add_linear, gated_linear, linear
 from penstock.kernels.norm_triton import (
     ProductScales,
     add_rms_norm,
@@ -169,3 +169,21 @@ def test_linear_layers_are_the_same_function_at_every_batch_size(rows: int) -> N
     expected = linear_reference(x, weight, residual=residual)
     add_linear(residual, x, weight, scratch)
     close(residual, expected)
+
+
+def test_an_fp8_product_of_many_rows_is_added_by_the_norm_after_it() -> None:
+    rows, width, inner = 80, 64, 48
+    scratch = split_scratch(torch.device("cpu"))
+    residual, x, gain = randn(rows, width), randn(rows, inner), randn(width)
+    down, down_scales = quantize_fp8_reference(randn(width, inner))
+    after, after_scales = quantize_fp8_reference(randn(32, width, seed=1))
+
+    def stream(next_gain: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        summed = residual.clone()
+        begun = add_linear(summed, x, down, scratch, scales=down_scales, next_gain=next_gain)
+        assert isinstance(begun, Addend) == (next_gain is not None)
+        return linear(summed, after, scratch, scales=after_scales, norm=(gain, 1e-5), begun=begun), summed
+
+    (fused, fused_sum), (apart, apart_sum) = stream(gain), stream(None)
+    close(fused_sum, apart_sum, 1e-6)
+    close(fused, apart, 1e-6)

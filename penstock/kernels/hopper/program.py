@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +27,11 @@ _OVERLAP = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 @cache
 def is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+_Key = tuple[str, str, tuple[str, ...]]
+_kernels: dict[_Key, Kernel] = {}
+_compiling: dict[_Key, threading.Lock] = {}
 
 
 class _Attribute(ctypes.Structure):
@@ -96,10 +102,18 @@ def _value(argument: Argument) -> ctypes.Structure | ctypes._SimpleCData[int] | 
     return argument
 
 
-@cache
 def kernel(file: str, name: str, **defines: int) -> Kernel:
-    """The `extern "C"` function of that file, compiled with those macros."""
-    image = _compiled(file, tuple(f"-D{key}={value}" for key, value in sorted(defines.items())))
+    """The `extern "C"` function of that file, compiled with those macros, by whichever thread asks first."""
+    key = (file, name, tuple(f"-D{macro}={value}" for macro, value in sorted(defines.items())))
+    if key not in _kernels:
+        with _compiling.setdefault(key, threading.Lock()):
+            if key not in _kernels:
+                _kernels[key] = _loaded(*key)
+    return _kernels[key]
+
+
+def _loaded(file: str, name: str, defines: tuple[str, ...]) -> Kernel:
+    image = _compiled(file, defines)
     torch.cuda.current_stream().synchronize()  # the context must be current in this thread
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     check(driver().cuModuleLoadData(ctypes.byref(module), image))
