@@ -46,14 +46,12 @@ def close(actual: object, expected: torch.Tensor, error: float) -> None:
 @pytest.mark.parametrize(
     ("config", "rows", "n", "k", "kind", "fp8"),
     [
-        (StreamConfig(64, 3), 13, 64, 320, "plain", False),
         (StreamConfig(128, 2), 5, 200, 192, "wide", False),  # a tile past the end, more steps than stages
         (StreamConfig(64, 2, splits=2), 9, 64, 320, "add", False),  # an odd number of steps for two blocks
-        (StreamConfig(256, 2), 16, 256, 128, "gated", False),
+        (StreamConfig(256, 2), 16, 256, 384, "gated", True),
         (StreamConfig(64, 2, splits=4), 16, 128, 256, "gated", False),
         (StreamConfig(128, 2, splits=3), 23, 128, 512, "plain", False),  # rows and steps are no multiples of 3
         (StreamConfig(128, 3, splits=2), 10, 128, 512, "add", True),
-        (StreamConfig(64, 2), 16, 128, 384, "gated", True),
         (StreamConfig(256, 2), 150, 256, 128, "plain", True),  # registers are moved between warpgroups
     ],
 )
@@ -83,15 +81,12 @@ def test_product_is_that_of_the_reference(
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [(StreamConfig(64, 2, splits=2), StreamConfig(64, 2)), (StreamConfig(256, 2), StreamConfig(128, 2))],
-)
-def test_norm_between_two_products(first: StreamConfig, second: StreamConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_between_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, width, depth, norm_eps = 11, 256, 128, 1e-2
-    torch.manual_seed(first.tile)
+    torch.manual_seed(0)
     residual, x = torch.randn(rows, width).bfloat16(), torch.randn(rows, depth).bfloat16()
     down, gate_up, gain = (torch.randn(*shape).bfloat16() for shape in ((width, depth), (128, width), (width,)))
+    first, second = StreamConfig(256, 2), StreamConfig(64, 2, splits=2)
     monkeypatch.setattr(linear_triton, "hopper_config", lambda x, weight: first if weight is down else second)
     stream, scratch, norm = residual.clone(), split_scratch(torch.device("cpu"), 1, 1), (gain, norm_eps)
     gained = linear_triton.add_linear(stream, x, down, scratch, next_gain=gain)
