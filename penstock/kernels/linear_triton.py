@@ -72,7 +72,7 @@ def linear(
     if isinstance(config, GemvConfig):
         assert not isinstance(begun, Addend), "products of so few rows add to the residual themselves"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm)
-    if isinstance(config, StreamConfig) and isinstance(begun, GainedRows) and norm is not None:
+    if isinstance(config, StreamConfig) and isinstance(begun, GainedRows) and norm and scales is None:
         return hopper_gemm(out, begun.values, weight, config=config, norm=(begun.squares, norm[1]))
     inputs, x_scales = _prepare(x, scales, norm, begun)
     both = None if scales is None else (scales, x_scales)
@@ -103,7 +103,7 @@ def gated_linear(
     if isinstance(config, GemvConfig):
         assert not isinstance(begun, Addend), "products of so few rows add to the residual themselves"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm, gated=True)
-    if isinstance(config, StreamConfig) and isinstance(begun, GainedRows):
+    if isinstance(config, StreamConfig) and isinstance(begun, GainedRows) and scales is None:
         return hopper_gemm(out, begun.values, weight, config=config, norm=(begun.squares, norm[1]), gated=True)
     inputs, x_scales = _prepare(x, scales, norm, begun)
     both_scales = None if scales is None else (scales, x_scales)
@@ -162,14 +162,14 @@ def _prepare(
     begun: Begun | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The input normalised, and quantised where the weight is; and then, its scales."""
-    if scales is None:
-        return (add_rms_norm(x, *norm) if norm else x), x
-    x_scales = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    if norm is None:
-        return quantize_fp8(x, x_scales), x_scales
-    if isinstance(begun, Addend):
-        return add_rms_norm(begun.product, *norm, residual=x, unscaled=begun.scales, scales=x_scales), x_scales
-    return add_rms_norm(x, *norm, scales=x_scales), x_scales
+    x_scales = None if scales is None else torch.empty(len(x), dtype=torch.float32, device=x.device)
+    if norm and isinstance(begun, Addend):
+        inputs = add_rms_norm(begun.product, *norm, residual=x, unscaled=begun.scales, scales=x_scales)
+    elif norm:
+        inputs = add_rms_norm(x, *norm, scales=x_scales)
+    else:
+        inputs = x if x_scales is None else quantize_fp8(x, x_scales)
+    return inputs, x if x_scales is None else x_scales
 
 
 def _unscaled_product(inputs: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -61,7 +61,7 @@ DEVICE void leave() {
 DEVICE float4 sum_over_blocks(const float* sums) {
     float4 parts[SPLITS];
 #pragma unroll
-    for (int block = 0; block < SPLITS; block++) 
+    for (int block = 0; block < SPLITS; block++)
         parts[block] = SPLITS > 1 ? load_from_block(sums, block) : *reinterpret_cast<const float4*>(sums);
     float4 total = parts[0];
 #pragma unroll
