@@ -1,7 +1,7 @@
 """Which products `hopper/gemm.py` takes over from cuBLAS and Triton, and how it cuts them into blocks.
 
-A rule rather than a table: it gives what was fastest, or within 2% of it, where the products of layers of Llama-3.1-8B
-and Qwen3-0.6B were timed one after the other at 16 to 256 rows on an H200.
+A rule rather than a table. It follows what was fastest where the products of layers of Llama-3.1-8B and Qwen3-0.6B were
+timed one after the other, at 16 to 256 rows on an H200; the limits on rows come from the same runs.
 """
 
 from __future__ import annotations
