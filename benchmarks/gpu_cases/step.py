@@ -11,7 +11,8 @@ from gpu_cases.linear import scratch
 from penstock.kernels import decode_triton as decode
 from penstock.kernels import linear_triton
 from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
-from penstock.kernels.layers_triton import StackedLayers, decode_layers, layers_config, plan_layers
+from penstock.kernels.hopper.layers import LayerShape, decode_layers, stack_layers
+from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear_triton import add_linear, gated_linear, linear, product_config
 from penstock.kernels.rope_triton import rope_and_cache
 from penstock.kernels.sampling_reference import sample_reference
@@ -89,7 +90,7 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
     slots = tables[:, -1] * 16 + (context - 1) % 16
     config = decode.decode_config(rows, 8)
     parts = decode_parts(rows, 8)
-    work = decode.decode_scratch(rows, heads, heads, 128, parts, DEVICE)
+    work = decode.decode_scratch(rows, heads, 8, 128, parts, DEVICE)
     sampling = sampling_scratch(rows, vocab, DEVICE)
     tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
     turn = decode.Turn(cos_sin, gains, 1e-6)
@@ -115,26 +116,21 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
 
     def stacked_step(count: int = layers) -> None:
         linear_triton.product_config = product_config
-        stacked = StackedLayers(
-            addresses, weights[0][0][0], gain, hidden, inner, heads, 8, 128, normed, 1e-6, counter, programs
-        )
-        shape = layers_config(stacked)
         x = decode_layers(
-            embedded.clone(), stacked, k_all, v_all, tables, plan_layers(stacked, contexts, 0, shape),
-            cos_sin=cos_sin, scale=0.09, scratch=work, config=shape, num_layers=count,
-        )  # fmt: skip
+            embedded.clone(), stacked, k_all, v_all, tables, contexts, cos_sin=cos_sin, scale=0.09, num_layers=count
+        )
         argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out=logits), tokens, sampling)
 
     head_gains = gains or (gain, gain)
-    addresses = torch.tensor(
-        [
-            [t.data_ptr() for t in (gain, qkv, *head_gains, o, gain, gate_up, down)]
-            for (qkv, _), (o, _), (gate_up, _), (down, _) in weights
-        ],
-        device=DEVICE,
-    )
-    counter = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    addresses = [
+        [t.data_ptr() for t in (gain, qkv, *head_gains, o, gain, gate_up, down)]
+        + [(gain if scales is None else scales).data_ptr() for _, scales in layer]
+        for layer in weights
+        for (qkv, _), (o, _), (gate_up, _), (down, _) in [layer]
+    ]
+    shape = LayerShape(hidden, inner, heads, 8, normed, dtype == FP8)
     programs = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    stacked = stack_layers(shape, addresses, 1e-6, DEVICE, programs)
 
     def stacked_error() -> float:
         """Of the logits after two layers, against layers launched one by one; rounding adds up over more."""
@@ -155,6 +151,6 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
         variant("rope apart", product_config, turns=False),
         variant("* library only", lambda x, weight: None),
     ]
-    if rows == 1 and dtype == BF16:
+    if rows == 1 and is_hopper():
         variants.append(Variant("one launch", lambda i: stacked_step(), stacked_error))
     return Case(f"step {model} {short(dtype)} S{rows} ctx {context}", size / COPY_BYTES, 1, variants)

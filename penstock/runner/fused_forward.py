@@ -22,12 +22,13 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels.decode_inputs_triton import DecodeInputs
-from penstock.kernels.decode_plan_triton import MOST_PARTS, decode_parts, plan_decode
+from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
 from penstock.kernels.decode_triton import Turn, decode_attention, decode_config, decode_scratch
 from penstock.kernels.gemm_triton import split_scratch
 from penstock.kernels.hopper.attention import clear_counters
 from penstock.kernels.hopper.decode import decode_stream, stream_config, streams_decode
-from penstock.kernels.layers_triton import StackedLayers, decode_layers, layers_config, plan_layers
+from penstock.kernels.hopper.layers import MOST_TOKENS, LayerShape, StackedLayers, decode_layers, fits, stack_layers
+from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear_triton import Begun, add_linear, gated_linear, linear
 from penstock.kernels.moe_triton import ExpertWeights, mix_experts
 from penstock.kernels.norm_triton import add_rms_norm
@@ -44,9 +45,6 @@ from penstock.quantization.fp8 import quantize_channels
 from penstock.runner.batch import Batch
 from penstock.runner.row_state import RowState
 from penstock.runner.transfer import to_device
-
-# Attention there reads keys once for each query head, so long contexts are left to the other path. Timed at 256 only.
-_MOST_STACKED_TOKENS = 1024
 
 # (layer, its queries, keys and values as projected [T, (H + 2 K) * D]) -> [T, H, D], with the new ones in the cache
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
@@ -137,7 +135,7 @@ class FusedForward:
         self._kv_dtype = kv_dtype or model.embedding.dtype
         self.allocate_cache(num_blocks)
         self._splits = split_scratch(self.device)
-        self._stacked = _stacked(self._layers, config, self.embedding)
+        self._stacked = _stacked(self._layers, config, self._keys) if self._keys.is_cuda and is_hopper() else None
         self._experts = config.moe.num_experts if config.moe else 0
         shared = max(size * prefix_splits(size, spec.num_heads, max_model_len) for size in range(1, max_seqs + 1))
         group, rotary = spec.num_heads // spec.num_kv_heads, self._cos_sin.shape[1]
@@ -148,14 +146,9 @@ class FusedForward:
             kv_heads = spec.num_kv_heads
             sizes = range(1, max_seqs + 1)
             parts = max(parts, *(stream_config(size, kv_heads).parts(size, kv_heads) for size in sizes))
-        rows = max(parts + shared, MOST_PARTS.value + 1)
+        rows = parts + shared
         self._decode_scratch = decode_scratch(
-            max_seqs,
-            spec.num_heads,
-            spec.num_heads,
-            spec.head_dim,
-            rows,
-            self.device,  # arrivals of every head
+            max_seqs, spec.num_heads, spec.num_kv_heads, spec.head_dim, rows, self.device
         )
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -211,24 +204,22 @@ class FusedForward:
 
     def stacks(self, size: int, longest: int) -> bool:
         """Whether such a step can run all layers in one launch."""
-        return self._stacked is not None and size == 1 and longest <= _MOST_STACKED_TOKENS
+        return self._stacked is not None and size == 1 and longest <= MOST_TOKENS
 
     def decode_stacked(self, inputs: DecodeInputs, contexts_S: torch.Tensor, layers: int | None = None) -> torch.Tensor:
         """`hidden` of one sequence that decodes, all layers in one launch."""
         stacked, spec = self._stacked, self._spec
         assert stacked is not None
-        config = layers_config(stacked)
         return decode_layers(
             inputs.x_SC,
             stacked,
             self._keys,
             self._values,
             inputs.tables_SM,
-            plan_layers(stacked, contexts_S, spec.windows[0], config),
+            contexts_S,
             cos_sin=self._cos_sin,
             scale=spec.scale,
-            scratch=self._decode_scratch,
-            config=config,
+            window=spec.windows[0],
             num_layers=layers,
         )
 
@@ -459,39 +450,36 @@ def _feed_forward(mlp: FeedForward) -> _Dense | _Routed:
     return _Routed(mlp.router.weight, experts)
 
 
-def _stacked(layers: list[_Layer], config: ModelConfig, embedding: torch.Tensor) -> StackedLayers | None:
-    """For the kernel that runs all layers: dense ones, alike, in bfloat16 (float32 where interpreted), no biases."""
+def _stacked(layers: list[_Layer], config: ModelConfig, keys: torch.Tensor) -> StackedLayers | None:
+    """For the kernel that runs all layers: dense ones, alike, without biases, weights in bfloat16 or fp8."""
     first = layers[0]
     alike = len(set(config.windows)) == 1 and all(isinstance(layer.mlp, _Dense) for layer in layers)
-    dtype = first.qkv.weight.dtype
-    paired = config.hidden_size % 2 == config.intermediate_size % 2 == 0
-    if not alike or not paired or first.qkv.bias is not None or dtype not in (torch.bfloat16, torch.float32):
+    numbers = {first.attention_norm.dtype, keys.dtype}
+    if not alike or first.qkv.bias is not None or numbers != {torch.bfloat16}:
+        return None
+    shape = LayerShape(
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_norm=first.head_norms is not None,
+        fp8=first.qkv.scales is not None,
+    )
+    programs = torch.cuda.get_device_properties(keys.device).multi_processor_count
+    if not fits(shape, config.head_dim, keys.shape[3], programs):
         return None
 
     def addresses(layer: _Layer) -> list[int]:
         mlp, unused = layer.mlp, layer.attention_norm
         assert isinstance(mlp, _Dense)
         norms = layer.head_norms or (unused, unused)
-        attention = (layer.attention_norm, layer.qkv.weight, *norms, layer.out.weight)
-        tensors = (*attention, layer.mlp_norm, mlp.gate_up.weight, mlp.down.weight)
+        projections = (layer.qkv, layer.out, mlp.gate_up, mlp.down)
+        qkv, out, gate_up, down = (projection.weight for projection in projections)
+        scales = [unused if projection.scales is None else projection.scales for projection in projections]
+        tensors = (layer.attention_norm, qkv, *norms, out, layer.mlp_norm, gate_up, down, *scales)
         return [tensor.data_ptr() for tensor in tensors]
 
-    device = embedding.device
-    cuda = device.type == "cuda"
-    return StackedLayers(
-        addresses=torch.tensor([addresses(layer) for layer in layers], device=device),
-        any_weight=first.qkv.weight,
-        any_gain=first.attention_norm,
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        head_norm=first.head_norms is not None,
-        eps=config.norm_eps,
-        counter=torch.zeros(1, dtype=torch.int64, device=device),
-        programs=torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1,
-    )
+    return stack_layers(shape, [addresses(layer) for layer in layers], config.norm_eps, keys.device, programs)
 
 
 def _cos_sin(rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,8 @@ from penstock.kernels.hopper import program
 
 # A product of 32 rows that begins a norm, one of 192 that finishes one, the same in fp8, and logits.
 PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "NORMED": 0, "FEEDS": 0}
+LLAMA = {"HIDDEN": 4096, "INNER": 14336, "HEADS": 32, "KV_HEADS": 8, "HEAD_NORM": 0, "PROGRAMS": 132, "UNDERWAY": 4}
+QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 1, "PROGRAMS": 132, "UNDERWAY": 2}
 VARIANTS = [
     ("activation.cu", {"WIDTH": 14336, "SCALED": 1}),
     ("activation.cu", {"WIDTH": 3072, "SCALED": 0}),
@@ -19,6 +21,8 @@ VARIANTS = [
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "NORMED": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "FP8": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 64, "TILE": 128, "STAGES": 9, "SPLITS": 1, "WIDE": 1}),
+    ("layers.cu", LLAMA | {"FP8": 1}),
+    ("layers.cu", QWEN | {"FP8": 0}),
 ]
 
 

@@ -129,7 +129,7 @@ class CapturedPath:
             sampling_scratch(MAX_SEQS, vocab, CPU),
             max_tokens=STEP_TOKENS,
         )
-        self.steps = self.mixed_steps = self.stacked_steps = 0
+        self.steps = self.mixed_steps = 0
 
     def __call__(
         self, batch: Batch, state: RowState, logit_rows: npt.NDArray[np.int32]
@@ -143,11 +143,7 @@ class CapturedPath:
         inputs = gather_decode_inputs(
             rows, contexts, state.last_token_R, tables, self._forward.embedding, self._block_size
         )
-        if self._forward.stacks(len(rows), int(contexts.max())):
-            self.stacked_steps += 1
-            hidden = self._forward.decode_stacked(inputs, contexts)
-        else:
-            hidden = self._forward.hidden(inputs.x_SC, self._forward.attend_decode(inputs, contexts))
+        hidden = self._forward.hidden(inputs.x_SC, self._forward.attend_decode(inputs, contexts))
         logits = self._forward.logits(hidden[torch.from_numpy(logit_rows)])
         return logits, logits.argmax(-1)
 
@@ -171,7 +167,6 @@ def test_same_tokens_as_plain_torch(family: str, tmp_path: Path, monkeypatch: py
     assert generate(captured, block_size, num_blocks) == expected
     assert captured.steps > 0
     assert captured.mixed_steps > 0
-    assert (captured.stacked_steps > 0) == (family in ("llama", "mistral-window", "qwen3-tied"))
 
 
 def test_decode_inputs_match_their_reference() -> None:

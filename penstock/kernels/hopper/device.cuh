@@ -304,3 +304,46 @@ DEVICE float4 read_float4(const float* at) {
                  : "memory");
     return out;
 }
+// The larger of each of two unsigned numbers of 16 bits.
+DEVICE u32 larger_halves(u32 a, u32 b) {
+    u32 out;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+    return out;
+}
+
+// -- global memory that other blocks write and read at the same time ---------------------------------------------------------
+
+DEVICE uint4 look(const void* place) {
+    uint4 v;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(place)
+                 : "memory");
+    return v;
+}
+DEVICE u32 look_word(const void* place) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(place) : "memory");
+    return v;
+}
+DEVICE void put_half(void* place, unsigned short value) {
+    asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(place), "h"(value) : "memory");
+}
+// Seen by others only after everything this thread has written, and whoever sees it sees that.
+DEVICE void put_after_all(void* place, u32 value) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+DEVICE void put_word(void* place, u32 value) {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+
+// -- global memory that nobody writes ---------------------------------------------------------------------------------------
+
+DEVICE uint4 load_once(const void* place) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(place));
+    return v;
+}
+DEVICE void prefetch_line(u64 address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
