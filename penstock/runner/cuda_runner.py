@@ -30,8 +30,9 @@ from penstock.runner.sampler import Draws, sample
 from penstock.runner.scoring import scored_prompts, scored_rows
 from penstock.runner.transfer import to_device, to_host
 
-# Sizes that decode steps are captured for; between them a step is padded up.
+# Sizes that decode steps are captured for, and those over a shared prefix; between them a step is padded up.
 SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
+SHARING_SIZES = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
 _MIN_SHARED_TOKENS = 256
 _MIN_SHARING = 8
 
@@ -91,7 +92,9 @@ class CudaRunner:
         self._vocab_size = vocab_size
         self._max_seqs = rows - 1
         self._max_step_tokens = max_step_tokens
-        self._sizes = [size for size in SIZES if size < self._max_seqs] + [self._max_seqs]
+        self._sizes, self._sharing_sizes = (
+            [size for size in sizes if size < self._max_seqs] + [self._max_seqs] for sizes in (SIZES, SHARING_SIZES)
+        )
         self._tables = torch.zeros((rows, table_blocks), dtype=torch.int32, device=device)
         # Of captured steps: rows, contexts, shared tokens of each sequence, and the length of the shared prefix.
         self._inputs = torch.zeros(3 * self._max_seqs + 1, dtype=torch.int32, device=device)
@@ -142,8 +145,9 @@ class CudaRunner:
         rows = np.array(step.rows, dtype=np.int32)
         contexts = np.array(step.starts, dtype=np.int32) + 1
         flight.sampled = list(range(len(rows)))
-        size = next(size for size in self._sizes if size >= len(rows))
         shared, length = self._shared_prefix(rows, contexts)
+        sizes = self._sharing_sizes if length else self._sizes
+        size = next(size for size in sizes if size >= len(rows))
         kind = _Kind(size, length > 0, self._forward.stacks(size, int(contexts.max())))
         captured = self._graphs[kind]
         self._send_inputs(rows, contexts, shared, length)
@@ -363,7 +367,7 @@ class CudaRunner:
     def _kinds(self) -> list[_Kind]:
         """The largest first, so that smaller ones share its memory."""
         alone = [_Kind(1, stacked=True)] if self._forward.stacks(1, 1) else []
-        sharing = [_Kind(size, shared=True) for size in reversed(self._sizes) if size >= _MIN_SHARING]
+        sharing = [_Kind(size, shared=True) for size in reversed(self._sharing_sizes) if size >= _MIN_SHARING]
         return [_Kind(size) for size in reversed(self._sizes)] + sharing + alone
 
     def _capture(self, kind: _Kind) -> None:

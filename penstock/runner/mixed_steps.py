@@ -26,7 +26,7 @@ from penstock.runner.row_state import RowState
 _DECODES = (32, 256)
 _TOKENS = (128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 _MOST_PADDING = 256  # tokens, beyond the padding of sequences that decode
-_PROMPTS = 32  # in a captured step, and what others are padded to a multiple of
+_PROMPTS = (32, 256)  # in a captured step; beyond, a multiple of the latter
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,7 @@ class MixedSteps:
         self._scratch = scratch
         self._max_seqs = len(logits)
         self._decodes = [size for size in _DECODES if size < self._max_seqs] + [self._max_seqs]
+        self._prompts = _PROMPTS if self._max_seqs > _PROMPTS[0] else _PROMPTS[:1]
         self._tokens = [size for size in _TOKENS if size <= max_tokens]
         self._max_tokens = max_tokens
         largest = self._layout(self._max_seqs, self._max_seqs, max_tokens)
@@ -119,7 +120,8 @@ class MixedSteps:
     def _layout(self, decodes: int, prompts: int, tokens: int) -> Layout:
         """The smallest captured one that holds this; beyond those, one of not too many shapes."""
         decodes = next(size for size in self._decodes if size >= decodes)
-        prompts = -(-prompts // _PROMPTS) * _PROMPTS
+        most = self._prompts[-1]
+        prompts = next((size for size in self._prompts if size >= prompts), -(-prompts // most) * most)
         tokens = self.padded(max(tokens, decodes))
         return Layout(decodes, prompts, tokens, min(self._max_seqs, decodes + prompts))
 
@@ -139,11 +141,13 @@ class MixedSteps:
     def layouts(self) -> list[Layout]:
         """Those that are captured; they use every kernel. The largest come first: smaller ones share their memory.
 
-        Among them are full steps, which a long queue makes one after the other.
+        Among them are full steps, which a long queue makes one after the other, of few prompts or many.
         """
-        small = [(decodes, tokens) for tokens in reversed(self._tokens) for decodes in reversed(self._decodes)]
-        sizes = [(decodes, self._max_tokens) for decodes in reversed(self._decodes)] + small
-        return list(dict.fromkeys(self._layout(decodes, _PROMPTS, tokens) for decodes, tokens in sizes))
+        largest_first = self._decodes[::-1]
+        sizes = [(decodes, prompts, self._max_tokens) for prompts in self._prompts for decodes in largest_first]
+        few = [decodes for decodes in largest_first if decodes <= _DECODES[-1]]
+        sizes += [(decodes, self._prompts[0], tokens) for tokens in reversed(self._tokens) for decodes in few]
+        return list(dict.fromkeys(self._layout(*size) for size in sizes))
 
     def compile(self, layout: Layout, state: RowState) -> None:
         """Run the kernels of a layout once, on padding. Inputs must be all padding."""

@@ -36,7 +36,7 @@ class EmulatedKernel:
         pdl: bool = False,
         cluster: int = 1,
     ) -> None:
-        values = [program._value(argument) for argument in arguments]
+        values = [program.c_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         shape = (ctypes.c_uint * 6)(*grid, *[1] * (3 - len(grid)), block, shared, cluster)
         error = self._launch(shape, self._resident, pointers)

@@ -162,7 +162,7 @@ def test_same_tokens_as_plain_torch(family: str, tmp_path: Path, monkeypatch: py
         assert generate(fused, block_size, num_blocks) == expected
     monkeypatch.setattr(mixed_steps, "_DECODES", (3,))
     monkeypatch.setattr(mixed_steps, "_TOKENS", (5, STEP_TOKENS))
-    monkeypatch.setattr(mixed_steps, "_PROMPTS", 3)
+    monkeypatch.setattr(mixed_steps, "_PROMPTS", (3,))
     captured = CapturedPath(fused, block_size)
     assert generate(captured, block_size, num_blocks) == expected
     assert captured.steps > 0

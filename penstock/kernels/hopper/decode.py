@@ -54,17 +54,11 @@ def streams_decode(
     return fits and dtype == torch.bfloat16 and kv_dtype in (dtype, torch.float8_e4m3fn) and is_hopper()
 
 
-_maps: dict[tuple[int, int, torch.dtype], TensorMap] = {}
-
-
 def _map(cache: torch.Tensor) -> TensorMap:
     """Boxes are the tokens of one head of one block, in parts that are as wide as the swizzle."""
-    key = (cache.data_ptr(), cache.numel(), cache.dtype)
-    if key not in _maps:
-        width = 128 // cache.itemsize
-        parts = cache.view(-1, _HEAD_DIM // width, width).transpose(0, 1)
-        _maps[key] = tensor_map(parts, (_HEAD_DIM // width, _BLOCK_SIZE, width))
-    return _maps[key]
+    width = 128 // cache.itemsize
+    parts = cache.view(-1, _HEAD_DIM // width, width).transpose(0, 1)
+    return tensor_map(parts, (_HEAD_DIM // width, _BLOCK_SIZE, width))
 
 
 def decode_stream(

@@ -15,7 +15,6 @@ from penstock.kernels.hopper.tensor_map import tensor_map
 
 _ROWS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # compiled for
 STEP_BYTES = 128
-_weight_maps: dict[tuple[object, ...], TensorMap] = {}  # by address and shape, which is all that they hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,7 @@ def hopper_gemm(
 
 
 def _weight_map(weight: torch.Tensor, tile: int, step: int, gated: bool) -> TensorMap:
-    key = (weight.data_ptr(), weight.shape, weight.dtype, tile, gated)
-    if key not in _weight_maps:
-        if gated:  # 8 channels of the gate, the same 8 of up, the next 8 ...
-            view = weight.view(2, len(weight) // 16, 8, -1).transpose(0, 1)
-            _weight_maps[key] = tensor_map(view, (tile // 16, 2, 8, step))
-        else:
-            _weight_maps[key] = tensor_map(weight, (tile, step))
-    return _weight_maps[key]
+    if gated:  # 8 channels of the gate, the same 8 of up, the next 8 ...
+        view = weight.view(2, len(weight) // 16, 8, -1).transpose(0, 1)
+        return tensor_map(view, (tile // 16, 2, 8, step))
+    return tensor_map(weight, (tile, step))

@@ -12,6 +12,7 @@ import os
 import threading
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ def is_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-_Key = tuple[str, str, tuple[str, ...]]
+_Key = tuple[str, str, tuple[tuple[str, int], ...]]
 _kernels: dict[_Key, Kernel] = {}
 _compiling: dict[_Key, threading.Lock] = {}
 
@@ -55,13 +56,20 @@ class TensorMap(ctypes.Structure):
     _fields_ = [("words", ctypes.c_uint64 * 16)]
 
 
-Argument = torch.Tensor | int | float | ctypes.Structure | ctypes.c_int64
+Argument = torch.Tensor | int | float | ctypes.Structure
 
 
 class Kernel:
+    """A function on the device. What a launch hands over lies in one place that the next launch uses again."""
+
     def __init__(self, function: ctypes.c_void_p) -> None:
         self._function = function
         self._shared = 0
+        self._lock = threading.Lock()
+        self._shape: tuple[object, ...] = ()
+        self._launch = _Launch()
+        self._values: list[Any] = []
+        self._pointers = (ctypes.c_void_p * 0)()
 
     def __call__(
         self,
@@ -73,42 +81,57 @@ class Kernel:
         cluster: int = 1,
     ) -> None:
         """On torch's current stream. Tensors go as pointers, numbers as int32 and float32, structures by value."""
+        with self._lock:
+            if self._shape != (grid, block, shared, pdl, cluster):
+                self._reshape(grid, block, shared, pdl, cluster)
+            if len(self._values) != len(arguments):
+                self._values = [c_value(argument) for argument in arguments]
+                self._pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, self._values))
+            for i, argument in enumerate(arguments):
+                if isinstance(argument, torch.Tensor):
+                    self._values[i].value = argument.data_ptr()
+                elif isinstance(argument, ctypes.Structure):
+                    self._pointers[i] = ctypes.addressof(argument)
+                else:
+                    self._values[i].value = argument
+            self._launch.stream = torch.cuda.current_stream().cuda_stream
+            check(driver().cuLaunchKernelEx(ctypes.byref(self._launch), self._function, self._pointers, None))
+
+    def _reshape(self, grid: tuple[int, ...], block: int, shared: int, pdl: bool, cluster: int) -> None:
         if shared > self._shared:
             check(driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared))
             self._shared = shared
-        values = [_value(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        attributes = (_Attribute * 2)()
-        attributes[0].id, attributes[0].value[0] = _OVERLAP, int(pdl)
-        attributes[1].id, attributes[1].value[:3] = _CLUSTER, [cluster, 1, 1]
-        launch = _Launch(
-            grid=(ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))),
-            block=(ctypes.c_uint * 3)(block, 1, 1),
-            shared=shared,
-            stream=torch.cuda.current_stream().cuda_stream,
-            attributes=attributes,
-            num_attributes=2 if cluster > 1 else 1,
-        )
-        check(driver().cuLaunchKernelEx(ctypes.byref(launch), self._function, pointers, None))
+        launch = self._launch
+        launch.grid, launch.block = (*grid, *[1] * (3 - len(grid))), (block, 1, 1)
+        launch.shared, launch.attributes = shared, _attributes(pdl, cluster)
+        launch.num_attributes = 2 if cluster > 1 else 1
+        self._shape = (grid, block, shared, pdl, cluster)
 
 
-def _value(argument: Argument) -> ctypes.Structure | ctypes._SimpleCData[int] | ctypes._SimpleCData[float]:
+@cache
+def _attributes(pdl: bool, cluster: int) -> ctypes.Array[_Attribute]:
+    attributes = (_Attribute * 2)()
+    attributes[0].id, attributes[0].value[0] = _OVERLAP, int(pdl)
+    attributes[1].id, attributes[1].value[:3] = _CLUSTER, [cluster, 1, 1]
+    return attributes
+
+
+def c_value(argument: Argument) -> Any:
+    """As C has it."""
     if isinstance(argument, torch.Tensor):
         return ctypes.c_uint64(argument.data_ptr())
     if isinstance(argument, int):
         return ctypes.c_int32(argument)
-    if isinstance(argument, float):
-        return ctypes.c_float(argument)
-    return argument
+    return ctypes.c_float(argument) if isinstance(argument, float) else argument
 
 
 def kernel(file: str, name: str, **defines: int) -> Kernel:
     """The `extern "C"` function of that file, compiled with those macros, by whichever thread asks first."""
-    key = (file, name, tuple(f"-D{macro}={value}" for macro, value in sorted(defines.items())))
+    key = (file, name, tuple(defines.items()))
     if key not in _kernels:
         with _compiling.setdefault(key, threading.Lock()):
             if key not in _kernels:
-                _kernels[key] = _loaded(*key)
+                _kernels[key] = _loaded(file, name, tuple(f"-D{macro}={value}" for macro, value in defines.items()))
     return _kernels[key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 
@@ -20,20 +21,32 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int = 128) -
     The last dimension must be contiguous, the other strides multiples of 16 bytes. With a swizzle the last side of the
     box is at most that many bytes.
     """
-    rank = tensor.dim()
-    if tensor.stride(-1) != 1 or any(stride * tensor.itemsize % 16 for stride in tensor.stride()[:-1]):
-        raise ValueError(f"strides {tensor.stride()} of {tensor.dtype}: not for the tensor memory accelerator")
+    return _encoded(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box, swizzle)
+
+
+@lru_cache(1 << 15)  # it holds no more than what it is made from, and captured steps use the same memory again
+def _encoded(
+    address: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+) -> TensorMap:
+    rank, size = len(shape), dtype.itemsize
+    if strides[-1] != 1 or any(stride * size % 16 for stride in strides[:-1]):
+        raise ValueError(f"strides {strides} of {dtype}: not for the tensor memory accelerator")
     made = TensorMap()
     place = (ctypes.c_uint8 * 192)()  # the driver writes to a multiple of 64 bytes
     aligned = (ctypes.addressof(place) + 63) // 64 * 64
     check(
         driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(aligned),
-            _TYPES[tensor.dtype],
+            _TYPES[dtype],
             rank,
-            ctypes.c_void_p(tensor.data_ptr()),
-            (ctypes.c_uint64 * rank)(*reversed(tensor.shape)),
-            (ctypes.c_uint64 * rank)(*(stride * tensor.itemsize for stride in reversed(tensor.stride()[:-1]))),
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*reversed(shape)),
+            (ctypes.c_uint64 * rank)(*(stride * size for stride in reversed(strides[:-1]))),
             (ctypes.c_uint32 * rank)(*reversed(box)),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
