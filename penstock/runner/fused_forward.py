@@ -130,6 +130,7 @@ class FusedForward:
         self._norm = model.norm.weight
         self._head = model.head.weight if model.head else model.embedding
         self._layers = [_layer(layer) for layer in model.layers]
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.device = model.embedding.device
         self._cos_sin = _cos_sin(model.rotary, max_model_len, self.device)
         self._kv_dtype = kv_dtype or model.embedding.dtype

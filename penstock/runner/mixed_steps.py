@@ -25,7 +25,9 @@ from penstock.runner.row_state import RowState
 
 _DECODES = (32, 256)
 _TOKENS = (128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-_MOST_PADDING = 256  # tokens, beyond the padding of sequences that decode
+# Larger steps of a small model take the device less time than launching them takes the host, even if padded so far.
+_SMALL, _TOKENS_OF_SMALL = 2_000_000_000, tuple(range(2560, 8193, 512))
+_MOST_PADDING = 512  # tokens, beyond the padding of sequences that decode
 _PROMPTS = (32, 256)  # in a captured step; beyond, a multiple of the latter
 
 
@@ -94,7 +96,8 @@ class MixedSteps:
         self._max_seqs = len(logits)
         self._decodes = [size for size in _DECODES if size < self._max_seqs] + [self._max_seqs]
         self._prompts = _PROMPTS if self._max_seqs > _PROMPTS[0] else _PROMPTS[:1]
-        self._tokens = [size for size in _TOKENS if size <= max_tokens]
+        ladder = _TOKENS + _TOKENS_OF_SMALL if forward.parameters < _SMALL else _TOKENS
+        self._tokens = [size for size in ladder if size <= max_tokens]
         self._max_tokens = max_tokens
         largest = self._layout(self._max_seqs, self._max_seqs, max_tokens)
         self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
@@ -115,7 +118,7 @@ class MixedSteps:
         return self._logits[:sampled], chosen[:sampled]
 
     def padded(self, tokens: int) -> int:
-        return next((size for size in self._tokens if size >= tokens), -(-tokens // _MOST_PADDING) * _MOST_PADDING)
+        return next((size for size in self._tokens if size >= tokens), -(-tokens // 256) * 256)
 
     def _layout(self, decodes: int, prompts: int, tokens: int) -> Layout:
         """The smallest captured one that holds this; beyond those, one of not too many shapes."""
@@ -145,8 +148,9 @@ class MixedSteps:
         """
         largest_first = self._decodes[::-1]
         sizes = [(decodes, prompts, self._max_tokens) for prompts in self._prompts for decodes in largest_first]
-        few = [decodes for decodes in largest_first if decodes <= _DECODES[-1]]
-        sizes += [(decodes, self._prompts[0], tokens) for tokens in reversed(self._tokens) for decodes in few]
+        for tokens in reversed(self._tokens):
+            most = _DECODES[-1] if tokens in _TOKENS else _DECODES[0]
+            sizes += [(decodes, self._prompts[0], tokens) for decodes in largest_first if decodes <= most]
         return list(dict.fromkeys(self._layout(*size) for size in sizes))
 
     def compile(self, layout: Layout, state: RowState) -> None:
