@@ -323,8 +323,8 @@ class FusedForward:
     ) -> Callable[[int, torch.Tensor, torch.Tensor, Turn | None, SharedPrefix | None], None]:
         """Decode attention by one plan for all layers of the same window."""
         spec = self._spec
-        if self._streams and prefix is None:
-            return self._streamed(tables_SM, contexts_S)
+        if self._streams:
+            return self._streamed(tables_SM, contexts_S, prefix)
         row_bytes = spec.head_dim * self._keys.itemsize
         config = decode_config(len(contexts_S), spec.num_kv_heads, row_bytes, after_prefix=prefix is not None)
         parts = decode_parts(len(contexts_S), spec.num_kv_heads)
@@ -359,12 +359,20 @@ class FusedForward:
         return attend
 
     def _streamed(
-        self, tables_SM: torch.Tensor, contexts_S: torch.Tensor
+        self, tables_SM: torch.Tensor, contexts_S: torch.Tensor, prefix: SharedPrefix | None
     ) -> Callable[[int, torch.Tensor, torch.Tensor, Turn | None, SharedPrefix | None], None]:
-        """`_divided` by the kernel for Hopper, which knows no shared prefix."""
+        """`_divided` by the kernel for Hopper."""
         spec = self._spec
         config = stream_config(len(contexts_S), spec.num_kv_heads)
-        plans = {window: config.plan(contexts_S, spec.num_kv_heads, window) for window in set(spec.windows)}
+        plans = {
+            window: config.plan(
+                contexts_S,
+                spec.num_kv_heads,
+                window=window,
+                shared_S=prefix.lengths_S if prefix and not window else None,
+            )
+            for window in set(spec.windows)
+        }
 
         def attend(
             layer: int, out_SHD: torch.Tensor, q: torch.Tensor, turn: Turn | None, prefix: SharedPrefix | None
@@ -380,6 +388,7 @@ class FusedForward:
                 scratch=self._decode_scratch,
                 config=config,
                 turn=turn,
+                prefix=prefix,
             )
 
         return attend

@@ -13,7 +13,8 @@ from penstock.kernels.decode_plan_triton import plan_decode
 from penstock.kernels.decode_triton import Turn, decode_scratch
 from penstock.kernels.hopper import decode
 from penstock.kernels.hopper.decode import StreamConfig, decode_stream, stream_config
-from penstock.kernels.paged_triton import paged_attention_reference
+from penstock.kernels.paged_triton import LOG2_E, paged_attention_reference
+from penstock.kernels.prefix_triton import SharedPrefix
 from penstock.kernels.rope_triton import rope_reference
 from tests.kernels.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 
@@ -31,7 +32,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def emulated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "kernel", emulated_kernel(folder, resident=3))
     monkeypatch.setattr(decode, "tensor_map", emulated_tensor_map)
-    monkeypatch.setattr(decode, "_maps", {})
 
 
 def make_cache(
@@ -69,6 +69,37 @@ def test_decode(emulated: None, heads: tuple[int, int], parts: int, window: int,
     for _ in range(2):  # the arrival counters must be back at zero after a launch
         out = torch.full_like(q, torch.nan)
         decode_stream(out, q, k, v, tables, plan, scale=0.2, scratch=scratch, config=CONFIG)
+        torch.testing.assert_close(out.float(), expected, atol=1e-2, rtol=1e-2)
+
+
+@needs_compiler
+def test_a_shared_prefix_is_merged(emulated: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its partial results cover what the plan leaves out."""
+    generator, heads, scale = torch.Generator().manual_seed(2), (4, 2), 0.2
+    contexts, length, splits = [70, 0, 49, 130, 33], 32, 2  # of which the last shares nothing
+    k, v, tables = make_cache(generator, contexts, heads[1])
+    tables[2, :2] = tables[3, :2] = tables[0, :2]
+    q = torch.randn(len(contexts), heads[0], DIM, generator=generator).to(BF16)
+    shared = torch.tensor([length, 0, length, length, 0], dtype=torch.int32)
+    plan = CONFIG.plan(torch.tensor(contexts, dtype=torch.int32), heads[1], shared_S=shared)
+    scratch = decode_scratch(len(contexts), *heads, DIM, len(plan) + splits * len(contexts), q.device)
+
+    def attend_prefix(*_: object) -> None:
+        """One block a split, for every query, whether it shares the prefix or not; base 2, as `prefix_triton`."""
+        for split in range(splits):
+            keys, values = (cache[tables[0, split]].float().repeat_interleave(2, 0) for cache in (k, v))
+            scores = torch.einsum("shd,htd->sht", q.float(), keys) * scale
+            out, rows = torch.einsum("sht,htd->shd", scores.softmax(-1), values), split * len(contexts)
+            scratch.out.view(-1, heads[0], DIM)[rows : rows + len(contexts)] = out
+            lse = scores.logsumexp(-1) * LOG2_E
+            scratch.lse.view(-1, heads[0])[rows : rows + len(contexts)] = lse
+
+    monkeypatch.setattr(decode, "attend_prefix", attend_prefix)
+    prefix = SharedPrefix(tables[0], torch.tensor([length], dtype=torch.int32), shared, splits)
+    expected = paged_attention_reference(q, k, v, tables, list(range(len(contexts) + 1)), contexts, scale)
+    for _ in range(2):
+        out = torch.full_like(q, torch.nan)
+        decode_stream(out, q, k, v, tables, plan, scale=scale, scratch=scratch, config=CONFIG, prefix=prefix)
         torch.testing.assert_close(out.float(), expected, atol=1e-2, rtol=1e-2)
 
 

@@ -5,8 +5,11 @@
 // Products are transposed, for mma's 16 rows would be mostly padding with so few heads: scores[token, head] = K q', and
 // out[dim, head] = V' p. Head h of the group is column h of 8.
 //
-// What does not come from the kernel before this one is read ahead of the wait: the plan, the tables and, with ROTARY,
-// the cache, in which the new token's place is filled in from `q`.
+// What does not come from the kernel before this one is read ahead of the wait: the plan, the tables and the cache, but
+// for the new token's place. With ROTARY that is filled in from `q`; else its block is read after the wait.
+//
+// What sequences share at their start may have been left to another kernel (`prefix.cu`): its partial results, a row for
+// each of `splits` pieces and each of `sequences`, come first in the memory of the partial results and are merged too.
 //
 // ROTARY: elements of a head that turn; 0: `q` is ready and the new token in the cache. NORM: RMSNorm of heads before.
 // FP8: the cache is e4m3 without scales, and products are of float16, which holds each of its values.
@@ -73,8 +76,8 @@ struct Merged {
 #pragma unroll
         for (int h = 0; h < GROUP; h++) out[h] = make_float4(0, 0, 0, 0), peak[h] = UNSEEN, total[h] = 0;
     }
-    // Of `parts` parts from a row on, with the logarithm of each total.
-    DEVICE void add(const float* results, const float* lse, i64 row, int parts, int lane) {
+    // Of `parts` parts from a row on, rows so far apart, with the logarithm of each total.
+    DEVICE void add(const float* results, const float* lse, i64 row, i64 distance, int parts, int lane) {
         constexpr int STEP = GROUP > 4 ? 2 : 4;  // parts under way
 #pragma unroll 1
         for (int p = 0; p < parts; p += STEP) {
@@ -84,7 +87,7 @@ struct Merged {
             for (int s = 0; s < STEP; s++)
 #pragma unroll
                 for (int h = 0; h < GROUP; h++) {
-                    const i64 at = row + min(p + s, parts - 1) * HEADS + h;
+                    const i64 at = row + min(p + s, parts - 1) * distance + h;
                     other[s][h] = read_float4(results + at * HEAD + 4 * lane);
                     size[s][h] = p + s < parts ? read_float(lse + at) : -INFINITE;
                 }
@@ -165,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(32, 12) decode(
     const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values, bf16* out, const bf16* q,
     unsigned char* k_cache, unsigned char* v_cache, const int* tables, const int* plan, float* partial_out,
     float* partial_lse, int* arrivals, const float* cos_sin, const bf16* q_gain, const bf16* k_gain, float eps,
-    float scale, int stride_out, int stride_q, int stride_table) {
+    float scale, int sequences, int splits, int stride_out, int stride_q, int stride_table) {
     let_next_start();
     SHARED_MEMORY(shared);  // ring, queries, barriers
     unsigned char* queries = shared + STAGES * SLOT;
@@ -205,10 +208,12 @@ extern "C" __global__ void __launch_bounds__(32, 12) decode(
             copy_box(shared + stage * SLOT + MATRIX, &values, 0, row, 0, full + stage, EVICT_FIRST);
         }
     };
-    if (!ROTARY) wait_for_previous();
+    const int ahead = ROTARY ? STAGES : min(blocks - 1, STAGES);
 #pragma unroll 1
-    for (int i = 0; i < STAGES; i++) copy(i, i);
-    if (ROTARY) wait_for_previous();
+    for (int i = 0; i < ahead; i++) copy(i, i);
+    wait_for_previous();
+#pragma unroll 1
+    for (int i = max(ahead, 0); i < STAGES; i++) copy(i, i);
 
     const bf16* projected = q + static_cast<i64>(seq) * stride_q;
     u32 raw[GROUP + 2][2] = {};
@@ -315,8 +320,9 @@ extern "C" __global__ void __launch_bounds__(32, 12) decode(
         merged.out[h] = *reinterpret_cast<const float4*>(mine + h * RESULT + 4 * lane);
         merged.peak[h] = __shfl_sync(~0u, own_lse[h % 2], h / 2), merged.total[h] = 1;
     }
+    const i64 shared_rows = static_cast<i64>(splits) * sequences;
     if (parts > 1) {
-        const i64 row = static_cast<i64>(entry) * HEADS + head * GROUP;
+        const i64 row = (shared_rows + entry) * HEADS + head * GROUP;
 #pragma unroll
         for (int h = 0; h < GROUP; h++) {
             *reinterpret_cast<float4*>(partial_out + (row + h) * HEAD + 4 * lane) = merged.out[h];
@@ -330,7 +336,11 @@ extern "C" __global__ void __launch_bounds__(32, 12) decode(
         __threadfence();
         if (lane == 0) arrivals[seq * KV_HEADS + head] = 0;
         merged.clear();
-        merged.add(partial_out, partial_lse, static_cast<i64>(division.y) * HEADS + head * GROUP, parts, lane);
+        merged.add(partial_out, partial_lse, (shared_rows + division.y) * HEADS + head * GROUP, HEADS, parts, lane);
+    }
+    if (division.w) {  // it has a prefix
+        const i64 row = static_cast<i64>(seq) * HEADS + head * GROUP;
+        merged.add(partial_out, partial_lse, row, static_cast<i64>(sequences) * HEADS, splits, lane);
     }
     bf16* into = out + static_cast<i64>(seq) * stride_out + head * GROUP * HEAD + 4 * lane;
 #pragma unroll

@@ -14,8 +14,9 @@ from penstock.kernels.decode_plan_triton import plan_decode
 from penstock.kernels.decode_triton import Turn
 from penstock.kernels.hopper.program import TensorMap, is_hopper, kernel
 from penstock.kernels.hopper.tensor_map import tensor_map
+from penstock.kernels.overlap_triton import overlaps_launches
 from penstock.kernels.paged_triton import LOG2_E
-from penstock.kernels.prefix_triton import DecodeScratch
+from penstock.kernels.prefix_triton import DecodeScratch, SharedPrefix, attend_prefix
 
 _HEAD_DIM, _BLOCK_SIZE, _MOST_GROUP = 128, 16, 8
 _QUERIES = 8 * (_HEAD_DIM * 2 + 16)  # bytes of shared memory
@@ -28,9 +29,16 @@ class StreamConfig:
     spare: int  # programs, more than one for each head of each sequence
     finer: int = 1
 
-    def plan(self, contexts_S: torch.Tensor, num_kv_heads: int, window: int = 0) -> torch.Tensor:
+    def plan(
+        self,
+        contexts_S: torch.Tensor,
+        num_kv_heads: int,
+        *,
+        window: int = 0,
+        shared_S: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         parts = self.parts(len(contexts_S), num_kv_heads)
-        return plan_decode(contexts_S, parts, self.tile, window=window, finer=self.finer)
+        return plan_decode(contexts_S, parts, self.tile, window=window, shared_S=shared_S, finer=self.finer)
 
     def parts(self, num_seqs: int, num_kv_heads: int) -> int:
         return num_seqs + -(-self.spare // num_kv_heads)
@@ -73,14 +81,19 @@ def decode_stream(
     scratch: DecodeScratch,
     config: StreamConfig,
     turn: Turn | None = None,
+    prefix: SharedPrefix | None = None,
 ) -> None:
-    """`decode_attention` by a plan of `config`; prefixes that sequences share are left to that one.
+    """`decode_attention` by a plan of `config`.
 
-    The kernel reads the plan, the tables and, with `turn`, the cache before the kernels ahead of it have ended. A step
-    therefore begins with kernels that let no other start early: those write the plan and the tables.
+    The kernel reads the plan, the tables and older tokens before the kernels ahead of it have ended. A step therefore
+    begins with kernels that let no other start early: those write the plan and the tables.
     """
-    H = out_SHD.shape[1]
+    S, H = out_SHD.shape[:2]
     K = k_cache.shape[1]
+    if prefix is not None:
+        if turn is not None:
+            raise ValueError("queries over a shared prefix must be turned before, by rope_and_cache")
+        attend_prefix(q, k_cache, v_cache, prefix, scratch, scale, overlaps_launches())
     gains = turn.norm_weights if turn else None
     q_gain, k_gain = gains or (q, q)
     run = kernel(
@@ -98,5 +111,6 @@ def decode_stream(
         (K, len(plan)), 32, config.stages * slot + _QUERIES,
         _map(k_cache), _map(v_cache), out_SHD, q, k_cache, v_cache, tables_SM, plan,
         scratch.out, scratch.lse, scratch.arrivals, turn.cos_sin if turn else scratch.lse, q_gain, k_gain,
-        turn.eps if turn else 0.0, scale * LOG2_E, out_SHD.stride(0), q.stride(0), tables_SM.stride(0), pdl=True,
+        turn.eps if turn else 0.0, scale * LOG2_E, S, prefix.splits if prefix else 0,
+        out_SHD.stride(0), q.stride(0), tables_SM.stride(0), pdl=True,
     )  # fmt: skip
