@@ -194,25 +194,26 @@ struct Producer {
     }
 };
 
-// A tile of 8 rows is the 16 of an mma: the second half of 128 bytes of each row as rows of its own, against the other
-// half of the input in the odd columns. The order of columns within a piece is that of the registers, for both alike.
+// A tile of 8 rows is the 16 of an mma: every second word of a row counts as a row of its own, against a column that has the
+// other words of the input. So what a lane reads of a row, in one go, is its part of the mma as it stands.
 constexpr int PIECES = CHUNK / 128, EACH = PIECES / WARPS;  // of a chunk, and those that each warp takes
 constexpr int X_WORDS = FP8 ? 8 : 4;                        // of the input, for one piece
 static_assert(PIECES % WARPS == 0, "warps share a chunk evenly");
 
 DEVICE void multiply(float (&sums)[2][4], const uint4& low, const uint4& high, const u32 (&x)[X_WORDS]) {
-    const u32 lows[4] = {low.x, low.y, low.z, low.w}, highs[4] = {high.x, high.y, high.z, high.w};
+    const u32 words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #if FP8
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-        const u32 a[4] = {f16_of_e4m3(lows[j] & 0xFFFF), f16_of_e4m3(highs[j] & 0xFFFF), f16_of_e4m3(lows[j] >> 16),
-                          f16_of_e4m3(highs[j] >> 16)};
+        const u32 first = words[2 * j], second = words[2 * j + 1];
+        const u32 a[4] = {f16_of_e4m3(first & 0xFFFF), f16_of_e4m3(first >> 16), f16_of_e4m3(second & 0xFFFF),
+                          f16_of_e4m3(second >> 16)};
         mma_f16(sums[j % 2], a, x[2 * j], x[2 * j + 1]);
     }
 #else
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        const u32 a[4] = {lows[2 * j], highs[2 * j], lows[2 * j + 1], highs[2 * j + 1]};
+        const u32 a[4] = {words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]};
         mma_bf16(sums[j], a, x[2 * j], x[2 * j + 1]);
     }
 #endif
@@ -227,11 +228,12 @@ DEVICE void project(Ring& ring, int rows) {
     Shared& shared = ring.shared;
     const auto inside = [&](int chunk, int i) { return BYTES % CHUNK == 0 || chunk * CHUNK + (i * WARPS + warp) * 128 < BYTES; };
     const auto load_input = [&](u32 (&words)[X_WORDS], int chunk, int i) {
-        const unsigned short* x = shared.x + (chunk * PIECES + i * WARPS + warp) * (128 / SIZE) + row % 2 * 32 + part * 8;
+        const int sixteen = (chunk * PIECES + i * WARPS + warp) * 8 + part;  // bytes of the weight
+        const u32* x = reinterpret_cast<const u32*>(shared.x) + sixteen * X_WORDS + row % 2 * (X_WORDS / 2);
 #pragma unroll
-        for (int j = 0; j < X_WORDS; j += 4) {
-            const uint4 four = *reinterpret_cast<const uint4*>(x + 16 * j);
-            words[j] = four.x, words[j + 1] = four.y, words[j + 2] = four.z, words[j + 3] = four.w;
+        for (int j = 0; j < X_WORDS / 2; j++) {
+            words[j] = x[j];
+            words[X_WORDS / 2 + j] = x[4 * X_WORDS + j];
         }
     };
     u32 kept[KEEP ? CHUNKS : 1][EACH][X_WORDS];
@@ -243,16 +245,16 @@ DEVICE void project(Ring& ring, int rows) {
                 if (inside(chunk, i)) load_input(kept[chunk][i], chunk, i);
     }
     uint4 low[EACH], high[EACH];
-    const auto read = [&] {
+    const auto read = [&](bool more) {  // garbage where there is no more
         const unsigned char* weights = shared.slots[ring.slot] + row * STRIDE + warp * 128 + part * 16;
-        wait(shared.full + ring.slot, ring.parity);
+        if (more) wait(shared.full + ring.slot, ring.parity);
 #pragma unroll
         for (int i = 0; i < EACH; i++) {  // of what lies beyond a row's end, nothing is multiplied
             low[i] = *reinterpret_cast<const uint4*>(weights + i * WARPS * 128);
             high[i] = *reinterpret_cast<const uint4*>(weights + i * WARPS * 128 + 64);
         }
     };
-    read();
+    read(true);
     for (int tile = 0; tile < rows; tile += ROWS) {
         float sums[2][4] = {};
 #pragma unroll(KEEP ? CHUNKS : 1)
@@ -265,7 +267,7 @@ DEVICE void project(Ring& ring, int rows) {
             }
             u64* empty = shared.empty + ring.slot;
             ring.advance();
-            if (chunk + 1 < CHUNKS || tile + ROWS < rows) read();
+            read(chunk + 1 < CHUNKS || tile + ROWS < rows);
 #pragma unroll
             for (int i = 0; i < EACH; i++)
                 if (inside(chunk, i)) multiply(sums, now_low[i], now_high[i], kept[KEEP ? chunk : 0][i]);
@@ -287,13 +289,11 @@ DEVICE float total(const Shared& shared, int row) {
 
 DEVICE void sync_warps() { sync_threads(1, THREADS); }
 
-// Eight numbers of the input at a time; weights of 8 bits read the two halves of 16 numbers apart.
+// Eight numbers of the input at a time; of what 16 bytes of a weight are multiplied with, first the even words.
 DEVICE void place_input(Shared& shared, int eight, const u32 (&words)[4]) {
-#if FP8
-    const int piece = eight % 16;
-    eight += piece % 2 * 8 + piece / 2 - piece;
-#endif
-    reinterpret_cast<uint4*>(shared.x)[eight] = make_uint4(words[0], words[1], words[2], words[3]);
+    uint2* to = reinterpret_cast<uint2*>(shared.x) + (FP8 ? eight / 2 * 4 + eight % 2 : eight * 2);
+    to[0] = make_uint2(words[0], words[2]);
+    to[FP8 ? 2 : 1] = make_uint2(words[1], words[3]);
 }
 
 // What the product is to be multiplied by. Float16 has a small range: with fp8 weights the input is scaled to it.
@@ -397,9 +397,10 @@ DEVICE float give_attended(Shared& shared, const bf16* attended, const float* we
     look_until([&] {
         bool missing = false;
 #pragma unroll
-        for (int n = 0; n < COUNT * MOST_PARTS; n++)
+        for (int n = 0; n < COUNT * MOST_PARTS; n++) {
+            if (!written(raw[n])) raw[n] = look(place(n)), missing = true;
             if (shares[n] == NOTHING) shares[n] = look_word(share_of(n)), missing = true;
-        look_until_written(raw, place);
+        }
         return !missing;
     });
 #pragma unroll
