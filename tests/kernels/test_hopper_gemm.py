@@ -34,7 +34,6 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs g++")
     monkeypatch.setattr(gemm, "kernel", emulated_kernel(tmp_path, resident=12))
     monkeypatch.setattr(gemm, "tensor_map", emulated_tensor_map)
-    monkeypatch.setattr(gemm, "_weight_maps", {})
 
 
 def close(actual: object, expected: torch.Tensor, error: float) -> None:

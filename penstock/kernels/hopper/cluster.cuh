@@ -1,14 +1,7 @@
-// Boxes of four dimensions; and blocks of one cluster, which read each other's shared memory.
+// Blocks of one cluster, which read each other's shared memory.
 #pragma once
 #include "device.cuh"
 
-DEVICE void copy_box_4d(void* to, const TensorMap* map, int a, int b, int c, int d, u64* barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
-        "l"(reinterpret_cast<u64>(map)), "r"(a), "r"(b), "r"(c), "r"(d), "r"(shared_address(barrier)), "l"(policy)
-        : "memory");
-}
 DEVICE float4 load_from_block(const float* place, u32 block) {
     float4 out;
     asm volatile(

@@ -78,6 +78,35 @@ DEVICE void copy_box(void* to, const TensorMap* map, int column, int row, u64* b
         "l"(reinterpret_cast<u64>(map)), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
         : "memory");
 }
+// Boxes of three, four and five dimensions, innermost first.
+DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+            shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
+        : "memory");
+}
+DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, u64* barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, int v, u64* barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+        "[%7];" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(shared_address(barrier))
+        : "memory");
+}
 
 // -- order ----------------------------------------------------------------------------------------------------------------
 
@@ -86,6 +115,17 @@ DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" 
 DEVICE void sync_threads(u32 barrier, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
+// At a barrier of sync_threads, without staying.
+DEVICE void arrive_threads(u32 barrier, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+// One thread of a warp that is together: as the compiler knows that it is one, it need not look for others.
+DEVICE bool elected() {
+    u32 is;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(is));
+    return is;
+}
+DEVICE int sum_of_warp(int value) { return __reduce_add_sync(~0u, value); }
 template <int REGISTERS>
 DEVICE void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -109,6 +149,12 @@ DEVICE void load_matrices_transposed(u32 (&out)[4], u32 address) {
                  : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
                  : "r"(address)
                  : "memory");
+}
+// An 8x8 matrix of 16 bits: lane 4 g + t has columns 2 t and 2 t + 1 of row g.
+DEVICE u32 transposed(u32 pair) {
+    u32 out;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+    return out;
 }
 // sum[16, 8] += a[16, 16] b[16, 8]; b column by column.
 DEVICE void mma_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
@@ -138,83 +184,6 @@ DEVICE void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" :::
 template <int PENDING>
 DEVICE void await_wgmma() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// -- numbers --------------------------------------------------------------------------------------------------------------
-
-DEVICE float from_bf16(bf16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
-DEVICE float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
-DEVICE float high_bf16(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-DEVICE bf16 to_bf16(float value) {
-    bf16 out;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
-    return out;
-}
-DEVICE u32 pack_bf16(float low, float high) {
-    u32 out;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
-DEVICE u32 pack_f16(float low, float high) {
-    u32 out;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-    return out;
-}
-// Two e4m3 numbers, low byte first, as two float16.
-DEVICE u32 f16_of_e4m3(unsigned short pair) {
-    u32 out;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(pair));
-    return out;
-}
-// What is beyond 448 becomes 448.
-DEVICE unsigned short pack_e4m3(float low, float high) {
-    unsigned short out;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
-    return out;
-}
-
-// -- more of the above ----------------------------------------------------------------------------------------------------
-
-// Boxes of three and five dimensions, innermost first.
-DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-            shared_address(to)),
-        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier))
-        : "memory");
-}
-DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, int v, u64* barrier) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
-        "[%7];" ::"r"(shared_address(to)),
-        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(shared_address(barrier))
-        : "memory");
-}
-// One thread of a warp that is together: as the compiler knows that it is one, it need not look for others.
-DEVICE bool elected() {
-    u32 is;
-    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(is));
-    return is;
-}
-DEVICE int sum_of_warp(int value) { return __reduce_add_sync(~0u, value); }
-// At a barrier of sync_threads, without staying.
-DEVICE void arrive_threads(u32 barrier, u32 threads) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-DEVICE float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-DEVICE float log2_approx(float x) {
-    float y;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-DEVICE float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 #define EIGHT_OPERANDS(how, x, i) \
@@ -259,49 +228,57 @@ DEVICE void keep_in_place(u32 (&values)[SIZE]) {
 #pragma unroll
     for (int i = 0; i < SIZE; i++) asm volatile("" : "+r"(values[i])::"memory");
 }
-DEVICE void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier, u64 policy) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-        "[%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),
-        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(shared_address(barrier)), "l"(policy)
-        : "memory");
-}
-// An 8x8 matrix of 16 bits: lane 4 g + t has columns 2 t and 2 t + 1 of row g.
-DEVICE u32 transposed(u32 pair) {
-    u32 out;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+
+// -- numbers --------------------------------------------------------------------------------------------------------------
+
+DEVICE float from_bf16(bf16 value) { return __uint_as_float(static_cast<u32>(value) << 16); }
+DEVICE float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float high_bf16(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+DEVICE bf16 to_bf16(float value) {
+    bf16 out;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out) : "f"(value));
     return out;
+}
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 out;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+DEVICE u32 pack_f16(float low, float high) {
+    u32 out;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+    return out;
+}
+// Two e4m3 numbers, low byte first, as two float16.
+DEVICE u32 f16_of_e4m3(unsigned short pair) {
+    u32 out;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(pair));
+    return out;
+}
+// What is beyond 448 becomes 448.
+DEVICE unsigned short pack_e4m3(float low, float high) {
+    unsigned short out;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+    return out;
+}
+DEVICE float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+DEVICE float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 DEVICE float inverse_root_approx(float x) {
     float out;
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
-    return out;
-}
-// From the L2 cache: what another multiprocessor may have written.
-DEVICE int read_int(const int* at) {
-    int out;
-    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(out) : "l"(at) : "memory");
-    return out;
-}
-DEVICE int4 read_ints(const int* at) {
-    int4 out;
-    asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
-                 : "l"(at)
-                 : "memory");
-    return out;
-}
-DEVICE float read_float(const float* at) {
-    float out;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(out) : "l"(at) : "memory");
-    return out;
-}
-DEVICE float4 read_float4(const float* at) {
-    float4 out;
-    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w)
-                 : "l"(at)
-                 : "memory");
     return out;
 }
 // The larger of each of two unsigned numbers of 16 bits.
@@ -335,6 +312,33 @@ DEVICE void put_after_all(void* place, u32 value) {
 }
 DEVICE void put_word(void* place, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
+}
+// From the L2 cache: what another multiprocessor may have written.
+DEVICE int read_int(const int* at) {
+    int out;
+    asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(out) : "l"(at) : "memory");
+    return out;
+}
+DEVICE int4 read_ints(const int* at) {
+    int4 out;
+    asm volatile("ld.global.cg.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+                 : "l"(at)
+                 : "memory");
+    return out;
+}
+DEVICE float read_float(const float* at) {
+    float out;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(out) : "l"(at) : "memory");
+    return out;
+}
+DEVICE float4 read_float4(const float* at) {
+    float4 out;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(out.x), "=f"(out.y), "=f"(out.z), "=f"(out.w)
+                 : "l"(at)
+                 : "memory");
+    return out;
 }
 
 // -- global memory that nobody writes ---------------------------------------------------------------------------------------

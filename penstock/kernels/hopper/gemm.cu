@@ -41,7 +41,7 @@ constexpr int BATCH = ITEMS < 4 ? ITEMS : 4;
 DEVICE void copy_weight(unsigned char* to, const TensorMap* map, int step, int tile, u64* barrier) {
     // Gated: 8 channels of the gate and the same of up in turn, so that a thread gets both values of a channel.
     if (GATED)
-        copy_box_4d(to, map, step * DEPTH, 0, 0, tile * (TILE / 16), barrier, EVICT_FIRST);
+        copy_box(to, map, step * DEPTH, 0, 0, tile * (TILE / 16), barrier, EVICT_FIRST);
     else
         copy_box(to, map, step * DEPTH, tile * TILE, barrier, EVICT_FIRST);
 }

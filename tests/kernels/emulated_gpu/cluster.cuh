@@ -11,9 +11,6 @@ inline unsigned cluster_of(unsigned index) { return index / machine.cluster; }
 
 }  // namespace gpu
 
-inline void copy_box_4d(void* to, const TensorMap* map, int a, int b, int c, int d, u64* barrier, u64) {
-    copy_box_at(to, map, {a, b, c, d, 0}, barrier);
-}
 inline float4 load_from_block(const float* place, u32 block) {
     gpu::Block* own = gpu::machine.current->block;
     gpu::Block* other = gpu::met.at(gpu::cluster_of(own->index.x) * gpu::machine.cluster + block);

@@ -344,6 +344,25 @@ T atomicAdd(T* to, T value) {
     gpu::machine.progress++;
     return before;
 }
+inline u32 __ballot_sync(unsigned, bool vote) {
+    struct Mine {
+        bool vote;
+        u32 votes;
+    } mine{vote, 0};
+    gpu::warp(&mine, [](void** all) {
+        u32 votes = 0;
+        for (int lane = 0; lane < 32; lane++) votes |= static_cast<u32>(static_cast<Mine*>(all[lane])->vote) << lane;
+        for (int lane = 0; lane < 32; lane++) static_cast<Mine*>(all[lane])->votes = votes;
+    });
+    return mine.votes;
+}
+inline int __popc(u32 bits) { return __builtin_popcount(bits); }
+inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
+    const u64 both = static_cast<u64>(b) << 32 | a;
+    u32 out = 0;
+    for (int i = 0; i < 4; i++) out |= static_cast<u32>(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return out;
+}
 
 // -- device.cuh -----------------------------------------------------------------------------------------------------------
 
@@ -434,9 +453,30 @@ inline void copy_box(void* to, const TensorMap* map, int column, int row, u64* b
     copy_box_at(to, map, {column, row, 0, 0, 0}, barrier);
 }
 
+inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier) {
+    copy_box_at(to, map, {x, y, z, 0, 0}, barrier);
+}
+inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, int v, u64* barrier) {
+    copy_box_at(to, map, {x, y, z, w, v}, barrier);
+}
+inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier, u64) {
+    copy_box_at(to, map, {x, y, z, 0, 0}, barrier);
+}
+inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, u64* barrier, u64) {
+    copy_box_at(to, map, {x, y, z, w, 0}, barrier);
+}
+
 inline void fence_async_proxy() {}
 inline void sync_threads(u32 barrier, u32 threads) {
     gpu::gather(gpu::machine.current->block->named[barrier], threads, true);
+}
+inline bool elected() { return gpu::machine.current->thread % 32 == 0; }
+inline int sum_of_warp(int value) {
+    for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+    return value;
+}
+inline void arrive_threads(u32 barrier, u32 threads) {
+    gpu::gather(gpu::machine.current->block->named[barrier], threads, false);
 }
 template <int>
 void take_registers() {}
@@ -515,6 +555,10 @@ template <class T>
 T __ldg(const T* place) {
     return *place;
 }
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float log2_approx(float x) { return std::log2(x); }
+inline float reciprocal_approx(float x) { return 1.0f / x; }
+inline float inverse_root_approx(float x) { return 1.0f / std::sqrt(x); }
 
 // -- matrices -------------------------------------------------------------------------------------------------------------
 
@@ -542,6 +586,23 @@ void load_matrices_by_warp(u32 (&out)[4], u32 address) {
 }
 inline void load_matrices(u32 (&out)[4], u32 address) { load_matrices_by_warp<false>(out, address); }
 inline void load_matrices_transposed(u32 (&out)[4], u32 address) { load_matrices_by_warp<true>(out, address); }
+
+inline u32 transposed(u32 pair) {
+    u32 out;
+    struct Mine {
+        u32 pair;
+        u32* out;
+    } mine{pair, &out};
+    gpu::warp(&mine, [](void** all) {
+        auto element = [&](int row, int column) {
+            return static_cast<Mine*>(all[row * 4 + column / 2])->pair >> column % 2 * 16 & 0xFFFF;
+        };
+        for (int lane = 0; lane < 32; lane++)
+            *static_cast<Mine*>(all[lane])->out =
+                element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+    });
+    return out;
+}
 
 enum class Number { BF16, F16, E4M3 };
 template <Number KIND>
@@ -647,38 +708,6 @@ void wgmma_by_warpgroup(float* sum, const u32* a_words, u64 a_tile, u64 b_tile, 
     });
 }
 
-// -- more of the above ----------------------------------------------------------------------------------------------------
-
-inline u32 __ballot_sync(unsigned, bool vote) {
-    struct Mine {
-        bool vote;
-        u32 votes;
-    } mine{vote, 0};
-    gpu::warp(&mine, [](void** all) {
-        u32 votes = 0;
-        for (int lane = 0; lane < 32; lane++) votes |= static_cast<u32>(static_cast<Mine*>(all[lane])->vote) << lane;
-        for (int lane = 0; lane < 32; lane++) static_cast<Mine*>(all[lane])->votes = votes;
-    });
-    return mine.votes;
-}
-inline int __popc(u32 bits) { return __builtin_popcount(bits); }
-inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier) {
-    copy_box_at(to, map, {x, y, z, 0, 0}, barrier);
-}
-inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, int w, int v, u64* barrier) {
-    copy_box_at(to, map, {x, y, z, w, v}, barrier);
-}
-inline bool elected() { return gpu::machine.current->thread % 32 == 0; }
-inline int sum_of_warp(int value) {
-    for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
-    return value;
-}
-inline void arrive_threads(u32 barrier, u32 threads) {
-    gpu::gather(gpu::machine.current->block->named[barrier], threads, false);
-}
-inline float exp2_approx(float x) { return std::exp2(x); }
-inline float log2_approx(float x) { return std::log2(x); }
-inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline void start_wgmma_n128(float (&sum)[64], u64 a, u64 b) {
     wgmma_by_warpgroup<128, Number::BF16, true>(sum, nullptr, a, b, false);
 }
@@ -693,33 +722,10 @@ inline u64 swizzled_tile_of_rows(u32 address, u32 halves_apart) {
 }
 template <class T, int SIZE>
 void keep_in_place(T (&)[SIZE]) {}
-inline void copy_box(void* to, const TensorMap* map, int x, int y, int z, u64* barrier, u64) {
-    copy_box_at(to, map, {x, y, z, 0, 0}, barrier);
-}
-inline u32 transposed(u32 pair) {
-    u32 out;
-    struct Mine {
-        u32 pair;
-        u32* out;
-    } mine{pair, &out};
-    gpu::warp(&mine, [](void** all) {
-        auto element = [&](int row, int column) {
-            return static_cast<Mine*>(all[row * 4 + column / 2])->pair >> column % 2 * 16 & 0xFFFF;
-        };
-        for (int lane = 0; lane < 32; lane++)
-            *static_cast<Mine*>(all[lane])->out =
-                element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
-    });
-    return out;
-}
-inline float inverse_root_approx(float x) { return 1.0f / std::sqrt(x); }
+
+// -- global memory --------------------------------------------------------------------------------------------------------
+
 inline int read_int(const int* at) { return *at; }
 inline int4 read_ints(const int* at) { return {at[0], at[1], at[2], at[3]}; }
 inline float read_float(const float* at) { return *at; }
 inline float4 read_float4(const float* at) { return {at[0], at[1], at[2], at[3]}; }
-inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
-    const u64 both = static_cast<u64>(b) << 32 | a;
-    u32 out = 0;
-    for (int i = 0; i < 4; i++) out |= static_cast<u32>(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
-    return out;
-}
