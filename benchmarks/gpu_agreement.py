@@ -108,7 +108,7 @@ class CapturedPath:
         if forward.stacks(len(tokens), int(batch.contexts_S.max())):
             hidden = forward.decode_stacked(inputs, contexts)
         else:
-            hidden = forward.hidden(inputs.x_SC, forward.attend_decode(inputs, contexts))
+            hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts))
         logits = forward.logits(hidden[rows.long()])
         return logits, logits.argmax(-1)
 

@@ -84,7 +84,7 @@ class CudaRunner:
         """The last row of `state` is spare: it pads captured steps."""
         rows, table_blocks = state.tables_RM.shape
         device = forward.device
-        self.num_blocks = forward.num_blocks
+        self.num_blocks = forward.attention.num_blocks
         self.idle_seconds: float | None = 0.0
         self._forward = forward
         self._state = state
@@ -352,7 +352,7 @@ class CudaRunner:
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Before capturing."""
-        self._forward.allocate_cache(num_blocks)
+        self._forward.attention.allocate(num_blocks)
         self.num_blocks = num_blocks
 
     def capture_all(self) -> int:
@@ -388,7 +388,7 @@ class CudaRunner:
             hidden = forward.decode_stacked(inputs, contexts, layers)
         else:
             prefix = self._prefix_of(size) if kind.shared else None
-            hidden = forward.hidden(inputs.x_SC, forward.attend_decode(inputs, contexts, prefix), layers)
+            hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts, prefix), layers)
         logits = forward.logits(hidden, self._logits[:size])
         chosen = torch.empty(size, dtype=torch.int64, device=logits.device)
         return argmax(logits, chosen, self._scratch, feed=(state.last_token_R, rows))

@@ -1,4 +1,4 @@
-"""The decoders of `models/llama.py` and `models/moe.py` by fused Triton kernels: five launches a dense layer for one
+"""The decoders of `models/llama.py` and `models/moe.py` by fused kernels: five launches a dense layer for one
 decoding sequence.
 
     norm · qkv   →   q/k norm · rope · cache write · attention   →   out + residual
@@ -12,7 +12,6 @@ T tokens, S sequences, C hidden size, H query heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -22,32 +21,22 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels.decode_inputs_triton import DecodeInputs
-from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
-from penstock.kernels.decode_triton import Turn, decode_attention, decode_config, decode_scratch
 from penstock.kernels.gemm_triton import split_scratch
-from penstock.kernels.hopper.attention import clear_counters
-from penstock.kernels.hopper.decode import decode_stream, stream_config, streams_decode
 from penstock.kernels.hopper.layers import MOST_TOKENS, LayerShape, StackedLayers, decode_layers, fits, stack_layers
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear_triton import Begun, add_linear, gated_linear, linear
 from penstock.kernels.moe_triton import ExpertWeights, mix_experts
 from penstock.kernels.norm_triton import add_rms_norm
-from penstock.kernels.prefill_triton import prefill_attention
-from penstock.kernels.prefix_triton import SharedPrefix, prefix_splits
-from penstock.kernels.rope_triton import rope_and_cache
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig
 from penstock.models.layers import MLP, Linear
 from penstock.models.llama import DecoderLayer, FeedForward, Llama
 from penstock.models.moe import Experts
-from penstock.models.rope import Rotary
 from penstock.quantization.fp8 import quantize_channels
 from penstock.runner.batch import Batch
+from penstock.runner.paged_attention import Attend, MixedStep, PagedAttention
 from penstock.runner.row_state import RowState
 from penstock.runner.transfer import to_device
-
-# (layer, its queries, keys and values as projected [T, (H + 2 K) * D]) -> [T, H, D], with the new ones in the cache
-Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +68,8 @@ class _Layer:
     mlp: _Dense | _Routed
 
 
-@dataclass(frozen=True, slots=True)
-class MixedStep:
-    """A `Batch` on the device, as far as attention reads it."""
-
-    positions_T: torch.Tensor
-    slots_T: torch.Tensor
-    tables_SM: torch.Tensor
-    query_starts: torch.Tensor
-    contexts_S: torch.Tensor
-    num_decodes: int
-    num_queries: int  # of the other sequences, at most
-    most_padding: int = 0  # tokens at the end that belong to no sequence, at most
-
-    @classmethod
-    def of(cls, batch: Batch, put: Callable[[npt.NDArray[np.int32]], torch.Tensor]) -> MixedStep:
-        return cls(
-            positions_T=put(batch.positions_T),
-            slots_T=put(batch.slots_T),
-            tables_SM=put(batch.tables_SM),
-            query_starts=put(batch.query_starts),
-            contexts_S=put(batch.contexts_S),
-            num_decodes=batch.num_decodes,
-            num_queries=len(batch.tokens_T) - batch.num_decodes,
-        )
-
-
 class FusedForward:
-    """Weights, paged cache and scratch memory on one device. Not for use by two threads at once."""
+    """Weights, attention and scratch memory on one device. Not for use by two threads at once."""
 
     def __init__(
         self,
@@ -123,7 +86,6 @@ class FusedForward:
         spec = model.attention_spec
         self._spec = spec
         self._eps = config.norm_eps
-        self._block_size = block_size
         self.max_model_len = max_model_len
         self.num_heads = spec.num_heads
         self.embedding = model.embedding
@@ -132,34 +94,23 @@ class FusedForward:
         self._layers = [_layer(layer) for layer in model.layers]
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.device = model.embedding.device
-        self._cos_sin = _cos_sin(model.rotary, max_model_len, self.device)
-        self._kv_dtype = kv_dtype or model.embedding.dtype
-        self.allocate_cache(num_blocks)
-        self._splits = split_scratch(self.device)
-        self._stacked = _stacked(self._layers, config, self._keys) if self._keys.is_cuda and is_hopper() else None
-        self._experts = config.moe.num_experts if config.moe else 0
-        shared = max(size * prefix_splits(size, spec.num_heads, max_model_len) for size in range(1, max_seqs + 1))
-        group, rotary = spec.num_heads // spec.num_kv_heads, self._cos_sin.shape[1]
-        dtypes = (self.embedding.dtype, self._kv_dtype)
-        self._streams = streams_decode(spec.head_dim, group, block_size, rotary, *dtypes)
-        parts = decode_parts(max_seqs, spec.num_kv_heads)
-        if self._streams:
-            kv_heads = spec.num_kv_heads
-            sizes = range(1, max_seqs + 1)
-            parts = max(parts, *(stream_config(size, kv_heads).parts(size, kv_heads) for size in sizes))
-        rows = parts + shared
-        self._decode_scratch = decode_scratch(
-            max_seqs, spec.num_heads, spec.num_kv_heads, spec.head_dim, rows, self.device
+        self.attention = PagedAttention(
+            spec,
+            model.rotary,
+            [layer.head_norms for layer in self._layers],
+            self._eps,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_seqs=max_seqs,
+            max_model_len=max_model_len,
+            dtype=model.embedding.dtype,
+            kv_dtype=kv_dtype or model.embedding.dtype,
+            device=self.device,
         )
-
-    def allocate_cache(self, num_blocks: int) -> None:
-        """Anew: what is in the cache, and what was captured over it, is lost."""
-        spec = self._spec
-        shape = (spec.num_layers, num_blocks, spec.num_kv_heads, self._block_size, spec.head_dim)
-        self.num_blocks = num_blocks
-        self._keys = self._values = torch.empty(0)  # the old memory goes first
-        self._keys = torch.empty(shape, dtype=self._kv_dtype, device=self.device)
-        self._values = torch.empty(shape, dtype=self._kv_dtype, device=self.device)
+        self._splits = split_scratch(self.device)
+        keys = self.attention.keys
+        self._stacked = _stacked(self._layers, config, keys) if keys.is_cuda and is_hopper() else None
+        self._experts = config.moe.num_experts if config.moe else 0
 
     def __call__(
         self, batch: Batch, state: RowState, logit_rows: npt.NDArray[np.int32]
@@ -175,7 +126,8 @@ class FusedForward:
         put = self._put
         tokens_T = put(batch.tokens_T)
         tokens_T = torch.where(tokens_T < 0, state.last_token_R[put(batch.rows_T).long()].int(), tokens_T)
-        return self.hidden(F.embedding(tokens_T, self.embedding), self.attend_mixed(MixedStep.of(batch, put)))
+        attend = self.attention.attend_mixed(MixedStep.of(batch, put))
+        return self.hidden(F.embedding(tokens_T, self.embedding), attend)
 
     def _put(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
         return to_device(values, self.device)
@@ -187,12 +139,11 @@ class FusedForward:
             ends = torch.tensor([0, 256], dtype=torch.int32, device=self.device)
             step = MixedStep(zeros, zeros - 1, zeros[None], ends, ends[1:], num_decodes=0, num_queries=256)
             x_TC = F.embedding(zeros, self.embedding)
-            self.logits(self.hidden(x_TC, self.attend_mixed(step), self.distinct_layers)[:1])
+            self.logits(self.hidden(x_TC, self.attention.attend_mixed(step), self.distinct_layers)[:1])
 
     def clear_scratch(self) -> None:
         self._splits.arrivals.zero_()
-        self._decode_scratch.arrivals.zero_()
-        clear_counters()
+        self.attention.clear_scratch()
 
     @property
     def distinct_layers(self) -> int:
@@ -214,11 +165,11 @@ class FusedForward:
         return decode_layers(
             inputs.x_SC,
             stacked,
-            self._keys,
-            self._values,
+            self.attention.keys,
+            self.attention.values,
             inputs.tables_SM,
             contexts_S,
-            cos_sin=self._cos_sin,
+            cos_sin=self.attention.cos_sin,
             scale=spec.scale,
             window=spec.windows[0],
             num_layers=layers,
@@ -269,142 +220,6 @@ class FusedForward:
         if out is None:
             out = torch.empty((len(x_RC), len(self._head)), dtype=torch.float32, device=x_RC.device)
         return linear(x_RC, self._head, self._splits, norm=(self._norm, self._eps), out=out)
-
-    def attend_mixed(self, step: MixedStep) -> Attend:
-        """Attention of sequences that decode, then of those that compute several tokens."""
-        decodes = step.num_decodes
-        attend_decodes = self._divided(step.tables_SM[:decodes], step.contexts_S[:decodes]) if decodes else None
-
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            q_THD = self._turn(layer, qkv, step.positions_T, step.slots_T)
-            out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-            if step.most_padding:  # nobody writes it, and experts are chosen by what it becomes
-                out_THD[-step.most_padding :].zero_()
-            if attend_decodes:
-                attend_decodes(layer, out_THD[:decodes], q_THD[:decodes], None, None)
-            if step.num_queries:
-                prefill_attention(
-                    out_THD,
-                    q_THD,
-                    self._keys[layer],
-                    self._values[layer],
-                    step.tables_SM[decodes:],
-                    step.query_starts[decodes:],
-                    step.contexts_S[decodes:],
-                    num_queries=step.num_queries,
-                    scale=self._spec.scale,
-                    window=self._spec.windows[layer],
-                )
-            return out_THD
-
-        return attend
-
-    def attend_decode(
-        self, inputs: DecodeInputs, contexts_S: torch.Tensor, prefix: SharedPrefix | None = None
-    ) -> Attend:
-        """Attention of sequences that all decode, over a prefix that some of them share where there is one."""
-        spec = self._spec
-        attend_parts = self._divided(inputs.tables_SM, contexts_S, prefix)
-
-        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
-            out_SHD = qkv.new_empty((len(qkv), spec.num_heads, spec.head_dim))
-            if prefix is not None and not spec.windows[layer]:
-                q_SHD = self._turn(layer, qkv, inputs.positions_S, inputs.slots_S)
-                attend_parts(layer, out_SHD, q_SHD, None, prefix)
-            else:
-                turn = Turn(self._cos_sin, self._layers[layer].head_norms, self._eps)
-                attend_parts(layer, out_SHD, qkv, turn, None)
-            return out_SHD
-
-        return attend
-
-    def _divided(
-        self, tables_SM: torch.Tensor, contexts_S: torch.Tensor, prefix: SharedPrefix | None = None
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, Turn | None, SharedPrefix | None], None]:
-        """Decode attention by one plan for all layers of the same window."""
-        spec = self._spec
-        if self._streams:
-            return self._streamed(tables_SM, contexts_S, prefix)
-        row_bytes = spec.head_dim * self._keys.itemsize
-        config = decode_config(len(contexts_S), spec.num_kv_heads, row_bytes, after_prefix=prefix is not None)
-        parts = decode_parts(len(contexts_S), spec.num_kv_heads)
-        plans = {
-            window: plan_decode(
-                contexts_S,
-                parts,
-                config.block_n,
-                window=window,
-                shared_S=prefix.lengths_S if prefix and not window else None,
-            )
-            for window in set(spec.windows)
-        }
-
-        def attend(
-            layer: int, out_SHD: torch.Tensor, q: torch.Tensor, turn: Turn | None, prefix: SharedPrefix | None
-        ) -> None:
-            decode_attention(
-                out_SHD,
-                q,
-                self._keys[layer],
-                self._values[layer],
-                tables_SM,
-                plans[spec.windows[layer]],
-                scale=spec.scale,
-                scratch=self._decode_scratch,
-                config=config,
-                turn=turn,
-                prefix=prefix,
-            )
-
-        return attend
-
-    def _streamed(
-        self, tables_SM: torch.Tensor, contexts_S: torch.Tensor, prefix: SharedPrefix | None
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, Turn | None, SharedPrefix | None], None]:
-        """`_divided` by the kernel for Hopper."""
-        spec = self._spec
-        config = stream_config(len(contexts_S), spec.num_kv_heads)
-        plans = {
-            window: config.plan(
-                contexts_S,
-                spec.num_kv_heads,
-                window=window,
-                shared_S=prefix.lengths_S if prefix and not window else None,
-            )
-            for window in set(spec.windows)
-        }
-
-        def attend(
-            layer: int, out_SHD: torch.Tensor, q: torch.Tensor, turn: Turn | None, prefix: SharedPrefix | None
-        ) -> None:
-            decode_stream(
-                out_SHD,
-                q,
-                self._keys[layer],
-                self._values[layer],
-                tables_SM,
-                plans[spec.windows[layer]],
-                scale=spec.scale,
-                scratch=self._decode_scratch,
-                config=config,
-                turn=turn,
-                prefix=prefix,
-            )
-
-        return attend
-
-    def _turn(self, layer: int, qkv: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor) -> torch.Tensor:
-        return rope_and_cache(
-            qkv,
-            self._cos_sin,
-            positions_T,
-            slots_T,
-            self._keys[layer],
-            self._values[layer],
-            self._spec.num_heads,
-            norm_weights=self._layers[layer].head_norms,
-            eps=self._eps,
-        )
 
 
 def supports_fused(model: CausalLM, config: ModelConfig) -> TypeGuard[Llama]:
@@ -490,9 +305,3 @@ def _stacked(layers: list[_Layer], config: ModelConfig, keys: torch.Tensor) -> S
         return [tensor.data_ptr() for tensor in tensors]
 
     return stack_layers(shape, [addresses(layer) for layer in layers], config.norm_eps, keys.device, programs)
-
-
-def _cos_sin(rotary: Rotary, positions: int, device: torch.device) -> torch.Tensor:
-    """[positions, D]: cosines, then sines, of the angles of each pair."""
-    angles = torch.arange(positions, device=device).float()[:, None] * rotary.inverse_frequencies.to(device)
-    return torch.cat((angles.cos(), angles.sin()), -1) * rotary.magnitude

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 
 from penstock.kernels.sampling_triton import SamplingScratch, argmax
 from penstock.runner.batch import Batch
-from penstock.runner.fused_forward import FusedForward, MixedStep
+from penstock.runner.fused_forward import FusedForward
+from penstock.runner.paged_attention import MixedStep
 from penstock.runner.row_state import RowState
 
 _DECODES = (32, 256)
@@ -135,7 +136,9 @@ class MixedSteps:
         tables_SM = self._tables[rows_S.long()]
         padding = min(layout.tokens, _MOST_PADDING)
         step = MixedStep(positions_T, slots_T, tables_SM, starts, contexts_S, layout.decodes, layout.tokens, padding)
-        hidden_TC = forward.hidden(F.embedding(tokens_T, forward.embedding), forward.attend_mixed(step), layers)
+        hidden_TC = forward.hidden(
+            F.embedding(tokens_T, forward.embedding), forward.attention.attend_mixed(step), layers
+        )
         logits_NV = forward.logits(hidden_TC[last_N.long()], self._logits[: layout.most_sampled])
         chosen = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
         return argmax(logits_NV, chosen, self._scratch, feed=(state.last_token_R, rows_N))

@@ -143,7 +143,7 @@ class CapturedPath:
         inputs = gather_decode_inputs(
             rows, contexts, state.last_token_R, tables, self._forward.embedding, self._block_size
         )
-        hidden = self._forward.hidden(inputs.x_SC, self._forward.attend_decode(inputs, contexts))
+        hidden = self._forward.hidden(inputs.x_SC, self._forward.attention.attend_decode(inputs, contexts))
         logits = self._forward.logits(hidden[torch.from_numpy(logit_rows)])
         return logits, logits.argmax(-1)
 
