@@ -9,11 +9,11 @@ import torch
 from gpu_cases.case import BF16, COPY_BYTES, DEVICE, FP8, Case, Variant, randn, relative_error, sets_for, short
 from gpu_cases.linear import scratch
 from penstock.kernels import decode_triton as decode
-from penstock.kernels import linear_triton
+from penstock.kernels import linear as linear_layers
 from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
 from penstock.kernels.hopper.layers import LayerShape, decode_layers, stack_layers
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.linear_triton import add_linear, gated_linear, linear, product_config
+from penstock.kernels.linear import add_linear, gated_linear, linear, product_config
 from penstock.kernels.rope_triton import rope_and_cache
 from penstock.kernels.sampling_reference import sample_reference
 from penstock.kernels.sampling_triton import SamplingRows, argmax, sample, sampling_scratch
@@ -115,7 +115,7 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
         argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out=logits), tokens, sampling)
 
     def stacked_step(count: int = layers) -> None:
-        linear_triton.product_config = product_config
+        linear_layers.product_config = product_config
         x = decode_layers(
             embedded.clone(), stacked, k_all, v_all, tables, contexts, cos_sin=cos_sin, scale=0.09, num_layers=count
         )
@@ -141,7 +141,7 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
 
     def variant(label: str, choose: Callable[[torch.Tensor, torch.Tensor], object], turns: bool = True) -> Variant:
         def run(i: int) -> None:
-            linear_triton.product_config = choose  # type: ignore[assignment]
+            linear_layers.product_config = choose  # type: ignore[assignment]
             step(turns)
 
         return Variant(label, run)

@@ -24,7 +24,7 @@ from penstock.kernels.decode_inputs_triton import DecodeInputs
 from penstock.kernels.gemm_triton import split_scratch
 from penstock.kernels.hopper.layers import MOST_TOKENS, LayerShape, StackedLayers, decode_layers, fits, stack_layers
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.linear_triton import Begun, add_linear, gated_linear, linear
+from penstock.kernels.linear import Begun, add_linear, gated_linear, linear
 from penstock.kernels.moe_triton import ExpertWeights, mix_experts
 from penstock.kernels.norm_triton import add_rms_norm
 from penstock.models.base import CausalLM

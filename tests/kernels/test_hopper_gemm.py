@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels import linear_triton
+from penstock.kernels import linear as linear_layers
 from penstock.kernels.gemm_triton import linear_reference, split_scratch
 from penstock.kernels.hopper import gemm
 from penstock.kernels.hopper.gemm import (
@@ -86,13 +86,13 @@ def test_norm_between_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
     residual, x = torch.randn(rows, width).bfloat16(), torch.randn(rows, depth).bfloat16()
     down, gate_up, gain = (torch.randn(*shape).bfloat16() for shape in ((width, depth), (128, width), (width,)))
     first, second = StreamConfig(256, 2), StreamConfig(64, 2, splits=2)
-    monkeypatch.setattr(linear_triton, "hopper_config", lambda x, weight: first if weight is down else second)
+    monkeypatch.setattr(linear_layers, "hopper_config", lambda x, weight: first if weight is down else second)
     stream, scratch, norm = residual.clone(), split_scratch(torch.device("cpu"), 1, 1), (gain, norm_eps)
-    gained = linear_triton.add_linear(stream, x, down, scratch, next_gain=gain)
+    gained = linear_layers.add_linear(stream, x, down, scratch, next_gain=gain)
     close(stream, linear_reference(x, down, residual=residual), 4e-3)
-    gated = linear_triton.gated_linear(stream, gate_up, scratch, norm=norm, begun=gained)
+    gated = linear_layers.gated_linear(stream, gate_up, scratch, norm=norm, begun=gained)
     close(gated, linear_reference(stream, gate_up, norm=norm, gated=True), 8e-3)
-    plain = linear_triton.linear(stream, gate_up, scratch, norm=norm, begun=gained)
+    plain = linear_layers.linear(stream, gate_up, scratch, norm=norm, begun=gained)
     close(plain, linear_reference(stream, gate_up, norm=norm), 8e-3)
 
 

@@ -16,7 +16,7 @@ from penstock.kernels.gemm_triton import (
     stream_gemm,
     stream_gemv,
 )
-from penstock.kernels.linear_triton import Addend, add_linear, gated_linear, linear
+from penstock.kernels.linear import Addend, add_linear, gated_linear, linear
 from penstock.kernels.norm_triton import (
     ProductScales,
     add_rms_norm,
