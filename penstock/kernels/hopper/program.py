@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock.core.errors import StartupError
 from penstock.core.machine import cache_folder
 
 _FOLDER = Path(__file__).parent
@@ -194,16 +195,17 @@ def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:
 @cache
 def _nvrtc() -> ctypes.CDLL:
     """The one that torch brings, which is beside torch or in a package of NVIDIA's; else that of the system."""
-    packages = Path(torch.__file__).parent.parent
+    packages, major = Path(torch.__file__).parent.parent, (torch.version.cuda or "13").split(".")[0]
     places = [*packages.glob("nvidia/*/lib/libnvrtc.so.*"), *packages.glob("torch/lib/libnvrtc*.so*")]
     found = [str(place) for place in places if "builtins" not in place.name and ".alt." not in place.name]
-    major = (torch.version.cuda or "13").split(".")[0]
+    found.sort(key=lambda place: not place.endswith(f".{major}"))
     for name in (*found, f"libnvrtc.so.{major}", "libnvrtc.so"):
         try:
             return ctypes.CDLL(name)
         except OSError:
             continue
-    raise RuntimeError("libnvrtc, which compiles CUDA kernels, is not installed: pip install nvidia-cuda-nvrtc")
+    package = "nvidia-cuda-nvrtc" if int(major) >= 13 else f"nvidia-cuda-nvrtc-cu{major}"
+    raise StartupError(f"libnvrtc, which compiles kernels for this GPU, is not installed: pip install {package}")
 
 
 @cache
