@@ -44,7 +44,7 @@ class EmulatedKernel:
             raise RuntimeError(error.decode())
 
 
-def emulated_kernel(folder: Path, resident: int = 1):  # type: ignore[no-untyped-def]
+def emulated_kernel(folder: Path, resident: int = 1, sources: Path = _SOURCES):  # type: ignore[no-untyped-def]
     """A stand-in for `program.kernel` that compiles into `folder`."""
 
     @cache
@@ -53,7 +53,7 @@ def emulated_kernel(folder: Path, resident: int = 1):  # type: ignore[no-untyped
         tag = hashlib.sha256((file + name + macros).encode()).hexdigest()[:16]
         place = folder / tag
         place.mkdir(parents=True, exist_ok=True)
-        for path in (*_SOURCES.glob("*.cu"), *_SOURCES.glob("*.cuh"), *_FOLDER.glob("*.cuh")):  # ours come last
+        for path in (*sources.glob("*.cu"), *sources.glob("*.cuh"), *_FOLDER.glob("*.cuh")):  # ours come last
             shutil.copy(path, place / path.name)
         (place / "unit.cpp").write_text(f'#include "device.cuh"\n{macros}#include "{file}"\nEMULATED({name})\n')
         compiler = ["g++", "-std=c++17", "-O2", "-fno-strict-aliasing", "-shared", "-fPIC", "-w"]
