@@ -15,7 +15,7 @@ import torch
 from penstock.kernels.activation_triton import add_scaled, silu_mul
 from penstock.kernels.gemm_configs import stream_config
 from penstock.kernels.gemm_triton import GemvConfig, SkinnyConfig, SplitScratch, stream_gemm, stream_gemv
-from penstock.kernels.hopper.gemm import GainedRows, StreamConfig, empty_gained, hopper_gemm
+from penstock.kernels.hopper.gemm import GainedRows, HopperConfig, empty_gained, hopper_gemm
 from penstock.kernels.hopper.gemm_configs import hopper_config
 from penstock.kernels.norm_triton import ProductScales, add_rms_norm, quantize_fp8
 
@@ -72,11 +72,11 @@ def linear(
     if isinstance(config, GemvConfig):
         assert not isinstance(begun, Addend), "products of so few rows add to the residual themselves"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm)
-    if isinstance(config, StreamConfig) and isinstance(begun, GainedRows) and norm and scales is None:
+    if isinstance(config, HopperConfig) and isinstance(begun, GainedRows) and norm and scales is None:
         return hopper_gemm(out, begun.values, weight, config=config, norm=(begun.squares, norm[1]))
     inputs, x_scales = _prepare(x, scales, norm, begun)
     both = None if scales is None else (scales, x_scales)
-    if isinstance(config, StreamConfig):
+    if isinstance(config, HopperConfig):
         return hopper_gemm(out, inputs, weight, config=config, scales=both)
     return stream_gemm(out, inputs, weight, config=config, scratch=scratch, scales=both)
 
@@ -103,11 +103,11 @@ def gated_linear(
     if isinstance(config, GemvConfig):
         assert not isinstance(begun, Addend), "products of so few rows add to the residual themselves"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm, gated=True)
-    if isinstance(config, StreamConfig) and isinstance(begun, GainedRows) and scales is None:
+    if isinstance(config, HopperConfig) and isinstance(begun, GainedRows) and scales is None:
         return hopper_gemm(out, begun.values, weight, config=config, norm=(begun.squares, norm[1]), gated=True)
     inputs, x_scales = _prepare(x, scales, norm, begun)
     both_scales = None if scales is None else (scales, x_scales)
-    if isinstance(config, StreamConfig):
+    if isinstance(config, HopperConfig):
         return hopper_gemm(out, inputs, weight, config=config, scales=both_scales, gated=True)
     return stream_gemm(out, inputs, weight, config=config, scratch=scratch, scales=both_scales, gated=True)
 
@@ -131,7 +131,7 @@ def add_linear(
         return None
     inputs, x_scales = (x.values, x.scales) if isinstance(x, QuantizedRows) else _prepare(x, scales, None)
     both = None if scales is None else (scales, x_scales)
-    if isinstance(config, StreamConfig):
+    if isinstance(config, HopperConfig):
         if next_gain is None or scales is not None or residual.numel() > _MOST_GAINED:
             hopper_gemm(residual, inputs, weight, config=config, scales=both, add=True)
             return None
@@ -150,7 +150,7 @@ def add_linear(
     return None
 
 
-def product_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | SkinnyConfig | StreamConfig | None:
+def product_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | SkinnyConfig | HopperConfig | None:
     """How to stream the weight for these rows; None where cuBLAS is faster."""
     return hopper_config(x, weight) or stream_config(weight, len(x))
 

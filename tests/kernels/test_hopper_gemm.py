@@ -16,7 +16,7 @@ from penstock.kernels.gemm_triton import linear_reference, split_scratch
 from penstock.kernels.hopper import gemm
 from penstock.kernels.hopper.gemm import (
     STEP_BYTES,
-    StreamConfig,
+    HopperConfig,
     hopper_gemm,
     padded_rows,
     shared_bytes,
@@ -45,17 +45,17 @@ def close(actual: object, expected: torch.Tensor, error: float) -> None:
 @pytest.mark.parametrize(
     ("config", "rows", "n", "k", "kind", "fp8"),
     [
-        (StreamConfig(128, 2), 5, 200, 192, "wide", False),  # a tile past the end, more steps than stages
-        (StreamConfig(64, 2, splits=2), 9, 64, 320, "add", False),  # an odd number of steps for two blocks
-        (StreamConfig(256, 2), 16, 256, 384, "gated", True),
-        (StreamConfig(64, 2, splits=4), 16, 128, 256, "gated", False),
-        (StreamConfig(128, 2, splits=3), 23, 128, 512, "plain", False),  # rows and steps are no multiples of 3
-        (StreamConfig(128, 3, splits=2), 10, 128, 512, "add", True),
-        (StreamConfig(256, 2), 150, 256, 128, "plain", True),  # registers are moved between warpgroups
+        (HopperConfig(128, 2), 5, 200, 192, "wide", False),  # a tile past the end, more steps than stages
+        (HopperConfig(64, 2, splits=2), 9, 64, 320, "add", False),  # an odd number of steps for two blocks
+        (HopperConfig(256, 2), 16, 256, 384, "gated", True),
+        (HopperConfig(64, 2, splits=4), 16, 128, 256, "gated", False),
+        (HopperConfig(128, 2, splits=3), 23, 128, 512, "plain", False),  # rows and steps are no multiples of 3
+        (HopperConfig(128, 3, splits=2), 10, 128, 512, "add", True),
+        (HopperConfig(256, 2), 150, 256, 128, "plain", True),  # registers are moved between warpgroups
     ],
 )
 def test_product_is_that_of_the_reference(
-    config: StreamConfig, rows: int, n: int, k: int, kind: str, fp8: bool
+    config: HopperConfig, rows: int, n: int, k: int, kind: str, fp8: bool
 ) -> None:
     torch.manual_seed(rows * n + k)
     weight, x = torch.randn(n, k), torch.randn(rows + 1, k + 64)[:rows, :k]
@@ -85,7 +85,7 @@ def test_norm_between_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     residual, x = torch.randn(rows, width).bfloat16(), torch.randn(rows, depth).bfloat16()
     down, gate_up, gain = (torch.randn(*shape).bfloat16() for shape in ((width, depth), (128, width), (width,)))
-    first, second = StreamConfig(256, 2), StreamConfig(64, 2, splits=2)
+    first, second = HopperConfig(256, 2), HopperConfig(64, 2, splits=2)
     monkeypatch.setattr(linear_layers, "hopper_config", lambda x, weight: first if weight is down else second)
     stream, scratch, norm = residual.clone(), split_scratch(torch.device("cpu"), 1, 1), (gain, norm_eps)
     gained = linear_layers.add_linear(stream, x, down, scratch, next_gain=gain)

@@ -167,12 +167,6 @@ DEVICE void mma_f16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// The same over 32 numbers of 8 bits.
-DEVICE void mma_e4m3(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // wgmma reads shared memory in tiles of 8 rows of 128 bytes, swizzled as TMA writes them: rows 128 bytes apart, groups of
 // 8 rows 1,024 bytes apart. The tile begins at a multiple of 1,024; within its 128 bytes, step by adding bytes to `address`.

@@ -18,7 +18,7 @@ STEP_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
-class StreamConfig:
+class HopperConfig:
     tile: int  # output channels of a block: 64, 128 or 256 (gated: half of them of the gate)
     stages: int  # steps of 128 bytes of K in flight
     splits: int = 1  # blocks along K that share a tile, a cluster
@@ -36,14 +36,14 @@ def padded_rows(rows: int) -> int:
     return next(size for size in _ROWS if rows <= size)
 
 
-def shared_bytes(config: StreamConfig, rows: int, gated: bool) -> int:
+def shared_bytes(config: HopperConfig, rows: int, gated: bool) -> int:
     """The ring of stages, where the sums are laid down in the end; two barriers per stage; a number per row."""
     ring = config.stages * (config.tile + rows) * STEP_BYTES
     laid = config.tile // 2 if gated and config.splits == 1 else config.tile
     return max(ring, rows * (laid + 4) * 4) + 16 * config.stages + 4 * rows
 
 
-def empty_gained(x: torch.Tensor, config: StreamConfig) -> GainedRows:
+def empty_gained(x: torch.Tensor, config: HopperConfig) -> GainedRows:
     """For a product of that configuration to fill, in the shape of the residual stream `x`."""
     rows, width = x.shape
     slots = -(-width // min(config.tile, 128))
@@ -56,7 +56,7 @@ def hopper_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
-    config: StreamConfig,
+    config: HopperConfig,
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,

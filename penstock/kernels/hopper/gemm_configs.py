@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from penstock.kernels.hopper.gemm import STEP_BYTES, StreamConfig, padded_rows
+from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows
 from penstock.kernels.hopper.program import is_hopper
 
 _LEAST_ROWS = 5  # fewer are vectors
@@ -16,7 +16,7 @@ _BLOCKS = 132  # the multiprocessors of an H200, one block each
 _WHOLE, _HALF, _QUARTER = 224 << 10, 110 << 10, 54 << 10  # of a multiprocessor's shared memory, for stages
 
 
-def hopper_config(x: torch.Tensor, weight: torch.Tensor) -> StreamConfig | None:
+def hopper_config(x: torch.Tensor, weight: torch.Tensor) -> HopperConfig | None:
     """How to stream `weight` [N, K] for the rows of `x`, quantised or not yet; None where others are faster."""
     rows, (n, k) = len(x), weight.shape
     if x.dtype != torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.float8_e4m3fn) or not is_hopper():
@@ -35,7 +35,7 @@ def most_rows(n: int, k: int, itemsize: int) -> int:
     return 224 if n * k >= 1 << 24 else 160
 
 
-def blocks_of(n: int, k: int, itemsize: int, rows: int) -> StreamConfig:
+def blocks_of(n: int, k: int, itemsize: int, rows: int) -> HopperConfig:
     steps, padded = -(-k * itemsize // STEP_BYTES), padded_rows(rows)
     tiles = -(-n // 64)
     if tiles <= 2 * _BLOCKS:
@@ -54,6 +54,6 @@ def blocks_of(n: int, k: int, itemsize: int, rows: int) -> StreamConfig:
     return _config(256 if padded <= 192 else 128, 1, _WHOLE, steps, padded)
 
 
-def _config(tile: int, splits: int, ring: int, steps: int, padded: int) -> StreamConfig:
+def _config(tile: int, splits: int, ring: int, steps: int, padded: int) -> HopperConfig:
     stages = ring // ((tile + padded) * STEP_BYTES)
-    return StreamConfig(tile, min(stages, -(-steps // splits)), splits)
+    return HopperConfig(tile, min(stages, -(-steps // splits)), splits)

@@ -48,26 +48,14 @@
 #define SHAPE "m64n32"
 #define OPERANDS "{" NAMES_16 "}, %16, %17"
 #define SUMS SUMS_16
-#elif ROWS == 48
-#define SHAPE "m64n48"
-#define OPERANDS "{" NAMES_24 "}, %24, %25"
-#define SUMS SUMS_24
 #elif ROWS == 64
 #define SHAPE "m64n64"
 #define OPERANDS "{" NAMES_32 "}, %32, %33"
 #define SUMS SUMS_32
-#elif ROWS == 80
-#define SHAPE "m64n80"
-#define OPERANDS "{" NAMES_40 "}, %40, %41"
-#define SUMS SUMS_40
 #elif ROWS == 96
 #define SHAPE "m64n96"
 #define OPERANDS "{" NAMES_48 "}, %48, %49"
 #define SUMS SUMS_48
-#elif ROWS == 112
-#define SHAPE "m64n112"
-#define OPERANDS "{" NAMES_56 "}, %56, %57"
-#define SUMS SUMS_56
 #elif ROWS == 128
 #define SHAPE "m64n128"
 #define OPERANDS "{" NAMES_64 "}, %64, %65"

@@ -645,7 +645,6 @@ void mma_by_warp(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 inline void mma_bf16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_by_warp<Number::BF16>(sum, a, b0, b1); }
 inline void mma_f16(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_by_warp<Number::F16>(sum, a, b0, b1); }
-inline void mma_e4m3(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) { mma_by_warp<Number::E4M3>(sum, a, b0, b1); }
 
 inline u64 swizzled_tile(u32 address) {
     return static_cast<u64>((address & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
