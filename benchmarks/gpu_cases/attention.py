@@ -70,7 +70,7 @@ def decode_case(heads: int, dtype: torch.dtype, contexts: list[int], name: str) 
         f"decode H{heads} {short(dtype)} {name}",
         size / COPY_BYTES,
         sets,
-        [variant(c, n) for c, n in product(configs, choices)] + [streamed(c) for c in streams if is_hopper()],
+        [variant(c, n) for c, n in product(configs, choices)] + [streamed(c) for c in streams if is_hopper(DEVICE)],
     )
 
 

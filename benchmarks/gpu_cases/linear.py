@@ -198,7 +198,7 @@ def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
     variants = [gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
     if 1 < rows <= 64:
         variants += [gemm(config) for config in skinny_configs(n, k, dtype, rows)]
-    if rows > 4 and is_hopper():
+    if rows > 4 and is_hopper(DEVICE):
         variants.append(hopper())
     return Case(
         f"{name} {short(dtype)} rows {rows}", size / COPY_BYTES, sets, [*variants, Variant("* cublas", library)]
@@ -225,7 +225,7 @@ def gained_case(rows: int, width: int, depth: int) -> Case:
         summed = linear_reference(x, pairs[0][0], residual=residual).to(BF16)
         return relative_error(out, linear_reference(summed, pairs[0][1], norm=(gain, 1e-5), gated=True))
 
-    variants = [Variant("begun and finished", run, error)] if is_hopper() else []
+    variants = [Variant("begun and finished", run, error)] if is_hopper(DEVICE) else []
     return Case(f"norm between products {rows}x{width}", 6 * width * depth / COPY_BYTES, sets, variants)
 
 

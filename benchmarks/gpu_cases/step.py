@@ -151,6 +151,6 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
         variant("rope apart", product_config, turns=False),
         variant("* library only", lambda x, weight: None),
     ]
-    if rows == 1 and is_hopper():
+    if rows == 1 and is_hopper(DEVICE):
         variants.append(Variant("one launch", lambda i: stacked_step(), stacked_error))
     return Case(f"step {model} {short(dtype)} S{rows} ctx {context}", size / COPY_BYTES, 1, variants)

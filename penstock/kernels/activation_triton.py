@@ -66,7 +66,7 @@ def silu_mul(
     if out is None:
         dtype = gate_up.dtype if scales is None else torch.float8_e4m3fn
         out = torch.empty((rows, width), dtype=dtype, device=gate_up.device)
-    if scales is not None and is_hopper() and gate_up.dtype == torch.bfloat16 and width % 8 == 0:
+    if scales is not None and is_hopper(gate_up.device) and gate_up.dtype == torch.bfloat16 and width % 8 == 0:
         return silu_mul_e4m3(out, scales, gate_up, (unscaled.of_rows, unscaled.of_channels) if unscaled else None)
     # A quantised row needs its maximum, so one program holds it whole.
     block = min(1024, triton.next_power_of_2(width)) if scales is None else triton.next_power_of_2(width)

@@ -108,8 +108,7 @@ class FusedForward:
             device=self.device,
         )
         self._splits = split_scratch(self.device)
-        keys = self.attention.keys
-        self._stacked = _stacked(self._layers, config, keys) if keys.is_cuda and is_hopper() else None
+        self._stacked = _stacked(self._layers, config, self.attention.keys) if is_hopper(self.device) else None
         self._experts = config.moe.num_experts if config.moe else 0
 
     def __call__(

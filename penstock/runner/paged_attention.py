@@ -81,7 +81,8 @@ class PagedAttention:
         self.cos_sin = _cos_sin(rotary, max_model_len, device)
         self.allocate(num_blocks)
         H, K = spec.num_heads, spec.num_kv_heads
-        self._streams = streams_decode(spec.head_dim, H // K, block_size, self.cos_sin.shape[1], dtype, kv_dtype)
+        turned = self.cos_sin.shape[1]
+        self._streams = streams_decode(spec.head_dim, H // K, block_size, turned, dtype, kv_dtype, device)
         sizes = range(1, max_seqs + 1)
         shared = max(size * prefix_splits(size, H, max_model_len) for size in sizes)
         parts = max(stream_config(size, K).parts(size, K) if self._streams else decode_parts(size, K) for size in sizes)
@@ -98,7 +99,7 @@ class PagedAttention:
 
     def clear_scratch(self) -> None:
         self._scratch.arrivals.zero_()
-        clear_counters()
+        clear_counters(self._device)
 
     def attend_mixed(self, step: MixedStep) -> Attend:
         """Attention of sequences that decode, then of those that compute several tokens."""

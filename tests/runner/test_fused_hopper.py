@@ -65,7 +65,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     for module in (tensor_map, gemm, decode):
         monkeypatch.setattr(module, "tensor_map", emulated_tensor_map)
     for module in (program, gemm_configs, decode, activation_triton):
-        monkeypatch.setattr(module, "is_hopper", lambda: True)
+        monkeypatch.setattr(module, "is_hopper", lambda device: True)
     scratch = attention.new_scratch(CPU)
     monkeypatch.setattr(attention, "_scratch", lambda: scratch)
     monkeypatch.setattr(attention, "_multiprocessors", lambda: 3)

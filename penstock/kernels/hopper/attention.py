@@ -20,11 +20,10 @@ _SLOTS = 512  # pieces of tiles with many keys
 def suits_hopper(q_THD: torch.Tensor, k_cache: torch.Tensor, window: int = 0) -> bool:
     D, block_size = q_THD.shape[2], k_cache.shape[2]
     return (
-        q_THD.is_cuda
-        and q_THD.dtype == k_cache.dtype == torch.bfloat16
+        q_THD.dtype == k_cache.dtype == torch.bfloat16
         and (D, block_size, window) == (128, 16, 0)
         and q_THD.shape[1] // k_cache.shape[1] <= _ROWS
-        and program.is_hopper()
+        and program.is_hopper(q_THD.device)
     )
 
 
@@ -99,9 +98,9 @@ def _scratch() -> tuple[torch.Tensor, ...]:
         return new_scratch(torch.device("cuda"))
 
 
-def clear_counters() -> None:
+def clear_counters(device: torch.device) -> None:
     """After launches side by side, which kernels compile by: they may leave counters that are not zero."""
-    if program.is_hopper():
+    if program.is_hopper(device):
         _scratch()[2].zero_()
 
 

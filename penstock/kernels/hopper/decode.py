@@ -55,11 +55,17 @@ def stream_config(num_seqs: int, num_kv_heads: int) -> StreamConfig:
 
 
 def streams_decode(
-    head_dim: int, group: int, block_size: int, rotary: int, dtype: torch.dtype, kv_dtype: torch.dtype
+    head_dim: int,
+    group: int,
+    block_size: int,
+    rotary: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    device: torch.device,
 ) -> bool:
     """Whether there is a kernel for that here."""
     fits = head_dim == _HEAD_DIM and group <= _MOST_GROUP and block_size == _BLOCK_SIZE and rotary % 4 == 0
-    return fits and dtype == torch.bfloat16 and kv_dtype in (dtype, torch.float8_e4m3fn) and is_hopper()
+    return fits and dtype == torch.bfloat16 and kv_dtype in (dtype, torch.float8_e4m3fn) and is_hopper(device)
 
 
 def _map(cache: torch.Tensor) -> TensorMap:

@@ -19,9 +19,9 @@ _WHOLE, _HALF, _QUARTER = 224 << 10, 110 << 10, 54 << 10  # of a multiprocessor'
 def hopper_config(x: torch.Tensor, weight: torch.Tensor) -> HopperConfig | None:
     """How to stream `weight` [N, K] for the rows of `x`, quantised or not yet; None where others are faster."""
     rows, (n, k) = len(x), weight.shape
-    if x.dtype != torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.float8_e4m3fn) or not is_hopper():
+    if x.dtype != torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         return None
-    if n % 16 or k % 16 or not _LEAST_ROWS <= rows <= most_rows(n, k, weight.itemsize):
+    if not is_hopper(x.device) or n % 16 or k % 16 or not _LEAST_ROWS <= rows <= most_rows(n, k, weight.itemsize):
         return None
     return blocks_of(n, k, weight.itemsize, rows)
 
