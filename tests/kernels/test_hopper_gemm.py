@@ -21,7 +21,7 @@ from penstock.kernels.hopper.gemm import (
     padded_rows,
     shared_bytes,
 )
-from penstock.kernels.hopper.gemm_configs import blocks_of
+from penstock.kernels.hopper.gemm_configs import blocks_of, most_rows
 from penstock.kernels.norm_triton import quantize_fp8_reference
 from tests.kernels.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 
@@ -52,6 +52,8 @@ def close(actual: object, expected: torch.Tensor, error: float) -> None:
         (HopperConfig(128, 2, splits=3), 23, 128, 512, "plain", False),  # rows and steps are no multiples of 3
         (HopperConfig(128, 3, splits=2), 10, 128, 512, "add", True),
         (HopperConfig(256, 2), 150, 256, 128, "plain", True),  # registers are moved between warpgroups
+        (HopperConfig(64, 2, splits=2, row_blocks=3), 39, 96, 256, "add", True),  # the third has seven rows
+        (HopperConfig(128, 2, row_blocks=2), 20, 160, 128, "wide", False),
     ],
 )
 def test_product_is_that_of_the_reference(
@@ -80,12 +82,20 @@ def test_product_is_that_of_the_reference(
 
 
 @pytest.mark.usefixtures("emulated")
-def test_norm_between_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, width, depth, norm_eps = 11, 256, 128, 1e-2
+@pytest.mark.parametrize(
+    ("rows", "first", "second"),
+    [
+        (11, HopperConfig(256, 2), HopperConfig(64, 2, splits=2)),
+        (21, HopperConfig(64, 2, splits=2, row_blocks=2), HopperConfig(128, 2, row_blocks=2)),
+    ],
+)
+def test_norm_between_two_products(
+    rows: int, first: HopperConfig, second: HopperConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width, depth, norm_eps = 256, 128, 1e-2
     torch.manual_seed(0)
     residual, x = torch.randn(rows, width).bfloat16(), torch.randn(rows, depth).bfloat16()
     down, gate_up, gain = (torch.randn(*shape).bfloat16() for shape in ((width, depth), (128, width), (width,)))
-    first, second = HopperConfig(256, 2), HopperConfig(64, 2, splits=2)
     monkeypatch.setattr(linear_layers, "hopper_config", lambda x, weight: first if weight is down else second)
     stream, scratch, norm = residual.clone(), split_scratch(torch.device("cpu"), 1, 1), (gain, norm_eps)
     gained = linear_layers.add_linear(stream, x, down, scratch, next_gain=gain)
@@ -100,23 +110,28 @@ def test_norm_between_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
     n=st.integers(1, 10_000).map(lambda units: 16 * units),
     k=st.integers(1, 2_000).map(lambda units: 16 * units),
     itemsize=st.sampled_from([1, 2]),
-    rows=st.integers(1, 256),
+    rows=st.integers(5, 512),
 )
 def test_any_product_is_cut_into_blocks_that_fit(n: int, k: int, itemsize: int, rows: int) -> None:
+    rows = min(rows, most_rows(n, k, itemsize))
     config, steps = blocks_of(n, k, itemsize, rows), -(-k * itemsize // STEP_BYTES)
+    padded = padded_rows(rows, config.row_blocks)
+    assert padded * config.row_blocks >= rows
+    assert padded * max(1, config.tile // 128) <= 384  # sums in registers of two warpgroups
     assert 1 <= config.stages * config.splits < steps + config.splits
-    assert shared_bytes(config, padded_rows(rows), gated=False) <= _SHARED_BYTES
-    assert config.splits == 1 or -(-n // config.tile) * config.splits <= 132
+    assert shared_bytes(config, padded, gated=False) <= _SHARED_BYTES
+    assert config.splits == 1 or -(-n // config.tile) * config.row_blocks * config.splits <= 132
 
 
 def test_blocks_of_common_products_are_those_measured_best() -> None:
-    def blocks(n: int, k: int, itemsize: int, *rows: int) -> list[tuple[int, int, int]]:
+    def blocks(n: int, k: int, itemsize: int, *rows: int) -> list[tuple[int, ...]]:
         configs = [blocks_of(n, k, itemsize, number) for number in rows]
-        return [(config.tile, config.stages, config.splits) for config in configs]
+        return [(config.tile, config.stages, config.splits, config.row_blocks) for config in configs]
 
-    assert blocks(4096, 14336, 2, 32, 160) == [(64, 18, 2), (64, 8, 2)]
+    assert blocks(4096, 14336, 2, 32, 160) == [(64, 18, 2, 1), (64, 8, 2, 1)]
     assert blocks(28672, 4096, 1, 16, 32, 64, 96, 192, 224) == [
-        (64, 5, 1), (128, 5, 1), (128, 9, 1), (256, 5, 1), (256, 4, 1), (128, 5, 1),
+        (64, 5, 1, 1), (128, 5, 1, 1), (128, 9, 1, 1), (256, 5, 1, 1), (256, 4, 1, 1), (128, 5, 1, 1),
     ]  # fmt: skip
-    assert blocks(1024, 2048, 2, 32, 128) == [(64, 8, 4), (64, 8, 4)]
-    assert blocks(4096, 1024, 2, 32, 128) == [(64, 9, 1), (64, 9, 1)]
+    assert blocks(1024, 2048, 2, 32, 128, 384) == [(64, 8, 4, 1), (64, 8, 4, 1), (64, 11, 2, 4)]
+    assert blocks(4096, 1024, 2, 32, 128, 256, 512) == [(64, 9, 1, 1), (64, 9, 1, 1), (64, 9, 1, 2), (128, 7, 1, 4)]
+    assert blocks(6144, 1024, 2, 192, 512) == [(128, 8, 1, 2), (128, 4, 1, 2)]

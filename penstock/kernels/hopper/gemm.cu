@@ -1,12 +1,13 @@
-// out[rows, N] = x[rows, K] weight[N, K]^T for up to 256 rows: the weight is streamed once, by the tensor memory
+// out[rows, N] = x[rows, K] weight[N, K]^T for up to some hundred rows: the weight is streamed by the tensor memory
 // accelerator, and is the long side of the matrix instructions, so that few rows waste nothing.
 //
-// A block computes TILE channels for all rows over its part of K. One warp copies, TILE / 64 (at most 2) warpgroups multiply.
+// A block computes TILE channels of ROWS rows over its part of K; where there are more rows, blocks that share a tile are
+// neighbours, and all but the first find it in the cache. One warp copies, TILE / 64 (at most 2) warpgroups multiply.
 // The first weights are on their way before the previous kernel has ended. Sums are laid down in shared memory, where
 // the SPLITS blocks that share a tile (a cluster) read each other's and finish some rows each: in a fixed order, without
 // scratch memory.
 //
-// ROWS     rows rounded up, a multiple of 16     FP8    e4m3 with scales of channels and rows, else bfloat16
+// ROWS     of a block, a multiple of 16          FP8    e4m3 with scales of channels and rows, else bfloat16
 // TILE     channels of a block: 64, 128, 256     GATED  SiLU(gate) * up: a tile has TILE / 2 channels of each
 // STAGES   steps of 128 bytes of K in flight     ADD    out += product
 // SPLITS   blocks along K                        WIDE   out is float32, else bfloat16
@@ -112,14 +113,20 @@ DEVICE void load_before(uint2 (&before)[BATCH], const void* out, int begin, int 
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
      const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* gained,
-     float* squares, int rows, int width, int steps, int stride_out, int slots, float per_channel, float eps) {
+     float* squares, int all_rows, int row_blocks, int width, int steps, int stride_out, int slots, float per_channel,
+     float eps) {
     SHARED_MEMORY(ring);
     u64* full = reinterpret_cast<u64*>(ring + RING_BYTES);
     u64* empty = full + STAGES;
     float* factors = reinterpret_cast<float*>(empty + STAGES);  // of the rows
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int tile = blockIdx.x / SPLITS, split = blockIdx.x % SPLITS;
+    const int tile = blockIdx.x / SPLITS / row_blocks, split = blockIdx.x % SPLITS;
+    const int first_row = blockIdx.x / SPLITS % row_blocks * ROWS;
+    const int rows = all_rows - first_row < ROWS ? all_rows - first_row : ROWS;
+    out = static_cast<unsigned char*>(out) + i64(first_row) * stride_out * (WIDE ? 4 : 2);
+    row_scales += first_row, squares += first_row;
+    gained += i64(first_row) * width;
     const int first = steps * split / SPLITS, count = steps * (split + 1) / SPLITS - first;
     const int ahead = count < STAGES ? count : STAGES;
     const bool copies = threadIdx.x == THREADS;
@@ -149,14 +156,14 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
         if (copies) {
             wait_for_previous();
             for (int i = 0; i < ahead; i++)
-                copy_box(ring + i * STAGE_BYTES + WEIGHT_BYTES, &x_map, (first + i) * DEPTH, 0, &full[i], EVICT_LAST);
+                copy_box(ring + i * STAGE_BYTES + WEIGHT_BYTES, &x_map, (first + i) * DEPTH, first_row, &full[i], EVICT_LAST);
             int stage = 0;
             u32 parity = 0;
             for (int i = ahead; i < count; i++) {
                 await(&empty[stage], parity);
                 arrive_expecting(&full[stage], STAGE_BYTES);
                 copy_weight(ring + stage * STAGE_BYTES, &weight_map, first + i, tile, &full[stage]);
-                copy_box(ring + stage * STAGE_BYTES + WEIGHT_BYTES, &x_map, (first + i) * DEPTH, 0, &full[stage], EVICT_LAST);
+                copy_box(ring + stage * STAGE_BYTES + WEIGHT_BYTES, &x_map, (first + i) * DEPTH, first_row, &full[stage], EVICT_LAST);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
             let_next_start();  // its weights follow ours: earlier they would only be in their way
@@ -166,7 +173,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
         if (HELPERS && helper >= 0) {
             wait_for_previous();
             for (int row = helper; row < rows; row += HELPERS)
-                factors[row] = inverse_root(row_scales + row, rows, slots, per_channel, eps);
+                factors[row] = inverse_root(row_scales + row, all_rows, slots, per_channel, eps);
             sync_threads(1, THREADS + HELPERS);
         }
         if (SPLITS > 1) sync_cluster();
@@ -269,7 +276,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
                 if (FEEDS) {
 #pragma unroll
                     for (int other = 1; other < LANES; other *= 2) square += __shfl_xor_sync(0xffffffffu, square, other);
-                    if (real && lane % LANES == 0) squares[at.column / (LANES * 4) * rows + at.row] = square;
+                    if (real && lane % LANES == 0) squares[at.column / (LANES * 4) * all_rows + at.row] = square;
                 }
             }
         }

@@ -1,4 +1,4 @@
-"""Weight-streaming products on Hopper: out[rows, N] = x[rows, K] @ weight[N, K].T for 5 to 256 rows.
+"""Weight-streaming products on Hopper: out[rows, N] = x[rows, K] @ weight[N, K].T for 5 rows to some hundred.
 
 What `gemm.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of
 `x`; SiLU(gate) * up or the addition to the residual are part of it. The reference is `gemm_triton.linear_reference`.
@@ -22,6 +22,7 @@ class HopperConfig:
     tile: int  # output channels of a block: 64, 128 or 256 (gated: half of them of the gate)
     stages: int  # steps of 128 bytes of K in flight
     splits: int = 1  # blocks along K that share a tile, a cluster
+    row_blocks: int = 1  # into which the rows are divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,9 @@ class GainedRows:
     squares: torch.Tensor  # float32 [slots, T]: sums of squares before that, of some channels each
 
 
-def padded_rows(rows: int) -> int:
-    return next(size for size in _ROWS if rows <= size)
+def padded_rows(rows: int, row_blocks: int = 1) -> int:
+    """Of one block."""
+    return next(size for size in _ROWS if rows <= size * row_blocks)
 
 
 def shared_bytes(config: HopperConfig, rows: int, gated: bool) -> int:
@@ -70,10 +72,10 @@ def hopper_gemm(
     `feeds`: (gain, what it fills) for the RMSNorm of the sum `out`; bfloat16 only, as `norm`.
     """
     rows, depth = x.shape
-    padded, step = padded_rows(rows), STEP_BYTES // x.itemsize
+    padded, step = padded_rows(rows, config.row_blocks), STEP_BYTES // x.itemsize
     columns = len(weight) // 2 if gated else len(weight)
     width = config.tile // 2 if gated else config.tile
-    blocks = -(-columns // width) * config.splits
+    blocks = -(-columns // width) * config.row_blocks * config.splits
     groups = 1 if config.tile == 64 else 2
     crowded = config.tile // 64 // groups * padded > 256
     program = kernel(
@@ -86,8 +88,9 @@ def hopper_gemm(
     program(
         (blocks,), groups * 128 + (128 if crowded or norm else 32), shared_bytes(config, padded, gated),
         _weight_map(weight, config.tile, step, gated), tensor_map(x, (padded, step)),
-        out, of_channels, of_rows, gain, gained.values, gained.squares, rows, columns, -(-depth // step), out.stride(0),
-        len(of_rows), 1.0 / depth, norm[1] if norm else 0.0, pdl=True, cluster=config.splits,
+        out, of_channels, of_rows, gain, gained.values, gained.squares, rows, config.row_blocks, columns,
+        -(-depth // step), out.stride(0), len(of_rows), 1.0 / depth, norm[1] if norm else 0.0,
+        pdl=True, cluster=config.splits,
     )  # fmt: skip
     return out
 
