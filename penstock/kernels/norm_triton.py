@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.hopper.activation import quantize_e4m3
+from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.overlap_triton import overlaps_launches
 
 FP8_MAX = tl.constexpr(448.0)  # of e4m3
@@ -106,6 +108,8 @@ def quantize_fp8(x: torch.Tensor, scales: torch.Tensor, out: torch.Tensor | None
     rows, width = x.shape
     if out is None:
         out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
+    if is_hopper(x.device) and x.dtype == torch.bfloat16 and width % 8 == 0 and x.is_contiguous():
+        return quantize_e4m3(out, scales, x)
     block = triton.next_power_of_2(width)
     pdl = overlaps_launches()
     _quantize_kernel[(rows,)](

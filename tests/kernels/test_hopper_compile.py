@@ -13,8 +13,8 @@ PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "NORMED": 0, "FEEDS": 0}
 LLAMA = {"HIDDEN": 4096, "INNER": 14336, "HEADS": 32, "KV_HEADS": 8, "HEAD_NORM": 0, "PROGRAMS": 132, "UNDERWAY": 4}
 QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 1, "PROGRAMS": 132, "UNDERWAY": 2}
 VARIANTS = [
-    ("activation.cu", {"WIDTH": 14336, "SCALED": 1}),
-    ("activation.cu", {"WIDTH": 3072, "SCALED": 0}),
+    ("activation.cu", {"WIDTH": 14336, "GATED": 1, "SCALED": 1}),
+    ("activation.cu", {"WIDTH": 14336, "GATED": 0, "SCALED": 0}),
     ("decode.cu", {"GROUP": 4, "KV_HEADS": 8, "ROTARY": 128, "NORM": 0, "FP8": 1, "STAGES": 4}),
     ("decode.cu", {"GROUP": 2, "KV_HEADS": 8, "ROTARY": 128, "NORM": 1, "FP8": 0, "STAGES": 3}),
     ("gemm.cu", PLAIN | {"ROWS": 32, "TILE": 64, "STAGES": 18, "SPLITS": 2, "ADD": 1, "FEEDS": 1}),

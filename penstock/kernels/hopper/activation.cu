@@ -1,8 +1,9 @@
-// SiLU(gate) * up of one row, quantised to e4m3 with a scale of its own. The row stays in registers between finding its
-// largest value and quantising it, and all of its loads are under way at once: Triton, which pads rows to a power of
-// two, reaches half of the bandwidth.
+// One row, or SiLU(gate) * up of one, quantised to e4m3 with a scale of its own. The row stays in registers between
+// finding its largest value and quantising it, and all of its loads are under way at once: Triton, which pads rows to a
+// power of two, reaches half of the bandwidth.
 //
-// WIDTH: of the result, a multiple of 8. SCALED: the product comes without the scales of its row and channels.
+// WIDTH: of the result, a multiple of 8. GATED: SiLU(gate) * up, and then SCALED: they come without the scales of their
+// row and channels.
 #include "device.cuh"
 
 constexpr int THREADS = 256, VECTORS = (WIDTH / 8 + THREADS - 1) / THREADS;
@@ -16,11 +17,11 @@ DEVICE void load_floats(float (&out)[8], const float* from) {
 DEVICE float silu_mul(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-    silu_mul_e4m3(e4m3* out, float* scales, const bf16* gate_up, const float* of_rows, const float* of_channels) {
+    rows_to_e4m3(e4m3* out, float* scales, const bf16* x, const float* of_rows, const float* of_channels) {
     SHARED_MEMORY(shared);
     float* largest_of_warp = reinterpret_cast<float*>(shared);
     const i64 row = blockIdx.x;
-    const uint4* gates = reinterpret_cast<const uint4*>(gate_up + row * 2 * WIDTH);
+    const uint4* gates = reinterpret_cast<const uint4*>(x + row * (GATED ? 2 : 1) * WIDTH);
     const uint4* ups = gates + WIDTH / 8;
     let_next_start();
     wait_for_previous();
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
     for (int v = 0; v < VECTORS; v++) {
         const int at = v * THREADS + threadIdx.x;
         gate[v] = at < WIDTH / 8 ? gates[at] : make_uint4(0, 0, 0, 0);
-        up[v] = at < WIDTH / 8 ? ups[at] : make_uint4(0, 0, 0, 0);
+        up[v] = GATED && at < WIDTH / 8 ? ups[at] : make_uint4(0, 0, 0, 0);
     }
     const float of_row = SCALED ? of_rows[row] : 1.0f;
     float values[VECTORS][8], largest = 0.0f;
@@ -52,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                 g *= of_row * of_gates[i];
                 u *= of_row * of_ups[i];
             }
-            values[v][i] = silu_mul(g, u);
+            values[v][i] = GATED ? silu_mul(g, u) : g;
             largest = fmaxf(largest, fabsf(values[v][i]));
         }
     }

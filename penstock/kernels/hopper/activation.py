@@ -1,4 +1,4 @@
-"""SiLU(gate) * up, quantised, for Hopper: rows stay in registers between finding their largest value and using it."""
+"""Rows or SiLU(gate) * up quantised, for Hopper: a row stays in registers until its largest value is known."""
 
 from __future__ import annotations
 
@@ -20,8 +20,18 @@ def silu_mul_e4m3(
 
     `unscaled`: what rows and channels of `gate_up` must still be multiplied by.
     """
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     of_rows, of_channels = unscaled or (scales, scales)
-    run = program.kernel("activation.cu", "silu_mul_e4m3", WIDTH=width, SCALED=int(unscaled is not None))
-    run((rows,), _THREADS, _WARPS * 4, out, scales, gate_up, of_rows, of_channels, pdl=True)
+    run = _kernel(gate_up.shape[1] // 2, gated=True, scaled=unscaled is not None)
+    run((len(gate_up),), _THREADS, _WARPS * 4, out, scales, gate_up, of_rows, of_channels, pdl=True)
     return out
+
+
+def quantize_e4m3(out: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`x` is bfloat16 [T, width], contiguous; `out` is float8_e4m3fn, `scales` float32 [T]."""
+    run = _kernel(x.shape[1], gated=False, scaled=False)
+    run((len(x),), _THREADS, _WARPS * 4, out, scales, x, scales, scales, pdl=True)
+    return out
+
+
+def _kernel(width: int, *, gated: bool, scaled: bool) -> program.Kernel:
+    return program.kernel("activation.cu", "rows_to_e4m3", WIDTH=width, GATED=int(gated), SCALED=int(scaled))
