@@ -32,11 +32,18 @@ from penstock.kernels.gemm_triton import (
     stream_gemm,
     stream_gemv,
 )
+from penstock.kernels.hopper.gated_product import best_tiling, gated_product
 from penstock.kernels.hopper.gemm import empty_gained, hopper_gemm
 from penstock.kernels.hopper.gemm_configs import blocks_of
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.moe_triton import ExpertWeights, GroupConfig, mix_experts, mix_experts_reference
-from penstock.kernels.norm_triton import add_rms_norm, add_rms_norm_reference, quantize_fp8_reference
+from penstock.kernels.norm_triton import (
+    ProductScales,
+    add_rms_norm,
+    add_rms_norm_reference,
+    quantize_fp8,
+    quantize_fp8_reference,
+)
 from penstock.quantization.fp8 import quantize_channels
 
 SHAPES = {  # N, K, what the small-batch kernels fold in
@@ -227,6 +234,40 @@ def gained_case(rows: int, width: int, depth: int) -> Case:
 
     variants = [Variant("begun and finished", run, error)] if is_hopper(DEVICE) else []
     return Case(f"norm between products {rows}x{width}", 6 * width * depth / COPY_BYTES, sets, variants)
+
+
+def gated_case(name: str, dtype: torch.dtype, rows: int) -> Case:
+    """SiLU(gate) * up of many rows; fp8 quantised again for the product that follows."""
+    n, k, _ = SHAPES[name]
+    sets = sets_for(n * k * dtype.itemsize)
+    weights = [randn(n, k, dtype=dtype, scale=k**-0.5 if dtype == BF16 else 1.0) for _ in range(sets)]
+    x, inner_scales = randn(rows, k), torch.empty(rows, device=DEVICE)
+    scales = x_scales = None
+    if dtype == FP8:
+        scales, (x, x_scales) = torch.rand(n, device=DEVICE) * k**-0.5, quantize_fp8_reference(x)
+    out = torch.full((rows, n // 2), torch.nan, dtype=BF16, device=DEVICE)
+    quantized, one = torch.empty(rows, n // 2, dtype=dtype, device=DEVICE), torch.ones((), device=DEVICE)
+    tiling = best_tiling(rows, n, k)
+
+    def ours(i: int) -> None:
+        assert tiling is not None
+        gated_product(out, x, weights[i], tiling, None if scales is None or x_scales is None else (scales, x_scales))
+        if dtype == FP8:
+            quantize_fp8(out, inner_scales, quantized)
+
+    def library(i: int) -> None:
+        if scales is None or x_scales is None:
+            silu_mul(torch.mm(x, weights[i].T))
+        else:
+            product = torch._scaled_mm(x, weights[i].T, scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True)
+            silu_mul(product, out=quantized, scales=inner_scales, unscaled=ProductScales(x_scales, scales))
+
+    def error() -> float:
+        return relative_error(out, linear_reference(x, weights[0], scales=scales, x_scales=x_scales, gated=True))
+
+    variants = [Variant(f"tiles of {tiling.width}", ours, error)] if tiling and is_hopper(DEVICE) else []
+    floor = 2 * rows * n * k / MATRIX_FLOPS[dtype]
+    return Case(f"{name} gated {short(dtype)} rows {rows}", floor, sets, [*variants, Variant("* cublas", library)])
 
 
 def gemm_section(*rows: int) -> list[Callable[[], Case]]:

@@ -2,7 +2,7 @@
 
 A layer here is what stands around a projection too: the RMSNorm before it, SiLU(gate) * up or the residual after it.
 Few rows stream the weight through `gemm_triton`, on Hopper up to 256 of them through `hopper/gemm.py`, and fold in what
-they can; many rows go to cuBLAS with kernels around it.
+they can; many rows go to cuBLAS with kernels around it, but on Hopper SiLU(gate) * up is `hopper/gated_product.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from penstock.kernels.activation_triton import add_scaled, silu_mul
 from penstock.kernels.gemm_configs import stream_config
 from penstock.kernels.gemm_triton import GemvConfig, SkinnyConfig, SplitScratch, stream_gemm, stream_gemv
+from penstock.kernels.hopper.gated_product import gated_product, gated_tiling
 from penstock.kernels.hopper.gemm import GainedRows, HopperConfig, empty_gained, hopper_gemm
 from penstock.kernels.hopper.gemm_configs import hopper_config
 from penstock.kernels.norm_triton import ProductScales, add_rms_norm, quantize_fp8
@@ -90,10 +91,13 @@ def gated_linear(
     norm: tuple[torch.Tensor, float],
     begun: Begun | None = None,
 ) -> torch.Tensor | QuantizedRows:
-    """SiLU(gate) * up, where the first half of `norm(x) @ weight.T` is the gate. Many rows of fp8 stay quantised."""
+    """SiLU(gate) * up, where the first half of `norm(x) @ weight.T` is the gate. Rows of fp8 may come quantised."""
     config = product_config(x, weight)
     if config is None:
         inputs, x_scales = _prepare(x, scales, norm, begun)
+        if tiling := gated_tiling(x, weight):
+            out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
+            return gated_product(out, inputs, weight, tiling, None if scales is None else (scales, x_scales))
         if scales is None:
             return silu_mul(torch.mm(inputs, weight.T))
         unscaled, inner_scales = ProductScales(x_scales, scales), torch.empty_like(x_scales)

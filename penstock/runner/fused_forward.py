@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from penstock.kernels.decode_inputs_triton import DecodeInputs
 from penstock.kernels.gemm_triton import split_scratch
+from penstock.kernels.hopper.gated_product import compile_gated_products
 from penstock.kernels.hopper.layers import MOST_TOKENS, LayerShape, StackedLayers, decode_layers, fits, stack_layers
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear import Begun, add_linear, gated_linear, linear
@@ -132,13 +133,17 @@ class FusedForward:
         return to_device(values, self.device)
 
     def warm_up(self) -> None:
-        """Run a short prompt that writes nothing, so that the kernels of mixed steps are there."""
+        """Run a short prompt that writes nothing, so that the kernels of mixed steps are there, and load all others."""
         with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
             zeros = torch.zeros(256, dtype=torch.int32, device=self.device)
             ends = torch.tensor([0, 256], dtype=torch.int32, device=self.device)
             step = MixedStep(zeros, zeros - 1, zeros[None], ends, ends[1:], num_decodes=0, num_queries=256)
             x_TC = F.embedding(zeros, self.embedding)
             self.logits(self.hidden(x_TC, self.attention.attend_mixed(step), self.distinct_layers)[:1])
+        if is_hopper(self.device):
+            dense = [layer.mlp for layer in self._layers if isinstance(layer.mlp, _Dense)]
+            for fp8 in {mlp.gate_up.scales is not None for mlp in dense}:
+                compile_gated_products(fp8=fp8)
 
     def clear_scratch(self) -> None:
         self._splits.arrivals.zero_()

@@ -17,6 +17,8 @@ VARIANTS = [
     ("activation.cu", {"WIDTH": 14336, "GATED": 0, "SCALED": 0}),
     ("decode.cu", {"GROUP": 4, "KV_HEADS": 8, "ROTARY": 128, "NORM": 0, "FP8": 1, "STAGES": 4}),
     ("decode.cu", {"GROUP": 2, "KV_HEADS": 8, "ROTARY": 128, "NORM": 1, "FP8": 0, "STAGES": 3}),
+    ("gated_product.cu", {"TILE": 256, "STAGES": 4, "COMMON_ROWS": 0, "FP8": 1}),
+    ("gated_product.cu", {"TILE": 224, "STAGES": 4, "COMMON_ROWS": 1, "FP8": 0}),
     ("gemm.cu", PLAIN | {"ROWS": 32, "TILE": 64, "STAGES": 18, "SPLITS": 2, "ADD": 1, "FEEDS": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "NORMED": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "FP8": 1}),

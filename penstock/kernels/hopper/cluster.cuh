@@ -22,3 +22,28 @@ DEVICE void sync_cluster() {
 DEVICE void meet_cluster() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
+// At that block's barrier in the same place. What has been read before it is not read later.
+DEVICE void arrive_at(u64* barrier, u32 block) {
+    asm volatile(
+        "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+        " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
+        "r"(block)
+        : "memory");
+}
+// To the same place of both blocks of a pair, where their barriers in the same place count the bytes.
+DEVICE void copy_box_to_both(void* to, const TensorMap* map, int column, int row, u64* barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(column), "r"(row), "r"(shared_address(barrier)),
+        "h"(static_cast<unsigned short>(3)), "l"(policy)
+        : "memory");
+}
+DEVICE void copy_box_to_both(void* to, const TensorMap* map, int x, int y, int z, int w, u64* barrier, u64 policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4, %5}], [%6], %7, %8;" ::"r"(shared_address(to)),
+        "l"(reinterpret_cast<u64>(map)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(shared_address(barrier)),
+        "h"(static_cast<unsigned short>(3)), "l"(policy)
+        : "memory");
+}

@@ -56,6 +56,7 @@ DEVICE void wait(u64* barrier, u32 parity) {
 
 // -- copies by the tensor memory accelerator ------------------------------------------------------------------------------
 
+constexpr u64 EVICT_NORMAL = 0x1000000000000000ull;
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull;
 constexpr u64 EVICT_LAST = 0x14F0000000000000ull;
 
@@ -274,6 +275,12 @@ DEVICE float inverse_root_approx(float x) {
     float out;
     asm("rsqrt.approx.f32 %0, %1;" : "=f"(out) : "f"(x));
     return out;
+}
+// To 2^-11 of the result.
+DEVICE float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 // The larger of each of two unsigned numbers of 16 bits.
 DEVICE u32 larger_halves(u32 a, u32 b) {

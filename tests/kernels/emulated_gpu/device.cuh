@@ -399,7 +399,7 @@ inline void wait(u64* barrier, u32 parity) {
     while (!try_wait(barrier, parity)) continue;
 }
 
-constexpr u64 EVICT_FIRST = 0, EVICT_LAST = 1;
+constexpr u64 EVICT_NORMAL = 0, EVICT_FIRST = 1, EVICT_LAST = 2;
 
 inline void copy_later(std::function<void()> copy, u64* barrier, u32 bytes) {
     gpu::Phases* phases = &phases_of(barrier);
@@ -557,6 +557,7 @@ T __ldg(const T* place) {
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
+inline float tanh_approx(float x) { return std::tanh(x); }
 inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline float inverse_root_approx(float x) { return 1.0f / std::sqrt(x); }
 
