@@ -1,8 +1,8 @@
 """One linear layer at any batch size on CUDA, by the fastest way measured for its shape.
 
 A layer here is what stands around a projection too: the RMSNorm before it, SiLU(gate) * up or the residual after it.
-Few rows stream the weight through `gemm_triton`, on Hopper up to 256 of them through `hopper/gemm.py`, and fold in what
-they can; many rows go to cuBLAS with kernels around it, but on Hopper SiLU(gate) * up is `hopper/gated_product.py`.
+Few rows stream the weight through `gemm_triton`, on Hopper some hundred of them through `hopper/gemm.py`, and fold in
+what they can; many rows go to cuBLAS with kernels around it, on Hopper SiLU(gate) * up to `hopper/gated_product.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from penstock.kernels.norm_triton import ProductScales, add_rms_norm, quantize_f
 # Numbers of the residual stream up to which products on Hopper begin and finish the RMSNorm between them. It saves two
 # small kernels a layer (Qwen3-0.6B, 64 rows: 19.3 instead of 21.2 µs); with more numbers it costs more than it saves.
 _MOST_GAINED = 1 << 17
+
+# Rows up to which SiLU(gate) * up streams its weight wherever a product of its size may.
+_MOST_STREAMED = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +96,10 @@ def gated_linear(
 ) -> torch.Tensor | QuantizedRows:
     """SiLU(gate) * up, where the first half of `norm(x) @ weight.T` is the gate. Rows of fp8 may come quantised."""
     config = product_config(x, weight)
-    if config is None:
+    tiling = gated_tiling(x, weight) if config is None or len(x) > _MOST_STREAMED else None
+    if config is None or tiling:
         inputs, x_scales = _prepare(x, scales, norm, begun)
-        if tiling := gated_tiling(x, weight):
+        if tiling:
             out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
             return gated_product(out, inputs, weight, tiling, None if scales is None else (scales, x_scales))
         if scales is None:
