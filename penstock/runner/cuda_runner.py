@@ -49,7 +49,7 @@ class _Kind:
 
     size: int
     shared: bool = False  # over a prefix that sequences share
-    stacked: bool = False  # all layers in one launch
+    stacked: bool = False  # in one launch
 
 
 @dataclass(slots=True)
@@ -381,14 +381,14 @@ class CudaRunner:
         """The tokens chosen; what they were chosen from is in `_logits`."""
         size, seqs, forward, state = kind.size, self._max_seqs, self._forward, self._state
         rows, contexts = self._inputs[:size], self._inputs[seqs : seqs + size]
+        if kind.stacked:
+            logits = self._logits[:size]
+            return forward.decode_stacked(rows, contexts, state.last_token_R, self._tables, logits, layers)
         inputs = gather_decode_inputs(
             rows, contexts, state.last_token_R, self._tables, forward.embedding, self._block_size
         )
-        if kind.stacked:
-            hidden = forward.decode_stacked(inputs, contexts, layers)
-        else:
-            prefix = self._prefix_of(size) if kind.shared else None
-            hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts, prefix), layers)
+        prefix = self._prefix_of(size) if kind.shared else None
+        hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts, prefix), layers)
         logits = forward.logits(hidden, self._logits[:size])
         chosen = torch.empty(size, dtype=torch.int64, device=logits.device)
         return argmax(logits, chosen, self._scratch, feed=(state.last_token_R, rows))

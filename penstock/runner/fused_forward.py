@@ -20,10 +20,17 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.decode_inputs_triton import DecodeInputs
 from penstock.kernels.gemm_triton import split_scratch
 from penstock.kernels.hopper.gated_product import compile_gated_products
-from penstock.kernels.hopper.layers import MOST_TOKENS, LayerShape, StackedLayers, decode_layers, fits, stack_layers
+from penstock.kernels.hopper.layers import (
+    MOST_TOKENS,
+    KVCache,
+    LayerShape,
+    StackedLayers,
+    decode_step,
+    fits,
+    stack_layers,
+)
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear import Begun, add_linear, gated_linear, linear
 from penstock.kernels.moe_triton import ExpertWeights, mix_experts
@@ -109,7 +116,7 @@ class FusedForward:
             device=self.device,
         )
         self._splits = split_scratch(self.device)
-        self._stacked = _stacked(self._layers, config, self.attention.keys) if is_hopper(self.device) else None
+        self._stacked = self._stack(config) if is_hopper(self.device) else None
         self._experts = config.moe.num_experts if config.moe else 0
 
     def __call__(
@@ -159,25 +166,23 @@ class FusedForward:
         return max(kinds.index(kind) for kind in set(kinds)) + 2
 
     def stacks(self, size: int, longest: int) -> bool:
-        """Whether such a step can run all layers in one launch."""
+        """Whether such a step can run in one launch."""
         return self._stacked is not None and size == 1 and longest <= MOST_TOKENS
 
-    def decode_stacked(self, inputs: DecodeInputs, contexts_S: torch.Tensor, layers: int | None = None) -> torch.Tensor:
-        """`hidden` of one sequence that decodes, all layers in one launch."""
-        stacked, spec = self._stacked, self._spec
-        assert stacked is not None
-        return decode_layers(
-            inputs.x_SC,
-            stacked,
-            self.attention.keys,
-            self.attention.values,
-            inputs.tables_SM,
-            contexts_S,
-            cos_sin=self.attention.cos_sin,
-            scale=spec.scale,
-            window=spec.windows[0],
-            num_layers=layers,
-        )
+    def decode_stacked(
+        self,
+        row: torch.Tensor,
+        context: torch.Tensor,
+        last_token_R: torch.Tensor,
+        tables_RM: torch.Tensor,
+        logits: torch.Tensor,
+        layers: int | None = None,
+    ) -> torch.Tensor:
+        """A whole step of one sequence that decodes: its logits, and the likeliest token, returned and in its row."""
+        attention, spec = self.attention, self._spec
+        assert self._stacked is not None
+        cache = KVCache(attention.keys, attention.values, attention.cos_sin, spec.scale, spec.windows[0])
+        return decode_step(self._stacked, cache, row, context, last_token_R, tables_RM, logits, num_layers=layers)
 
     def hidden(self, x_TC: torch.Tensor, attend: Attend, layers: int | None = None) -> torch.Tensor:
         """From embeddings to the residual stream after the last layer; the final norm belongs to `logits`."""
@@ -224,6 +229,46 @@ class FusedForward:
         if out is None:
             out = torch.empty((len(x_RC), len(self._head)), dtype=torch.float32, device=x_RC.device)
         return linear(x_RC, self._head, self._splits, norm=(self._norm, self._eps), out=out)
+
+    def _stack(self, config: ModelConfig) -> StackedLayers | None:
+        """For the kernel that runs whole steps: dense layers, alike, without biases, weights in bfloat16 or fp8."""
+        layers, keys = self._layers, self.attention.keys
+        first = layers[0]
+        alike = len(set(config.windows)) == 1 and all(isinstance(layer.mlp, _Dense) for layer in layers)
+        numbers = {self._head.dtype, keys.dtype}
+        if not alike or first.qkv.bias is not None or numbers != {torch.bfloat16}:
+            return None
+        shape = LayerShape(
+            hidden=config.hidden_size,
+            inner=config.intermediate_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_norm=first.head_norms is not None,
+            fp8=first.qkv.scales is not None,
+        )
+        programs = torch.cuda.get_device_properties(keys.device).multi_processor_count
+        if not fits(shape, config.head_dim, keys.shape[3], programs):
+            return None
+
+        def addresses(layer: _Layer) -> list[int]:
+            mlp, unused = layer.mlp, layer.attention_norm
+            assert isinstance(mlp, _Dense)
+            norms = layer.head_norms or (unused, unused)
+            projections = (layer.qkv, layer.out, mlp.gate_up, mlp.down)
+            qkv, out, gate_up, down = (projection.weight for projection in projections)
+            scales = [unused if projection.scales is None else projection.scales for projection in projections]
+            tensors = (layer.attention_norm, qkv, *norms, out, layer.mlp_norm, gate_up, down, *scales)
+            return [tensor.data_ptr() for tensor in tensors]
+
+        return stack_layers(
+            shape,
+            [addresses(layer) for layer in layers],
+            self.embedding,
+            self._norm,
+            self._head,
+            config.norm_eps,
+            programs,
+        )
 
 
 def supports_fused(model: CausalLM, config: ModelConfig) -> TypeGuard[Llama]:
@@ -277,35 +322,3 @@ def _feed_forward(mlp: FeedForward) -> _Dense | _Routed:
     moe = mlp.moe
     experts = ExpertWeights(mlp.gate_up, mlp.down, mlp.scales, moe.experts_per_token, moe.norm_topk_prob)
     return _Routed(mlp.router.weight, experts)
-
-
-def _stacked(layers: list[_Layer], config: ModelConfig, keys: torch.Tensor) -> StackedLayers | None:
-    """For the kernel that runs all layers: dense ones, alike, without biases, weights in bfloat16 or fp8."""
-    first = layers[0]
-    alike = len(set(config.windows)) == 1 and all(isinstance(layer.mlp, _Dense) for layer in layers)
-    numbers = {first.attention_norm.dtype, keys.dtype}
-    if not alike or first.qkv.bias is not None or numbers != {torch.bfloat16}:
-        return None
-    shape = LayerShape(
-        hidden=config.hidden_size,
-        inner=config.intermediate_size,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        head_norm=first.head_norms is not None,
-        fp8=first.qkv.scales is not None,
-    )
-    programs = torch.cuda.get_device_properties(keys.device).multi_processor_count
-    if not fits(shape, config.head_dim, keys.shape[3], programs):
-        return None
-
-    def addresses(layer: _Layer) -> list[int]:
-        mlp, unused = layer.mlp, layer.attention_norm
-        assert isinstance(mlp, _Dense)
-        norms = layer.head_norms or (unused, unused)
-        projections = (layer.qkv, layer.out, mlp.gate_up, mlp.down)
-        qkv, out, gate_up, down = (projection.weight for projection in projections)
-        scales = [unused if projection.scales is None else projection.scales for projection in projections]
-        tensors = (layer.attention_norm, qkv, *norms, out, layer.mlp_norm, gate_up, down, *scales)
-        return [tensor.data_ptr() for tensor in tensors]
-
-    return stack_layers(shape, [addresses(layer) for layer in layers], config.norm_eps, keys.device, programs)

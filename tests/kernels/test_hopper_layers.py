@@ -1,4 +1,4 @@
-"""All layers in one launch against their parts' references; the CUDA kernel runs on the CPU, all blocks at once."""
+"""A step in one launch against its parts' references; the CUDA kernel runs on the CPU, all blocks at once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 from penstock.kernels.gemm_triton import linear_reference
 from penstock.kernels.hopper import layers as hopper_layers
 from penstock.kernels.hopper.layers import (
+    KVCache,
     LayerShape,
-    decode_layers,
+    StackedLayers,
+    decode_step,
     exchange_places,
     fits,
     slots_under_way,
@@ -26,7 +28,7 @@ from penstock.kernels.rope_triton import rope_reference
 from penstock.quantization.fp8 import quantize_channels
 from tests.kernels import emulated_gpu
 
-BLOCK, D, EPS, SCALE, LAYERS, PROGRAMS = 16, 128, 1e-5, 0.3, 2, 4
+BLOCK, D, EPS, SCALE, LAYERS, PROGRAMS, VOCAB = 16, 128, 1e-5, 0.3, 2, 4, 333
 LLAMA = LayerShape(hidden=4096, inner=14336, heads=32, kv_heads=8, head_norm=False, fp8=False)
 
 
@@ -94,33 +96,40 @@ def test_layers(emulated: None, shape: LayerShape, cases: list[tuple[int, int]])
     if shape.fp8:
         layers = [layer.in_fp8() for layer in layers]
     assert fits(shape, D, BLOCK, PROGRAMS)
-    stacked = stack_layers(shape, [layer.addresses() for layer in layers], EPS, torch.device("cpu"), PROGRAMS)
+    embedding, norm, head = randn(VOCAB, hidden), randn(hidden), weight(VOCAB, hidden)
+    head[300] = head[200]  # a tie
+    addresses = [layer.addresses() for layer in layers]
+    stacked = stack_layers(shape, addresses, embedding, norm, head, EPS, PROGRAMS)
     for context, window in cases:  # what one launch leaves behind must do for the next
         blocks = -(-context // BLOCK) + 2
         k_cache, v_cache = (randn(LAYERS, blocks, K, BLOCK, D) for _ in range(2))
-        table = torch.randperm(blocks - 1, generator=generator).int()[None]
+        tables = torch.stack([torch.randperm(blocks - 1, generator=generator).int() for _ in range(2)])
         angles = torch.outer(torch.arange(512.0), torch.rand(D // 2, generator=generator))
         cos_sin = torch.cat([angles.cos(), angles.sin()], -1)
-        x = randn(1, hidden)
-        expected, wide_k, wide_v = reference(x, shape, layers, k_cache, v_cache, table, context, window, cos_sin)
+        last_token = torch.tensor([-1, context % VOCAB])
+        cache = KVCache(k_cache, v_cache, cos_sin, SCALE, window)
+        expected, wide_k, wide_v = reference(stacked, layers, cache, int(last_token[1]), tables[1:], context)
         k_cache[:, -1], v_cache[:, -1] = torch.nan, torch.nan  # another request's
-        found = decode_layers(
-            x.clone(), stacked, k_cache, v_cache, table, torch.tensor([context], dtype=torch.int32),
-            cos_sin=cos_sin, scale=SCALE, window=window,
-        )  # fmt: skip
-        for actual, wanted in ((found, expected), (k_cache[:, :-1], wide_k), (v_cache[:, :-1], wide_v)):
+        logits = torch.full((1, VOCAB), torch.nan)
+        row, length = torch.tensor([1, context], dtype=torch.int32).split(1)
+        chosen = decode_step(stacked, cache, row, length, last_token, tables, logits)
+        for actual, wanted in ((logits, expected), (k_cache[:, :-1], wide_k), (v_cache[:, :-1], wide_v)):
             assert float((actual.float() - wanted).norm() / wanted.norm()) < 1e-2
+        assert chosen.tolist() == logits.argmax(-1).tolist() == last_token[1:].tolist()
+        assert last_token[0] == -1
 
 
 @pytest.mark.skipif(not emulated_gpu.available, reason="no g++")
 def test_padding_writes_nothing(emulated: None) -> None:
-    weight = torch.ones(2 * PLAIN.inner * PLAIN.hidden, dtype=torch.bfloat16)
-    stacked = stack_layers(PLAIN, [[weight.data_ptr()] * 12], EPS, torch.device("cpu"), PROGRAMS)
+    weight = torch.ones(2 * PLAIN.inner, PLAIN.hidden, dtype=torch.bfloat16)
+    stacked = stack_layers(PLAIN, [[weight.data_ptr()] * 12], weight, weight[0], weight, EPS, PROGRAMS)
     caches = [torch.full((1, 2, 1, BLOCK, D), 7.0, dtype=torch.bfloat16) for _ in range(2)]
-    table, context = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    x = torch.ones((1, PLAIN.hidden), dtype=torch.bfloat16)
-    decode_layers(x, stacked, *caches, table, context, cos_sin=torch.ones((16, D)), scale=SCALE)
+    tables, zero = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    cache = KVCache(caches[0], caches[1], torch.ones((16, D)), SCALE)
+    last_token = torch.tensor([5])
+    decode_step(stacked, cache, zero, zero, last_token, tables, torch.empty(1, len(weight)))
     assert all(bool((cache == 7).all()) for cache in caches)
+    assert last_token.tolist() == [0]  # of equal logits, the first
 
 
 def test_which_layers_fit() -> None:
@@ -145,18 +154,15 @@ def test_exchange_grows_with_the_parts_of_a_context() -> None:
 
 
 def reference(
-    x: torch.Tensor,
-    shape: LayerShape,
-    layers: list[Weights],
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table: torch.Tensor,
-    context: int,
-    window: int,
-    cos_sin: torch.Tensor,
+    stacked: StackedLayers, layers: list[Weights], cache: KVCache, token: int, table: torch.Tensor, context: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In float32: the residual stream in the end, and both caches."""
-    rows, keys, values = x.float(), k_cache[:, :-1].float(), v_cache[:, :-1].float()
+    """In float32: logits, and both caches."""
+    shape, cos_sin = stacked.shape, cache.cos_sin
+    rows, keys, values = (
+        stacked.embedding[token][None].float(),
+        cache.keys[:, :-1].float(),
+        cache.values[:, :-1].float(),
+    )
     position = context - 1
     block, place = int(table[0, position // BLOCK]), position % BLOCK
     for number, layer in enumerate(layers):
@@ -165,8 +171,10 @@ def reference(
         norms = (layer.q_norm, layer.k_norm) if shape.head_norm else None
         q, k, v = rope_reference(qkv, cos_sin, torch.tensor([position]), shape.heads, shape.kv_heads, norms, EPS)
         keys[number, block, :, place], values[number, block, :, place] = k[0], v[0]
-        mixed = paged_attention_reference(q, keys[number], values[number], table, [0, 1], [context], SCALE, window)
+        mixed = paged_attention_reference(
+            q, keys[number], values[number], table, [0, 1], [context], cache.scale, cache.window
+        )
         rows = linear_reference(mixed.flatten(1), layer.out, scales=scales[1], residual=rows)
         inner = linear_reference(rows, layer.gate_up, scales=scales[2], norm=(layer.mlp_norm, EPS), gated=True)
         rows = linear_reference(inner, layer.down, scales=scales[3], residual=rows)
-    return rows, keys, values
+    return linear_reference(rows, stacked.head, norm=(stacked.norm, EPS)), keys, values

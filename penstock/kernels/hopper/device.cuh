@@ -314,6 +314,14 @@ DEVICE void put_after_all(void* place, u32 value) {
 DEVICE void put_word(void* place, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
+DEVICE u64 look_long(const void* place) {
+    u64 v;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(place) : "memory");
+    return v;
+}
+DEVICE void put_long(void* place, u64 value) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
+}
 // From the L2 cache: what another multiprocessor may have written.
 DEVICE int read_int(const int* at) {
     int out;

@@ -1,4 +1,4 @@
-"""All layers of a dense decoder for one decoding sequence in one launch on Hopper (`layers.cu`).
+"""A decoding step of one sequence of a dense decoder in one launch on Hopper (`layers.cu`).
 
 Docs: docs/design/0010-all-layers-in-one-launch.md.
 """
@@ -38,13 +38,27 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class StackedLayers:
-    """Addresses of the weights of all layers, whoever keeps those, and where programs leave results for each other."""
+    """A decoder: addresses of the weights of all layers, whoever keeps those, and where programs leave results."""
 
     shape: LayerShape
     addresses: torch.Tensor  # int64 [layers, 12], as in `layers.cu`
     exchange: torch.Tensor
+    embedding: torch.Tensor  # bfloat16 [vocabulary, hidden], as is the head
+    norm: torch.Tensor  # bfloat16 [hidden], before the head
+    head: torch.Tensor
     eps: float
     programs: int  # one for each multiprocessor: all must run at once
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values, bfloat16 [layers, N, K, B, D]; angles of the positions, cosines then sines."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    cos_sin: torch.Tensor
+    scale: float
+    window: int = 0
 
 
 def fits(shape: LayerShape, head_dim: int, block_size: int, programs: int) -> bool:
@@ -62,11 +76,12 @@ def fits(shape: LayerShape, head_dim: int, block_size: int, programs: int) -> bo
 
 
 def exchange_places(shape: LayerShape, programs: int) -> int:
-    """Of 16 bits: the residual stream twice, queries, keys and values, parts of attention and their weights, and the
-    inside of the feed-forward."""
+    """Of 16 bits: the residual stream twice, queries, keys and values, parts of attention and their weights, the inside
+    of the feed-forward, and likeliest tokens."""
     mixed, parts = shape.heads * _HEAD_DIM, min(programs // shape.heads, _MOST_PARTS)
     qkv = mixed + 2 * shape.kv_heads * _HEAD_DIM
     places = 2 * shape.hidden + qkv + parts * mixed + shape.inner + 2 * parts * shape.heads + 2 * programs
+    places = -(-places // 4) * 4 + 4 * programs
     return _REPLICAS * (-(-places // 64) * 64)
 
 
@@ -78,32 +93,39 @@ def slots_under_way(shape: LayerShape, programs: int) -> int:
 
 
 def stack_layers(
-    shape: LayerShape, addresses: Sequence[Sequence[int]], eps: float, device: torch.device, programs: int
+    shape: LayerShape,
+    addresses: Sequence[Sequence[int]],
+    embedding: torch.Tensor,
+    norm: torch.Tensor,
+    head: torch.Tensor,
+    eps: float,
+    programs: int,
 ) -> StackedLayers:
     """`addresses` of each layer: attention norm, qkv, query norm, key norm, out, mlp norm, gate_up, down, then the
     scales of qkv, out, gate_up and down (any number where there are none)."""
+    device = head.device
     exchange = torch.full((exchange_places(shape, programs),), -1, dtype=torch.int16, device=device)  # unwritten
-    return StackedLayers(shape, torch.tensor(addresses, device=device), exchange, eps, programs)
+    stacked = torch.tensor(addresses, device=device)
+    return StackedLayers(shape, stacked, exchange, embedding, norm, head, eps, programs)
 
 
-def decode_layers(
-    x: torch.Tensor,
+def decode_step(
     layers: StackedLayers,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    table_M: torch.Tensor,
+    cache: KVCache,
+    row: torch.Tensor,
     context: torch.Tensor,
+    last_token_R: torch.Tensor,
+    tables_RM: torch.Tensor,
+    logits: torch.Tensor,
     *,
-    cos_sin: torch.Tensor,
-    scale: float,
-    window: int = 0,
     num_layers: int | None = None,
 ) -> torch.Tensor:
-    """`x` [1, hidden] becomes the residual stream after the last layer. Caches are [layers, N, K, B, D].
+    """From the last token of a row to `logits` [1, vocabulary] and the likeliest token, which goes to the row as well.
 
-    A context of 0 is padding: nothing is written to the cache.
+    `row` and `context` (int32 [1]) are read on the device. A context of 0 is padding: nothing is written to the cache.
     """
     shape = layers.shape
+    chosen = torch.empty(1, dtype=torch.int64, device=logits.device)
     run = kernel(
         "layers.cu",
         "layers",
@@ -120,18 +142,26 @@ def decode_layers(
         (layers.programs,),
         32 * (_WARPS + 2),
         _SHARED_BYTES,
-        x,
         layers.addresses,
         len(layers.addresses) if num_layers is None else num_layers,
         layers.exchange,
-        k_cache,
-        v_cache,
-        k_cache.shape[1],
-        table_M,
-        context,
-        cos_sin,
+        cache.keys,
+        cache.values,
+        cache.keys.shape[1],
+        cache.cos_sin,
         layers.eps,
-        scale * _LOG2_E,
-        window,
+        cache.scale * _LOG2_E,
+        cache.window,
+        row,
+        context,
+        last_token_R,
+        tables_RM,
+        tables_RM.shape[1],
+        layers.embedding,
+        layers.norm,
+        layers.head,
+        len(layers.head),
+        logits,
+        chosen,
     )
-    return x
+    return chosen

@@ -548,6 +548,14 @@ inline void put_word(void* place, u32 value) {
     *static_cast<u32*>(place) = value;
     gpu::machine.progress++;
 }
+inline u64 look_long(const void* place) {
+    gpu::yield();
+    return *static_cast<const u64*>(place);
+}
+inline void put_long(void* place, u64 value) {
+    *static_cast<u64*>(place) = value;
+    gpu::machine.progress++;
+}
 inline void put_after_all(void* place, u32 value) { put_word(place, value); }
 inline uint4 load_once(const void* place) { return *static_cast<const uint4*>(place); }
 inline void prefetch_line(u64) {}

@@ -1,0 +1,203 @@
+// What all parts of layers.cu know: the shape of the layers, shared memory, and what blocks hand to each other.
+//
+// A place of `exchange` is UNWRITTEN until its number is there, whoever needs it looks until it is, and one warp of its
+// owner restores it once all have read it.
+#pragma once
+#include "device.cuh"
+
+constexpr int D = 128, BLOCK = 16;
+constexpr int WARPS = 8, THREADS = 32 * WARPS;  // that compute
+constexpr int MIXED = HEADS * D, QKV = MIXED + 2 * KV_HEADS * D;
+constexpr int SIZE = FP8 ? 1 : 2;      // bytes of a weight
+constexpr int ROWS = 8, CHUNK = 2048;  // rows of a weight in a slot of the ring, and bytes of each
+constexpr int STRIDE = CHUNK + 64;     // of rows in a slot, so that two rows' 64 bytes lie in different banks
+constexpr int MOST_PARTS = PROGRAMS / HEADS < 8 ? PROGRAMS / HEADS : 8;  // of the context
+
+// What a block hands to others, as places in `exchange` of 16 bits.
+constexpr int ENTERING = 0;                               // the residual stream that enters a layer
+constexpr int PROJECTED = ENTERING + HIDDEN;              // queries, keys and values
+constexpr int ATTENDED = PROJECTED + QKV;                 // [MOST_PARTS, HEADS, D]
+constexpr int MIDDLE = ATTENDED + MOST_PARTS * MIXED;     // the residual stream after attention
+constexpr int INSIDE = MIDDLE + HIDDEN;                   // silu(gate) * up
+constexpr int WEIGHTS = INSIDE + INNER;                   // float32 [MOST_PARTS, HEADS]: log2 of the parts' weights
+constexpr int ORDER = WEIGHTS + 2 * MOST_PARTS * HEADS;   // 32 bits of each block, read by none
+constexpr int LIKELIEST = (ORDER + 2 * PROGRAMS + 3) / 4 * 4;  // 64 bits of each block: its likeliest token, for block 0
+constexpr int PLACES = (LIKELIEST + 4 * PROGRAMS + 63) / 64 * 64;
+constexpr int REPLICAS = 4;                               // of all that: each is looked at by a quarter of the blocks
+constexpr u32 UNWRITTEN = 0xFFFF, NOTHING = 0xFFFFFFFF;   // NaNs that no conversion and no sum gives
+constexpr float UNSEEN = -1e30f, NEVER = -1e38f;          // the highest score of none; the score of no token
+
+// The addresses of a layer.
+enum {
+    ATTENTION_NORM, QKV_WEIGHT, QUERY_NORM, KEY_NORM, OUT, MLP_NORM, GATE_UP, DOWN,
+    QKV_SCALES, OUT_SCALES, GATE_UP_SCALES, DOWN_SCALES, ADDRESSES
+};
+
+constexpr int least(int a, int b) { return a < b ? a : b; }
+constexpr int most(int a, int b) { return a > b ? a : b; }
+constexpr int share(int rows) { return (rows + PROGRAMS - 1) / PROGRAMS; }
+constexpr int tiled(int rows) { return (rows + ROWS - 1) / ROWS * ROWS; }
+
+constexpr int HEAD_ROWS = 64;  // of the head, whose sums are added up together
+constexpr int SUMS = most(tiled(most(most(share(QKV), share(HIDDEN)), 2 * share(INNER))), 2 * HEAD_ROWS);
+constexpr int INPUT = most(most(HIDDEN, MIXED), INNER);
+constexpr int SLOT = ROWS * STRIDE;
+constexpr int SLOT_TOKENS = 32;  // or keys of so many tokens, then their values
+
+constexpr int MEMORY = 232448;  // what a block can have
+constexpr int OTHER = 2 * INPUT + 4 * WARPS * (SUMS + D + 4) + 4 * D + 1024;
+constexpr int SLOTS = least((MEMORY - OTHER) / SLOT, 32);
+
+struct Shared {
+    alignas(128) unsigned char slots[SLOTS][SLOT];
+    alignas(16) unsigned short x[INPUT];  // a phase's input, bfloat16 or float16
+    alignas(16) float sums[WARPS][SUMS];  // of each warp, for each row
+    alignas(16) float attended[WARPS][D];
+    alignas(16) float angles[D];  // cosines, then sines, of the position
+    float highest[WARPS], weights[WARPS];  // of each warp's tokens
+    float squares[WARPS], peaks[WARPS];    // of the input
+    u64 likeliest[WARPS];                  // of each warp's tokens, as a key
+    u64 full[SLOTS], empty[SLOTS], seen, clean;
+};
+static_assert(sizeof(Shared) <= MEMORY && UNDERWAY <= SLOTS, "more shared memory than there is");
+static_assert(SLOT >= 4 * SLOT_TOKENS * D, "keys and values must fit");
+static_assert(share(QKV) <= THREADS && share(HIDDEN) <= THREADS && share(INNER) <= THREADS, "a thread for each row");
+static_assert(PROGRAMS <= THREADS, "a thread for each block");
+
+struct Rows {
+    int first, count;
+};
+DEVICE Rows own_rows(int rows) {
+    const int first = static_cast<int>(static_cast<i64>(blockIdx.x) * rows / PROGRAMS);
+    return {first, static_cast<int>((static_cast<i64>(blockIdx.x) + 1) * rows / PROGRAMS) - first};
+}
+
+// What this block attends to: one head over one part of the context.
+struct Unit {
+    int head, part, parts;
+    int first, start, stop;  // tokens of the cache; none before the first is seen
+    bool attends, last;      // the last part has the new token
+};
+DEVICE Unit own_unit(int context, int window) {
+    constexpr int STEP = 64;
+    const int stop = most(context - 1, 0), first = window > 0 ? most(context - window, 0) : 0, base = first / BLOCK * BLOCK;
+    const int tokens = most(((stop - base + MOST_PARTS - 1) / MOST_PARTS + STEP - 1) / STEP * STEP, STEP);
+    const int parts = most((stop - base + tokens - 1) / tokens, 1), part = blockIdx.x / HEADS, start = base + part * tokens;
+    return {static_cast<int>(blockIdx.x % HEADS), part, parts, first, start, least(start + tokens, stop), part < parts,
+            part == parts - 1};
+}
+
+struct Ring {
+    Shared& shared;
+    int slot = 0;
+    u32 parity = 0;
+    DEVICE void advance() {
+        if (++slot == SLOTS) slot = 0, parity ^= 1;
+    }
+};
+
+// -- global memory ----------------------------------------------------------------------------------------------------------
+
+DEVICE u64 address(const u64* layer, int which) { return __ldg(layer + which); }
+DEVICE void sync_warps() { sync_threads(1, THREADS); }
+
+// A number, or 32 bits of it, to all who look.
+DEVICE void hand_over(bf16* exchange, int place, bf16 value) {
+#pragma unroll
+    for (int i = 0; i < REPLICAS; i++) put_half(exchange + i * PLACES + place, value);
+}
+DEVICE void hand_over(bf16* exchange, int place, u32 value) {
+#pragma unroll
+    for (int i = 0; i < REPLICAS; i++) put_word(exchange + i * PLACES + place, value);
+}
+DEVICE bool written(const uint4& v) {
+    const u32 top = larger_halves(larger_halves(v.x, v.y), larger_halves(v.z, v.w));
+    return (top & 0xFFFF) != UNWRITTEN && top >> 16 != UNWRITTEN;
+}
+template <class Step>
+DEVICE void look_until(Step all_there) {
+    for (u32 tries = 0; !all_there(); tries++)
+        if (tries > 8000000) trap();  // seconds: a block is missing
+}
+// Each time, all that is missing is looked for at once.
+template <int N, class Place>
+DEVICE void look_until_written(uint4 (&v)[N], Place place) {
+    look_until([&] {
+        bool missing = false;
+#pragma unroll
+        for (int i = 0; i < N; i++)
+            if (!written(v[i])) v[i] = look(place(i)), missing = true;
+        return !missing;
+    });
+}
+
+DEVICE void unpack(float (&out)[8], const uint4& v) {
+    out[0] = low_bf16(v.x), out[1] = high_bf16(v.x), out[2] = low_bf16(v.y), out[3] = high_bf16(v.y);
+    out[4] = low_bf16(v.z), out[5] = high_bf16(v.z), out[6] = low_bf16(v.w), out[7] = high_bf16(v.w);
+}
+DEVICE float over_lanes(float value, int lanes) {
+    for (int step = lanes / 2; step > 0; step /= 2) value += __shfl_xor_sync(~0u, value, step);
+    return value;
+}
+
+// -- the warp that restores UNWRITTEN ------------------------------------------------------------------------------------------
+
+DEVICE void unwrite(bf16* exchange, int place, int count) {
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < count; i += 32) hand_over(exchange, place + i, static_cast<bf16>(UNWRITTEN));
+}
+
+// What a layer reads beside weights, to the L2 cache; of what all blocks read, each fetches a part.
+DEVICE void prefetch(u64 from, int bytes, int number, int of) {
+    const u64 line = from / 128 * 128;
+    for (u64 at = line + 128 * number; at < from + bytes; at += 128 * of) prefetch_line(at);
+}
+DEVICE void prefetch_by_all(u64 from, int bytes) {
+    prefetch(from, bytes, blockIdx.x * 32 + threadIdx.x % 32, PROGRAMS * 32);
+}
+DEVICE void prefetch_layer(const u64* layer, const Rows& qkv, const Rows& hidden, const Rows& inner) {
+    const int lane = threadIdx.x % 32;
+    const auto scales = [&](int which, int first, int count) {
+        prefetch(address(layer, which) + 4 * first, 4 * count, lane, 32);
+    };
+    prefetch_by_all(address(layer, ATTENTION_NORM), 2 * HIDDEN);
+    prefetch_by_all(address(layer, MLP_NORM), 2 * HIDDEN);
+    if (HEAD_NORM) {
+        prefetch_by_all(address(layer, QUERY_NORM), 2 * D);
+        prefetch_by_all(address(layer, KEY_NORM), 2 * D);
+    }
+    if (FP8) {
+        scales(QKV_SCALES, qkv.first, qkv.count);
+        scales(OUT_SCALES, hidden.first, hidden.count);
+        scales(GATE_UP_SCALES, inner.first, inner.count);
+        scales(GATE_UP_SCALES, INNER + inner.first, inner.count);
+        scales(DOWN_SCALES, hidden.first, hidden.count);
+    }
+}
+
+// When a phase has all of its input, everyone has read that of the phase before it, and its own places may be restored;
+// they are awaited again only by those who have seen what this block writes later.
+DEVICE void restore_all(Shared& shared, bf16* exchange, const u64* layers, int num_layers, const Unit& unit,
+                        u64 head_gain) {
+    const Rows qkv = own_rows(QKV), hidden = own_rows(HIDDEN), inner = own_rows(INNER);
+    for (int phase = 0; phase <= 4 * num_layers; phase++) {
+        wait(&shared.seen, phase % 2);
+        if (phase % 4 == 0) unwrite(exchange, INSIDE + inner.first, inner.count);
+        if (phase % 4 == 1) {
+            unwrite(exchange, ENTERING + hidden.first, hidden.count);
+            unwrite(exchange, PROJECTED + qkv.first, qkv.count);
+        }
+        if (phase % 4 == 2 && unit.attends) {
+            unwrite(exchange, ATTENDED + unit.part * MIXED + unit.head * D, D);
+            if (threadIdx.x % 32 == 0) hand_over(exchange, WEIGHTS + 2 * (unit.part * HEADS + unit.head), NOTHING);
+        }
+        if (phase % 4 == 3) unwrite(exchange, MIDDLE + hidden.first, hidden.count);
+        put_after_all(exchange + ORDER + 2 * blockIdx.x, phase);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) arrive(&shared.clean);
+        if (phase % 4 == 0 && phase / 4 + 1 < num_layers)
+            prefetch_layer(layers + (phase / 4 + 1) * ADDRESSES, qkv, hidden, inner);
+        if (phase % 4 == 0 && phase / 4 + 1 == num_layers) prefetch_by_all(head_gain, 2 * HIDDEN);
+    }
+}
+
