@@ -11,7 +11,7 @@ from gpu_cases.linear import scratch
 from penstock.kernels import decode_triton as decode
 from penstock.kernels import linear as linear_layers
 from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
-from penstock.kernels.hopper.layers import LayerShape, decode_layers, stack_layers
+from penstock.kernels.hopper.layers import KVCache, LayerShape, decode_step, stack_layers
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear import add_linear, gated_linear, linear, product_config
 from penstock.kernels.rope_triton import rope_and_cache
@@ -86,7 +86,7 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
         torch.randn(4096, 128, device=DEVICE),
         torch.full((rows,), context, dtype=torch.int32, device=DEVICE),
     )
-    positions, embedded = contexts - 1, randn(rows, hidden)
+    positions, embedded = contexts - 1, head[:rows]  # the tokens of rows 0, 1, 2...
     slots = tables[:, -1] * 16 + (context - 1) % 16
     config = decode.decode_config(rows, 8)
     parts = decode_parts(rows, 8)
@@ -115,11 +115,17 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
         argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out=logits), tokens, sampling)
 
     def stacked_step(count: int = layers) -> None:
-        linear_layers.product_config = product_config
-        x = decode_layers(
-            embedded.clone(), stacked, k_all, v_all, tables, contexts, cos_sin=cos_sin, scale=0.09, num_layers=count
+        last_tokens.zero_()
+        decode_step(
+            stacked,
+            KVCache(k_all, v_all, cos_sin, 0.09),
+            first_row,
+            contexts,
+            last_tokens,
+            tables,
+            logits,
+            num_layers=count,
         )
-        argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out=logits), tokens, sampling)
 
     head_gains = gains or (gain, gain)
     addresses = [
@@ -130,7 +136,8 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
     ]
     shape = LayerShape(hidden, inner, heads, 8, normed, dtype == FP8)
     programs = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    stacked = stack_layers(shape, addresses, 1e-6, DEVICE, programs)
+    stacked = stack_layers(shape, addresses, head, gain, head, 1e-6, programs)
+    first_row, last_tokens = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros_like(tokens)
 
     def stacked_error() -> float:
         """Of the logits after two layers, against layers launched one by one; rounding adds up over more."""

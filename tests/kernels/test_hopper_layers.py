@@ -12,6 +12,7 @@ import torch
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.kernels.gemm_triton import linear_reference
+from penstock.kernels.hopper import decode
 from penstock.kernels.hopper import layers as hopper_layers
 from penstock.kernels.hopper.layers import (
     KVCache,
@@ -60,6 +61,7 @@ class Weights:
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder: Path = tmp_path_factory.mktemp("cuda")
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "tensor_map", emulated_gpu.emulated_tensor_map)
         patch.setattr(hopper_layers, "kernel", emulated_gpu.emulated_kernel(folder, resident=PROGRAMS))
         yield
 
@@ -73,7 +75,8 @@ QUANTIZED = replace(PLAIN, fp8=True)
 @pytest.mark.parametrize(
     ("shape", "cases"),
     [
-        (PLAIN, [(1, 0), (2, 0), (77, 0), (333, 100)]),  # (context, window): the new token alone, two parts, a window
+        # (context, window): the new token alone, two passes, two parts, a window
+        (PLAIN, [(1, 0), (2, 0), (177, 0), (290, 0), (333, 100)]),
         (NORMED, [(40, 0)]),
         (QUANTIZED, [(1, 0), (140, 0)]),
     ],

@@ -68,7 +68,7 @@ def streams_decode(
     return fits and dtype == torch.bfloat16 and kv_dtype in (dtype, torch.float8_e4m3fn) and is_hopper(device)
 
 
-def _map(cache: torch.Tensor) -> TensorMap:
+def cache_map(cache: torch.Tensor) -> TensorMap:
     """Boxes are the tokens of one head of one block, in parts that are as wide as the swizzle."""
     width = 128 // cache.itemsize
     parts = cache.view(-1, _HEAD_DIM // width, width).transpose(0, 1)
@@ -115,7 +115,7 @@ def decode_stream(
     slot = 2 * _BLOCK_SIZE * _HEAD_DIM * k_cache.itemsize + 8  # keys and values of a block, and a barrier
     run(
         (K, len(plan)), 32, config.stages * slot + _QUERIES,
-        _map(k_cache), _map(v_cache), out_SHD, q, k_cache, v_cache, tables_SM, plan,
+        cache_map(k_cache), cache_map(v_cache), out_SHD, q, k_cache, v_cache, tables_SM, plan,
         scratch.out, scratch.lse, scratch.arrivals, turn.cos_sin if turn else scratch.lse, q_gain, k_gain,
         turn.eps if turn else 0.0, scale * LOG2_E, S, prefix.splits if prefix else 0,
         out_SHD.stride(0), q.stride(0), tables_SM.stride(0), pdl=True,

@@ -33,6 +33,15 @@ DEVICE void publish_barriers() { asm volatile("fence.mbarrier_init.release.clust
 DEVICE void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
+// Once `read`, the last word that the warp has read of what the barrier guards, is there: an arrival may overtake reads that
+// are under way. The address is the barrier's; that a count of bits is below 64 is not known to the assembler.
+DEVICE void arrive_having(u64* barrier, u32 read) {
+    asm volatile(
+        "{ .reg .b32 t; popc.b32 t, %1; shr.b32 t, t, 6; add.u32 t, t, %0; mbarrier.arrive.shared::cta.b64 _, [t]; }" ::"r"(
+            shared_address(barrier)),
+        "r"(read)
+        : "memory");
+}
 // The one arrival of a producer: the phase ends once so many bytes have come as well.
 DEVICE void arrive_expecting(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)

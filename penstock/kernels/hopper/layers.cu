@@ -71,7 +71,7 @@ struct Compute {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
-    layers(const u64* layers, int num_layers, bf16* exchange, bf16* keys, bf16* values, int num_blocks, const float* cos_sin,
+    layers(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map, const u64* layers, int num_layers, bf16* exchange, bf16* keys, bf16* values, int num_blocks, const float* cos_sin,
            float eps, float scale, int window, const int* row_of, const int* context_of, i64* last_tokens, const int* tables,
            int table_width, const bf16* embedding, const bf16* head_gain, const bf16* head_weight, int vocab, float* logits,
            i64* chosen) {
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
                 unit = own_unit(*context_of, window);
                 table = tables + static_cast<i64>(*row_of) * table_width;
             }
-            const i64 cache = number * num_blocks * CACHE_BLOCK;
-            if (unit.attends) producer.stream_tokens(keys + cache, values + cache, table, unit);
+            const i64 first_block = static_cast<i64>(number) * num_blocks;
+            if (unit.attends) producer.stream_tokens(&key_map, &value_map, first_block, table, unit);
             producer.stream(address(layer, OUT), MIXED * SIZE, hidden);
             producer.stream(address(layer, GATE_UP), HIDDEN * SIZE, inner.first, 2 * inner.count, inner.count,
                             INNER - inner.count);
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
     i64 place = -1;
     if (context > 0) {
         const i64 block = tables[static_cast<i64>(row) * table_width + (context - 1) / BLOCK];
-        place = block * CACHE_BLOCK + (unit.head / (HEADS / KV_HEADS) * BLOCK + (context - 1) % BLOCK) * D;
+        place = block * CACHE_BLOCK + (unit.kv_head * BLOCK + (context - 1) % BLOCK) * D;
     }
     if (thread < D) shared.angles[thread] = cos_sin[static_cast<i64>(most(context - 1, 0)) * D + thread];
     const float entering = thread < hidden.count ? from_bf16(x[hidden.first + thread]) : 0;

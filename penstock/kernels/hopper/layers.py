@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.kernels.hopper.decode import cache_map
 from penstock.kernels.hopper.program import kernel
 
 MOST_TOKENS = 2048  # of the context: longer ones were not timed
@@ -21,6 +22,7 @@ _SHARED_BYTES = 232448
 _WARPS = 8
 _MOST_PARTS = 8  # of the context
 _REPLICAS = 4
+_MOST_GROUP = 8  # heads that share keys and values
 _MOST_INPUTS = 16384  # of a projection: they lie in shared memory
 
 
@@ -70,6 +72,7 @@ def fits(shape: LayerShape, head_dim: int, block_size: int, programs: int) -> bo
         head_dim == _HEAD_DIM
         and block_size == _BLOCK_SIZE
         and shape.heads <= programs
+        and shape.heads <= _MOST_GROUP * shape.kv_heads
         and all(width * weight % 128 == 0 and width <= _MOST_INPUTS for width in (shape.hidden, shape.inner, mixed))
         and all(programs <= count <= programs * 32 * _WARPS for count in rows)  # each has some, and a thread for each
     )
@@ -142,6 +145,8 @@ def decode_step(
         (layers.programs,),
         32 * (_WARPS + 2),
         _SHARED_BYTES,
+        cache_map(cache.keys),
+        cache_map(cache.values),
         layers.addresses,
         len(layers.addresses) if num_layers is None else num_layers,
         layers.exchange,

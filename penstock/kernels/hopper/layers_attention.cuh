@@ -1,6 +1,12 @@
-// Attention of one head over one part of the context, for one new token.
+// Attention for one new token: the queries of one KV head over one part of the context.
+//
+// Keys and values come by the ring, 128 tokens in a pass, and lie in registers before the queries are there. A warp takes
+// 16 tokens' scores, all warps share those, and each takes 16 dimensions of the values.
 #pragma once
 #include "layers_inputs.cuh"
+
+constexpr int GROUP = HEADS / KV_HEADS;
+static_assert(GROUP <= 8 && D == 16 * WARPS && PASS_TOKENS == 16 * WARPS, "shares of a warp");
 
 // Half a warp holds a head, each lane eight dimensions of it; `other` are those that they are rotated against.
 DEVICE void turn(float (&out)[8], const uint4& raw, const uint4& raw_other, const uint4& gain, const uint4& gain_other,
@@ -28,28 +34,23 @@ DEVICE void turn(float (&out)[8], const uint4& raw, const uint4& raw_other, cons
         out[j + 3] = out[j + 3] * cos.w + sign * other[j + 3] * sin.w;
     }
 }
-
-DEVICE float dot(const float (&a)[8], const float (&b)[8]) {
-    float sum = 0;
-    for (int j = 0; j < 8; j++) sum += a[j] * b[j];
-    return over_lanes(sum, 16);
+DEVICE uint4 packed(const float (&x)[8]) {
+    return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
 }
 
-// `place` is where the new token goes in the cache: none for padding.
-DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* given, bf16* keys, bf16* values, i64 place,
-                   u64 query_gain, u64 key_gain, float eps, float scale) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 16, token_lane = threadIdx.x / 16;
-    const int kv_head = unit.head / (HEADS / KV_HEADS), rotated = lane ^ 8;
-    Shared& shared = ring.shared;
-    const bf16* query = exchange + PROJECTED + unit.head * D;
-    const bf16* key = exchange + PROJECTED + MIXED + kv_head * D;
+// What is awaited of this step, to shared memory: queries, and for the last part the new token's score and value, which go
+// to the cache at `place` (none for padding) as well. Half a warp has a head.
+DEVICE void give_queries(Shared& shared, const Unit& unit, const bf16* exchange, bf16* keys, bf16* values, i64 place,
+                         u64 query_gain, u64 key_gain, float eps, float scale) {
+    const int lane = threadIdx.x % 16, head = threadIdx.x / 16, rotated = lane ^ 8;
+    if (threadIdx.x / 32 >= (GROUP + 1) / 2) return;
+    AttentionScratch& scratch = shared.attention;
+    const bf16* query = exchange + PROJECTED + (unit.kv_head * GROUP + least(head, GROUP - 1)) * D;
+    const bf16* key = exchange + PROJECTED + MIXED + unit.kv_head * D;
     const bf16* value = key + KV_HEADS * D;
-    const bool fresh = unit.last && warp == 0;
-    const auto place_of = [&](int i) {
-        return (i < 2 ? query : i < 4 ? key : value) + (i % 2 ? rotated : lane) * 8;
-    };
+    const auto place_of = [&](int i) { return (i < 2 ? query : i < 4 ? key : value) + (i % 2 ? rotated : lane) * 8; };
     uint4 raw[5] = {look(place_of(0)), look(place_of(1))}, gains[4] = {};
-    if (fresh) raw[2] = look(place_of(2)), raw[3] = look(place_of(3)), raw[4] = look(place_of(4));
+    if (unit.last) raw[2] = look(place_of(2)), raw[3] = look(place_of(3)), raw[4] = look(place_of(4));
     if (HEAD_NORM) {
         gains[0] = load_once(reinterpret_cast<const bf16*>(query_gain) + lane * 8);
         gains[1] = load_once(reinterpret_cast<const bf16*>(query_gain) + rotated * 8);
@@ -57,96 +58,145 @@ DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* giv
         gains[3] = load_once(reinterpret_cast<const bf16*>(key_gain) + rotated * 8);
     }
     look_until_written(raw, place_of);
-    float q[8], acc[8] = {}, peak = UNSEEN, whole = 0;
+    float q[8];
     turn(q, raw[0], raw[1], gains[0], gains[1], shared, eps);
-#pragma unroll
-    for (int j = 0; j < 8; j++) q[j] *= scale;
-    if (fresh) {
-        float turned[8], held[8];
-        turn(turned, raw[2], raw[3], gains[2], gains[3], shared, eps);
-        const uint4 packed = make_uint4(pack_bf16(turned[0], turned[1]), pack_bf16(turned[2], turned[3]),
-                                        pack_bf16(turned[4], turned[5]), pack_bf16(turned[6], turned[7]));
-        unpack(turned, packed);
-        unpack(held, raw[4]);
-        const float score = dot(q, turned);
-        if (token_lane == 0) {
-            peak = score, whole = 1;
-#pragma unroll
-            for (int j = 0; j < 8; j++) acc[j] = held[j];
-            if (place >= 0 && unit.head % (HEADS / KV_HEADS) == 0) {
-                *reinterpret_cast<uint4*>(keys + place + lane * 8) = packed;
-                *reinterpret_cast<uint4*>(values + place + lane * 8) = raw[4];
-            }
+    if (head < GROUP) *reinterpret_cast<uint4*>(scratch.queries[head] + lane * 8) = packed(q);
+    if (!unit.last) return;
+    float k[8], score = 0;
+    turn(k, raw[2], raw[3], gains[2], gains[3], shared, eps);
+    const uint4 turned = packed(k);
+    unpack(k, turned);
+    for (int j = 0; j < 8; j++) score += q[j] * k[j];
+    score = over_lanes(score, 16);
+    if (lane == 0 && head < GROUP) scratch.new_scores[head] = score * scale;
+    if (head == 0) {
+        *reinterpret_cast<uint4*>(scratch.new_value + lane * 8) = raw[4];
+        if (place >= 0) {
+            *reinterpret_cast<uint4*>(keys + place + lane * 8) = turned;
+            *reinterpret_cast<uint4*>(values + place + lane * 8) = raw[4];
         }
-    }
-    constexpr int LANES = 2 * WARPS, AHEAD = SLOT_TOKENS / LANES;  // tokens of half a warp in a slot
-    for (int base = unit.start; base < unit.stop; base += SLOT_TOKENS, ring.advance()) {
-        uint4 k[AHEAD], v[AHEAD];
-        float scores[AHEAD], new_peak = peak;
-        wait(shared.full + ring.slot, ring.parity);
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const int number = i * LANES + token_lane, token = base + number;
-            const uint4* held = reinterpret_cast<const uint4*>(shared.slots[ring.slot]) + number * (D / 8) + lane;
-            const bool seen = token >= unit.first && token < unit.stop;  // else there may be another request's NaN
-            k[i] = seen ? held[0] : make_uint4(0, 0, 0, 0);
-            v[i] = seen ? held[SLOT_TOKENS * (D / 8)] : make_uint4(0, 0, 0, 0);
-            scores[i] = seen ? 0 : NEVER;
-        }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(shared.empty + ring.slot);
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            float held[8];
-            unpack(held, k[i]);
-            scores[i] += dot(q, held);
-            new_peak = fmaxf(new_peak, scores[i]);
-        }
-        const float decay = exp2f(peak - new_peak);
-        peak = new_peak;
-        whole *= decay;
-#pragma unroll
-        for (int j = 0; j < 8; j++) acc[j] *= decay;
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            float held[8];
-            unpack(held, v[i]);
-            const float weight = exp2f(scores[i] - peak);
-            whole += weight;
-#pragma unroll
-            for (int j = 0; j < 8; j++) acc[j] += weight * held[j];
-        }
-    }
-
-    // The two halves of each warp, then the warps.
-    const float higher = fmaxf(peak, __shfl_xor_sync(~0u, peak, 16)), factor = exp2f(peak - higher);
-    whole *= factor;
-    whole += __shfl_xor_sync(~0u, whole, 16);
-#pragma unroll
-    for (int j = 0; j < 8; j++) {
-        acc[j] *= factor;
-        acc[j] += __shfl_xor_sync(~0u, acc[j], 16);
-    }
-    if (token_lane % 2 == 0) {
-        float4* to = reinterpret_cast<float4*>(shared.attended[warp] + lane * 8);
-        to[0] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-        to[1] = make_float4(acc[4], acc[5], acc[6], acc[7]);
-    }
-    if (threadIdx.x % 32 == 0) shared.highest[warp] = higher, shared.weights[warp] = whole;
-    sync_warps();
-    if (threadIdx.x < D) {
-        float highest = shared.highest[0], all = 0, sum = 0;
-#pragma unroll
-        for (int w = 1; w < WARPS; w++) highest = fmaxf(highest, shared.highest[w]);
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const float weight = exp2f(shared.highest[w] - highest);
-            all += shared.weights[w] * weight;
-            sum += shared.attended[w][threadIdx.x] * weight;
-        }
-        hand_over(given, ATTENDED + unit.part * MIXED + unit.head * D + threadIdx.x, to_bf16(__fdividef(sum, all)));
-        if (threadIdx.x == 0)
-            hand_over(given, WEIGHTS + 2 * (unit.part * HEADS + unit.head), __float_as_uint(highest + log2f(all)));
     }
 }
 
+// What a warp takes of a pass, as operands of mma: keys of its 16 tokens, and its 16 dimensions of all values. Garbage where
+// there are no tokens.
+struct Pass {
+    Shared& shared;
+    int slot, slots;  // the first of the ring, and how many
+    u32 keys[8][4];
+
+    // The boxes are halves of 64 dimensions, [16, 128 bytes] each, swizzled. Of a block, eight dimensions of a token:
+    DEVICE u32 place(int block, bool of_values, int token, int eight) const {
+        const u32 tile = shared_address(aligned_slot(shared, Ring::after(slot, block / 2))) + (of_values ? 2 * SLOT_TOKENS * D : 0);
+        return tile + (block % 2 * 2 + eight / 8) * (BLOCK * 128) + token * 128 + ((eight ^ token) & 7) * 16;
+    }
+
+    DEVICE void begin(Ring& ring, int tokens) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        slot = ring.slot, slots = least((tokens + SLOT_TOKENS - 1) / SLOT_TOKENS, PASS_TOKENS / SLOT_TOKENS);
+        for (int i = 0; i < slots; i++, ring.advance()) wait(shared.full + ring.slot, ring.parity);
+#pragma unroll
+        for (int step = 0; step < 8; step++) load_matrices(keys[step], place(warp, false, lane % 16, 2 * step + lane / 16));
+    }
+
+    // What is not seen may be another request's NaN, so it becomes zero.
+    DEVICE void end(u32 (&values)[WARPS][4], int seen_from, int seen_to) const {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int block = 0; block < WARPS; block++)
+            load_matrices_transposed(values[block], place(block, true, lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
+        __syncwarp();
+        if (lane < slots) arrive_having(shared.empty + Ring::after(slot, lane), values[WARPS - 1][3]);
+#pragma unroll
+        for (int block = 0; block < WARPS; block++)
+            if (block * BLOCK < seen_from || (block + 1) * BLOCK > seen_to) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int token = block * BLOCK + i / 2 * 8 + lane % 4 * 2;
+                    if (token < seen_from || token >= seen_to) values[block][i] &= 0xFFFF0000u;
+                    if (token + 1 < seen_from || token + 1 >= seen_to) values[block][i] &= 0xFFFFu;
+                }
+            }
+    }
+};
+
+// `exchange` is where to look, `given` where results go.
+DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* given, bf16* key_cache, bf16* value_cache, i64 place,
+                   u64 query_gain, u64 key_gain, float eps, float scale) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4;
+    Shared& shared = ring.shared;
+    AttentionScratch& scratch = shared.attention;
+    Pass pass{shared};
+    pass.begin(ring, unit.stop - unit.start);
+    give_queries(shared, unit, exchange, key_cache, value_cache, place, query_gain, key_gain, eps, scale);
+    sync_warps();
+    // Of head `column`, and of dimensions 16 * warp + column and + 8 for heads 2 * pair and 2 * pair + 1.
+    const int head = least(column, GROUP - 1);
+    float peak = UNSEEN, whole = 0, sums[4] = {};
+    if (unit.last) {
+        peak = scratch.new_scores[head], whole = pair == 0;
+        sums[0] = sums[1] = from_bf16(scratch.new_value[16 * warp + column]);
+        sums[2] = sums[3] = from_bf16(scratch.new_value[16 * warp + column + 8]);
+    }
+    for (int base = unit.start, turn = 0; base < unit.stop; base += PASS_TOKENS, turn ^= 1) {
+        const int from = unit.first - base, to = unit.stop - base;
+        if (base > unit.start) pass.begin(ring, to);
+        float scores[2][4] = {};
+#pragma unroll
+        for (int step = 0; step < 8; step += 2) {  // a head is a column; there is garbage in those beyond the group
+            u32 queries[4];
+            load_matrices(queries, shared_address(scratch.queries[lane % 8] + (2 * step + lane / 8) * 8));
+            mma_bf16(scores[0], pass.keys[step], queries[0], queries[1]);
+            mma_bf16(scores[1], pass.keys[step + 1], queries[2], queries[3]);
+        }
+        u32 values[WARPS][4];
+        pass.end(values, from, to);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int token = 16 * warp + column + i / 2 * 8, its = 2 * pair + i % 2;
+            const bool seen = token >= from && token < to;
+            if (its < GROUP) scratch.scores[turn][its][token] = seen ? (scores[0][i] + scores[1][i]) * scale : NEVER;
+        }
+        sync_warps();
+        float2 all[PASS_TOKENS / 8];
+        float new_peak = peak;
+#pragma unroll
+        for (int i = 0; i < PASS_TOKENS / 8; i++) {
+            all[i] = *reinterpret_cast<const float2*>(scratch.scores[turn][head] + 8 * i + 2 * pair);
+            new_peak = fmaxf(new_peak, fmaxf(all[i].x, all[i].y));
+        }
+        new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 1));
+        new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 2));
+        const float decay = exp2_approx(peak - new_peak);
+        const float decays[2] = {__shfl_sync(~0u, decay, 8 * pair), __shfl_sync(~0u, decay, 8 * pair + 4)};
+        peak = new_peak;
+        whole *= decay;
+        float more[4] = {};
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[i] *= decays[i % 2];
+        const auto weigh = [&](const float2& pair) {
+            const float x = exp2_approx(pair.x - peak), y = exp2_approx(pair.y - peak);
+            whole += x + y;
+            return pack_bf16(x, y);
+        };
+#pragma unroll
+        for (int i = 0; i < WARPS; i++) {
+            const u32 first = weigh(all[2 * i]), second = weigh(all[2 * i + 1]);
+            mma_bf16(i % 2 ? more : sums, values[i], first, second);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) sums[i] += more[i];
+    }
+    whole = over_lanes(whole, 4);
+    const float inverse = __fdividef(1, whole);
+    const float inverses[2] = {__shfl_sync(~0u, inverse, 8 * pair), __shfl_sync(~0u, inverse, 8 * pair + 4)};
+    const u32 low = transposed(pack_bf16(sums[0] * inverses[0], sums[1] * inverses[1]));  // of head `column` again
+    const u32 high = transposed(pack_bf16(sums[2] * inverses[0], sums[3] * inverses[1]));
+    if (column < GROUP) {
+        const int its = unit.part * HEADS + unit.kv_head * GROUP + column;
+        hand_over(given, ATTENDED + its * D + 16 * warp + 2 * pair, low);
+        hand_over(given, ATTENDED + its * D + 16 * warp + 2 * pair + 8, high);
+        if (warp == 0 && pair == 0) hand_over(given, WEIGHTS + 2 * its, __float_as_uint(peak + log2_approx(whole)));
+    }
+    sync_warps();  // the next input takes the place of what was read here
+}

@@ -42,25 +42,36 @@ constexpr int HEAD_ROWS = 64;  // of the head, whose sums are added up together
 constexpr int SUMS = most(tiled(most(most(share(QKV), share(HIDDEN)), 2 * share(INNER))), 2 * HEAD_ROWS);
 constexpr int INPUT = most(most(HIDDEN, MIXED), INNER);
 constexpr int SLOT = ROWS * STRIDE;
-constexpr int SLOT_TOKENS = 32;  // or keys of so many tokens, then their values
+constexpr int SLOT_TOKENS = 32;   // or keys of so many tokens, then their values
+constexpr int PASS_TOKENS = 128;  // that are attended to at a time
 
 constexpr int MEMORY = 232448;  // what a block can have
-constexpr int OTHER = 2 * INPUT + 4 * WARPS * (SUMS + D + 4) + 4 * D + 1024;
+
+// What warps exchange while they attend; rows are apart so that columns of them lie in different banks.
+struct AttentionScratch {
+    alignas(16) bf16 queries[8][D + 8];
+    alignas(16) float scores[2][HEADS / KV_HEADS][PASS_TOKENS + 8];
+    float new_scores[HEADS / KV_HEADS];
+    alignas(16) bf16 new_value[D];
+};
+
+constexpr int OTHER = most(2 * INPUT, sizeof(AttentionScratch)) + 4 * WARPS * SUMS + 4 * D + 1280;
 constexpr int SLOTS = least((MEMORY - OTHER) / SLOT, 32);
 
 struct Shared {
-    alignas(128) unsigned char slots[SLOTS][SLOT];
-    alignas(16) unsigned short x[INPUT];  // a phase's input, bfloat16 or float16
-    alignas(16) float sums[WARPS][SUMS];  // of each warp, for each row
-    alignas(16) float attended[WARPS][D];
-    alignas(16) float angles[D];  // cosines, then sines, of the position
-    float highest[WARPS], weights[WARPS];  // of each warp's tokens
+    alignas(1024) unsigned char slots[SLOTS][SLOT];
+    union {
+        alignas(16) unsigned short x[INPUT];  // a phase's input, bfloat16 or float16
+        AttentionScratch attention;           // between two of them
+    };
+    alignas(16) float sums[WARPS][SUMS];   // of each warp, for each row
+    alignas(16) float angles[D];           // cosines, then sines, of the position
     float squares[WARPS], peaks[WARPS];    // of the input
     u64 likeliest[WARPS];                  // of each warp's tokens, as a key
     u64 full[SLOTS], empty[SLOTS], seen, clean;
 };
 static_assert(sizeof(Shared) <= MEMORY && UNDERWAY <= SLOTS, "more shared memory than there is");
-static_assert(SLOT >= 4 * SLOT_TOKENS * D, "keys and values must fit");
+static_assert(SLOT % 512 == 0 && SLOT >= 4 * SLOT_TOKENS * D + 512, "keys and values must fit");
 static_assert(share(QKV) <= THREADS && share(HIDDEN) <= THREADS && share(INNER) <= THREADS, "a thread for each row");
 static_assert(PROGRAMS <= THREADS, "a thread for each block");
 
@@ -72,18 +83,21 @@ DEVICE Rows own_rows(int rows) {
     return {first, static_cast<int>((static_cast<i64>(blockIdx.x) + 1) * rows / PROGRAMS) - first};
 }
 
-// What this block attends to: one head over one part of the context.
+// Where keys and values lie in a slot: at a multiple of 1,024.
+DEVICE unsigned char* aligned_slot(Shared& shared, int slot) { return shared.slots[slot] + slot % 2 * 512; }
+
+// What this block attends to: the queries of one KV head over one part of the context.
 struct Unit {
-    int head, part, parts;
+    int kv_head, part, parts;
     int first, start, stop;  // tokens of the cache; none before the first is seen
     bool attends, last;      // the last part has the new token
 };
 DEVICE Unit own_unit(int context, int window) {
-    constexpr int STEP = 64;
     const int stop = most(context - 1, 0), first = window > 0 ? most(context - window, 0) : 0, base = first / BLOCK * BLOCK;
-    const int tokens = most(((stop - base + MOST_PARTS - 1) / MOST_PARTS + STEP - 1) / STEP * STEP, STEP);
-    const int parts = most((stop - base + tokens - 1) / tokens, 1), part = blockIdx.x / HEADS, start = base + part * tokens;
-    return {static_cast<int>(blockIdx.x % HEADS), part, parts, first, start, least(start + tokens, stop), part < parts,
+    const int wanted = most(least((stop - base + PASS_TOKENS - 1) / PASS_TOKENS, MOST_PARTS), 1);  // of parts
+    const int tokens = ((stop - base + wanted - 1) / wanted + BLOCK - 1) / BLOCK * BLOCK;
+    const int parts = tokens > 0 ? (stop - base + tokens - 1) / tokens : 1, part = blockIdx.x / KV_HEADS, start = base + part * tokens;
+    return {static_cast<int>(blockIdx.x % KV_HEADS), part, parts, first, start, least(start + tokens, stop), part < parts,
             part == parts - 1};
 }
 
@@ -94,6 +108,7 @@ struct Ring {
     DEVICE void advance() {
         if (++slot == SLOTS) slot = 0, parity ^= 1;
     }
+    DEVICE static int after(int slot, int count) { return slot + count < SLOTS ? slot + count : slot + count - SLOTS; }
 };
 
 // -- global memory ----------------------------------------------------------------------------------------------------------
@@ -188,8 +203,9 @@ DEVICE void restore_all(Shared& shared, bf16* exchange, const u64* layers, int n
             unwrite(exchange, PROJECTED + qkv.first, qkv.count);
         }
         if (phase % 4 == 2 && unit.attends) {
-            unwrite(exchange, ATTENDED + unit.part * MIXED + unit.head * D, D);
-            if (threadIdx.x % 32 == 0) hand_over(exchange, WEIGHTS + 2 * (unit.part * HEADS + unit.head), NOTHING);
+            const int group = HEADS / KV_HEADS, first = unit.part * HEADS + unit.kv_head * group;
+            unwrite(exchange, ATTENDED + first * D, group * D);
+            unwrite(exchange, WEIGHTS + 2 * first, 2 * group);
         }
         if (phase % 4 == 3) unwrite(exchange, MIDDLE + hidden.first, hidden.count);
         put_after_all(exchange + ORDER + 2 * blockIdx.x, phase);

@@ -7,8 +7,9 @@ struct Producer {
     Ring ring, landed;
     int limit = UNDERWAY, under_way = 0;
 
-    // The lanes that `copy` copy one piece each.
-    DEVICE void fill(u32 place, const void* from, int bytes, bool copy, int total) {
+    // `copy` starts copies of so many bytes to a slot.
+    template <class Copy>
+    DEVICE void fill(int total, Copy copy) {
         Shared& shared = ring.shared;
         u64* full = shared.full + ring.slot;
         if (under_way == limit) {
@@ -20,7 +21,7 @@ struct Producer {
         wait(shared.empty + ring.slot, ring.parity ^ 1);
         if (threadIdx.x % 32 == 0) arrive_expecting(full, total);
         __syncwarp();
-        if (copy) copy_bulk(shared.slots[ring.slot] + place, from, bytes, full);
+        copy(ring.slot, full);
         ring.advance();
     }
 
@@ -33,7 +34,9 @@ struct Producer {
             const char* from = reinterpret_cast<const char*>(weight) + place * row_bytes;
             for (int at = 0; at < row_bytes; at += CHUNK) {
                 const int bytes = least(CHUNK, row_bytes - at);
-                fill(lane * STRIDE, from + at, bytes, lane < count, count * bytes);
+                fill(count * bytes, [&](int slot, u64* full) {
+                    if (lane < count) copy_bulk(ring.shared.slots[slot] + lane * STRIDE, from + at, bytes, full);
+                });
             }
         }
     }
@@ -41,17 +44,20 @@ struct Producer {
         stream(weight, row_bytes, rows.first, rows.count, rows.count, 0);
     }
 
-    // Of a layer; lanes 0 and 1 copy keys and values of a block of tokens, 2 and 3 of the next.
-    DEVICE void stream_tokens(const bf16* keys, const bf16* values, const int* table, const Unit& unit) {
+    // Of the layer whose blocks begin at `first_block`; lanes 0 and 1 copy keys and values of a block, 2 and 3 of the next.
+    DEVICE void stream_tokens(const TensorMap* keys, const TensorMap* values, i64 first_block, const int* table,
+                              const Unit& unit) {
         constexpr int BYTES = 2 * BLOCK * D;
-        const int lane = threadIdx.x % 32, kv_head = unit.head / (HEADS / KV_HEADS);
+        const int lane = threadIdx.x % 32;
         for (int base = unit.start; base < unit.stop; base += SLOT_TOKENS) {
-            const int token = base + lane / 2 * BLOCK;
-            const bool copy = lane < 4 && token < unit.stop;
-            const i64 block = copy ? __ldg(table + token / BLOCK) : 0;
-            const bf16* from = (lane % 2 ? values : keys) + (block * KV_HEADS + kv_head) * (BLOCK * D);
-            const int blocks = unit.stop - base > BLOCK ? 2 : 1;
-            fill(lane % 2 * (2 * SLOT_TOKENS * D) + lane / 2 * BYTES, from, BYTES, copy, 2 * blocks * BYTES);
+            const int token = base + lane / 2 * BLOCK, blocks = unit.stop - base > BLOCK ? 2 : 1;
+            const bool copies = lane < 2 * blocks;
+            const i64 block = first_block + (copies ? __ldg(table + token / BLOCK) : 0);
+            const int row = static_cast<int>((block * KV_HEADS + unit.kv_head) * BLOCK);
+            fill(2 * blocks * BYTES, [&](int slot, u64* full) {
+                unsigned char* to = aligned_slot(ring.shared, slot) + lane % 2 * (2 * SLOT_TOKENS * D) + lane / 2 * BYTES;
+                if (copies) copy_box(to, lane % 2 ? values : keys, 0, row, 0, full, EVICT_FIRST);
+            });
         }
     }
 };
@@ -130,8 +136,10 @@ struct Product {
         if (lane % 4 == 0) shared.sums[warp][tile + lane / 4] = (sums[0][0] + sums[1][0]) + (sums[0][3] + sums[1][3]);
     }
 
-    // Before the input is there.
+    // Before the input is there. Slots are free once all is read.
     DEVICE void hold(Ring& ring, int rows) {
+        if constexpr (HELD == 0) return;
+        const int first = ring.slot, count = (rows + ROWS - 1) / ROWS * CHUNKS, lane = threadIdx.x % 32;
 #pragma unroll
         for (int tile = 0; tile < HELD; tile++)
 #pragma unroll
@@ -139,12 +147,10 @@ struct Product {
                 const bool more = tile * ROWS < rows;
                 if (more) wait(ring.shared.full + ring.slot, ring.parity);
                 held[tile][chunk].read(ring);  // garbage where there is no more
-                __syncwarp();
-                if (more) {
-                    if (threadIdx.x % 32 == 0) arrive(ring.shared.empty + ring.slot);
-                    ring.advance();
-                }
+                if (more) ring.advance();
             }
+        __syncwarp();
+        if (lane < count) arrive_having(ring.shared.empty + ring.after(first, lane), held[HELD - 1][CHUNKS - 1].high[EACH - 1].w);
     }
 
     // Then; the first row's sum goes to place `to`.

@@ -385,6 +385,7 @@ inline void arrive(u64* barrier) {
     if (--phases.pending < 0) gpu::fail("more arrivals at a barrier than it expects");
     gpu::settle(phases);
 }
+inline void arrive_having(u64* barrier, u32) { arrive(barrier); }
 inline void arrive_expecting(u64* barrier, u32 bytes) {
     phases_of(barrier).bytes += bytes;
     arrive(barrier);
