@@ -104,11 +104,11 @@ class CapturedPath:
             return forward(batch, state, logit_rows)
         arrays = (batch.tokens_T, batch.positions_T, batch.slots_T, batch.tables_SM, batch.contexts_S, logit_rows)
         tokens, positions, slots, tables, contexts, rows = (to_device(array, forward.device) for array in arrays)
-        inputs = DecodeInputs(torch.nn.functional.embedding(tokens, forward.embedding), positions, slots, tables)
         if forward.stacks(len(tokens), int(batch.contexts_S.max())):
-            hidden = forward.decode_stacked(inputs, contexts)
-        else:
-            hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts))
+            logits = torch.empty((1, len(forward.embedding)), device=forward.device)
+            return logits, forward.decode_stacked(rows, contexts, tokens.long(), tables, logits)
+        inputs = DecodeInputs(torch.nn.functional.embedding(tokens, forward.embedding), positions, slots, tables)
+        hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts))
         logits = forward.logits(hidden[rows.long()])
         return logits, logits.argmax(-1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.kernels import activation_triton, prefill_triton
 from penstock.kernels.decode_inputs_triton import DecodeInputs
-from penstock.kernels.hopper import attention, decode, gemm, gemm_configs, program, tensor_map
+from penstock.kernels.hopper import attention, decode, gemm, gemm_configs, layers, program, tensor_map
+from penstock.runner import fused_forward
 from penstock.runner.fused_forward import FusedForward
 from tests.kernels.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 
@@ -60,7 +62,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         used.add(file)
         return compiled(file, name, **defines)
 
-    for module in (program, gemm, decode):
+    for module in (program, gemm, decode, layers):
         monkeypatch.setattr(module, "kernel", kernel)
     for module in (tensor_map, gemm, decode):
         monkeypatch.setattr(module, "tensor_map", emulated_tensor_map)
@@ -151,3 +153,25 @@ def test_same_logits_as_plain_torch(launched: set[str], tmp_path: Path) -> None:
     errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert errors.max() < 0.03  # bfloat16's rounding
     assert launched == {"gemm.cu", "prefill.cu", "decode.cu"}
+
+
+def test_a_step_in_one_launch(launched: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_forward, "is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=4))
+    narrow, _ = models(tmp_path)
+    config = read_config(resolve(f"dummy:{tmp_path}"))
+    fused = FusedForward(narrow, config, num_blocks=TABLE, block_size=BLOCK, max_seqs=1, max_model_len=TABLE * BLOCK)
+    assert fused.stacks(1, TABLE * BLOCK)
+    assert not fused.stacks(2, 1)
+    fused.attention.keys.normal_()
+    fused.attention.values.normal_()
+    row, context = torch.tensor([1, 37], dtype=torch.int32).split(1)
+    last_token, tables = torch.tensor([9, 5]), torch.arange(2 * TABLE, dtype=torch.int32).view(2, TABLE) - TABLE
+    slots = tables[1:, 36 // BLOCK] * BLOCK + 36 % BLOCK
+    inputs = DecodeInputs(fused.embedding[last_token[1:]], context - 1, slots, tables[1:])
+    expected = fused.logits(fused.hidden(inputs.x_SC, fused.attention.attend_decode(inputs, context)))
+    logits = torch.empty(1, 64)
+    chosen = fused.decode_stacked(row, context, last_token, tables, logits)
+    assert (logits - expected).norm() < 0.02 * expected.norm()
+    assert chosen.tolist() == last_token[1:].tolist() == logits.argmax(-1).tolist()
+    assert "layers.cu" in launched

@@ -99,24 +99,27 @@ struct Pass {
         for (int step = 0; step < 8; step++) load_matrices(keys[step], place(warp, false, lane % 16, 2 * step + lane / 16));
     }
 
-    // What is not seen may be another request's NaN, so it becomes zero.
-    DEVICE void end(u32 (&values)[WARPS][4], int seen_from, int seen_to) const {
+    DEVICE void load(u32 (&values)[WARPS][4]) const {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
         for (int block = 0; block < WARPS; block++)
             load_matrices_transposed(values[block], place(block, true, lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
+    }
+
+    // The slots may be filled again. What is not seen may be another request's NaN, so it becomes zero.
+    DEVICE void end(u32 (&values)[WARPS][4], int seen_from, int seen_to) const {
+        const int lane = threadIdx.x % 32;
         __syncwarp();
         if (lane < slots) arrive_having(shared.empty + Ring::after(slot, lane), values[WARPS - 1][3]);
+        const auto seen = [&](int token) { return token >= seen_from && token < seen_to; };
 #pragma unroll
         for (int block = 0; block < WARPS; block++)
-            if (block * BLOCK < seen_from || (block + 1) * BLOCK > seen_to) {
+            if (!seen(block * BLOCK) || !seen(block * BLOCK + BLOCK - 1))
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const int token = block * BLOCK + i / 2 * 8 + lane % 4 * 2;
-                    if (token < seen_from || token >= seen_to) values[block][i] &= 0xFFFF0000u;
-                    if (token + 1 < seen_from || token + 1 >= seen_to) values[block][i] &= 0xFFFFu;
+                    values[block][i] &= (seen(token) ? 0xFFFFu : 0) | (seen(token + 1) ? 0xFFFF0000u : 0);
                 }
-            }
     }
 };
 
@@ -138,7 +141,7 @@ DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* giv
         sums[0] = sums[1] = from_bf16(scratch.new_value[16 * warp + column]);
         sums[2] = sums[3] = from_bf16(scratch.new_value[16 * warp + column + 8]);
     }
-    for (int base = unit.start, turn = 0; base < unit.stop; base += PASS_TOKENS, turn ^= 1) {
+    for (int base = unit.start, buffer = 0; base < unit.stop; base += PASS_TOKENS, buffer ^= 1) {
         const int from = unit.first - base, to = unit.stop - base;
         if (base > unit.start) pass.begin(ring, to);
         float scores[2][4] = {};
@@ -150,23 +153,35 @@ DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* giv
             mma_bf16(scores[1], pass.keys[step + 1], queries[2], queries[3]);
         }
         u32 values[WARPS][4];
-        pass.end(values, from, to);
+        pass.load(values);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int token = 16 * warp + column + i / 2 * 8, its = 2 * pair + i % 2;
-            const bool seen = token >= from && token < to;
-            if (its < GROUP) scratch.scores[turn][its][token] = seen ? (scores[0][i] + scores[1][i]) * scale : NEVER;
+            const int token = 16 * warp + column + i / 2 * 8;
+            scores[0][i] = token >= from && token < to ? (scores[0][i] + scores[1][i]) * scale : NEVER;
+        }
+        float highest[2] = {fmaxf(scores[0][0], scores[0][2]), fmaxf(scores[0][1], scores[0][3])};
+#pragma unroll
+        for (int step = 4; step < 32; step *= 2)
+#pragma unroll
+            for (int i = 0; i < 2; i++) highest[i] = fmaxf(highest[i], __shfl_xor_sync(~0u, highest[i], step));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int its = 2 * pair + i % 2;
+            if (its < GROUP) {
+                const float weight = exp2_approx(scores[0][i] - highest[i % 2]);
+                scratch.weights[buffer][its][16 * warp + column + i / 2 * 8] = weight;
+                if (column == 0 && i < 2) scratch.highest[buffer][its][warp] = highest[i];
+            }
         }
         sync_warps();
-        float2 all[PASS_TOKENS / 8];
-        float new_peak = peak;
+        pass.end(values, from, to);
+        float factors[WARPS], new_peak = peak;
 #pragma unroll
-        for (int i = 0; i < PASS_TOKENS / 8; i++) {
-            all[i] = *reinterpret_cast<const float2*>(scratch.scores[turn][head] + 8 * i + 2 * pair);
-            new_peak = fmaxf(new_peak, fmaxf(all[i].x, all[i].y));
+        for (int i = 0; i < WARPS; i += 4) {
+            const float4 four = *reinterpret_cast<const float4*>(scratch.highest[buffer][head] + i);
+            factors[i] = four.x, factors[i + 1] = four.y, factors[i + 2] = four.z, factors[i + 3] = four.w;
+            new_peak = fmaxf(fmaxf(new_peak, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
         }
-        new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 1));
-        new_peak = fmaxf(new_peak, __shfl_xor_sync(~0u, new_peak, 2));
         const float decay = exp2_approx(peak - new_peak);
         const float decays[2] = {__shfl_sync(~0u, decay, 8 * pair), __shfl_sync(~0u, decay, 8 * pair + 4)};
         peak = new_peak;
@@ -174,15 +189,14 @@ DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* giv
         float more[4] = {};
 #pragma unroll
         for (int i = 0; i < 4; i++) sums[i] *= decays[i % 2];
-        const auto weigh = [&](const float2& pair) {
-            const float x = exp2_approx(pair.x - peak), y = exp2_approx(pair.y - peak);
-            whole += x + y;
-            return pack_bf16(x, y);
-        };
 #pragma unroll
         for (int i = 0; i < WARPS; i++) {
-            const u32 first = weigh(all[2 * i]), second = weigh(all[2 * i + 1]);
-            mma_bf16(i % 2 ? more : sums, values[i], first, second);
+            const float factor = exp2_approx(factors[i] - peak);
+            const float* weights = scratch.weights[buffer][head] + 16 * i + 2 * pair;
+            const float2 low = *reinterpret_cast<const float2*>(weights), high = *reinterpret_cast<const float2*>(weights + 8);
+            whole += ((low.x + low.y) + (high.x + high.y)) * factor;
+            mma_bf16(i % 2 ? more : sums, values[i], pack_bf16(low.x * factor, low.y * factor),
+                     pack_bf16(high.x * factor, high.y * factor));
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) sums[i] += more[i];

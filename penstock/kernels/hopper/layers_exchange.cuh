@@ -50,7 +50,8 @@ constexpr int MEMORY = 232448;  // what a block can have
 // What warps exchange while they attend; rows are apart so that columns of them lie in different banks.
 struct AttentionScratch {
     alignas(16) bf16 queries[8][D + 8];
-    alignas(16) float scores[2][HEADS / KV_HEADS][PASS_TOKENS + 8];
+    alignas(16) float weights[2][HEADS / KV_HEADS][PASS_TOKENS + 8];  // of tokens, relative to the highest of their warp,
+    alignas(16) float highest[2][HEADS / KV_HEADS][WARPS];            // which has this score
     float new_scores[HEADS / KV_HEADS];
     alignas(16) bf16 new_value[D];
 };
