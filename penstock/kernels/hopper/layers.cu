@@ -17,14 +17,14 @@
 enum { TO_QKV, TO_OUT, TO_GATE_UP, TO_DOWN };
 
 constexpr int HOLD_SLOTS = 6;  // what registers can hold
+
 // What the threads that compute know in all phases.
 struct Compute {
     Ring ring;
-    bf16* given;            // where this block's results go
-    const bf16* exchange;   // and where it looks for all
+    bf16* given;  // where this block's results go
     const u64* layer;
     float eps;
-    float residual;         // of this thread's row, in float32
+    float residual;  // of this thread's row, in float32
 
     // Between those all of a phase's input has come: what the phase before has read may be restored then, and this one may
     // hand over its result once that of the phase before is restored.
@@ -71,8 +71,9 @@ struct Compute {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
-    layers(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map, const u64* layers, int num_layers, bf16* exchange, bf16* keys, bf16* values, int num_blocks, const float* cos_sin,
-           float eps, float scale, int window, const int* row_of, const int* context_of, i64* last_tokens, const int* tables,
+    layers(const __grid_constant__ TensorMap key_map, const __grid_constant__ TensorMap value_map, const u64* layers,
+           int num_layers, bf16* exchange, bf16* keys, bf16* values, int num_blocks, const float* cos_sin, float eps,
+           float scale, int window, const int* row_of, const int* context_of, i64* last_tokens, const int* tables,
            int table_width, const bf16* embedding, const bf16* head_gain, const bf16* head_weight, int vocab, float* logits,
            i64* chosen) {
     SHARED_MEMORY(memory);
@@ -130,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
     if (thread < D) shared.angles[thread] = cos_sin[static_cast<i64>(most(context - 1, 0)) * D + thread];
     const float entering = thread < hidden.count ? from_bf16(x[hidden.first + thread]) : 0;
     const bf16* theirs = exchange + blockIdx.x % REPLICAS * PLACES;
-    Compute compute{{shared}, exchange, theirs, layers, eps, entering};
+    Compute compute{{shared}, exchange, layers, eps, entering};
     for (int number = 0; number < num_layers; number++, compute.layer += ADDRESSES) {
         const u64* layer = compute.layer;
         compute.phase<TO_QKV, HIDDEN, share(QKV)>(number, qkv, [&](float& squares, auto meanwhile) {

@@ -1,7 +1,7 @@
 // Attention for one new token: the queries of one KV head over one part of the context.
 //
-// Keys and values come by the ring, 128 tokens in a pass, and lie in registers before the queries are there. A warp takes
-// 16 tokens' scores, all warps share those, and each takes 16 dimensions of the values.
+// Keys and values come by the ring, 128 tokens in a pass; keys lie in registers before the queries are there. A warp weighs
+// 16 tokens, all warps share the weights, and each takes 16 dimensions of the values.
 #pragma once
 #include "layers_inputs.cuh"
 
