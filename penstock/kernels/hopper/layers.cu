@@ -158,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
     const Head head{logits, chosen, last_tokens + row};
     float squares = 0;
     compute.await_clean(4 * num_layers);
-    const float factor = give_normed<false>(shared, theirs + ENTERING, false, reinterpret_cast<u64>(head_gain), squares, [] {});
+    const u64 gain = reinterpret_cast<u64>(head_gain);
+    const float factor = give_normed<false>(shared, theirs + ENTERING, false, gain, squares, [] {});
     add_squares(shared, squares);
     compute.report_seen();
     choose_token(shared, head, exchange, compute_logits(compute.ring, head, tokens, factor, eps));

@@ -87,7 +87,8 @@ struct Pass {
 
     // The boxes are halves of 64 dimensions, [16, 128 bytes] each, swizzled. Of a block, eight dimensions of a token:
     DEVICE u32 place(int block, bool of_values, int token, int eight) const {
-        const u32 tile = shared_address(aligned_slot(shared, Ring::after(slot, block / 2))) + (of_values ? 2 * SLOT_TOKENS * D : 0);
+        const u32 tiles = shared_address(aligned_slot(shared, Ring::after(slot, block / 2)));
+        const u32 tile = tiles + (of_values ? 2 * SLOT_TOKENS * D : 0);
         return tile + (block % 2 * 2 + eight / 8) * (BLOCK * 128) + token * 128 + ((eight ^ token) & 7) * 16;
     }
 
@@ -124,8 +125,8 @@ struct Pass {
 };
 
 // `exchange` is where to look, `given` where results go.
-DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* given, bf16* key_cache, bf16* value_cache, i64 place,
-                   u64 query_gain, u64 key_gain, float eps, float scale) {
+DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* given, bf16* key_cache, bf16* value_cache,
+                   i64 place, u64 query_gain, u64 key_gain, float eps, float scale) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4;
     Shared& shared = ring.shared;
     AttentionScratch& scratch = shared.attention;
@@ -193,7 +194,8 @@ DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* giv
         for (int i = 0; i < WARPS; i++) {
             const float factor = exp2_approx(factors[i] - peak);
             const float* weights = scratch.weights[buffer][head] + 16 * i + 2 * pair;
-            const float2 low = *reinterpret_cast<const float2*>(weights), high = *reinterpret_cast<const float2*>(weights + 8);
+            const float2 low = *reinterpret_cast<const float2*>(weights);
+            const float2 high = *reinterpret_cast<const float2*>(weights + 8);
             whole += ((low.x + low.y) + (high.x + high.y)) * factor;
             mma_bf16(i % 2 ? more : sums, values[i], pack_bf16(low.x * factor, low.y * factor),
                      pack_bf16(high.x * factor, high.y * factor));

@@ -97,7 +97,8 @@ DEVICE Unit own_unit(int context, int window) {
     const int stop = most(context - 1, 0), first = window > 0 ? most(context - window, 0) : 0, base = first / BLOCK * BLOCK;
     const int wanted = most(least((stop - base + PASS_TOKENS - 1) / PASS_TOKENS, MOST_PARTS), 1);  // of parts
     const int tokens = ((stop - base + wanted - 1) / wanted + BLOCK - 1) / BLOCK * BLOCK;
-    const int parts = tokens > 0 ? (stop - base + tokens - 1) / tokens : 1, part = blockIdx.x / KV_HEADS, start = base + part * tokens;
+    const int parts = tokens > 0 ? (stop - base + tokens - 1) / tokens : 1;
+    const int part = blockIdx.x / KV_HEADS, start = base + part * tokens;
     return {static_cast<int>(blockIdx.x % KV_HEADS), part, parts, first, start, least(start + tokens, stop), part < parts,
             part == parts - 1};
 }

@@ -150,7 +150,8 @@ struct Product {
                 if (more) ring.advance();
             }
         __syncwarp();
-        if (lane < count) arrive_having(ring.shared.empty + ring.after(first, lane), held[HELD - 1][CHUNKS - 1].high[EACH - 1].w);
+        const u32 last = held[HELD - 1][CHUNKS - 1].high[EACH - 1].w;
+        if (lane < count) arrive_having(ring.shared.empty + ring.after(first, lane), last);
     }
 
     // Then; the first row's sum goes to place `to`.
