@@ -12,8 +12,12 @@ PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 serve: $(VENV)/.serve
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
+# What only computes shares the cores; what starts servers has them to itself.
+COMPUTES := tests/checkpoint tests/engine tests/kernels tests/models tests/runner tests/text
+
 test: lint redis
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(COMPUTES)
+	$(BIN)/python -m pytest $(COMPUTES:%=--ignore=%)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
