@@ -14,8 +14,8 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 from penstock.kernels.gemm_triton import linear_reference
 from penstock.kernels.hopper import gated_product as module
 from penstock.kernels.hopper.gated_product import Tiling, best_tiling, gated_product, shared_bytes
-from penstock.kernels.norm_triton import quantize_fp8_reference
 from tests.kernels.emulated_gpu import available, emulated_kernel, emulated_tensor_map
+from tests.kernels.products import draw_product
 
 _SHARED_BYTES = 227 << 10  # that a block on Hopper may have
 
@@ -37,17 +37,12 @@ def test_product_is_that_of_the_reference(
     monkeypatch.setattr(module, "tensor_map", emulated_tensor_map)
     monkeypatch.setattr(module, "_PAIRS", 2)
     monkeypatch.setattr(module, "_BAND", 256)
-    torch.manual_seed(rows * n + k)
-    weight, x = torch.randn(n, k), torch.randn(rows + 1, k + 64)[:rows, :k]
-    scales = x_scales = None
-    if fp8:
-        weight, scales, (x, x_scales) = weight.to(torch.float8_e4m3fn), torch.rand(n), quantize_fp8_reference(x)
-    else:
-        weight, x = weight.bfloat16(), x.bfloat16()
+    weight, x, scales = draw_product(rows, n, k, fp8=fp8)
     memory = torch.full((rows + 2, n // 2 + 8), torch.nan, dtype=torch.bfloat16)
     out = memory[:rows, : n // 2]
-    gated_product(out, x, weight, tiling, None if scales is None or x_scales is None else (scales, x_scales))
-    expected = linear_reference(x, weight, scales=scales, x_scales=x_scales, gated=True)
+    gated_product(out, x, weight, tiling, scales)
+    of_channels, of_rows = scales or (None, None)
+    expected = linear_reference(x, weight, scales=of_channels, x_scales=of_rows, gated=True)
     assert float((out.float() - expected).norm() / expected.norm()) < 4e-3
     assert memory[rows:].isnan().all()
     assert memory[:, n // 2 :].isnan().all()

@@ -22,8 +22,8 @@ from penstock.kernels.hopper.gemm import (
     shared_bytes,
 )
 from penstock.kernels.hopper.gemm_configs import blocks_of, most_rows
-from penstock.kernels.norm_triton import quantize_fp8_reference
 from tests.kernels.emulated_gpu import available, emulated_kernel, emulated_tensor_map
+from tests.kernels.products import draw_product
 
 _SHARED_BYTES = 227 << 10  # that a block on Hopper may have
 
@@ -59,13 +59,7 @@ def close(actual: object, expected: torch.Tensor, error: float) -> None:
 def test_product_is_that_of_the_reference(
     config: HopperConfig, rows: int, n: int, k: int, kind: str, fp8: bool
 ) -> None:
-    torch.manual_seed(rows * n + k)
-    weight, x = torch.randn(n, k), torch.randn(rows + 1, k + 64)[:rows, :k]
-    scales = x_scales = None
-    if fp8:
-        weight, scales, (x, x_scales) = weight.to(torch.float8_e4m3fn), torch.rand(n), quantize_fp8_reference(x)
-    else:
-        weight, x = weight.bfloat16(), x.bfloat16()
+    weight, x, scales = draw_product(rows, n, k, fp8=fp8)
     width = n // 2 if kind == "gated" else n
     memory = torch.full((rows + 2, width + 8), torch.nan, dtype=torch.float32 if kind == "wide" else torch.bfloat16)
     out = memory[:rows, :width]
@@ -73,9 +67,10 @@ def test_product_is_that_of_the_reference(
     if kind == "add":
         residual = torch.randn(rows, n).bfloat16()
         out.copy_(residual)
-    both = None if scales is None or x_scales is None else (scales, x_scales)
-    hopper_gemm(out, x, weight, config=config, scales=both, gated=kind == "gated", add=kind == "add")
-    expected = linear_reference(x, weight, scales=scales, x_scales=x_scales, gated=kind == "gated", residual=residual)
+    gated = kind == "gated"
+    hopper_gemm(out, x, weight, config=config, scales=scales, gated=gated, add=kind == "add")
+    of_channels, of_rows = scales or (None, None)
+    expected = linear_reference(x, weight, scales=of_channels, x_scales=of_rows, gated=gated, residual=residual)
     close(out, expected, 4e-3)
     assert memory[rows:].isnan().all()
     assert memory[:, width:].isnan().all()
