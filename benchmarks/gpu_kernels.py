@@ -1,4 +1,4 @@
-"""Check and time the Triton kernels at full size on one GPU, against the device's limits and torch's own kernels.
+"""Check and time the GPU kernels at full size on one GPU, against the device's limits and torch's own kernels.
 
     PYTHONPATH=. python3 benchmarks/gpu_kernels.py [--only decode prefill ...] [--json FILE]
 

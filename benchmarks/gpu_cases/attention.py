@@ -52,8 +52,9 @@ def decode_case(heads: int, dtype: torch.dtype, contexts: list[int], name: str) 
         return Variant(label, run, lambda: relative_error(out, expected()))
 
     def streamed(config: StreamConfig) -> Variant:
-        scratch = decode.decode_scratch(sequences, heads, 8, 128, config.parts(sequences, 8), DEVICE)
-        plan = config.plan(lengths, 8)
+        division = config.division(sequences, 8)
+        scratch = decode.decode_scratch(sequences, heads, 8, 128, division.parts, DEVICE)
+        plan = division.plan(lengths)
 
         def run(i: int) -> None:
             decode_stream(out, q, k, v, tables[i], plan, scale=0.09, scratch=scratch, config=config)

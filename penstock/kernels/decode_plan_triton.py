@@ -7,6 +7,8 @@ starting the longest first leaves short ones for the end, when the device runs e
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -95,3 +97,15 @@ def plan_decode(
         SEQS=triton.next_power_of_2(size), PREFIX=shared_S is not None, num_warps=1,
     )  # fmt: skip
     return plan
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a batch is divided, as `plan_decode` takes it."""
+
+    parts: int
+    tile: int
+    finer: int = 1
+
+    def plan(self, contexts_S: torch.Tensor, *, window: int = 0, shared_S: torch.Tensor | None = None) -> torch.Tensor:
+        return plan_decode(contexts_S, self.parts, self.tile, window=window, shared_S=shared_S, finer=self.finer)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.decode_plan_triton import FIELDS, decode_parts, plan_decode
+from penstock.kernels.decode_plan_triton import FIELDS, Division, decode_parts
 from penstock.kernels.overlap_triton import overlaps_launches
 from penstock.kernels.paged_triton import LOG2_E, UNSEEN, attend, math_dtype
 from penstock.kernels.prefix_triton import DecodeScratch, SharedPrefix, attend_prefix
@@ -174,16 +174,8 @@ class DecodeConfig:
     num_warps: int = 4
     num_stages: int = 4
 
-    def plan(
-        self,
-        contexts_S: torch.Tensor,
-        num_kv_heads: int,
-        *,
-        window: int = 0,
-        shared_S: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        parts = decode_parts(len(contexts_S), num_kv_heads)
-        return plan_decode(contexts_S, parts, self.block_n, window=window, shared_S=shared_S)
+    def division(self, num_seqs: int, num_kv_heads: int) -> Division:
+        return Division(decode_parts(num_seqs, num_kv_heads), self.block_n)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""The decoders of `models/llama.py` and `models/moe.py` by fused kernels: five launches a dense layer for one
-decoding sequence.
+"""The decoders of `models/llama.py` and `models/moe.py` by fused kernels: five launches a dense layer for a few
+decoding sequences.
 
     norm · qkv   →   q/k norm · rope · cache write · attention   →   out + residual
     norm · gate_up · silu·mul   →   down + residual
 
 Larger batches take the norm, and the largest silu·mul, out of the products; steps with prompts take out rope as well.
-On Hopper a product may begin the norm for the next one instead.
+On Hopper a product may begin the norm for the next one instead, and a whole step of one sequence is one launch.
 
 T tokens, S sequences, C hidden size, H query heads, D head size.
 """

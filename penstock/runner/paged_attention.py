@@ -15,7 +15,6 @@ import torch
 
 from penstock.kernels.base import AttentionSpec
 from penstock.kernels.decode_inputs_triton import DecodeInputs
-from penstock.kernels.decode_plan_triton import decode_parts
 from penstock.kernels.decode_triton import DecodeConfig, Turn, decode_attention, decode_config, decode_scratch
 from penstock.kernels.hopper.attention import clear_counters
 from penstock.kernels.hopper.decode import StreamConfig, decode_stream, stream_config, streams_decode
@@ -85,7 +84,7 @@ class PagedAttention:
         self._streams = streams_decode(spec.head_dim, H // K, block_size, turned, dtype, kv_dtype, device)
         sizes = range(1, max_seqs + 1)
         shared = max(size * prefix_splits(size, H, max_model_len) for size in sizes)
-        parts = max(stream_config(size, K).parts(size, K) if self._streams else decode_parts(size, K) for size in sizes)
+        parts = max(self._decode_config(size).division(size, K).parts for size in sizes)
         self._scratch = decode_scratch(max_seqs, H, K, spec.head_dim, parts + shared, device)
 
     def allocate(self, num_blocks: int) -> None:
@@ -154,12 +153,10 @@ class PagedAttention:
         """Decode attention by one plan for all layers of the same window."""
         spec = self._spec
         config = self._decode_config(len(contexts_S), after_prefix=prefix is not None)
+        division = config.division(len(contexts_S), spec.num_kv_heads)
         plans = {
-            window: config.plan(
-                contexts_S,
-                spec.num_kv_heads,
-                window=window,
-                shared_S=prefix.lengths_S if prefix and not window else None,
+            window: division.plan(
+                contexts_S, window=window, shared_S=prefix.lengths_S if prefix and not window else None
             )
             for window in set(spec.windows)
         }
@@ -176,7 +173,7 @@ class PagedAttention:
 
         return attend
 
-    def _decode_config(self, num_seqs: int, *, after_prefix: bool) -> StreamConfig | DecodeConfig:
+    def _decode_config(self, num_seqs: int, *, after_prefix: bool = False) -> StreamConfig | DecodeConfig:
         spec = self._spec
         if self._streams:
             return stream_config(num_seqs, spec.num_kv_heads)

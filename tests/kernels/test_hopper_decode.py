@@ -81,7 +81,7 @@ def test_a_shared_prefix_is_merged(emulated: None, monkeypatch: pytest.MonkeyPat
     tables[2, :2] = tables[3, :2] = tables[0, :2]
     q = torch.randn(len(contexts), heads[0], DIM, generator=generator).to(BF16)
     shared = torch.tensor([length, 0, length, length, 0], dtype=torch.int32)
-    plan = CONFIG.plan(torch.tensor(contexts, dtype=torch.int32), heads[1], shared_S=shared)
+    plan = CONFIG.division(len(contexts), heads[1]).plan(torch.tensor(contexts, dtype=torch.int32), shared_S=shared)
     scratch = decode_scratch(len(contexts), *heads, DIM, len(plan) + splits * len(contexts), q.device)
 
     def attend_prefix(*_: object) -> None:
@@ -149,9 +149,10 @@ def test_decode_turns_and_stores_what_is_new(
 def test_every_batch_has_parts_to_spare_and_small_ones_to_end_with() -> None:
     for size in (1, 8, 32, 64, 160, 256, 512):
         config = stream_config(size, 8)
-        assert config.parts(size, 8) > size
+        assert config.division(size, 8).parts > size
         assert config.finer == (4 if size in (64, 160) else 1)
-    plan = StreamConfig(3, 32, 64, finer=4).plan(torch.tensor([600, 600, 600, 600], dtype=torch.int32), 2).tolist()
+    division = StreamConfig(3, 32, 64, finer=4).division(4, 2)
+    plan = division.plan(torch.tensor([600, 600, 600, 600], dtype=torch.int32)).tolist()
     used = [entry for entry in plan if entry[0] >= 0]
     fine = [entry[0] == 3 for entry in used]
     assert fine == sorted(fine)  # every fourth sequence comes last

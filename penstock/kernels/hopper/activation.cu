@@ -4,7 +4,7 @@
 //
 // WIDTH: of the result, a multiple of 8. GATED: SiLU(gate) * up, and then SCALED: they come without the scales of their
 // row and channels.
-#include "device.cuh"
+#include "common.cuh"
 
 constexpr int THREADS = 256, VECTORS = (WIDTH / 8 + THREADS - 1) / THREADS;
 constexpr float LARGEST = 448.0f;
@@ -14,8 +14,6 @@ DEVICE void load_floats(float (&out)[8], const float* from) {
     out[0] = low.x, out[1] = low.y, out[2] = low.z, out[3] = low.w;
     out[4] = high.x, out[5] = high.y, out[6] = high.z, out[7] = high.w;
 }
-DEVICE float silu_mul(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
-
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
     rows_to_e4m3(e4m3* out, float* scales, const bf16* x, const float* of_rows, const float* of_channels) {
     SHARED_MEMORY(shared);
@@ -53,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                 g *= of_row * of_gates[i];
                 u *= of_row * of_ups[i];
             }
-            values[v][i] = GATED ? silu_mul(g, u) : g;
+            values[v][i] = GATED ? silu_times(g, u) : g;
             largest = fmaxf(largest, fabsf(values[v][i]));
         }
     }

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.decode_plan_triton import plan_decode
+from penstock.kernels.decode_plan_triton import Division
 from penstock.kernels.decode_triton import Turn
 from penstock.kernels.hopper.program import TensorMap, is_hopper, kernel
 from penstock.kernels.hopper.tensor_map import tensor_map
@@ -25,23 +25,12 @@ _QUERIES = 8 * (_HEAD_DIM * 2 + 16)  # bytes of shared memory
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
     stages: int  # blocks of keys and values that a program has under way
-    tile: int  # tokens; of `plan_decode`, as is `finer`
+    tile: int  # tokens; of a `Division`, as is `finer`
     spare: int  # programs, more than one for each head of each sequence
     finer: int = 1
 
-    def plan(
-        self,
-        contexts_S: torch.Tensor,
-        num_kv_heads: int,
-        *,
-        window: int = 0,
-        shared_S: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        parts = self.parts(len(contexts_S), num_kv_heads)
-        return plan_decode(contexts_S, parts, self.tile, window=window, shared_S=shared_S, finer=self.finer)
-
-    def parts(self, num_seqs: int, num_kv_heads: int) -> int:
-        return num_seqs + -(-self.spare // num_kv_heads)
+    def division(self, num_seqs: int, num_kv_heads: int) -> Division:
+        return Division(num_seqs + -(-self.spare // num_kv_heads), self.tile, self.finer)
 
 
 def stream_config(num_seqs: int, num_kv_heads: int) -> StreamConfig:

@@ -12,7 +12,7 @@
 //          of which there are no fewer                        channels
 #define ROWS TILE  // the second side of wgmma.cuh: here channels
 #include "cluster.cuh"
-#include "device.cuh"
+#include "common.cuh"
 #include "wgmma.cuh"
 
 constexpr int HEIGHT = 128;               // rows of a tile
@@ -28,12 +28,6 @@ constexpr int PARTS = 2;                  // in which a tile is laid down
 constexpr int CHUNKS = COLUMNS / PARTS / 8;  // of 8 columns or 16 bytes, in a part
 constexpr int PITCH = (CHUNKS | 1) * 16;  // bytes: neither stores nor loads collide in banks
 constexpr int SCALES = FP8 ? TILE : 0;    // of the channels of a tile: of this one and of the next
-
-// Without the trap of `wait`: with it the compiler does not use the registers that were taken.
-DEVICE void await(u64* barrier, u32 parity) {
-    while (!try_wait(barrier, parity)) {
-    }
-}
 
 // The pairs of tiles: in a band all rows of a column of tiles, then the next column.
 struct Order {

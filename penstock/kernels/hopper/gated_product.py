@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.kernels.hopper.program import Kernel, is_hopper, kernel
-from penstock.kernels.hopper.tensor_map import tensor_map
+from penstock.kernels.hopper.tensor_map import alternating, tensor_map
 
 _PAIRS = 66  # of blocks, one block on each multiprocessor of an H200
 _HEIGHT = 128  # rows of a tile
@@ -89,15 +89,14 @@ def gated_product(
     """
     (rows, depth), n, step = x.shape, len(weight), _STEP_BYTES // x.itemsize
     high, wide = tiling.pairs(rows, n)
-    # What a pair has in common, each of its blocks copies half of. Channels go 8 of the gate, the same 8 of up, ...
+    # What a pair has in common, each of its blocks copies half of.
     heights, widths = (_HEIGHT // 2, tiling.width) if tiling.common_rows else (_HEIGHT, tiling.width // 2)
-    channels = weight.view(2, n // 16, 8, depth).transpose(0, 1)
     of_channels, of_rows = scales or (x, x)
     _kernel(tiling, scales is not None)(
         (min(high * wide, _PAIRS) * 2,), _THREADS, shared_bytes(tiling.width),
-        tensor_map(x, (heights, step)), tensor_map(channels, (widths // 16, 2, 8, step)), out, of_channels, of_rows,
-        rows, n // 2, -(-depth // step), out.stride(0), high, wide, max(1, _BAND * high // rows),
-        pdl=True, cluster=2,
+        tensor_map(x, (heights, step)), tensor_map(alternating(weight), (widths // 16, 2, 8, step)),
+        out, of_channels, of_rows, rows, n // 2, -(-depth // step), out.stride(0),
+        high, wide, max(1, _BAND * high // rows), pdl=True, cluster=2,
     )  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@
 // FEEDS    (with ADD) for such a product to come: gained = out * gain, and its squares in as many slots as there are
 //          tiles, or two to a tile of 256
 #include "cluster.cuh"
-#include "device.cuh"
+#include "common.cuh"
 #include "wgmma.cuh"
 
 constexpr int GROUPS = TILE == 64 ? 1 : 2;        // warpgroups that multiply
@@ -47,12 +47,6 @@ DEVICE void copy_weight(unsigned char* to, const TensorMap* map, int step, int t
         copy_box(to, map, step * DEPTH, tile * TILE, barrier, EVICT_FIRST);
 }
 
-// Without the trap of `wait`: with it the compiler does not use the registers that were taken.
-DEVICE void await(u64* barrier, u32 parity) {
-    while (!try_wait(barrier, parity)) {
-    }
-}
-
 // Others read from here until then.
 DEVICE void leave() {
     __syncwarp();
@@ -74,8 +68,6 @@ DEVICE float4 sum_over_blocks(const float* sums) {
     }
     return total;
 }
-
-DEVICE float silu_times(float gate, float up) { return __fdividef(gate, 1.0f + __expf(-gate)) * up; }
 
 DEVICE float inverse_root(const float* squares, int rows, int slots, float per_channel, float eps) {
     float total = 0.0f;

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.kernels.hopper.program import TensorMap, kernel
-from penstock.kernels.hopper.tensor_map import tensor_map
+from penstock.kernels.hopper.tensor_map import alternating, tensor_map
 
 _ROWS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # compiled for
 STEP_BYTES = 128
@@ -96,7 +96,6 @@ def hopper_gemm(
 
 
 def _weight_map(weight: torch.Tensor, tile: int, step: int, gated: bool) -> TensorMap:
-    if gated:  # 8 channels of the gate, the same 8 of up, the next 8 ...
-        view = weight.view(2, len(weight) // 16, 8, -1).transpose(0, 1)
-        return tensor_map(view, (tile // 16, 2, 8, step))
+    if gated:
+        return tensor_map(alternating(weight), (tile // 16, 2, 8, step))
     return tensor_map(weight, (tile, step))

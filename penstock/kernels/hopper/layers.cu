@@ -10,6 +10,7 @@
 //
 // Macros: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_NORM, FP8, PROGRAMS (blocks of the grid), UNDERWAY (slots that are being
 // filled at most). Head size 128, tokens in blocks of 16.
+#include "common.cuh"
 #include "layers_attention.cuh"
 #include "layers_head.cuh"
 
@@ -61,7 +62,7 @@ struct Compute {
             float sum = total(shared, threadIdx.x) * factor * scale;
             if (GATED) {
                 const float up = total(shared, rows.count + threadIdx.x) * factor * up_scale;
-                sum = __fdividef(sum, 1 + __expf(-sum)) * up;
+                sum = silu_times(sum, up);
             }
             if (!NORMED) sum = residual += sum;
             constexpr int TO[] = {PROJECTED, MIDDLE, INSIDE, ENTERING};

@@ -147,8 +147,7 @@ def _loaded(file: str, name: str, defines: tuple[str, ...]) -> Kernel:
 
 def _compiled(file: str, defines: tuple[str, ...]) -> bytes:
     """A cubin, from the cache folder if it was compiled before from the same text for the same values."""
-    source = (_FOLDER / file).read_text()
-    headers = {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
+    source, headers = (_FOLDER / file).read_text(), _headers()
     text = "\0".join((source, *headers.values(), *defines, _ARCHITECTURE))
     kept = cache_folder() / "cuda" / f"{Path(file).stem}-{hashlib.sha256(text.encode()).hexdigest()[:24]}.cubin"
     if kept.is_file():
@@ -159,6 +158,11 @@ def _compiled(file: str, defines: tuple[str, ...]) -> bytes:
     unfinished.write_bytes(image)
     unfinished.replace(kept)
     return image
+
+
+@cache
+def _headers() -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted(_FOLDER.glob("*.cuh"))}
 
 
 def compile_source(source: str, name: str, headers: dict[str, str], options: tuple[str, ...]) -> bytes:

@@ -57,3 +57,8 @@ def _encoded(
     )
     ctypes.memmove(ctypes.byref(made), aligned, ctypes.sizeof(made))
     return made
+
+
+def alternating(gate_up: torch.Tensor) -> torch.Tensor:
+    """[N / 16, 2, 8, K] of [N, K]: 8 channels of the gate, which is the first half, the same 8 of up, the next 8 ..."""
+    return gate_up.view(2, len(gate_up) // 16, 8, -1).transpose(0, 1)
