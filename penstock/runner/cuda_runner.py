@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from penstock.kernels.sampling_triton import SamplingRows, argmax, sampling_scra
 from penstock.kernels.sampling_triton import sample as sample_triton
 from penstock.runner.batch import build_batch
 from penstock.runner.fused_forward import FusedForward
-from penstock.runner.mixed_steps import Layout, MixedSteps
+from penstock.runner.mixed_steps import MixedSteps
 from penstock.runner.row_state import RowState
 from penstock.runner.sampler import Draws, sample
 from penstock.runner.scoring import scored_prompts, scored_rows
@@ -288,36 +289,44 @@ class CudaRunner:
         """Kernels that no cache on disk has yet are compiled side by side: each thread runs some size on padding.
 
         They share scratch memory, so what they compute is worthless and arrival counters must be cleared afterwards.
+        What does not fit beside the others runs again alone. Raises torch.OutOfMemoryError.
         """
-        layers = self._forward.distinct_layers
+        layers, decode, mixed = self._forward.distinct_layers, self._decode_body, self._mixed_steps
+        tasks: list[Callable[[], object]] = [self._forward.warm_up, self._warm_up_sampling]
+        tasks += [partial(decode, kind, layers) for kind in self._kinds]
+        tasks += [partial(mixed.compile, layout, self._state) for layout in mixed.layouts]
 
-        def run(kind: _Kind) -> None:
-            with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-                self._decode_body(kind, layers)
+        def run(task: Callable[[], object]) -> None:
+            with torch.inference_mode():
+                task()
 
-        def run_mixed(layout: Layout) -> None:
-            with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-                self._mixed_steps.compile(layout, self._state)
+        def fits(task: Callable[[], object]) -> bool:
+            try:
+                run(task)
+            except torch.OutOfMemoryError:
+                return False
+            return True
 
         self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32), None, 0)
-        self._mixed_steps.pad()
+        mixed.pad()
         torch.cuda.synchronize()
-        run(_Kind(self._sizes[-1]))  # on this thread, so that its libraries are set up before anything is captured
-        with ThreadPoolExecutor(min(16, usable_cpus())) as threads:
-            runs = [threads.submit(self._forward.warm_up), threads.submit(self._warm_up_sampling)]
-            runs += [threads.submit(run, kind) for kind in self._kinds]
-            runs += [threads.submit(run_mixed, layout) for layout in self._mixed_steps.layouts]
-            for done in runs:
-                done.result()
+        with ThreadPoolExecutor(min(16, usable_cpus()), initializer=_use_own_stream) as threads:
+            fitted = list(threads.map(fits, tasks))
+        torch.cuda.synchronize()
+        _free_library_memory()
+        run(tasks[0])  # on this thread, so that its libraries are set up before anything is captured
+        for task, fitting in zip(tasks, fitted, strict=True):
+            if not fitting:
+                torch.cuda.empty_cache()
+                run(task)
         torch.cuda.synchronize()
         self._forward.clear_scratch()
         self._scratch.arrivals.zero_()
 
     def _warm_up_sampling(self) -> None:
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-            one, zero = torch.ones(1, device=self._logits.device), torch.zeros(1, device=self._logits.device)
-            for filtered in (False, True):
-                self._choose(self._logits[:1], Draws(one, zero.long(), zero.int(), one.int(), one, zero, filtered))
+        one, zero = torch.ones(1, device=self._logits.device), torch.zeros(1, device=self._logits.device)
+        for filtered in (False, True):
+            self._choose(self._logits[:1], Draws(one, zero.long(), zero.int(), one.int(), one, zero, filtered))
 
     def probe(self, max_step_tokens: int | None = None) -> int:
         """Run the largest step there can be, with everything that sampling may need; bytes that it took at its peak.
@@ -401,6 +410,17 @@ class CudaRunner:
             lengths_S=self._inputs[2 * seqs : 2 * seqs + size],
             splits=prefix_splits(size, self._forward.num_heads, self._forward.max_model_len),
         )
+
+
+def _use_own_stream() -> None:
+    torch.cuda.set_stream(torch.cuda.Stream())
+    torch.cuda.current_stream().synchronize()  # makes the context current in this thread
+
+
+def _free_library_memory() -> None:
+    """cuBLAS keeps 32 MiB for each thread and stream that used it."""
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
 
 
 class _Scores:

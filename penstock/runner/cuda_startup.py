@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,13 +34,11 @@ def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     runner = _with_smallest_cache(plan, model, kv_dtype, free)
-    began = time.monotonic()
-    runner.compile_all()
-    compiled = time.monotonic()
-    step_bytes = _try_largest_step(plan, runner, free)
+    step_bytes = _compile_and_try(plan, runner, free)
     block = block_bytes(model.attention_spec, config.block_size, kv_dtype)
     # Twice: captured steps have memory of their own.
     num_blocks = kv_blocks(plan.kv_demand(block, 2 * step_bytes), config.kv_memory_gib, plan.device)
+    began = time.monotonic()
     try:
         runner.allocate_cache(num_blocks)
         sizes = runner.capture_all()
@@ -50,13 +49,7 @@ def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
             f"set kv_memory_gib to at most {0.9 * num_blocks * block / GIB:.2f}",
             param="engine.kv_memory_gib",
         ) from error
-    log.info(
-        "compiled kernels in %.1f s, captured decode steps of %d sizes and tried the largest step (%.2f GiB) in %.1f s",
-        compiled - began,
-        sizes,
-        step_bytes / GIB,
-        time.monotonic() - compiled,
-    )
+    log.info("captured steps of %d sizes in %.1f s", sizes, time.monotonic() - began)
     return runner
 
 
@@ -83,11 +76,22 @@ def _with_smallest_cache(plan: Plan, model: Llama, kv_dtype: torch.dtype, free: 
         raise _too_many_sequences(plan, free) from error
 
 
-def _try_largest_step(plan: Plan, runner: CudaRunner, free: int) -> int:
-    """Bytes it takes; or the largest that would do."""
+def _compile_and_try(plan: Plan, runner: CudaRunner, free: int) -> int:
+    """Bytes that the largest step takes; or how large it may be."""
+    began = time.monotonic()
     try:
-        return runner.probe()
+        runner.compile_all()
+        compiled = time.monotonic()
+        step_bytes = runner.probe()
+        log.info(
+            "compiled kernels in %.1f s, tried the largest step (%.2f GiB) in %.1f s",
+            compiled - began,
+            step_bytes / GIB,
+            time.monotonic() - compiled,
+        )
+        return step_bytes
     except torch.OutOfMemoryError as error:
+        traceback.clear_frames(error.__traceback__)  # what the step held is free again
         tokens = plan.max_step_tokens // 2
         while tokens > 1 and not _fits(runner, tokens):
             tokens //= 2

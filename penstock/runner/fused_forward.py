@@ -141,12 +141,11 @@ class FusedForward:
 
     def warm_up(self) -> None:
         """Run a short prompt that writes nothing, so that the kernels of mixed steps are there, and load all others."""
-        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
-            zeros = torch.zeros(256, dtype=torch.int32, device=self.device)
-            ends = torch.tensor([0, 256], dtype=torch.int32, device=self.device)
-            step = MixedStep(zeros, zeros - 1, zeros[None], ends, ends[1:], num_decodes=0, num_queries=256)
-            x_TC = F.embedding(zeros, self.embedding)
-            self.logits(self.hidden(x_TC, self.attention.attend_mixed(step), self.distinct_layers)[:1])
+        zeros = torch.zeros(256, dtype=torch.int32, device=self.device)
+        ends = torch.tensor([0, 256], dtype=torch.int32, device=self.device)
+        step = MixedStep(zeros, zeros - 1, zeros[None], ends, ends[1:], num_decodes=0, num_queries=256)
+        x_TC = F.embedding(zeros, self.embedding)
+        self.logits(self.hidden(x_TC, self.attention.attend_mixed(step), self.distinct_layers)[:1])
         if is_hopper(self.device):
             dense = [layer.mlp for layer in self._layers if isinstance(layer.mlp, _Dense)]
             for fp8 in {mlp.gate_up.scales is not None for mlp in dense}:

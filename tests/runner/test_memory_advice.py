@@ -38,25 +38,31 @@ def test_a_cache_that_is_too_large_is_refused_with_what_fits(monkeypatch: pytest
 
 
 class Steps:
-    """Runs steps of up to so many tokens."""
+    """Runs steps of up to so many tokens; compiling runs the largest as well, on `compiling` tokens."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, compiling: int = 0) -> None:
+        self.most, self.compiling = most, compiling
+
+    def compile_all(self) -> None:
+        self.probe(self.compiling or 1)
 
     def probe(self, max_step_tokens: int | None = None) -> int:
-        if (max_step_tokens or 8192) > self.most:
+        if (max_step_tokens or 8192) > max(self.most, 1):
             raise torch.OutOfMemoryError
         return 1
 
 
-@pytest.mark.parametrize(("most", "setting"), [(3000, "max_step_tokens"), (300, "max_step_tokens"), (0, "max_seqs")])
-def test_a_step_that_is_too_large_is_refused_with_what_fits(most: int, setting: str) -> None:
+@pytest.mark.parametrize(
+    ("most", "compiling", "setting"),
+    [(3000, 0, "max_step_tokens"), (3000, 8192, "max_step_tokens"), (300, 0, "max_step_tokens"), (0, 0, "max_seqs")],
+)
+def test_a_step_that_is_too_large_is_refused_with_what_fits(most: int, compiling: int, setting: str) -> None:
     plan: Any = SimpleNamespace(
         max_step_tokens=8192, engine=SimpleNamespace(max_seqs=512), model=SimpleNamespace(vocab_size=150_000)
     )
-    steps: Any = Steps(most)
+    steps: Any = Steps(most, compiling)
     with pytest.raises(StartupError) as error:
-        cuda_startup._try_largest_step(plan, steps, 2 * GIB)
+        cuda_startup._compile_and_try(plan, steps, 2 * GIB)
     assert 1 <= advised(error, setting) <= (most or 511)
     steps.most = 8192
-    assert cuda_startup._try_largest_step(plan, steps, 2 * GIB) == 1
+    assert cuda_startup._compile_and_try(plan, steps, 2 * GIB) == 1
