@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
@@ -11,10 +12,12 @@ from gpu_cases.linear import scratch
 from penstock.kernels import decode_triton as decode
 from penstock.kernels import linear as linear_layers
 from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
-from penstock.kernels.hopper.layers import KVCache, LayerShape, decode_step, stack_layers
+from penstock.kernels.gemm_triton import linear_reference
+from penstock.kernels.hopper.layers import KVCache, LayerShape, StackedLayers, decode_step, stack_layers
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear import add_linear, gated_linear, linear, product_config
-from penstock.kernels.rope_triton import rope_and_cache
+from penstock.kernels.paged_triton import paged_attention_reference
+from penstock.kernels.rope_triton import rope_and_cache, rope_reference
 from penstock.kernels.sampling_reference import sample_reference
 from penstock.kernels.sampling_triton import SamplingRows, argmax, sample, sampling_scratch
 
@@ -61,95 +64,129 @@ def sampling_case(rows: int, vocab: int, dtype: torch.dtype) -> Case:
     return Case(f"sampling {rows} {short(dtype)}", rows * vocab * dtype.itemsize / COPY_BYTES, sets, variants)
 
 
-def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_layers: int = 64) -> Case:
-    """A whole decoding step, every layer with weights of its own: what the kernels give together."""
-    hidden, inner, heads, layers, vocab, normed = {
-        "llama": (4096, 14336, 32, 32, 128256, False),
-        "qwen": (1024, 3072, 16, 28, 151936, True),
-    }[model]
-    layers = min(layers, most_layers)
+class _Decoder:
+    """Layers with random weights of their own, a cache, and sequences of one length that decode."""
 
-    def make_weight(n: int, k: int, dtype: torch.dtype = dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if dtype == FP8:
+    _EPS = 1e-5
+    _SCALE = 0.09
+    _KV_HEADS, _HEAD_DIM, _BLOCK_SIZE = 8, 128, 16
+
+    def __init__(self, model: str, dtype: torch.dtype, rows: int, context: int, most_layers: int) -> None:
+        hidden, inner, heads, layers, vocab, normed = {
+            "llama": (4096, 14336, 32, 32, 128256, False),
+            "qwen": (1024, 3072, 16, 28, 151936, True),
+        }[model]
+        self.rows, self.heads, self.layers = rows, heads, min(layers, most_layers)
+        self.dtype, self.shape = dtype, LayerShape(hidden, inner, heads, self._KV_HEADS, normed, dtype == FP8)
+        width, kv_width = heads * self._HEAD_DIM, self._KV_HEADS * self._HEAD_DIM
+        shapes = [(width + 2 * kv_width, hidden), (hidden, width), (2 * inner, hidden), (hidden, inner)]
+        self.weights = [[self._weight(*shape) for shape in shapes] for _ in range(self.layers)]
+        self.embedded, self.gain = randn(rows, hidden), randn(hidden)
+        self.head = randn(vocab, hidden, scale=hidden**-0.5)
+        self.gains = (randn(self._HEAD_DIM), randn(self._HEAD_DIM)) if normed else None
+        blocks = -(-context // self._BLOCK_SIZE)
+        self.keys, self.values = (
+            randn(self.layers, rows * blocks, self._KV_HEADS, self._BLOCK_SIZE, self._HEAD_DIM) for _ in range(2)
+        )
+        self.tables = torch.randperm(rows * blocks, device=DEVICE).view(rows, blocks).to(torch.int32)
+        self.cos_sin = torch.randn(4096, self._HEAD_DIM, device=DEVICE)
+        self.contexts = torch.full((rows,), context, dtype=torch.int32, device=DEVICE)
+        self.slots = self.tables[:, -1] * self._BLOCK_SIZE + (context - 1) % self._BLOCK_SIZE
+        self.parts = decode_parts(rows, self._KV_HEADS)
+        self.work = decode.decode_scratch(rows, heads, self._KV_HEADS, self._HEAD_DIM, self.parts, DEVICE)
+        self.sampling = sampling_scratch(rows, vocab, DEVICE)
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+        self.logits = torch.empty(rows, vocab, device=DEVICE)
+
+    def _weight(self, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self.dtype == FP8:
             return randn(n, k, dtype=FP8), torch.full((n,), k**-0.5, device=DEVICE)
         return randn(n, k, scale=k**-0.5), None
 
-    attention_width = heads * 128
-    shapes = [(attention_width + 2048, hidden), (hidden, attention_width), (2 * inner, hidden), (hidden, inner)]
-    weights = [[make_weight(*shape) for shape in shapes] for _ in range(layers)]
-    head, gain, gains = make_weight(vocab, hidden, BF16)[0], randn(hidden), (randn(128), randn(128)) if normed else None
-    size = sum(w.numel() * w.itemsize for layer in weights for w, _ in layer) + head.numel() * 2
-    size += layers * rows * context * 4096
-    k_all, v_all = (randn(layers, rows * -(-context // 16), 8, 16, 128) for _ in range(2))
-    tables = torch.randperm(k_all.shape[1], device=DEVICE).view(rows, -1).to(torch.int32)
-    cos_sin, contexts = (
-        torch.randn(4096, 128, device=DEVICE),
-        torch.full((rows,), context, dtype=torch.int32, device=DEVICE),
-    )
-    positions, embedded = contexts - 1, head[:rows]  # the tokens of rows 0, 1, 2...
-    slots = tables[:, -1] * 16 + (context - 1) % 16
-    config = decode.decode_config(rows, 8)
-    parts = decode_parts(rows, 8)
-    work = decode.decode_scratch(rows, heads, 8, 128, parts, DEVICE)
-    sampling = sampling_scratch(rows, vocab, DEVICE)
-    tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
-    turn = decode.Turn(cos_sin, gains, 1e-6)
-    logits = torch.empty(rows, vocab, device=DEVICE)
+    @property
+    def bytes_read(self) -> int:
+        """Weights, and keys and values, in a step."""
+        weights = [weight for layer in self.weights for weight, _ in layer] + [self.head]
+        kv = self.layers * int(self.contexts.sum()) * 2 * self._KV_HEADS * self._HEAD_DIM * 2
+        return sum(weight.nbytes for weight in weights) + kv
 
-    def step(turns: bool, count: int = layers) -> None:
-        x, begun = embedded.clone(), None
-        plan = plan_decode(contexts, parts, config.block_n)
-        for layer, k, v in zip(weights[:count], k_all[:count], v_all[:count], strict=True):
+    def step(self, *, turns: bool = True, layers: int | None = None) -> None:
+        """Kernel by kernel; `turns`: attention applies rope itself."""
+        x, begun, used = self.embedded.clone(), None, self.weights[:layers]
+        config = decode.decode_config(self.rows, self._KV_HEADS)
+        plan = plan_decode(self.contexts, self.parts, config.block_n)
+        norm, turn = (self.gain, self._EPS), decode.Turn(self.cos_sin, self.gains, self._EPS)
+        for number, layer in enumerate(used):
             (qkv, qkv_s), (o, o_s), (gate_up, gate_up_s), (down, down_s) = layer
-            y = linear(x, qkv, scratch(), scales=qkv_s, norm=(gain, 1e-5), begun=begun)
+            keys, values = self.keys[number], self.values[number]
+            y = linear(x, qkv, scratch(), scales=qkv_s, norm=norm, begun=begun)
             if not turns:
-                y = rope_and_cache(y, cos_sin, positions, slots, k, v, heads, norm_weights=gains, eps=1e-6)
-            attended = torch.empty(rows, heads, 128, dtype=BF16, device=DEVICE)
+                y = rope_and_cache(
+                    y, self.cos_sin, self.contexts - 1, self.slots, keys, values, self.heads, norm_weights=self.gains,
+                    eps=self._EPS,
+                )  # fmt: skip
+            attended = torch.empty(self.rows, self.heads, self._HEAD_DIM, dtype=BF16, device=DEVICE)
             decode.decode_attention(
-                attended, y, k, v, tables, plan, scale=0.09, scratch=work, config=config,
+                attended, y, keys, values, self.tables, plan, scale=self._SCALE, scratch=self.work, config=config,
                 turn=turn if turns else None,
             )  # fmt: skip
-            begun = add_linear(x, attended.flatten(1), o, scratch(), scales=o_s, next_gain=gain)
-            z = gated_linear(x, gate_up, scratch(), scales=gate_up_s, norm=(gain, 1e-5), begun=begun)
-            begun = add_linear(x, z, down, scratch(), scales=down_s, next_gain=gain)
-        argmax(linear(x, head, scratch(), norm=(gain, 1e-5), out=logits), tokens, sampling)
+            begun = add_linear(x, attended.flatten(1), o, scratch(), scales=o_s, next_gain=self.gain)
+            z = gated_linear(x, gate_up, scratch(), scales=gate_up_s, norm=norm, begun=begun)
+            following = self.gain if number + 1 < len(used) else None
+            begun = add_linear(x, z, down, scratch(), scales=down_s, next_gain=following)
+        argmax(linear(x, self.head, scratch(), norm=norm, out=self.logits), self.tokens, self.sampling)
 
-    def stacked_step(count: int = layers) -> None:
-        last_tokens.zero_()
-        decode_step(
-            stacked,
-            KVCache(k_all, v_all, cos_sin, 0.09),
-            first_row,
-            contexts,
-            last_tokens,
-            tables,
-            logits,
-            num_layers=count,
-        )
+    @cached_property
+    def _stacked(self) -> StackedLayers:
+        head_gains = self.gains or (self.gain, self.gain)
+        addresses = [
+            [t.data_ptr() for t in (self.gain, qkv, *head_gains, o, self.gain, gate_up, down)]
+            + [(self.gain if scales is None else scales).data_ptr() for _, scales in layer]
+            for layer in self.weights
+            for (qkv, _), (o, _), (gate_up, _), (down, _) in [layer]
+        ]
+        programs = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+        return stack_layers(self.shape, addresses, self.embedded, self.gain, self.head, self._EPS, programs)
 
-    head_gains = gains or (gain, gain)
-    addresses = [
-        [t.data_ptr() for t in (gain, qkv, *head_gains, o, gain, gate_up, down)]
-        + [(gain if scales is None else scales).data_ptr() for _, scales in layer]
-        for layer in weights
-        for (qkv, _), (o, _), (gate_up, _), (down, _) in [layer]
-    ]
-    shape = LayerShape(hidden, inner, heads, 8, normed, dtype == FP8)
-    programs = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    stacked = stack_layers(shape, addresses, head, gain, head, 1e-6, programs)
-    first_row, last_tokens = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros_like(tokens)
+    def stacked_step(self, layers: int | None = None) -> None:
+        """In one launch, of one sequence."""
+        row, last_tokens = torch.zeros_like(self.contexts), torch.zeros_like(self.tokens)
+        cache = KVCache(self.keys, self.values, self.cos_sin, self._SCALE)
+        decode_step(self._stacked, cache, row, self.contexts, last_tokens, self.tables, self.logits, num_layers=layers)
 
-    def stacked_error() -> float:
-        """Of the logits after two layers, against layers launched one by one; rounding adds up over more."""
-        stacked_step(2)
-        found = logits.clone()
-        step(True, 2)
-        return relative_error(found, logits)
+    def stacked_error(self) -> float:
+        """Of the logits after two layers; rounding adds up over more."""
+        self.stacked_step(layers=2)
+        return relative_error(self.logits, self._reference(2))
 
-    def variant(label: str, choose: Callable[[torch.Tensor, torch.Tensor], object], turns: bool = True) -> Variant:
+    def _reference(self, layers: int) -> torch.Tensor:
+        """Logits of one sequence, in float32; the cache has its last key and value already."""
+        x, norm, ends = self.embedded.float(), (self.gain, self._EPS), [0, 1]
+        for number, layer in enumerate(self.weights[:layers]):
+            (qkv, qkv_s), (o, o_s), (gate_up, gate_up_s), (down, down_s) = layer
+            y = linear_reference(x, qkv, scales=qkv_s, norm=norm)
+            q, _, _ = rope_reference(
+                y, self.cos_sin, self.contexts - 1, self.heads, self._KV_HEADS, self.gains, self._EPS
+            )
+            keys, values = self.keys[number].float(), self.values[number].float()
+            attended = paged_attention_reference(
+                q, keys, values, self.tables, ends, self.contexts.tolist(), self._SCALE
+            )
+            x = linear_reference(attended.flatten(1), o, scales=o_s, residual=x)
+            inner = linear_reference(x, gate_up, scales=gate_up_s, norm=norm, gated=True)
+            x = linear_reference(inner, down, scales=down_s, residual=x)
+        return linear_reference(x, self.head, norm=norm)
+
+
+def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_layers: int = 64) -> Case:
+    """A whole decoding step, every layer with weights of its own: what the kernels give together."""
+    decoder = _Decoder(model, dtype, rows, context, most_layers)
+
+    def variant(label: str, choose: Callable[[torch.Tensor, torch.Tensor], object], *, turns: bool = True) -> Variant:
         def run(i: int) -> None:
             linear_layers.product_config = choose  # type: ignore[assignment]
-            step(turns)
+            decoder.step(turns=turns)
+            linear_layers.product_config = product_config
 
         return Variant(label, run)
 
@@ -159,5 +196,6 @@ def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_laye
         variant("* library only", lambda x, weight: None),
     ]
     if rows == 1 and is_hopper(DEVICE):
-        variants.append(Variant("one launch", lambda i: stacked_step(), stacked_error))
-    return Case(f"step {model} {short(dtype)} S{rows} ctx {context}", size / COPY_BYTES, 1, variants)
+        variants.append(Variant("one launch", lambda i: decoder.stacked_step(), decoder.stacked_error))
+    name = f"step {model} {short(dtype)} S{rows} ctx {context}"
+    return Case(name, decoder.bytes_read / COPY_BYTES, 1, variants)
