@@ -20,11 +20,11 @@ MOST_PARTS = tl.constexpr(32)  # of one sequence
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs", "num_parts", "tile", "window", "finer"],
+    do_not_specialize=["num_seqs", "num_parts", "tile", "window"],
     do_not_specialize_on_alignment=["contexts", "shared"],
 )
 def _plan_kernel(
-    plan, contexts, shared, num_seqs, num_parts, tile, window, finer, SEQS: tl.constexpr, PREFIX: tl.constexpr
+    plan, contexts, shared, num_seqs, num_parts, tile, window, SEQS: tl.constexpr, PREFIX: tl.constexpr
 ):  # fmt: skip
     """One program writes the parts of one sequence; where they go follows from the lengths of all."""
     seq = tl.program_id(0)
@@ -38,7 +38,7 @@ def _plan_kernel(
     first = tl.where(window > 0, tl.maximum(first, context - window), first)
     tokens = context - first
     fair = tl.cdiv(tl.sum(tokens, 0), num_parts - num_seqs)
-    share = tl.maximum(tl.where(seqs % 4 == 3, fair, fair * finer), tile)
+    share = tl.maximum(fair, tile)
     counts = tl.minimum(tl.maximum(tl.cdiv(tokens, share), 1), MOST_PARTS)
     lengths = tl.maximum(tl.cdiv(tl.cdiv(tokens, counts), tile), 1) * tile
     counts = tl.where(real, tl.maximum(tl.cdiv(tokens, lengths), 1), 0)
@@ -81,19 +81,17 @@ def plan_decode(
     *,
     window: int = 0,
     shared_S: torch.Tensor | None = None,
-    finer: int = 1,
 ) -> torch.Tensor:
     """int32 [num_parts, FIELDS]. Parts are whole tiles but for the last of a sequence; what is shared is left out.
 
-    There must be more parts than sequences: each sequence has one, and what is beyond divides the long ones. Every
-    fourth sequence is divided `finer` than the others, so that small parts are left for the end.
+    There must be more parts than sequences: each sequence has one, and what is beyond divides the long ones.
     """
     size = len(contexts_S)
     if num_parts <= size:
         raise ValueError(f"{num_parts} parts cannot divide {size} sequences; see decode_parts")
     plan = torch.empty((num_parts, FIELDS.value), dtype=torch.int32, device=contexts_S.device)
     _plan_kernel[(size,)](
-        plan, contexts_S, contexts_S if shared_S is None else shared_S, size, num_parts, tile, window, finer,
+        plan, contexts_S, contexts_S if shared_S is None else shared_S, size, num_parts, tile, window,
         SEQS=triton.next_power_of_2(size), PREFIX=shared_S is not None, num_warps=1,
     )  # fmt: skip
     return plan
@@ -105,7 +103,6 @@ class Division:
 
     parts: int
     tile: int
-    finer: int = 1
 
     def plan(self, contexts_S: torch.Tensor, *, window: int = 0, shared_S: torch.Tensor | None = None) -> torch.Tensor:
-        return plan_decode(contexts_S, self.parts, self.tile, window=window, shared_S=shared_S, finer=self.finer)
+        return plan_decode(contexts_S, self.parts, self.tile, window=window, shared_S=shared_S)

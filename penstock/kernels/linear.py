@@ -24,9 +24,6 @@ from penstock.kernels.norm_triton import ProductScales, add_rms_norm, quantize_f
 # small kernels a layer (Qwen3-0.6B, 64 rows: 19.3 instead of 21.2 µs); with more numbers it costs more than it saves.
 _MOST_GAINED = 1 << 17
 
-# Rows up to which SiLU(gate) * up streams its weight wherever a product of its size may.
-_MOST_STREAMED = 384
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
@@ -96,7 +93,7 @@ def gated_linear(
 ) -> torch.Tensor | QuantizedRows:
     """SiLU(gate) * up, where the first half of `norm(x) @ weight.T` is the gate. Rows of fp8 may come quantised."""
     config = product_config(x, weight)
-    tiling = gated_tiling(x, weight) if config is None or len(x) > _MOST_STREAMED else None
+    tiling = gated_tiling(x, weight, streams=config is not None)
     if config is None or tiling:
         inputs, x_scales = _prepare(x, scales, norm, begun)
         if tiling:

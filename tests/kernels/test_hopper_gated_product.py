@@ -63,3 +63,6 @@ def test_tilings_of_common_products_are_those_measured_best() -> None:
     assert llama == [None, Tiling(224, False), Tiling(224, True), Tiling(256, False), Tiling(256, False)]
     qwen = [best_tiling(rows, 6144, 1024) for rows in (320, 512, 640, 1024, 8192)]
     assert qwen == [Tiling(192, False), Tiling(192, False), Tiling(256, True), Tiling(192, False), Tiling(256, False)]
+    streamed = [best_tiling(rows, 28672, 4096, streams=True) for rows in (96, 128, 192, 256)]
+    assert streamed == [None, Tiling(224, True), None, Tiling(224, False)]
+    assert best_tiling(384, 6144, 1024, streams=True) is None

@@ -25,22 +25,22 @@ _QUERIES = 8 * (_HEAD_DIM * 2 + 16)  # bytes of shared memory
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
     stages: int  # blocks of keys and values that a program has under way
-    tile: int  # tokens; of a `Division`, as is `finer`
+    tile: int  # tokens; of a `Division`
     spare: int  # programs, more than one for each head of each sequence
-    finer: int = 1
 
     def division(self, num_seqs: int, num_kv_heads: int) -> Division:
-        return Division(num_seqs + -(-self.spare // num_kv_heads), self.tile, self.finer)
+        return Division(num_seqs + -(-self.spare // num_kv_heads), self.tile)
 
 
 def stream_config(num_seqs: int, num_kv_heads: int) -> StreamConfig:
-    """Measured on an H200. In between, whole sequences are too few to end together; parts of several sizes do."""
+    """Measured in whole steps on an H200: few sequences want many programs at once, more of them long runs of tokens.
+
+    Parts of a sequence are small enough to end together.
+    """
     programs = num_seqs * num_kv_heads
-    if 360 <= programs < 800:
-        return StreamConfig(3, 128, 2112, finer=4)
-    if 800 <= programs < 1600:
-        return StreamConfig(3, 128, 4224, finer=4)
-    return StreamConfig(4, 128, 1056)
+    if programs < 512:
+        return StreamConfig(3, 64, 1056)
+    return StreamConfig(6, 64, 528) if programs < 3072 else StreamConfig(4, 128, 1056)
 
 
 def streams_decode(

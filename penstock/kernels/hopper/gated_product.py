@@ -39,20 +39,20 @@ class Tiling:
 _TILINGS = [Tiling(width, common_rows) for width in _WIDTHS for common_rows in (False, True)]
 
 
-def gated_tiling(x: torch.Tensor, weight: torch.Tensor) -> Tiling | None:
-    """For the rows of `x`, quantised or not yet; None where cuBLAS is faster."""
+def gated_tiling(x: torch.Tensor, weight: torch.Tensor, *, streams: bool) -> Tiling | None:
+    """For the rows of `x`, quantised or not yet; None where others are faster, of which `hopper/gemm.py` may be one."""
     rows, (n, k) = len(x), weight.shape
     if x.dtype != torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         return None
     if not is_hopper(x.device) or n % 16 or k % 16 or k * weight.itemsize < _STAGES * _STEP_BYTES:
         return None
-    return best_tiling(rows, n, k)
+    return best_tiling(rows, n, k, streams=streams)
 
 
-def best_tiling(rows: int, n: int, k: int) -> Tiling | None:
+def best_tiling(rows: int, n: int, k: int, *, streams: bool = False) -> Tiling | None:
     """All pairs of blocks take the same time for a tile, so what counts is how often the slowest one has to.
 
-    Where much of that is idle or padding, cuBLAS is faster, unless the product is so small that a kernel less decides.
+    Where much of that is idle or padding, others are faster, unless the product is so small that a kernel less decides.
     """
 
     def cost(tiling: Tiling) -> int:
@@ -61,7 +61,7 @@ def best_tiling(rows: int, n: int, k: int) -> Tiling | None:
 
     best = min(_TILINGS, key=cost)
     useful = rows / _HEIGHT * n / (2 * _PAIRS) / cost(best)
-    return best if useful > (0.8 if n * k >= 1 << 24 else 0.5) else None
+    return best if useful > (0.75 if streams or n * k >= 1 << 24 else 0.5) else None
 
 
 def shared_bytes(width: int) -> int:

@@ -1,7 +1,7 @@
 """Which products `hopper/gemm.py` takes over from cuBLAS and Triton, and how it cuts them into blocks.
 
-A rule rather than a table. It follows what was fastest where the products of layers of Llama-3.1-8B and Qwen3-0.6B were
-timed one after the other, at 16 to 512 rows on an H200; the limits on rows come from the same runs.
+A rule rather than a table. It follows what was fastest in whole decoding steps of Llama-3.1-8B and Qwen3-0.6B of 8 to
+512 rows on an H200, where a product runs into the one before it and the one after; alone, other choices are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows
 from penstock.kernels.hopper.program import is_hopper
 
 _LEAST_ROWS = 5  # fewer are vectors
+_LOGITS = 1 << 16  # channels: a vocabulary, and float32, whose writing counts
 _BLOCKS = 132  # the multiprocessors of an H200, one block each
-_WHOLE, _HALF, _QUARTER = 224 << 10, 110 << 10, 54 << 10  # of a multiprocessor's shared memory, for stages
+_WHOLE, _MOST, _HALF = 224 << 10, 148 << 10, 110 << 10  # of a multiprocessor's shared memory, for stages
 
 
 def hopper_config(x: torch.Tensor, weight: torch.Tensor) -> HopperConfig | None:
@@ -31,7 +32,7 @@ def hopper_config(x: torch.Tensor, weight: torch.Tensor) -> HopperConfig | None:
 
 def most_rows(n: int, k: int, itemsize: int) -> int:
     """Beyond them cuBLAS is faster. In fp8 it has one kernel for scales of rows and channels, and that is slow."""
-    if n >= 1 << 16:  # logits in float32, whose writing counts
+    if n >= _LOGITS:
         return 64
     if itemsize == 1:
         return 256
@@ -45,20 +46,36 @@ def blocks_of(n: int, k: int, itemsize: int, rows: int) -> HopperConfig:
     if rows > 160 and _divides_rows(n, k):
         return _divided_rows(n, steps, rows)
     tiles, padded = -(-n // 64), padded_rows(rows)
-    if tiles <= 2 * _BLOCKS:
-        splits = 1
-        # More blocks until all multiprocessors have one, if that leaves each enough steps to be worth a block.
-        while splits < 8 and tiles * splits * 2 <= _BLOCKS and steps >= splits * (8 if tiles * splits < 64 else 32):
-            splits *= 2
-        # What is over soon should leave room for the next product's block, which fetches its weight meanwhile.
-        short = padded <= 32 and splits < 4 and steps <= 16 * splits
-        return _config(64, splits, _HALF if short else _WHOLE, steps, padded)
-    # Of many small blocks a multiprocessor has several; with more rows, larger ones read those rows less often.
-    if padded <= 16:
-        return _config(64, 1, _QUARTER, steps, padded)
-    if padded <= 64:
+    if n >= _LOGITS:
         return _config(128, 1, _HALF if padded <= 32 else _WHOLE, steps, padded)
-    return _config(256 if padded <= 192 else 128, 1, _WHOLE, steps, padded)
+    if tiles > 2 * _BLOCKS:
+        # Blocks that follow each other on a multiprocessor; wide ones read many rows less often.
+        ring = _MOST if padded <= 128 else _WHOLE
+        return _config(128 if padded <= 32 or padded > 192 else 256, 1, ring, steps, padded)
+    splits = 1
+    # More blocks until all multiprocessors have one, if that leaves each enough steps to be worth a block.
+    while splits < 8 and tiles * splits * 2 <= _BLOCKS and steps >= splits * (8 if tiles * splits < 64 else 32):
+        splits *= 2
+    if splits == 1 and padded <= 96:
+        return _wide(n, steps, padded)
+    # What is over soon should leave room for the next product's block, which fetches its weight meanwhile.
+    short = padded <= 32 and splits < 4 and steps <= 16 * splits
+    ring = _HALF if short else _MOST if itemsize == 1 and padded <= 96 else _WHOLE
+    return _config(64, splits, ring, steps, padded)
+
+
+def _wide(n: int, steps: int, padded: int) -> HopperConfig:
+    """Of 128 channels, so that rows are read half as often; two blocks may share them.
+
+    A product that is over soon leaves half of the multiprocessors to the next, which fetches its weight meanwhile.
+    """
+    tiles, short = -(-n // 128), steps <= 16
+    if 2 * tiles > (_BLOCKS // 2 if short else _BLOCKS):
+        return _config(128, 1, _WHOLE, steps, padded)
+    if short and padded <= 16:
+        return _config(64, 1, _HALF, steps, padded)
+    # Keys and values of so many sequences are worth room for attention, which fetches them meanwhile.
+    return _config(128, 2, _WHOLE if short or padded < 96 else _MOST, steps, padded)
 
 
 def _divides_rows(n: int, k: int) -> bool:
