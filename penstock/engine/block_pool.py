@@ -16,16 +16,28 @@ from collections.abc import Sequence
 from penstock.core.ledger import MissCause
 
 
-def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Identity of a full block: its tokens and everything before them. Cryptographic, so no client can forge a hit."""
-    return hashlib.blake2b(array("q", tokens).tobytes(), key=parent, digest_size=16).digest()
+def chain_hashes(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Identities of blocks that follow `parent`: of each its tokens and everything before them.
+
+    Cryptographic, so no client can forge a hit.
+    """
+    data, hashes = array("i", tokens), []
+    raw, width = data.tobytes(), block_size * data.itemsize
+    for start in range(0, len(raw), width):
+        parent = hashlib.blake2b(parent + raw[start : start + width], digest_size=16).digest()
+        hashes.append(parent)
+    return hashes
 
 
 def root_hash(salt: str) -> bytes:
     return hashlib.blake2b(salt.encode(), digest_size=16).digest()
 
 
-_UNSALTED = root_hash("")
+def _unsalted(first_tokens: Sequence[int]) -> bytes:
+    return chain_hashes(_NO_SALT, first_tokens, len(first_tokens))[0]
+
+
+_NO_SALT = root_hash("")
 _REMEMBERED_SALTS = 4096
 
 
@@ -95,7 +107,7 @@ class BlockPool:
 
     def remember_salt(self, first_tokens: Sequence[int], salt: str) -> None:
         """The tokens of a first block were seen under this salt."""
-        self._salts[block_hash(_UNSALTED, first_tokens)] = salt
+        self._salts[_unsalted(first_tokens)] = salt
         if len(self._salts) > _REMEMBERED_SALTS:
             self._salts.popitem(last=False)
 
@@ -106,7 +118,7 @@ class BlockPool:
         if hashes[found] in self._evicted:
             return "evicted"
         if found == 0 and self._salts:
-            seen = self._salts.get(block_hash(_UNSALTED, first_tokens))
+            seen = self._salts.get(_unsalted(first_tokens))
             if seen is not None and seen != salt:
                 return "other_salt"
         return "never_seen"

@@ -25,17 +25,20 @@ class Placement:
     def has_free_row(self) -> bool:
         return bool(self._free_rows)
 
-    def room_for(self, sequence: Sequence, running: list[Sequence], *, leads: bool) -> list[int] | None:
+    def owed(self, running: Iterable[Sequence]) -> int:
+        """Blocks that known tokens of running sequences have yet to get."""
+        return sum(self.missing_blocks(s, s.known) for s in running)
+
+    def room_for(self, sequence: Sequence, owed: int, *, leads: bool) -> list[int] | None:
         """The cached blocks a waiting sequence would start with, or None if its known tokens will not fit now.
 
-        Preempted with a token still in flight, it has to wait until that is known. A tenant that leads leaves some rows
-        and blocks to the others.
+        So many blocks are `owed` to others. Preempted with a token still in flight, it has to wait until that is
+        known. A tenant that leads leaves some rows and blocks to the others.
         """
-        limits, kept = self._limits, _KEPT_FROM_LEADERS if leads and running else 0.0
+        limits, kept = self._limits, _KEPT_FROM_LEADERS if leads else 0.0
         if len(self._free_rows) <= kept * limits.max_seqs or sequence.pending:
             return None
         hits = self.cached_blocks(sequence)
-        owed = sum(self.missing_blocks(s, s.known) for s in running)
         needed = self.missing_blocks(sequence, sequence.known) - len(hits)
         available = self.pool.available - self.pool.evictable_among(hits) - int(kept * limits.num_blocks)
         return hits if owed + needed <= available else None

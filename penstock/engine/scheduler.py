@@ -208,7 +208,8 @@ class Scheduler:
         ]
         may_wait.sort(key=attrgetter("computed"))
         for sequence in may_wait:
-            if self._placement.room_for(head, self.running, leads=lead > 0) is not None:
+            owed = self._placement.owed(self.running)
+            if self._placement.room_for(head, owed, leads=lead > 0 and bool(self.running)) is not None:
                 return
             self._preempt(sequence)
 
@@ -254,6 +255,8 @@ class Scheduler:
         """Give what is left of the step to prompts, running or waiting, in order of urgency."""
         budget = self.limits.max_step_tokens - len(planned.sequences)
         limit = self._step_limit(planned, prompts, ranking.now)
+        missing = self._placement.missing_blocks
+        owed = self._placement.owed(self.running) if admit and self.waiting else 0
         self._clock.blocked_by("order")
         while budget > 0:
             sequence = self.waiting.first(ranking, self.times) if admit else None
@@ -261,8 +264,9 @@ class Scheduler:
                 sequence = prompts[-1]
             if sequence is None:
                 return
-            leads = bool(ranking.leads.get(sequence.account))
-            hits = self._placement.room_for(sequence, self.running, leads=leads) if sequence.row < 0 else []
+            runs = sequence.row >= 0
+            leads = bool(ranking.leads.get(sequence.account) and self.running)
+            hits = [] if runs else self._placement.room_for(sequence, owed, leads=leads)
             if hits is None:
                 self._clock.blocked_by("memory" if self._placement.has_free_row else "rows")
                 admit = False
@@ -271,12 +275,14 @@ class Scheduler:
             count = self._fitting(planned, sequence, start, budget, limit)
             if count == 0:
                 return
-            if sequence.row < 0:
-                self._admit(sequence, hits, ranking.now)
-            else:
+            owed -= missing(sequence, sequence.known) if runs else 0
+            if runs:
                 prompts.pop()
+            else:
+                self._admit(sequence, hits, ranking.now)
             self._placement.allocate(sequence, start + count)
             self._commit(planned, sequence, count)
+            owed += missing(sequence, sequence.known)
             budget -= count
 
     def _step_limit(self, planned: PlannedStep, prompts: list[Sequence], now: float) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.ledger import Ledger
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
-from penstock.engine.block_pool import block_hash, root_hash
+from penstock.engine.block_pool import chain_hashes, root_hash
 from penstock.engine.fairness import Account
 
 
@@ -58,8 +58,8 @@ class Sequence:
 
     def block_hashes(self, block_size: int, blocks: int) -> list[bytes]:
         """Hashes of the first `blocks` full blocks, extended as tokens become known."""
-        while len(self.hashes) < blocks:
-            start = len(self.hashes) * block_size
-            parent = self.hashes[-1] if self.hashes else root_hash(self.request.cache_salt)
-            self.hashes.append(block_hash(parent, self.tokens[start : start + block_size]))
+        done = len(self.hashes)
+        if done < blocks:
+            parent = self.hashes[-1] if done else root_hash(self.request.cache_salt)
+            self.hashes += chain_hashes(parent, self.tokens[done * block_size : blocks * block_size], block_size)
         return self.hashes[:blocks]
