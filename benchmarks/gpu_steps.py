@@ -1,0 +1,183 @@
+"""How should products and decode attention be cut on Hopper? Judged by whole decoding steps, captured as in the engine.
+
+    PYTHONPATH=. python3 benchmarks/gpu_steps.py --architecture llama-3.1-8b [--quantization fp8] 32x256 96x600 ...
+
+Of so many sequences with about so many tokens. One choice after the other is tried, the others as they are; what
+`hopper/gemm_configs.py` and `hopper/decode.py` choose stands beside the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from penstock.bench.architectures import ARCHITECTURES, write_architecture
+from penstock.core.config import EngineConfig
+from penstock.kernels import linear as linear_layers
+from penstock.kernels.hopper.decode import StreamConfig, stream_config
+from penstock.kernels.hopper.gated_product import Tiling
+from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows, shared_bytes
+from penstock.runner import paged_attention
+from penstock.runner.cuda_runner import CudaRunner, _Kind
+from penstock.runner.fused_forward import _Dense
+from penstock.runner.startup import start
+
+Cut = HopperConfig | Tiling | StreamConfig
+RINGS = (224, 190, 148, 128, 110, 72, 54)  # KiB of shared memory for stages
+SHARED_BYTES = 227 << 10
+MOST_SEQUENCES = 512
+REPLAYS = 10
+SHOWN = 5
+
+
+class Cuts:
+    """What is tried in place of the usual choice: by the shape of a weight, and for attention."""
+
+    def __init__(self) -> None:
+        self.weights: dict[tuple[int, ...], Cut] = {}
+        self.attention: StreamConfig | None = None
+        product_config, gated_tiling = linear_layers.product_config, linear_layers.gated_tiling
+
+        def product_or(x: torch.Tensor, weight: torch.Tensor) -> object:
+            cut = self.weights.get(tuple(weight.shape))
+            return product_config(x, weight) if cut is None else cut if isinstance(cut, HopperConfig) else None
+
+        def tiling_or(x: torch.Tensor, weight: torch.Tensor, *, streams: bool) -> object:
+            cut = self.weights.get(tuple(weight.shape))
+            return gated_tiling(x, weight, streams=streams) if cut is None else cut if isinstance(cut, Tiling) else None
+
+        linear_layers.product_config = product_or  # type: ignore[assignment]
+        linear_layers.gated_tiling = tiling_or  # type: ignore[assignment]
+        paged_attention.stream_config = lambda *sizes: self.attention or stream_config(*sizes)
+
+
+class Steps:
+    """Decoding steps of a model with random weights."""
+
+    def __init__(self, architecture: str, quantization: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = write_architecture(architecture, Path(folder) / architecture)
+            _, executor, _ = start(f"dummy:{path}", EngineConfig(max_seqs=MOST_SEQUENCES, quantization=quantization))  # type: ignore[arg-type]
+        assert isinstance(executor, CudaRunner), "needs a GPU"
+        self.runner, self.size = executor, 0
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Of the weights of a layer: output channels, input channels."""
+        layer = self.runner._forward._layers[0]
+        assert isinstance(layer.mlp, _Dense), "experts are cut elsewhere"
+        weights = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
+        return {name: tuple(projection.weight.shape) for name, projection in weights.items()}
+
+    def place(self, sequences: int, context: int) -> None:
+        """Contexts differ by up to three quarters, as they do where requests come and go."""
+        runner, self.size = self.runner, sequences
+        blocks = -(-2 * context // 16)
+        tables = torch.arange(sequences * blocks, dtype=torch.int32, device="cuda") % (runner.num_blocks - 1)
+        runner._tables[:sequences, :blocks] = tables.view(sequences, blocks)
+        contexts = np.random.default_rng(sequences).integers(context // 4, 2 * context - context // 4, sequences)
+        runner._send_inputs(np.arange(sequences, dtype=np.int32), contexts.astype(np.int32), None, 0)
+        torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def milliseconds(self) -> float:
+        kind = _Kind(self.size)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self.runner._decode_body(kind, self.runner._forward.distinct_layers)  # compiles
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.runner._decode_body(kind)
+        return min(self._replay(graph), self._replay(graph))
+
+    def _replay(self, graph: torch.cuda.CUDAGraph) -> float:
+        times = []
+        for _ in range(REPLAYS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            times.append((begin, end))
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in times)
+
+
+def product_cuts(name: str, n: int, k: int, itemsize: int, rows: int) -> Iterator[Cut]:
+    padded, steps, gated = padded_rows(rows), -(-k * itemsize // STEP_BYTES), name == "gate_up"
+    seen = set()
+    for tile, splits, ring in product((64, 128, 256), (1, 2, 4), RINGS):
+        blocks, stages = (
+            -(-n // tile) * splits,
+            min((ring << 10) // ((tile + padded) * STEP_BYTES), -(-steps // splits)),
+        )
+        config = HopperConfig(tile, stages, splits)
+        fits = (
+            stages >= 2 and padded * max(1, tile // 128) <= 384 and shared_bytes(config, padded, gated) <= SHARED_BYTES
+        )
+        if fits and blocks >= 48 and (splits == 1 or blocks <= 132) and config not in seen:
+            seen.add(config)
+            yield config
+    if gated and rows > 64:
+        yield from (Tiling(width, common_rows=rows <= 128) for width in (256, 224, 192))
+
+
+def attention_cuts(sequences: int, kv_heads: int) -> Iterator[StreamConfig]:
+    """In no more parts than there is scratch memory for."""
+    most = stream_config(MOST_SEQUENCES, kv_heads).division(MOST_SEQUENCES, kv_heads).parts
+    for shape in product((3, 4, 6), (64, 128, 256), (528, 1056, 2112)):
+        config = StreamConfig(*shape)
+        if config.division(sequences, kv_heads).parts <= most:
+            yield config
+
+
+def label(cut: Cut) -> str:
+    if isinstance(cut, Tiling):
+        return f"many rows, {cut.width}"
+    if isinstance(cut, StreamConfig):
+        return f"{cut.stages},{cut.tile} x{cut.spare}"
+    return f"{cut.tile},{cut.stages},{cut.splits}"
+
+
+def report(name: str, usual: float, found: list[tuple[float, Cut]]) -> None:
+    best = sorted(found, key=lambda entry: entry[0])[:SHOWN]
+    print(
+        f"  {name}: as chosen {usual:.3f} ms |", "  ".join(f"{time:.3f} {label(cut)}" for time, cut in best), flush=True
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--architecture", choices=list(ARCHITECTURES), default="llama-3.1-8b")
+    parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
+    parser.add_argument("sizes", nargs="+", metavar="SEQUENCESxTOKENS")
+    args = parser.parse_args()
+    cuts, steps = Cuts(), Steps(args.architecture, args.quantization)
+    for size in args.sizes:
+        steps.place(*map(int, size.split("x")))
+        print(f"{args.architecture} {args.quantization}, {size}: {steps.milliseconds():.3f} ms", flush=True)
+        for name, shape in steps.shapes.items():
+            usual, found = steps.milliseconds(), []
+            for cut in product_cuts(name, *shape, 1 if args.quantization == "fp8" else 2, steps.size):
+                cuts.weights[shape] = cut
+                found.append((steps.milliseconds(), cut))
+            cuts.weights.clear()
+            report(name, usual, found)
+        usual, found = steps.milliseconds(), []
+        for config in attention_cuts(steps.size, steps.runner._forward.attention.keys.shape[2]):
+            cuts.attention = config
+            found.append((steps.milliseconds(), config))
+        cuts.attention = None
+        report("attention", usual, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
