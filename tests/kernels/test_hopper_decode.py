@@ -55,20 +55,28 @@ def make_cache(
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("heads", "parts", "window", "dtype"),
-    [((8, 2), 6, 0, BF16), ((1, 1), 9, 0, BF16), ((14, 2), 9, 40, BF16), ((8, 2), 9, 0, FP8)],
+    ("heads", "parts", "window", "dtype", "config"),
+    [
+        ((8, 2), 6, 0, BF16, CONFIG),
+        ((1, 1), 9, 0, BF16, CONFIG),
+        ((14, 2), 9, 40, BF16, CONFIG),
+        ((8, 2), 9, 0, FP8, CONFIG),
+        ((4, 1), 9, 0, BF16, StreamConfig(stages=6, tile=64, spare=4)),
+    ],
 )
-def test_decode(emulated: None, heads: tuple[int, int], parts: int, window: int, dtype: torch.dtype) -> None:
+def test_decode(
+    emulated: None, heads: tuple[int, int], parts: int, window: int, dtype: torch.dtype, config: StreamConfig
+) -> None:
     generator = torch.Generator().manual_seed(1)
     contexts = [1, 37, 0, 130, 16]  # a first token, a partial block, padding, several parts, whole blocks
     k, v, tables = make_cache(generator, contexts, heads[1], dtype)
     q = torch.randn(len(contexts), heads[0], DIM, generator=generator).to(BF16)
     scratch = decode_scratch(len(contexts), *heads, DIM, parts, q.device)
-    plan = plan_decode(torch.tensor(contexts, dtype=torch.int32), parts, CONFIG.tile, window=window)
+    plan = plan_decode(torch.tensor(contexts, dtype=torch.int32), parts, config.tile, window=window)
     expected = paged_attention_reference(q, k, v, tables, list(range(len(contexts) + 1)), contexts, 0.2, window)
     for _ in range(2):  # the arrival counters must be back at zero after a launch
         out = torch.full_like(q, torch.nan)
-        decode_stream(out, q, k, v, tables, plan, scale=0.2, scratch=scratch, config=CONFIG)
+        decode_stream(out, q, k, v, tables, plan, scale=0.2, scratch=scratch, config=config)
         torch.testing.assert_close(out.float(), expected, atol=1e-2, rtol=1e-2)
 
 
