@@ -29,3 +29,29 @@ def test_compiled_code_is_kept_where_python_would_not(tmp_path: Path, compiled_b
     kept = list((tmp_path / "cache" / "penstock" / "compiled").rglob("*.pyc"))
     assert bool(kept) is not compiled_before
     assert not list(package.rglob("*.pyc"))
+
+
+KERNEL = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from penstock.core.machine import keep_kernels
+
+@triton.jit
+def double(x):
+    tl.store(x, 2 * tl.load(x))
+
+keep_kernels()
+triton.compile(ASTSource(double, {"x": "*fp32"}, {}), target=GPUTarget("cuda", 90, 32))
+"""
+
+
+def test_kernels_of_triton_are_kept_beside_the_others(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    script = tmp_path / "kernel.py"
+    script.write_text(KERNEL)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    for variable in ("TRITON_CACHE_DIR", "TRITON_INTERPRET"):
+        environment.pop(variable, None)
+    subprocess.run([sys.executable, str(script)], env=environment, check=True)
+    assert list((tmp_path / "cache" / "penstock" / "triton").rglob("double.cubin"))

@@ -33,6 +33,11 @@ def keep_compiled(package: str) -> None:
         sys.pycache_prefix, sys.dont_write_bytecode = str(cache_folder() / "compiled"), False
 
 
+def keep_kernels() -> None:
+    """Before Triton compiles anything: in the cache folder, as other kernels, unless it was told otherwise."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
+
+
 def usable_cpus() -> int:
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cpus, _cgroup_cpus() or cpus))

@@ -14,7 +14,7 @@ from penstock.checkpoint.source import Checkpoint, resolve
 from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import StartupError
-from penstock.core.machine import keep_compiled, usable_cpus
+from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus
 from penstock.engine.executor import Executor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
@@ -211,6 +211,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
 
 
 def _cuda_executor(plan: _Plan) -> Executor:
+    keep_kernels()
     import torch
 
     from penstock.runner.cuda_startup import fused_executor  # Triton comes with torch for CUDA only
