@@ -255,8 +255,8 @@ class Scheduler:
         """Give what is left of the step to prompts, running or waiting, in order of urgency."""
         budget = self.limits.max_step_tokens - len(planned.sequences)
         limit = self._step_limit(planned, prompts, ranking.now)
-        missing = self._placement.missing_blocks
-        owed = self._placement.owed(self.running) if admit and self.waiting else 0
+        missing, seats = self._placement.missing_blocks, self._placement.has_free_row
+        owed = self._placement.owed(self.running) if admit and self.waiting and seats else 0
         self._clock.blocked_by("order")
         while budget > 0:
             sequence = self.waiting.first(ranking, self.times) if admit else None
@@ -275,8 +275,8 @@ class Scheduler:
             count = self._fitting(planned, sequence, start, budget, limit)
             if count == 0:
                 return
-            owed -= missing(sequence, sequence.known) if runs else 0
             if runs:
+                owed -= missing(sequence, sequence.known)
                 prompts.pop()
             else:
                 self._admit(sequence, hits, ranking.now)
