@@ -205,7 +205,7 @@ def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
     variants = [gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
     if 1 < rows <= 64:
         variants += [gemm(config) for config in skinny_configs(n, k, dtype, rows)]
-    if rows > 4 and is_hopper(DEVICE):
+    if rows > 1 and is_hopper(DEVICE):
         variants.append(hopper())
     return Case(
         f"{name} {short(dtype)} rows {rows}", size / COPY_BYTES, sets, [*variants, Variant("* cublas", library)]

@@ -92,9 +92,14 @@ def plan_decode(
     plan = torch.empty((num_parts, FIELDS.value), dtype=torch.int32, device=contexts_S.device)
     _plan_kernel[(size,)](
         plan, contexts_S, contexts_S if shared_S is None else shared_S, size, num_parts, tile, window,
-        SEQS=triton.next_power_of_2(size), PREFIX=shared_S is not None, num_warps=1,
+        SEQS=_padded(size), PREFIX=shared_S is not None, num_warps=1,
     )  # fmt: skip
     return plan
+
+
+def _padded(size: int) -> int:
+    """To few sizes: each is compiled on its own."""
+    return next((most for most in (32, 128, 512) if size <= most), triton.next_power_of_2(size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ At few rows the time is that of reading the weight once, so what surrounds the p
 `stream_gemv` (1 to 4 rows, plain arithmetic) can normalise its input, multiply SiLU(gate) * up and add the residual;
 `stream_gemm` (up to 64 rows, matrix units, weight rows on the long side) does the last two.
 Weights are bf16/fp16/fp32, or float8_e4m3fn with one float32 scale per output channel.
-Larger batches belong to cuBLAS: `torch.mm` and `torch._scaled_mm`; on Hopper, from 5 rows on, to `hopper/`.
+Larger batches belong to cuBLAS: `torch.mm` and `torch._scaled_mm`; on Hopper, from 2 rows on, to `hopper/`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

@@ -14,7 +14,7 @@ import torch
 from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows
 from penstock.kernels.hopper.program import is_hopper
 
-_LEAST_ROWS = 5  # fewer are vectors
+_LEAST_ROWS = 2  # one is a vector
 _LOGITS = 1 << 16  # channels: a vocabulary, and float32, whose writing counts
 _BLOCKS = 132  # the multiprocessors of an H200, one block each
 _WHOLE, _MOST, _HALF = 224 << 10, 148 << 10, 110 << 10  # of a multiprocessor's shared memory, for stages
