@@ -11,7 +11,8 @@ from typing import Any
 from penstock.core.engine import EngineStats, Health
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.executor import Executor
-from penstock.engine.scheduler import PlannedStep, Scheduler
+from penstock.engine.planned_step import PlannedStep
+from penstock.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 

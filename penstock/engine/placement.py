@@ -35,7 +35,9 @@ class Placement:
         So many blocks are `owed` to others. Preempted with a token still in flight, it has to wait until that is
         known. A tenant that leads leaves some rows and blocks to the others.
         """
-        limits, kept = self._limits, _KEPT_FROM_LEADERS if leads else 0.0
+        limits = self._limits
+        alone = len(self._free_rows) == limits.max_seqs
+        kept = _KEPT_FROM_LEADERS if leads and not alone else 0.0
         if len(self._free_rows) <= kept * limits.max_seqs or sequence.pending:
             return None
         hits = self.cached_blocks(sequence)

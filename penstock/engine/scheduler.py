@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
 
-from penstock.core.cost import OUTPUT_TOKEN_COST
 from penstock.core.engine import EngineStats
 from penstock.core.errors import Overloaded
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, FinishReason, GenerateRequest, Objective
 from penstock.engine import bookkeeping as books
 from penstock.engine.admission import Admission, Load, remaining_seconds
-from penstock.engine.executor import SAMPLED, Step, StepResult
+from penstock.engine.executor import StepResult
 from penstock.engine.fairness import Accounts
 from penstock.engine.forecast import needed_share, step_limit
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.placement import Placement
+from penstock.engine.planned_step import PlannedStep
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import PATIENCE_SECONDS, Ranking, WaitingQueue, demote_if_late
@@ -38,18 +38,6 @@ _SCORED_TOKENS = 256
 _ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smaller
 _PACED_PROMPTS = 64  # with more prompts than this at hand there is no point in asking how fast they must be computed
 _NOTHING = Objective()
-
-
-@dataclass(slots=True, eq=False)
-class PlannedStep:
-    """A step together with the sequences it advances; kept until its result comes back."""
-
-    step: Step
-    sequences: list[Sequence]
-    planned: float = 0.0  # when
-    shape: StepShape = field(default_factory=StepShape)
-    largest: int = 0  # tokens of its largest chunk
-    culprit: str = ""  # the request that one belongs to: who is to blame if this step takes long
 
 
 @dataclass(slots=True)
@@ -175,8 +163,11 @@ class Scheduler:
         decodes = self._plan_decodes()
         prompts = self._plan_prompts(ranking)
         # From here on nothing is preempted, so what a planned sequence computes may be shared within the step.
-        planned = PlannedStep(Step(), [], now)
-        self._commit_decodes(planned, [s for s in decodes if s.row >= 0])
+        planned, size = PlannedStep(now), self.limits.block_size
+        planned.decode([s for s in decodes if s.row >= 0])
+        for s in planned.sequences:
+            if s.computed // size > s.shared:
+                self._placement.share_full_blocks(s)
         self._fill(planned, prompts, ranking, admit=self.counters.preemptions == preemptions)
         return self._finished(planned) if planned.sequences else None
 
@@ -209,7 +200,7 @@ class Scheduler:
         may_wait.sort(key=attrgetter("computed"))
         for sequence in may_wait:
             owed = self._placement.owed(self.running)
-            if self._placement.room_for(head, owed, leads=lead > 0 and bool(self.running)) is not None:
+            if self._placement.room_for(head, owed, leads=lead > 0) is not None:
                 return
             self._preempt(sequence)
 
@@ -265,7 +256,7 @@ class Scheduler:
             if sequence is None:
                 return
             runs = sequence.row >= 0
-            leads = bool(ranking.leads.get(sequence.account) and self.running)
+            leads = bool(ranking.leads.get(sequence.account))
             hits = [] if runs else self._placement.room_for(sequence, owed, leads=leads)
             if hits is None:
                 self._clock.blocked_by("memory" if self._placement.has_free_row else "rows")
@@ -281,7 +272,8 @@ class Scheduler:
             else:
                 self._admit(sequence, hits, ranking.now)
             self._placement.allocate(sequence, start + count)
-            self._commit(planned, sequence, count)
+            planned.compute(sequence, count)
+            self._placement.share_full_blocks(sequence)
             owed += missing(sequence, sequence.known)
             budget -= count
 
@@ -337,48 +329,6 @@ class Scheduler:
             sequence.due, sequence.promised = self._now, False  # a reader is waiting for its next token
         self.waiting.push(sequence)
         self.counters.preemptions += 1
-
-    def _commit_decodes(self, planned: PlannedStep, decodes: list[Sequence]) -> None:
-        """As `_commit` does with one token each; these are most of what a busy engine does, so it is done in one go."""
-        step, size, count = planned.step, self.limits.block_size, len(decodes)
-        planned.sequences = decodes
-        step.rows = [s.row for s in decodes]
-        step.starts = [s.computed for s in decodes]
-        step.counts = [1] * count
-        step.samples = [True] * count
-        step.tokens = [s.tokens[s.computed] if not s.pending else SAMPLED for s in decodes]
-        planned.shape = StepShape(count, sum(step.starts) + count)
-        for s in decodes:
-            s.computed += 1
-            s.pending += 1
-            if s.computed // size > s.shared:
-                self._placement.share_full_blocks(s)
-        for account, sequences in Counter(s.account for s in decodes).items():
-            account.charge(OUTPUT_TOKEN_COST * sequences)
-
-    def _commit(self, planned: PlannedStep, sequence: Sequence, count: int) -> None:
-        """Write a sequence into the step and move its books to after the step."""
-        step, start, tokens = planned.step, sequence.computed, sequence.tokens
-        end = start + count
-        planned.sequences.append(sequence)
-        step.rows.append(sequence.row)
-        step.starts.append(start)
-        step.counts.append(count)
-        chunk = tokens[start:end]
-        step.tokens.extend(chunk)
-        if len(chunk) < count:
-            step.tokens.append(SAMPLED)
-        planned.shape = planned.shape.with_chunk(start, count)
-        if count > planned.largest:
-            planned.largest, planned.culprit = count, sequence.request.id
-        sequence.account.charge(count)
-        sequence.computed = end
-        caught_up = end == len(tokens) + sequence.pending
-        step.samples.append(caught_up)
-        if caught_up:
-            sequence.pending += 1
-        if end // self.limits.block_size > sequence.shared:
-            self._placement.share_full_blocks(sequence)
 
     def _finished(self, planned: PlannedStep) -> PlannedStep:
         step = planned.step

@@ -314,7 +314,7 @@ class CudaRunner:
             fitted = list(threads.map(fits, tasks))
         torch.cuda.synchronize()
         _free_library_memory()
-        run(tasks[0])  # on this thread, so that its libraries are set up before anything is captured
+        run(self._forward.warm_up)  # on this thread, so that its libraries are set up before anything is captured
         for task, fitting in zip(tasks, fitted, strict=True):
             if not fitting:
                 torch.cuda.empty_cache()

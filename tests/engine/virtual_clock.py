@@ -11,7 +11,8 @@ from penstock.core.errors import Overloaded
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.executor import StepResult
-from penstock.engine.scheduler import PlannedStep, Scheduler
+from penstock.engine.planned_step import PlannedStep
+from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import StepShape
 
 StepSeconds = Callable[[StepShape], float]

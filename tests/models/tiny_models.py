@@ -62,7 +62,7 @@ class WholePrompt:
         self.spec = spec
 
     def plan(self, batch: AttentionBatch) -> None:
-        raise NotImplementedError
+        raise AssertionError("one sequence in one step needs no plan")
 
     def run(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
         assert q_THD.shape[1:] == (self.spec.num_heads, self.spec.head_dim)
