@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import product
 
 import torch
@@ -138,78 +138,98 @@ def scratch() -> SplitScratch:
     return split_scratch(DEVICE)
 
 
-def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
-    n, k, fold = SHAPES[name]
-    size = n * k * dtype.itemsize
-    sets = sets_for(size)
-    weights = [randn(n, k, dtype=dtype, scale=k**-0.5 if dtype == BF16 else 1.0) for _ in range(sets)]
-    columns = n // 2 if fold == "gated" else n
-    x, residual, gain = randn(rows, k), randn(rows, columns) if fold == "add" else None, randn(k)
-    x8, x_scales = quantize_fp8_reference(x)
-    w_scales = torch.rand(n, device=DEVICE) * k**-0.5 if dtype == FP8 else None
-    out = torch.full((rows, columns), torch.nan, dtype=BF16, device=DEVICE)
-    norm = (gain, 1e-5) if fold != "add" else None
-    inputs = x8 if dtype == FP8 else x
+class _Product:
+    """A projection with what the kernels of few rows fold in, at one number of rows, and the ways to compute it."""
 
-    @cache
-    def expected(normed: bool) -> torch.Tensor:
+    def __init__(self, name: str, dtype: torch.dtype, rows: int) -> None:
+        n, k, fold = SHAPES[name]
+        self.n, self.k, self.rows, self.dtype = n, k, rows, dtype
+        self.bytes, self.gated = n * k * dtype.itemsize, fold == "gated"
+        self.sets = sets_for(self.bytes)
+        scale = k**-0.5 if dtype == BF16 else 1.0
+        self.weights = [randn(n, k, dtype=dtype, scale=scale) for _ in range(self.sets)]
+        columns = n // 2 if self.gated else n
+        self.x, self.norm = randn(rows, k), (randn(k), 1e-5) if fold != "add" else None
+        self.residual = randn(rows, columns) if fold == "add" else None
+        x8, x_scales = quantize_fp8_reference(self.x)
+        self.inputs = x8 if dtype == FP8 else self.x
+        self.scales = (torch.rand(n, device=DEVICE) * k**-0.5, x_scales) if dtype == FP8 else None
+        self.out = torch.full((rows, columns), torch.nan, dtype=BF16, device=DEVICE)
+
+    @cached_property
+    def normed(self) -> torch.Tensor:
+        """What kernels must give that normalise `x` themselves, and take it as it is."""
         return linear_reference(
-            x if normed else inputs, weights[0], scales=w_scales, norm=norm if normed else None, residual=residual,
-            x_scales=x_scales if dtype == FP8 and not normed else None, gated=fold == "gated",
+            self.x, self.weights[0], scales=self.scales and self.scales[0], norm=self.norm, residual=self.residual,
+            gated=self.gated,
         )  # fmt: skip
 
-    def gemv(c: GemvConfig) -> Variant:
+    @cached_property
+    def plain(self) -> torch.Tensor:
+        """And those that do not, and take it quantised where the weight is."""
+        of_channels, of_rows = self.scales or (None, None)
+        return linear_reference(
+            self.inputs, self.weights[0], scales=of_channels, x_scales=of_rows, residual=self.residual,
+            gated=self.gated,
+        )  # fmt: skip
+
+    def gemv(self, config: GemvConfig) -> Variant:
         def run(i: int) -> None:
             stream_gemv(
-                out, x, weights[i], config=c, scales=w_scales, norm=norm, gated=fold == "gated", residual=residual
-            )
-
-        label = f"gemv {c.block_n},{c.block_k},{c.num_warps},{c.stages}"
-        return Variant(label, run, lambda: relative_error(out, expected(True)))
-
-    def gemm(c: SkinnyConfig) -> Variant:
-        scales = (w_scales, x_scales) if w_scales is not None else None
-
-        def run(i: int) -> None:
-            stream_gemm(
-                out, inputs, weights[i], config=c, scratch=scratch(), scales=scales, gated=fold == "gated",
-                residual=residual,
+                self.out, self.x, self.weights[i], config=config, scales=self.scales and self.scales[0],
+                norm=self.norm, gated=self.gated, residual=self.residual,
             )  # fmt: skip
 
-        label = f"gemm {c.block_n},{c.block_k},{c.splits},{c.num_warps},{c.num_stages}"
-        return Variant(label, run, lambda: relative_error(out, expected(False)))
+        label = f"gemv {config.block_n},{config.block_k},{config.num_warps},{config.stages}"
+        return Variant(label, run, lambda: relative_error(self.out, self.normed))
 
-    def hopper() -> Variant:
-        scales = (w_scales, x_scales) if w_scales is not None else None
-        config, into = blocks_of(n, k, dtype.itemsize, rows), torch.full_like(out, torch.nan)
+    def gemm(self, config: SkinnyConfig) -> Variant:
+        def run(i: int) -> None:
+            stream_gemm(
+                self.out, self.inputs, self.weights[i], config=config, scratch=scratch(), scales=self.scales,
+                gated=self.gated, residual=self.residual,
+            )  # fmt: skip
+
+        label = f"gemm {config.block_n},{config.block_k},{config.splits},{config.num_warps},{config.num_stages}"
+        return Variant(label, run, lambda: relative_error(self.out, self.plain))
+
+    def hopper(self) -> Variant:
+        config = blocks_of(self.n, self.k, self.dtype.itemsize, self.rows)
+        into = torch.full_like(self.out, torch.nan)
 
         def run(i: int) -> None:
             hopper_gemm(
-                into, inputs, weights[i], config=config, scales=scales, gated=fold == "gated", add=residual is not None
-            )
+                into, self.inputs, self.weights[i], config=config, scales=self.scales, gated=self.gated,
+                add=self.residual is not None,
+            )  # fmt: skip
 
         def error() -> float:
-            if residual is not None:
-                into.copy_(residual)
+            if self.residual is not None:
+                into.copy_(self.residual)
                 run(0)
-            return relative_error(into, expected(False))
+            return relative_error(into, self.plain)
 
         return Variant(f"hopper {config.tile},{config.stages},{config.splits}", run, error)
 
-    def library(i: int) -> None:
-        if w_scales is None:
-            torch.mm(x, weights[i].T)
+    def library(self, i: int) -> None:
+        if self.scales is None:
+            torch.mm(self.x, self.weights[i].T)
         else:
-            torch._scaled_mm(x8, weights[i].T, scale_a=x_scales[:, None], scale_b=w_scales[None], out_dtype=BF16)
+            of_channels, of_rows = self.scales
+            torch._scaled_mm(
+                self.inputs, self.weights[i].T, scale_a=of_rows[:, None], scale_b=of_channels[None], out_dtype=BF16
+            )
 
-    variants = [gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
+
+def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
+    product = _Product(name, dtype, rows)
+    variants = [product.gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
     if 1 < rows <= 64:
-        variants += [gemm(config) for config in skinny_configs(n, k, dtype, rows)]
+        variants += [product.gemm(config) for config in skinny_configs(product.n, product.k, dtype, rows)]
     if rows > 1 and is_hopper(DEVICE):
-        variants.append(hopper())
-    return Case(
-        f"{name} {short(dtype)} rows {rows}", size / COPY_BYTES, sets, [*variants, Variant("* cublas", library)]
-    )
+        variants.append(product.hopper())
+    variants.append(Variant("* cublas", product.library))
+    return Case(f"{name} {short(dtype)} rows {rows}", product.bytes / COPY_BYTES, product.sets, variants)
 
 
 def gained_case(rows: int, width: int, depth: int) -> Case:
