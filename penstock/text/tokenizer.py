@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from tokenizers import AddedToken, processors
 
 from penstock.checkpoint.gguf import GGUFFile
 from penstock.checkpoint.source import Checkpoint
-from penstock.core.errors import InvalidRequest, StartupError
+from penstock.core.errors import ContextTooLong, InvalidRequest, StartupError
 from penstock.text import gguf_vocabulary
-from penstock.text.segments import SegmentEncoder
+from penstock.text.segments import UNBOUNDED, SegmentEncoder
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "▁"
+COMPOSED = 4  # bytes of text that a normaliser may turn into one
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -53,6 +55,7 @@ class Tokenizer:
         byte_level, self.strips_first_space = _decoding_rules(backend)
         self._bytes = _BytesByToken(backend, byte_level, verbatim=frozenset(added) if byte_level else frozenset())
         self._segments = SegmentEncoder(backend, added) if byte_level and SegmentEncoder.applies(added) else None
+        self._framing = _framing(backend)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = bos_id
         self.eos_ids = eos_ids  # every token that ends an answer; the first one is the model's own `eos_token`
@@ -60,15 +63,33 @@ class Tokenizer:
         self.bos_token = "" if bos_id is None else self.token_text(bos_id)
         self.eos_token = self.token_text(eos_ids[0]) if eos_ids else ""
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Releases the GIL, so long texts may be encoded in a thread. A rendered chat template already holds its
-        special tokens: encode it with `add_special_tokens=False`."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To be sent to another process."""
+        make = partial(Tokenizer, bos_id=self.bos_id, eos_ids=self.eos_ids, chat_template=self.chat_template)
+        return make, (self._backend,)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, at_most: int = UNBOUNDED) -> list[int]:
+        """A rendered chat template already holds its special tokens: encode it with `add_special_tokens=False`. A text
+        of more tokens than `at_most` is refused as soon as that is certain: by its size, or after so many."""
+        if len(text) > at_most and len(text.encode(errors="replace")) > at_most * self.max_token_bytes:
+            raise ContextTooLong(f"the text has more than {at_most} tokens", param=None)
+        framing = self._framing if add_special_tokens else ([], [])
         try:
-            if self._segments is not None and not add_special_tokens:
-                return self._segments.encode(text)
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if self._segments is not None and framing is not None:
+                ids = [*framing[0], *self._segments.encode(text, at_most), *framing[1]]
+            else:
+                ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # what the library raises for a str that has no UTF-8 form
             raise InvalidRequest("the text holds half of a surrogate pair and is no valid Unicode") from error
+        if len(ids) > at_most:
+            raise ContextTooLong(f"the text has more than {at_most} tokens", param=None)
+        return ids
+
+    @cached_property
+    def max_token_bytes(self) -> int:
+        """Of a text that one token stands for, at most."""
+        longest = max(len(self._bytes.look_up(token_id)) for token_id in range(self.vocab_size))
+        return longest if self._backend.normalizer is None else COMPOSED * longest
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         data = self.join_bytes(token_ids, skip_special_tokens=skip_special_tokens)
@@ -101,6 +122,13 @@ class Tokenizer:
         return self._bytes[token_id].decode(errors="replace")
 
 
+def _framing(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | None:
+    """The tokens that the backend puts before and after any text; None: a sample does not show them."""
+    framed, plain = (backend.encode("a", add_special_tokens=special).ids for special in (True, False))
+    places = [at for at in range(len(framed)) if plain and framed[at : at + len(plain)] == plain]
+    return (framed[: places[0]], framed[places[0] + len(plain) :]) if len(places) == 1 else None
+
+
 class _BytesByToken(dict[int, bytes]):
     """Filled on demand: a text uses a small part of a vocabulary of 10^5 tokens."""
 
@@ -111,10 +139,10 @@ class _BytesByToken(dict[int, bytes]):
         self._verbatim = verbatim
 
     def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = data = self._look_up(token_id)
+        self[token_id] = data = self.look_up(token_id)
         return data
 
-    def _look_up(self, token_id: int) -> bytes:
+    def look_up(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""
