@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from penstock.core.config import JwtConfig, Settings
 from penstock.core.engine import ServedEngine
-from penstock.core.errors import InvalidRequest, StartupError
+from penstock.core.errors import StartupError
 from penstock.gateway.admin import AdminEndpoints
 from penstock.gateway.auth import Door, Verifier
 from penstock.gateway.budgets import Prices, SpendMetrics
@@ -22,18 +21,16 @@ from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
 from penstock.gateway.objectives import Objectives
 from penstock.gateway.openai_types import (
-    Detokenized,
-    DetokenizeRequest,
     HealthReport,
     ModelCard,
     ModelList,
-    Tokenized,
-    TokenizeRequest,
 )
 from penstock.gateway.openapi import OpenApi
+from penstock.gateway.reading import LongRequests
 from penstock.gateway.requests import RequestEndpoints
-from penstock.gateway.serving import Serving, encode_json, off_loop_if_long
+from penstock.gateway.serving import Serving, encode_json
 from penstock.gateway.tenants import Directory
+from penstock.gateway.text_endpoints import TextEndpoints
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
 from penstock.observability.tracing import start_tracing
@@ -45,9 +42,6 @@ logger = logging.getLogger("penstock.gateway")
 HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
 Also POST /tokenize, POST /detokenize, GET /health, GET /metrics.
 """
-
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
 def create_app(
@@ -80,12 +74,13 @@ def create_app(
         traffic,
         Objectives(settings.classes, settings.default_class, lambda: engine.stats),
         Metering(directory.store, Prices(settings, model_names[0], lambda: engine.stats), spend, model_names),
+        LongRequests(tokenizer),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),
     )
     chat = ChatCompletions(serving)
-    text = TextEndpoints(serving, chat)
+    text = TextEndpoints(serving)
     status = StatusEndpoints(serving)
     admin = AdminEndpoints(serving, directory)
     requests = RequestLog()
@@ -96,8 +91,8 @@ def create_app(
 
     routes = Routes(
         [
-            route("POST", "/v1/chat/completions", chat),
-            route("POST", "/v1/completions", Completions(serving)),
+            route("POST", "/v1/chat/completions", serving.metering.around(chat)),
+            route("POST", "/v1/completions", serving.metering.around(Completions(serving))),
             route("GET", "/v1/models", status.models),
             route("GET", "/v1/models/{id:path}", status.model),
             route("GET", "/v1/requests", accounts.slowest),
@@ -118,7 +113,7 @@ def create_app(
         ]
     )
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, traffic, metrics, requests, tracing)
+    return Edge(routes, traffic, metrics, requests, serving.long_requests, tracing)
 
 
 def _warn_of_other_models(settings: Settings, model_names: Sequence[str]) -> None:
@@ -138,39 +133,6 @@ def _verifier(config: JwtConfig | None) -> Verifier | None:
     from penstock.gateway.web_tokens import TokenVerifier  # its cryptography takes a while to load
 
     return TokenVerifier(config)
-
-
-class TextEndpoints:
-    """Tokens without generation."""
-
-    def __init__(self, serving: Serving, chat: ChatCompletions) -> None:
-        self.serving = serving
-        self.chat = chat
-
-    async def tokenize(self, exchange: Exchange) -> None:
-        body = await self.serving.read(exchange, _tokenize_decoder)
-        if body.model is not None:
-            self.serving.check_model(exchange, body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise InvalidRequest("send either prompt or messages", param="prompt")
-        if body.prompt is None:
-            token_ids = list((await self.chat.tokenize(body, exchange.body_size)).token_ids)
-        else:
-            token_ids = await self._encode(body.prompt, body.add_special_tokens)
-        info = self.serving.engine.info
-        await exchange.send(200, encode_json(Tokenized(token_ids, len(token_ids), info.max_model_len)))
-
-    async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        encode = self.serving.tokenizer.encode
-        return await off_loop_if_long(len(text), lambda: encode(text, add_special_tokens=add_special_tokens), "prompt")
-
-    async def detokenize(self, exchange: Exchange) -> None:
-        body = await self.serving.read(exchange, _detokenize_decoder)
-        if body.model is not None:
-            self.serving.check_model(exchange, body.model)
-        self.serving.check_token_ids(body.tokens, "tokens")
-        text = self.serving.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        await exchange.send(200, encode_json(Detokenized(text)))
 
 
 class StatusEndpoints:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
 import msgspec
 from msgspec import UNSET
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import MAX_LOGPROBS
-from penstock.gateway.errors import require
+from penstock.gateway.errors import decode_json, require
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Choice, Generation, Prompt, build_choices
+from penstock.gateway.generation import Choice, Generation, build_choices
 from penstock.gateway.logprobs import chat_logprobs, prompt_logprobs
 from penstock.gateway.objectives import reported_tier
 from penstock.gateway.openai_types import (
@@ -26,43 +25,48 @@ from penstock.gateway.openai_types import (
     Message,
     TokenizeRequest,
 )
+from penstock.gateway.reading import INLINE_BYTES, Bounds, Prompt, blamed_on, checked_options
 from penstock.gateway.sampling import output_limit, sampling_params
 from penstock.gateway.semantic import similar_chat
-from penstock.gateway.serving import DONE, Serving, encode_json, event, off_loop_if_long
+from penstock.gateway.serving import DONE, Serving, encode_json, event
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.stream import TextDelta
 from penstock.text.template_sandbox import RESERVED_NAMES
+from penstock.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+MAX_SPELLING = 6  # bytes of JSON that one byte of text may take, as \u0041
+ROOM_FOR_OPTIONS = 2**20  # bytes of a body beside its text, such as white space
 
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
-class ChatCompletions:
-    def __init__(self, serving: Serving) -> None:
-        self.serving = serving
-        self.template = ChatTemplate(serving.tokenizer.chat_template)
+class ChatReader:
+    """From the bytes of a chat to its prompt."""
 
-    async def __call__(self, exchange: Exchange) -> None:
-        body = await self.serving.accept(exchange, _decoder)
-        _refuse_unsupported(body)
-        prompt = await self.tokenize(body, exchange.body_size)
-        if exchange.endpoint in self.serving.semantic_routes:
-            similar = await off_loop_if_long(exchange.body_size, lambda: similar_chat(body), "messages")
-            prompt = replace(prompt, similar=similar)
-        generation = self._start(exchange, body, prompt)
-        if body.stream:
-            await self._stream(exchange, body, generation)
-        else:
-            await self._answer(exchange, body, generation)
+    name = "chat"
 
-    async def tokenize(self, body: ChatRequest | TokenizeRequest, size: int) -> Prompt:
-        """Render the conversation and encode it; special tokens come from the template. `size` is that of the body."""
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer.chat_template)
 
-        def work() -> list[int]:
-            return self.serving.tokenizer.encode(self._render(body), add_special_tokens=False)
+    def read(self, body: bytes, bounds: Bounds) -> tuple[ChatRequest, list[Prompt]]:
+        if len(body) > ROOM_FOR_OPTIONS:
+            text = MAX_SPELLING * self.tokenizer.max_token_bytes * bounds.prompt_tokens
+            if len(body) > text + ROOM_FOR_OPTIONS:
+                raise bounds.too_long("messages")
+        chat = decode_json(_decoder, body)
+        _refuse_unsupported(chat)
+        with blamed_on("messages", bounds):
+            prompt = Prompt(self.tokenize(chat, bounds.prompt_tokens), similar=similar_chat(chat, bounds.semantic))
+        if len(body) > INLINE_BYTES:
+            chat = checked_options(chat, messages=[], tools=None, chat_template_kwargs=None)
+        return chat, [prompt]
 
-        return Prompt(await off_loop_if_long(size, work, "messages"))
+    def tokenize(self, body: ChatRequest | TokenizeRequest, at_most: int) -> list[int]:
+        """Render the conversation and encode it; special tokens come from the template."""
+        return self.tokenizer.encode(self._render(body), add_special_tokens=False, at_most=at_most)
 
     def _render(self, body: ChatRequest | TokenizeRequest) -> str:
         messages = body.messages or []
@@ -83,7 +87,7 @@ class ChatCompletions:
         )
         add_prompt = not continued if body.add_generation_prompt is None else body.add_generation_prompt
         tools = None if isinstance(body, ChatRequest) and body.tool_choice == "none" else body.tools
-        tokenizer = self.serving.tokenizer
+        tokenizer = self.tokenizer
         rendered = self.template.render(
             msgspec.to_builtins(messages),
             tools=tools,
@@ -93,6 +97,20 @@ class ChatCompletions:
             **variables,
         )
         return _cut_after_last_message(rendered, messages[-1]) if continued else rendered
+
+
+class ChatCompletions:
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.reader = ChatReader(serving.tokenizer)
+
+    async def __call__(self, exchange: Exchange) -> None:
+        body, (prompt,) = await self.serving.accept(exchange, self.reader)
+        generation = self._start(exchange, body, prompt)
+        if body.stream:
+            await self._stream(exchange, body, generation)
+        else:
+            await self._answer(exchange, body, generation)
 
     def _start(self, exchange: Exchange, body: ChatRequest, prompt: Prompt) -> Generation:
         info = self.serving.engine.info

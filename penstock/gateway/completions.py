@@ -9,16 +9,18 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, TokenLogprob
-from penstock.gateway.errors import require
+from penstock.gateway.errors import decode_json, require
 from penstock.gateway.exchange import Exchange
-from penstock.gateway.generation import Choice, Generation, Prompt, build_choices
+from penstock.gateway.generation import Choice, Generation, build_choices
 from penstock.gateway.logprobs import completion_logprobs, prompt_logprobs
 from penstock.gateway.objectives import reported_tier
 from penstock.gateway.openai_types import Completion, CompletionChoice, CompletionRequest, TokenIds, Usage
+from penstock.gateway.reading import INLINE_BYTES, Bounds, Prompt, blamed_on, checked_options
 from penstock.gateway.sampling import output_limit, sampling_params
 from penstock.gateway.semantic import similar_completion
-from penstock.gateway.serving import DONE, Serving, encode_json, event, off_loop_if_long
+from penstock.gateway.serving import DONE, Serving, check_token_ids, encode_json, event
 from penstock.text.stream import TextDelta
+from penstock.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_SEQUENCES = 1024  # prompts times n of one request
@@ -26,14 +28,53 @@ MAX_SEQUENCES = 1024  # prompts times n of one request
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
+class CompletionReader:
+    """From the bytes of a completion request to its prompts."""
+
+    name = "completion"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def read(self, body: bytes, bounds: Bounds) -> tuple[CompletionRequest, list[Prompt]]:
+        asked = decode_json(_decoder, body)
+        _check(asked)
+        prompts = self._tokenize(asked, bounds)
+        return checked_options(asked, prompt="") if len(body) > INLINE_BYTES else asked, prompts
+
+    def _tokenize(self, body: CompletionRequest, bounds: Bounds) -> list[Prompt]:
+        prompts = _split_prompts(body.prompt)
+        require(
+            len(prompts) * min(body.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
+            "prompt",
+            f"times n must be at most {MAX_SEQUENCES} sequences; send several requests",
+        )
+        return [
+            self._prompt(body, prompt, "prompt" if len(prompts) == 1 else f"prompt[{position}]", bounds)
+            for position, prompt in enumerate(prompts)
+        ]
+
+    def _prompt(self, body: CompletionRequest, prompt: str | TokenIds, param: str, bounds: Bounds) -> Prompt:
+        require(len(prompt) > 0, param, "must not be empty")
+        if not isinstance(prompt, str):
+            if len(prompt) > bounds.prompt_tokens:
+                raise bounds.too_long(param, str(len(prompt)))
+            check_token_ids(prompt, param, bounds)
+            return Prompt(prompt)
+        with blamed_on(param, bounds):
+            ids = self.tokenizer.encode(prompt, at_most=bounds.prompt_tokens)
+        require(len(ids) > 0, param, "must not be empty")
+        return Prompt(ids, prompt if body.echo else None, similar_completion(body, prompt, bounds.semantic))
+
+
 class Completions:
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
+        self.reader = CompletionReader(serving.tokenizer)
 
     async def __call__(self, exchange: Exchange) -> None:
-        body = await self.serving.accept(exchange, _decoder)
-        _check(body)
-        prompts = [(prompt, self._params(exchange, body, prompt)) for prompt in await self._tokenize(body)]
+        body, found = await self.serving.accept(exchange, self.reader)
+        prompts = [(prompt, self._params(exchange, body, prompt)) for prompt in found]
         prompt_only = body.max_tokens == 0
         choices = build_choices(exchange, self.serving.tokenizer, body, prompts, prompt_only=prompt_only)
         generation = Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
@@ -42,28 +83,6 @@ class Completions:
             await _stream(exchange, generation, shape)
         else:
             await _answer(exchange, generation, shape)
-
-    async def _tokenize(self, body: CompletionRequest) -> list[Prompt]:
-        prompts = _split_prompts(body.prompt)
-        require(
-            len(prompts) * min(body.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
-            "prompt",
-            f"times n must be at most {MAX_SEQUENCES} sequences; send several requests",
-        )
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        encode = self.serving.tokenizer.encode
-        encoded = await off_loop_if_long(
-            sum(map(len, texts)), lambda: [encode(p) if isinstance(p, str) else p for p in prompts], "prompt"
-        )
-        for position, token_ids in enumerate(encoded):
-            param = "prompt" if len(prompts) == 1 else f"prompt[{position}]"
-            require(len(token_ids) > 0, param, "must not be empty")
-            self.serving.check_token_ids(token_ids, param)
-        semantic = "/v1/completions" in self.serving.semantic_routes
-        return [
-            Prompt(ids, text, similar_completion(body, text) if semantic else None)
-            for text, ids in zip((p if isinstance(p, str) else None for p in prompts), encoded, strict=True)
-        ]
 
     def _params(self, exchange: Exchange, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
         info = self.serving.engine.info

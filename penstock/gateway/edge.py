@@ -13,6 +13,7 @@ from penstock.core.errors import NotFound, PenstockError
 from penstock.gateway.errors import ClientGone, MethodNotAllowed
 from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.keys import redacted
+from penstock.gateway.reading import LongRequests
 from penstock.observability.account import Account
 from penstock.observability.logging import log
 from penstock.observability.metrics import GatewayMetrics
@@ -77,6 +78,7 @@ class Edge:
     traffic: Traffic
     metrics: GatewayMetrics
     requests: RequestLog
+    long_requests: LongRequests
     tracing: Tracing | None = None
 
     async def answer(self, exchange: Exchange) -> None:

@@ -7,7 +7,8 @@ import logging
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from email.utils import formatdate
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from penstock.gateway.errors import ClientGone, InternalError, error_body, error
 from penstock.gateway.tenants import OPEN
 from penstock.observability.account import Account
 from penstock.observability.logging import log
+from penstock.state.store import Grant
 
 if TYPE_CHECKING:
     from penstock.gateway.http import Connection
@@ -58,6 +60,7 @@ class Exchange:
         "error",
         "given_headers",
         "gone",
+        "grants",
         "headers",
         "id",
         "keep_alive",
@@ -111,6 +114,7 @@ class Exchange:
         self.objective = _NO_OBJECTIVE
         self.deadline: float | None = None  # seconds after arrival
         self.headers: dict[bytes, bytes] = {}  # of the response, beside those every response has
+        self.grants: list[Grant] = []  # of its tenant's limits, as long as they are not settled
         self.account: MakeAccount | None = None  # of a request that generates
         self.span: Any = None  # of OpenTelemetry, while tracing is on
         self.error: PenstockError | None = None  # it could not be read
@@ -247,6 +251,15 @@ class Exchange:
             await self.send(error.status, error_body(error), _JSON, *error_headers(error))
 
     # ------------------------------------------------------------ its end
+
+    @contextmanager
+    def ending_with_client(self) -> Iterator[None]:
+        """What is awaited in here is cancelled when the client leaves."""
+        self.ends_with_client = True
+        try:
+            yield
+        finally:
+            self.ends_with_client = False
 
     def lose_client(self) -> None:
         self.gone = True

@@ -18,7 +18,6 @@ from penstock.core.request import (
     FinishReason,
     GenerateRequest,
     SamplingParams,
-    SimilarPrompt,
     TokenLogprob,
     choice_seed,
 )
@@ -27,20 +26,13 @@ from penstock.gateway.errors import ClientGone
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.limits import Metering
 from penstock.gateway.openai_types import PromptTokensDetails, SamplingFields, Usage
+from penstock.gateway.reading import Prompt
 from penstock.observability.account import Account, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
-from penstock.state.store import Grant
 from penstock.text.stream import TextDelta, TextStream
 from penstock.text.tokenizer import Tokenizer
 
 _TRUE = re.compile(rb"true|1", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    token_ids: Sequence[int]
-    text: str | None = None  # as the client sent it; None: token ids were sent
-    similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
 
 
 @dataclass(slots=True)
@@ -125,9 +117,8 @@ class Generation:
         exchange = self.exchange
         if exchange.gone:
             raise ClientGone("client left before the work began")
-        exchange.ends_with_client = True
-        try:
-            grant = await self.metering.admit(exchange, self._expected_tokens())
+        with exchange.ending_with_client():
+            await self.metering.admit(exchange, *self._expected_tokens())
             try:
                 if len(self.choices) == 1:
                     await self._run_choice(self.choices[0], emit)
@@ -135,9 +126,7 @@ class Generation:
                     await self._run_all(emit)
             finally:
                 self._record()
-                self._settle(grant)
-        finally:
-            exchange.ends_with_client = False
+                self._settle()
 
     async def collect(self) -> None:
         """Run without passing anything on: the choices hold what was generated."""
@@ -204,19 +193,20 @@ class Generation:
         self.metrics.output_tokens += usage.completion_tokens
         self.metrics.request_time.observe(time.monotonic() - self.exchange.arrived)
 
-    def _expected_tokens(self) -> int:
+    def _expected_tokens(self) -> tuple[int, int]:
+        """Of the prompts and of the output."""
         tenant, asked = self.exchange.tenant.name, self.exchange.output_asked
-        tokens = 0
+        prompt_tokens = output_tokens = 0
         for choice in self.choices:
-            tokens += self.metering.expected_output(tenant, choice.request.params.max_tokens or 0, asked)
+            output_tokens += self.metering.expected_output(tenant, choice.request.params.max_tokens or 0, asked)
             if choice.first_of_prompt:
-                tokens += len(choice.prompt.token_ids)
-        return tokens
+                prompt_tokens += len(choice.prompt.token_ids)
+        return prompt_tokens, output_tokens
 
-    def _settle(self, grant: Grant) -> None:
+    def _settle(self) -> None:
         """What was not computed for this request is not charged."""
         computed = [choice for choice in self.choices if choice.first is not None and choice.computed]
-        self.metering.settle(grant, *_count(computed))
+        self.metering.settle(self.exchange, *_count(computed))
 
     def usage(self) -> Usage:
         prompt_tokens, cached, outputs = _count(self.choices)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from penstock.core.errors import BudgetSpent, LimitReached, RequestTooLarge
-from penstock.gateway.budgets import BILLION, Prices, SpendMetrics
+from penstock.gateway.budgets import BILLION, Prices, SpendMetrics, money
 from penstock.gateway.exchange import Exchange
 from penstock.state.store import Claim, Grant, Store, Usage
 
 FIRST_GUESS = 256  # output tokens of a request that sets no limit, before any has been seen
 BUSY_RETRY_SECONDS = 1.0  # nobody knows when one of the running requests will end
+
+Handler = Callable[[Exchange], Awaitable[None]]
 
 
 class Metering:
@@ -28,41 +30,70 @@ class Metering:
         """Of one choice. A limit the client set is taken at its word."""
         return most if asked else min(most, round(self._typical.get(tenant, FIRST_GUESS)))
 
-    async def admit(self, exchange: Exchange, tokens: int) -> Grant:
-        """Raises when a limit has no room; tells the client what is left of each."""
+    def around(self, handle: Handler) -> Handler:
+        """A handler after which nothing stays reserved."""
+
+        async def metered(exchange: Exchange) -> None:
+            try:
+                await handle(exchange)
+            finally:
+                for grant in exchange.grants:  # it has failed before the work began
+                    self.store.settle(grant, Usage())
+
+        return metered
+
+    async def enter(self, exchange: Exchange) -> None:
+        """Admit a request of which nobody knows the tokens yet: it counts as a request, and has one at least."""
+        await self._reserve(exchange, tokens=1, cost=0)
+
+    async def admit(self, exchange: Exchange, prompt_tokens: int, output_tokens: int) -> None:
+        """Raises when a limit has no room for what is expected; tells the client what is left of each."""
+        tenant = exchange.tenant
+        tokens, limit = prompt_tokens + output_tokens, tenant.limits_of(self.names).tokens_per_minute
+        if limit is not None and tokens > limit:
+            raise RequestTooLarge(
+                f"the request needs {tokens} tokens, prompt and max_tokens together, but tenant {tenant.name} has "
+                f"{limit} per minute; shorten the prompt or lower max_tokens",
+                param="max_tokens",
+                code="rate_limit_exceeded",
+            )
+        cost = self.prices.now().cost(prompt_tokens, 0, output_tokens)
+        await self._reserve(exchange, tokens - sum(grant.claim.tokens for grant in exchange.grants), cost)
+
+    async def _reserve(self, exchange: Exchange, tokens: int, cost: int) -> None:
         tenant = exchange.tenant
         limits = tenant.limits_of(self.names)
+        entered = bool(exchange.grants)
         claim = Claim(
             exchange.unique,
             tenant.name,
             self.model,
             tokens,
-            limits.requests_per_minute,
+            None if entered else limits.requests_per_minute,
             limits.tokens_per_minute,
-            limits.concurrent,
+            None if entered else limits.concurrent,
             _billionths(tenant.budget_per_day),
             _billionths(tenant.budget_per_month),
+            cost=cost,
+            requests=0 if entered else 1,
         )
-        if limits.tokens_per_minute is not None and tokens > limits.tokens_per_minute:
-            raise RequestTooLarge(
-                f"the request needs {tokens} tokens, prompt and max_tokens together, but tenant {tenant.name} has "
-                f"{limits.tokens_per_minute} per minute; shorten the prompt or lower max_tokens",
-                param="max_tokens",
-                code="rate_limit_exceeded",
-            )
         grant = await self.store.reserve(claim)
         _set_headers(exchange.headers, claim, grant)
         if grant.refused is not None:
             self.metrics.refuse(tenant.name, grant.refused)
             raise _refusal(grant)
-        return grant
+        exchange.grants.append(grant)
 
-    def settle(self, grant: Grant, prompt_tokens: int, cached_tokens: int, outputs: list[int]) -> None:
+    def settle(self, exchange: Exchange, prompt_tokens: int, cached_tokens: int, outputs: list[int]) -> None:
         """`outputs` of each choice. Nothing at all, where the engine never began, costs nothing."""
-        tenant, output_tokens = grant.claim.tenant, sum(outputs)
+        tenant, output_tokens = exchange.tenant.name, sum(outputs)
         cost = self.prices.now().cost(prompt_tokens, cached_tokens, output_tokens)
         used = Usage(1, prompt_tokens, cached_tokens, output_tokens, cost)
-        self.store.settle(grant, used)
+        *entries, last = exchange.grants
+        exchange.grants = []
+        for grant in entries:
+            self.store.settle(grant, Usage(grant.claim.requests))
+        self.store.settle(last, used._replace(requests=last.claim.requests))
         self.metrics.add(tenant, self.model, used)
         typical = self._typical.get(tenant)
         for count in outputs:
@@ -78,12 +109,21 @@ def _refusal(grant: Grant) -> LimitReached | BudgetSpent:
     claim, refused = grant.claim, grant.refused
     tenant, retry_after = claim.tenant or "everybody", grant.retry_after or BUSY_RETRY_SECONDS
     if refused in ("day", "month"):
-        return BudgetSpent(f"tenant {tenant} has spent its budget for this {refused}", retry_after=retry_after)
+        return BudgetSpent(_budget_spent(tenant, claim, refused, grant.left), retry_after=retry_after)
     limit, unit = {
         "requests": (claim.requests_per_minute, "requests per minute"),
         "tokens": (claim.tokens_per_minute, f"tokens per minute, and this request needs {claim.tokens}"),
     }.get(refused or "", (claim.concurrent, "requests at a time"))
     return LimitReached(f"tenant {tenant} is limited to {limit} {unit} of {claim.model}", retry_after=retry_after)
+
+
+def _budget_spent(tenant: str, claim: Claim, period: str, left: int) -> str:
+    if left <= 0:
+        return f"tenant {tenant} has spent its budget for this {period}, or running requests may spend the rest of it"
+    return (
+        f"tenant {tenant} has {money(left)} left of its budget for this {period}, and this request may cost "
+        f"{money(claim.cost)}; lower max_tokens or shorten the prompt"
+    )
 
 
 def _set_headers(headers: dict[bytes, bytes], claim: Claim, grant: Grant) -> None:

@@ -52,6 +52,7 @@ async def serve(edge: Edge, host: str, port: int, on_ready: OnReady, drain_secon
             return await server.stopped
         finally:
             await server.close()
+            await edge.long_requests.close()
             if edge.tracing is not None:
                 await asyncio.to_thread(edge.tracing.close)
 

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
 from penstock.core.engine import ServedEngine
-from penstock.core.errors import InvalidRequest, NotFound
+from penstock.core.errors import NotFound
 from penstock.gateway.errors import decode_json, require
 from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
 from penstock.gateway.objectives import Objectives
 from penstock.gateway.openai_types import SamplingFields
+from penstock.gateway.reading import INLINE_BYTES, Bounds, LongRequests, Prompt, Reader
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 B = TypeVar("B", bound=SamplingFields)
-
-INLINE_CHARACTERS = 2048  # tokenising more than this would stall the event loop for about a millisecond
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -37,23 +35,46 @@ class Serving:
     traffic: Traffic
     objectives: Objectives
     metering: Metering
+    long_requests: LongRequests
     max_body: int  # bytes
     body_seconds: float
     semantic_routes: frozenset[str] = frozenset()  # where prompts of the same meaning may share an answer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def accept(self, exchange: Exchange, decoder: msgspec.json.Decoder[B]) -> B:
-        """A request to generate: its body, when the server, the model and its class are there for it."""
+    async def accept(self, exchange: Exchange, reader: Reader[B]) -> tuple[B, list[Prompt]]:
+        """A request to generate: its body and prompts, when the server, the model and its class are there for it. What
+        takes long to read is admitted first, so that nobody pays for those who are past their limits."""
         self.traffic.admit()
-        body = await self.read(exchange, decoder)
-        self.check_model(exchange, body.model)
-        self.objectives.assign(exchange, body)
-        return body
+        body = await self.body(exchange)
+        if len(body) > INLINE_BYTES:
+            await self.metering.enter(exchange)
+        options, prompts = await self.parse(exchange, body, reader)
+        self.check_model(exchange, options.model)
+        self.objectives.assign(exchange, options)
+        return options, prompts
+
+    async def parse(self, exchange: Exchange, body: bytes, reader: Reader[T]) -> tuple[T, list[Prompt]]:
+        info, most = self.engine.info, exchange.tenant.max_prompt_tokens
+        room = info.max_model_len - 1
+        bounds = Bounds(
+            room if most is None else min(room, most),
+            info.max_model_len,
+            info.vocab_size,
+            exchange.endpoint in self.semantic_routes,
+        )
+        if len(body) <= INLINE_BYTES:
+            return reader.read(body, bounds)
+        with exchange.ending_with_client():
+            return await self.long_requests.read(reader.name, body, bounds)
 
     async def read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
+        """A body of the administrator's."""
+        return decode_json(decoder, await self.body(exchange))
+
+    async def body(self, exchange: Exchange) -> bytes:
         most = exchange.tenant.max_body_mib
         limit = self.max_body if most is None else min(self.max_body, int(most * 2**20))
-        return decode_json(decoder, await exchange.body(limit, self.body_seconds))
+        return await exchange.body(limit, self.body_seconds)
 
     def models_of(self, exchange: Exchange) -> tuple[str, ...]:
         """The names a tenant may use: they all mean the same model, so one that is allowed allows the others."""
@@ -68,21 +89,10 @@ class Serving:
                 f"model {name[:200]!r} is not served here; served: {served}", param="model", code="model_not_found"
             )
 
-    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        vocab_size = self.engine.info.vocab_size
-        require(min(token_ids, default=0) >= 0, param, "must not hold negative token ids")
-        require(max(token_ids, default=0) < vocab_size, param, f"must hold token ids below {vocab_size}")
 
-
-async def off_loop_if_long(characters: int, work: Callable[[], T], param: str) -> T:
-    """Tokenising releases the GIL: long texts go to a thread, short ones are done before it would have started."""
-    try:
-        return work() if characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
-    except InvalidRequest as error:
-        error.param = error.param or param
-        raise
-    except RecursionError:
-        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+def check_token_ids(token_ids: Sequence[int], param: str, bounds: Bounds) -> None:
+    require(min(token_ids, default=0) >= 0, param, "must not hold negative token ids")
+    require(max(token_ids, default=0) < bounds.vocab_size, param, f"must hold token ids below {bounds.vocab_size}")
 
 
 DONE = b"data: [DONE]\n\n"

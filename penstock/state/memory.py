@@ -76,6 +76,7 @@ class MemoryStore:
         self._use: defaultdict[tuple[str, str], _Use] = defaultdict(_Use)
         self._usage: dict[UsageKey, Usage] = {}
         self.spent: dict[tuple[str, str], int] = {}  # by (tenant, day or month)
+        self._reserved: defaultdict[str, int] = defaultdict(int)  # by tenant: what running requests may spend
         self._records: dict[str, dict[str, str]] = {}
         self._version = 0
         self._day = ""
@@ -95,11 +96,12 @@ class MemoryStore:
         use = self._use[claim.tenant, claim.model]
         use.requests.forget(second)
         use.tokens.forget(second)
-        refused, retry_after = self._refusal(claim, use, now)
+        refused, retry_after, left = self._refusal(claim, use, now)
         if refused is None:
-            use.requests.add(second, 1)
+            use.requests.add(second, claim.requests)
             use.tokens.add(second, claim.tokens)
-            use.running += 1
+            use.running += claim.requests
+            self._reserved[claim.tenant] += claim.reserved
         return Grant(
             claim,
             second,
@@ -107,24 +109,29 @@ class MemoryStore:
             retry_after,
             None if claim.requests_per_minute is None else use.requests.room(claim.requests_per_minute, now),
             None if claim.tokens_per_minute is None else use.tokens.room(claim.tokens_per_minute, now),
+            left,
         )
 
-    def _refusal(self, claim: Claim, use: _Use, now: float) -> tuple[Limit | None, float]:
-        limit = claim.budget_per_month
-        if limit is not None and self._spent(claim.tenant, self.day()[:7]) >= limit:
-            return "month", seconds_to_next_month(self._wall_clock())
-        limit = claim.budget_per_day
-        if limit is not None and self._spent(claim.tenant, self.day()) >= limit:
-            return "day", seconds_to_next_day(self._wall_clock())
+    def _refusal(self, claim: Claim, use: _Use, now: float) -> tuple[Limit | None, float, int]:
+        """The limit, seconds to wait, and what is left of a budget."""
+        left = self._left(claim, claim.budget_per_month, self.day()[:7])
+        if left is not None and left < max(1, claim.cost):
+            return "month", seconds_to_next_month(self._wall_clock()), left
+        left = self._left(claim, claim.budget_per_day, self.day())
+        if left is not None and left < max(1, claim.cost):
+            return "day", seconds_to_next_day(self._wall_clock()), left
         if claim.concurrent is not None and use.running >= claim.concurrent:
-            return "concurrent", 0.0
+            return "concurrent", 0.0, 0
         limit = claim.requests_per_minute
         if limit is not None and use.requests.total + 1 > limit:
-            return "requests", use.requests.wait(use.requests.total + 1 - limit, now)
+            return "requests", use.requests.wait(use.requests.total + 1 - limit, now), 0
         limit = claim.tokens_per_minute
         if limit is not None and use.tokens.total + claim.tokens > limit:
-            return "tokens", use.tokens.wait(use.tokens.total + claim.tokens - limit, now)
-        return None, 0.0
+            return "tokens", use.tokens.wait(use.tokens.total + claim.tokens - limit, now), 0
+        return None, 0.0, 0
+
+    def _left(self, claim: Claim, budget: int | None, period: str) -> int | None:
+        return None if budget is None else budget - self._spent(claim.tenant, period) - self._reserved[claim.tenant]
 
     def _spent(self, tenant: str, period: str) -> int:
         return self.spent.get((tenant, period), 0)
@@ -146,11 +153,15 @@ class MemoryStore:
         claim = grant.claim
         if claim.limited:
             use = self._use[claim.tenant, claim.model]
-            use.running -= 1
+            use.running -= claim.requests
+            use.requests.correct(grant.second, used.requests - claim.requests)
             use.tokens.correct(grant.second, used.tokens - claim.tokens)
+            self._reserved[claim.tenant] -= claim.reserved
 
     def record(self, key: UsageKey, used: Usage) -> None:
         """The half that concerns spend."""
+        if not any(used):
+            return
         known = self._usage.get(key)
         self._usage[key] = used if known is None else known.plus(used)
         if used.cost:

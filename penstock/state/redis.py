@@ -63,7 +63,7 @@ class RedisStore:
         self._clock = clock or (lambda: -1.0)
         self._reservations: deque[tuple[Claim, asyncio.Future[Grant | None]]] = deque()
         self._settlements: deque[Operation] = deque()
-        self._held: dict[str, str] = {}  # leases: request id to key
+        self._held: dict[str, dict[str, str]] = {}  # by request id: keys of leases and its members there
         self._kept: dict[str, dict[str, str]] = {}  # records as last read, by kind
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
@@ -182,17 +182,20 @@ class RedisStore:
             claim.budget_per_day,
             claim.budget_per_month,
         )
-        whose = (claim.tenant, claim.model, claim.id, claim.tokens, self.local.day())
+        whose = (claim.tenant, claim.model, claim.id, claim.requests, claim.tokens, claim.cost, self.local.day())
         return (*whose, *[-1 if limit is None else limit for limit in limits])
 
     def _grant(self, claim: Claim, answer: list[int]) -> Grant:
-        refusal, wait, requests, requests_reset, tokens, tokens_reset, second, day_spent, month_spent = answer
+        refusal, wait, requests, requests_reset, tokens, tokens_reset, second, left, day_spent, month_spent = answer
         refused = _REFUSALS[refusal]
         day = self.local.day()
         self.local.spent[claim.tenant, day] = day_spent
         self.local.spent[claim.tenant, day[:7]] = month_spent
         if refused is None:
-            self._held[claim.id] = self._leases(claim)
+            held = self._held.setdefault(claim.id, {})
+            held[f"{self._prefix}:leases:{claim.tenant}:{claim.model}"] = claim.id
+            if claim.reserved:
+                held[f"{self._prefix}:reserved:{claim.tenant}"] = f"{claim.id} {claim.reserved}"
         delay = wait / 1000
         if refused == "day":
             delay = seconds_to_next_day(time.time())
@@ -205,16 +208,15 @@ class RedisStore:
             delay,
             None if claim.requests_per_minute is None else Room(requests, requests_reset / 1000),
             None if claim.tokens_per_minute is None else Room(tokens, tokens_reset / 1000),
+            left,
             local=False,
         )
 
     def _settlement(self, grant: Grant, used: Usage) -> Operation:
         claim = grant.claim
         second = -1 if grant.local else grant.second
-        return (claim.tenant, claim.model, claim.id, second, used.tokens - claim.tokens, self.local.day(), *used)
-
-    def _leases(self, claim: Claim) -> str:
-        return f"{self._prefix}:leases:{claim.tenant}:{claim.model}"
+        changes = (used.requests - claim.requests, used.tokens - claim.tokens, claim.reserved)
+        return (claim.tenant, claim.model, claim.id, second, *changes, self.local.day(), *used)
 
     async def _renew_leases(self) -> None:
         while True:
@@ -223,8 +225,10 @@ class RedisStore:
                 with contextlib.suppress(Unavailable):
                     now = int((await self._ask(self.redis.time()))[0])
                     pipeline = self.redis.pipeline(transaction=False)
-                    for id, key in self._held.items():
-                        pipeline.execute_command("ZADD", key, "XX", now + LEASE_SECONDS, id)
+                    for held in self._held.values():
+                        for key, member in held.items():
+                            pipeline.execute_command("ZADD", key, "XX", now + LEASE_SECONDS, member)
+                            pipeline.expire(key, 2 * LEASE_SECONDS)
                     await self._ask(pipeline.execute())
 
     # ---------------------------------------------------------------- usage and records

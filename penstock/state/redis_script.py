@@ -7,12 +7,12 @@ from it and are not declared, so this is for a single Redis, with replicas or wi
 from __future__ import annotations
 
 # ARGV: prefix of all keys, then in MessagePack: time (-1: the server's), seconds of a lease, seconds to keep spend,
-#   settlements: tenant, model, id, second of the reservation, change of its tokens, day,
-#                then requests, prompt, cached and output tokens, cost;
-#   reservations: tenant, model, id, tokens, day,
+#   settlements: tenant, model, id, second of the reservation, change of its requests, of its tokens, cost reserved,
+#                day, then requests, prompt, cached and output tokens, cost;
+#   reservations: tenant, model, id, requests, tokens, cost, day,
 #                 then limits of requests, tokens, concurrency, spend of the day, of the month (-1: none).
 # Returns for each reservation: refusal (0: none), wait in ms, requests left, their reset in ms, tokens left, their
-#   reset in ms, second, spent today, spent this month.
+#   reset in ms, second, what is left of a budget that refused it, spent today, spent this month.
 BATCH = """
 local prefix = ARGV[1] .. ':'
 local now, lease, keep, settlements, reservations = unpack(cmsgpack.unpack(ARGV[2]))
@@ -23,13 +23,21 @@ end
 local second = math.floor(now)
 local AMOUNTS = {'requests', 'prompt_tokens', 'cached_tokens', 'output_tokens', 'cost'}
 
-local function settle(tenant, model, id, at, change, day, ...)
-    local amounts, whose = {...}, tenant .. ':' .. model
-    local tokens, usage = prefix .. 'tokens:' .. whose, prefix .. 'usage:' .. day
-    if redis.call('HEXISTS', tokens, at) == 1 then
-        redis.call('HINCRBY', tokens, at, change)
+local function correct(key, at, change)
+    if change ~= 0 and redis.call('HEXISTS', key, at) == 1 then
+        redis.call('HINCRBY', key, at, change)
     end
+end
+
+local function settle(tenant, model, id, at, requests_change, tokens_change, reserved, day, ...)
+    local amounts, whose = {...}, tenant .. ':' .. model
+    local usage = prefix .. 'usage:' .. day
+    correct(prefix .. 'requests:' .. whose, at, requests_change)
+    correct(prefix .. 'tokens:' .. whose, at, tokens_change)
     redis.call('ZREM', prefix .. 'leases:' .. whose, id)
+    if reserved > 0 then
+        redis.call('ZREM', prefix .. 'reserved:' .. tenant, id .. ' ' .. string.format('%.0f', reserved))
+    end
     for i, name in ipairs(AMOUNTS) do
         if amounts[i] ~= 0 then
             redis.call('HINCRBY', usage, tenant .. ' ' .. model .. ' ' .. name, amounts[i])
@@ -74,6 +82,7 @@ local function reset(window)
 end
 
 local function book(key, window, amount)
+    if amount == 0 then return end
     redis.call('HINCRBY', key, second, amount)
     redis.call('EXPIRE', key, 120)
     window.total = window.total + amount
@@ -84,18 +93,43 @@ local function spent(period, tenant, budget)
     return budget >= 0 and tonumber(redis.call('HGET', prefix .. 'spend:' .. period, tenant) or 0) or 0
 end
 
-local function reserve(tenant, model, id, tokens, day, max_requests, max_tokens, max_running, day_budget, month_budget)
+-- What running requests may spend, by tenant: read once for all reservations of this trip.
+local held_back = {}
+
+local function reserved(tenant)
+    if not held_back[tenant] then
+        local key, sum = prefix .. 'reserved:' .. tenant, 0
+        redis.call('ZREMRANGEBYSCORE', key, '-inf', now)
+        for _, member in ipairs(redis.call('ZRANGE', key, 0, -1)) do
+            sum = sum + tonumber(member:match(' (%d+)$'))
+        end
+        held_back[tenant] = sum
+    end
+    return held_back[tenant]
+end
+
+local function hold(key, member)
+    redis.call('ZADD', key, now + lease, member)
+    redis.call('EXPIRE', key, lease * 2)
+end
+
+local function reserve(
+    tenant, model, id, count, tokens, cost, day, max_requests, max_tokens, max_running, day_budget, month_budget
+)
     local whose = tenant .. ':' .. model
     local requests_key, tokens_key = prefix .. 'requests:' .. whose, prefix .. 'tokens:' .. whose
     local leases = prefix .. 'leases:' .. whose
     local requests, used = read(requests_key), read(tokens_key)
     local today, month = spent(day, tenant, day_budget), spent(day:sub(1, 7), tenant, month_budget)
+    local budgeted = day_budget >= 0 or month_budget >= 0
+    local pending = budgeted and reserved(tenant) or 0
+    local of_month, of_day = month_budget - month - pending, day_budget - today - pending
     redis.call('ZREMRANGEBYSCORE', leases, '-inf', now)
-    local refusal, delay = 0, 0
-    if month_budget >= 0 and month >= month_budget then
-        refusal = 5
-    elseif day_budget >= 0 and today >= day_budget then
-        refusal = 4
+    local refusal, delay, left = 0, 0, 0
+    if month_budget >= 0 and of_month < math.max(1, cost) then
+        refusal, left = 5, of_month
+    elseif day_budget >= 0 and of_day < math.max(1, cost) then
+        refusal, left = 4, of_day
     elseif max_running >= 0 and redis.call('ZCARD', leases) >= max_running then
         refusal = 3
     elseif max_requests >= 0 and requests.total + 1 > max_requests then
@@ -103,16 +137,19 @@ local function reserve(tenant, model, id, tokens, day, max_requests, max_tokens,
     elseif max_tokens >= 0 and used.total + tokens > max_tokens then
         refusal, delay = 2, wait(used, used.total + tokens - max_tokens)
     else
-        book(requests_key, requests, 1)
+        book(requests_key, requests, count)
         book(tokens_key, used, tokens)
-        redis.call('ZADD', leases, now + lease, id)
-        redis.call('EXPIRE', leases, lease * 2)
+        hold(leases, id)
+        if budgeted and cost > 0 then
+            hold(prefix .. 'reserved:' .. tenant, id .. ' ' .. string.format('%.0f', cost))
+            held_back[tenant] = pending + cost
+        end
     end
     return {
         refusal, math.ceil(delay * 1000),
         math.max(0, max_requests - requests.total), math.ceil(reset(requests) * 1000),
         math.max(0, max_tokens - used.total), math.ceil(reset(used) * 1000),
-        second, today, month,
+        second, left, today, month,
     }
 end
 

@@ -27,10 +27,17 @@ class Claim(NamedTuple):
     concurrent: int | None = None
     budget_per_day: int | None = None  # billionths of the currency, as all amounts here
     budget_per_month: int | None = None
+    cost: int = 0  # as expected
+    requests: int = 1  # 0: more of a request that has been admitted
 
     @property
     def limited(self) -> bool:
-        return self[4:] != _UNLIMITED
+        return self[4:9] != _UNLIMITED
+
+    @property
+    def reserved(self) -> int:
+        """What is held back from its tenant's budgets until it is settled."""
+        return 0 if self.budget_per_day is None and self.budget_per_month is None else self.cost
 
 
 _UNLIMITED = (None,) * 5
@@ -52,6 +59,7 @@ class Grant(NamedTuple):
     retry_after: float = 0.0  # seconds; 0 where it depends on other requests
     requests: Room | None = None
     tokens: Room | None = None
+    left: int = 0  # of a budget that refused it
     local: bool = True  # booked in this process, not in the shared store
 
 

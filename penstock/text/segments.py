@@ -1,5 +1,5 @@
-"""Encoding texts piece by piece, so that a system prompt or a history that comes again is not tokenised again, new words
-are all that costs something in a new message, and a text that is too long is given up before all of it was encoded."""
+"""Encoding texts piece by piece: a system prompt or a history that comes again is not tokenised again, new words are
+all that costs something in a new message, and a text that is too long is given up before all of it was encoded."""
 
 from __future__ import annotations
 

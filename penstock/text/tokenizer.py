@@ -52,9 +52,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self._backend = backend
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        byte_level, self.strips_first_space = _decoding_rules(backend)
-        self._bytes = _BytesByToken(backend, byte_level, verbatim=frozenset(added) if byte_level else frozenset())
-        self._segments = SegmentEncoder(backend, added) if byte_level and SegmentEncoder.applies(added) else None
+        self._byte_level, self.strips_first_space = _decoding_rules(backend)
+        verbatim = frozenset(added) if self._byte_level else frozenset()
+        self._bytes = _BytesByToken(backend, self._byte_level, verbatim)
+        self._segments = SegmentEncoder(backend, added) if self._byte_level and SegmentEncoder.applies(added) else None
         self._framing = _framing(backend)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id = bos_id
@@ -88,7 +89,11 @@ class Tokenizer:
     @cached_property
     def max_token_bytes(self) -> int:
         """Of a text that one token stands for, at most."""
-        longest = max(len(self._bytes.look_up(token_id)) for token_id in range(self.vocab_size))
+        added = self._backend.get_added_tokens_decoder().values()
+        spelled = self._backend.get_vocab(with_added_tokens=False)
+        # A character of a byte-level token stands for one byte.
+        longest = max(map(len, spelled) if self._byte_level else (len(token.encode()) for token in spelled))
+        longest = max(longest, *(len(token.content.encode()) for token in added), 1)
         return longest if self._backend.normalizer is None else COMPOSED * longest
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -139,10 +144,10 @@ class _BytesByToken(dict[int, bytes]):
         self._verbatim = verbatim
 
     def __missing__(self, token_id: int) -> bytes:
-        self[token_id] = data = self.look_up(token_id)
+        self[token_id] = data = self._look_up(token_id)
         return data
 
-    def look_up(self, token_id: int) -> bytes:
+    def _look_up(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""

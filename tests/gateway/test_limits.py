@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -21,10 +23,12 @@ from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL, hang
 from tests.gateway.test_bad_input import check_error
 
 HI = [{"role": "user", "content": "Hi"}]
+LONG = [{"role": "user", "content": "word " * 450}]  # over two kilobytes, so it is read in another process
 CHAT = "/v1/chat/completions"
 TENANTS: dict[str, Any] = {
     "few-requests": {"requests_per_minute": 2},
     "few-tokens": {"tokens_per_minute": 200},
+    "long": {"requests_per_minute": 2, "tokens_per_minute": 1000, "concurrent": 1},
     "one-at-a-time": {"concurrent": 1},
     "by-model": {
         "requests_per_minute": 50,
@@ -33,7 +37,7 @@ TENANTS: dict[str, Any] = {
             "another": {"concurrent": 1},
         },
     },
-    "poor": {"budget_per_day": 0.00001},
+    "poor": {"budget_per_day": 0.00006},
     "small": {"max_tokens": 3, "max_prompt_tokens": 60, "max_body_mib": 0.001},
     "free": {},
 }
@@ -78,6 +82,7 @@ def test_requests_per_minute(limited: Gateway) -> None:
     assert begun + 60 <= time.monotonic() + int(refused.headers["retry-after"])
     assert int(refused.headers["retry-after"]) <= 61
     assert post(limited, "few-requests", max_tokens=-1).status_code == 400, "what is wrong is not counted"
+    assert post(limited, "few-requests", messages=LONG, max_tokens=-1).status_code == 429, "not even read"
     assert post(limited, "free").status_code == 200
 
 
@@ -92,6 +97,31 @@ def test_tokens_are_reserved_and_settled(limited: Gateway) -> None:
     check_error(post(limited, "few-tokens", max_tokens=140), 429, None)
     error = check_error(post(limited, "few-tokens", max_tokens=200), 413, "max_tokens")
     assert "200 per minute" in error["message"], "waiting would not help"
+
+
+def test_long_requests_are_admitted_before_they_are_read(limited: Gateway) -> None:
+    """They count once, for what they used, and not at all where reading them finds that they are wrong."""
+    check_error(post(limited, "long", messages=LONG, max_tokens=-1), 400, "max_tokens")
+    check_error(post(limited, "long", messages=LONG, model="unknown"), 404, "model")
+    check_error(post(limited, "long", messages=[*LONG, *LONG], max_tokens=5), 400, "messages")
+    first = post(limited, "long", messages=LONG, max_tokens=5)
+    assert first.status_code == 200, first.text
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    used = first.json()["usage"]
+    assert int(first.headers["x-ratelimit-remaining-tokens"]) == 1000 - used["prompt_tokens"] - 5
+    second = post(limited, "long", messages=HI, max_tokens=5)
+    left = 1000 - used["total_tokens"] - second.json()["usage"]["prompt_tokens"] - 5
+    assert int(second.headers["x-ratelimit-remaining-tokens"]) == left
+    broken = {"model": MODEL, "messages": LONG, "tools": "none"}
+    error = check_error(post(limited, "long", **broken), 429, None)
+    assert "2 requests per minute" in error["message"], "refused before anybody noticed what is wrong with it"
+    with limited.http() as http:
+        http.headers["authorization"] = f"Bearer {limited.key('')}"
+        (row,) = http.get("/admin/usage", params={"tenant": "long", **USAGE}).json()["data"]
+    assert (row["requests"], row["input_tokens"]) == (
+        2,
+        used["prompt_tokens"] + second.json()["usage"]["prompt_tokens"],
+    )
 
 
 def test_a_model_has_limits_of_its_own_under_all_its_names(limited: Gateway) -> None:
@@ -128,8 +158,11 @@ def test_concurrent_requests(limited: Gateway) -> None:
 
 
 def test_spending_past_the_budget_is_refused_and_accounted(limited: Gateway) -> None:
-    usage = post(limited, "poor").json()["usage"]
-    refused = post(limited, "poor")
+    error = check_error(post(limited, "poor", max_tokens=100), 429, None)
+    assert "0.000060000 left" in error["message"], "more than it has, whatever it will cost"
+    assert "lower max_tokens" in error["message"]
+    usage = post(limited, "poor", max_tokens=10).json()["usage"]
+    refused = post(limited, "poor", max_tokens=10)
     error = check_error(refused, 429, None)
     assert error["code"] == error["type"] == "insufficient_quota"
     assert refused.headers["x-should-retry"] == "false", "OpenAI's clients would try again"
@@ -147,7 +180,39 @@ def test_spending_past_the_budget_is_refused_and_accounted(limited: Gateway) -> 
     assert table.text.splitlines()[1] == ",".join(str(value) for value in row.values())
     assert f'penstock_spend_total{{model="{MODEL}",tenant="poor"}} {cost}' in metrics
     assert f'penstock_cost_per_million_tokens{{model="{MODEL}"}}' in metrics
-    assert 'penstock_limited_total{limit="day",tenant="poor"} 1.0' in metrics
+    assert 'penstock_limited_total{limit="day",tenant="poor"} 2.0' in metrics
+
+
+def test_parallel_requests_share_what_is_left_of_a_budget(tokenizer: Tokenizer) -> None:
+    """Of twenty at once that cost a fifth of the budget each, five run; what fails gives its part back."""
+    prompt = len(tokenizer.encode("Hi"))
+    budget = 5 * (prompt + 2 * 10) / 1e6
+    values = {"tenants": {"acme": {"budget_per_day": budget}}, "prices": PRICES}
+    with serving(tokenizer, settings_from_mapping(values)) as gateway, ThreadPoolExecutor(20) as pool:
+        released = threading.Event()
+
+        async def wait() -> None:
+            await asyncio.get_running_loop().run_in_executor(None, released.wait)
+
+        gateway.runs(lambda request: [wait, RuntimeError("no")])
+        headers = {"authorization": f"Bearer {gateway.key('acme')}"}
+        body = {"model": MODEL, "prompt": "Hi", "max_tokens": 10}
+
+        def ask(_: int) -> int:
+            with gateway.http() as http:
+                status = http.post("/v1/completions", json=body, headers=headers).status_code
+            if status == 429:
+                refused.release()
+            return status
+
+        refused = threading.Semaphore(0)
+        statuses = pool.map(ask, range(20))
+        for _ in range(15):
+            assert refused.acquire(timeout=20)
+        released.set()
+        assert sorted(statuses) == [429] * 15 + [500] * 5
+        gateway.answers("Hello")
+        assert ask(0) == 200
 
 
 def test_nothing_is_charged_for_what_the_engine_refused(limited: Gateway) -> None:

@@ -17,7 +17,7 @@ from penstock.state.memory import MemoryStore
 from penstock.state.open import open_store
 from penstock.state.redis import RedisStore
 from penstock.state.sqlite import SqliteStore
-from penstock.state.store import Claim, Store, Usage, UsageKey
+from penstock.state.store import Claim, Grant, Store, Usage, UsageKey
 from tests.redis_server import RedisServer
 
 _numbers = itertools.count()
@@ -94,6 +94,47 @@ async def test_budgets_hold_across_restarts(make: Make, period: str) -> None:
     assert grant.refused == period
     assert 0 < grant.retry_after <= {"day": 86_400, "month": 31 * 86_400}[period]
     await store.close()
+
+
+@pytest.mark.parametrize("period", ["day", "month"])
+async def test_budgets_are_reserved(make: Make, period: str) -> None:
+    store = make()
+    await store.open()
+    asked = claim()._replace(cost=1_000, **{f"budget_per_{period}": 10_500})
+
+    async def reserve(cost: int = 1_000) -> Grant:
+        return await store.reserve(asked._replace(id=str(next(_numbers)), cost=cost))
+
+    grants = await asyncio.gather(*(reserve() for _ in range(100)))
+    admitted = [grant for grant in grants if grant.refused is None]
+    assert len(admitted) == 10
+    assert {(grant.refused, grant.left) for grant in grants} == {(None, 0), (period, 500)}
+    store.settle(admitted[0], Usage(1, 0, 0, 0, 400))  # 600 less than it might have
+    store.settle(admitted[1], Usage())  # it has failed
+    assert [(await reserve()).refused for _ in range(3)] == [None, None, period]
+    assert (await reserve(101)).left == 100
+    assert (await reserve(100)).refused is None
+    assert (await reserve(0)).refused == period, "all is reserved"
+    await store.close()
+
+
+async def test_budgets_are_reserved_among_gateways_until_one_dies(redis_server: RedisServer) -> None:
+    now = [1000.0]
+    prefix = f"stores{next(_numbers)}"
+    dead, alive = (RedisStore(redis_server.url, prefix, lambda: now[0]) for _ in range(2))
+    await dead.open()
+    await alive.open()
+    grants = []
+    for _ in range(10):
+        for store in (dead, alive):
+            grants.append(await store.reserve(claim(budget_per_day=10_000)._replace(cost=1_000)))
+    assert [grant.refused for grant in grants] == [None] * 10 + ["day"] * 10
+    now[0] += redis_module.LEASE_SECONDS - 1
+    assert (await alive.reserve(claim(budget_per_day=10_000)._replace(cost=1_000))).refused == "day"
+    now[0] += 1
+    assert (await alive.reserve(claim(budget_per_day=10_000)._replace(cost=10_000))).refused is None
+    await dead.close()
+    await alive.close()
 
 
 async def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:

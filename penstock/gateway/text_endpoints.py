@@ -1,0 +1,74 @@
+"""POST /tokenize and /detokenize: tokens without generation."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.core.errors import InvalidRequest
+from penstock.gateway.chat import ChatReader
+from penstock.gateway.errors import decode_json
+from penstock.gateway.exchange import Exchange
+from penstock.gateway.openai_types import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from penstock.gateway.reading import Bounds, Prompt, Reader, blamed_on
+from penstock.gateway.serving import Serving, check_token_ids, encode_json
+from penstock.text.tokenizer import Tokenizer
+
+CONTEXTS = 4  # tokens of a text, in times of what the model holds: enough to see where to cut it
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+
+Answer = tuple[str | None, bytes]  # the model that was asked for, and JSON
+
+
+class TokenizeReader:
+    name = "tokenize"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.chat = ChatReader(tokenizer)
+
+    def read(self, body: bytes, bounds: Bounds) -> tuple[Answer, list[Prompt]]:
+        asked = decode_json(_tokenize_decoder, body)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        bounds = bounds._replace(prompt_tokens=CONTEXTS * bounds.max_model_len)
+        with blamed_on("messages" if asked.prompt is None else "prompt", bounds):
+            if asked.prompt is None:
+                ids = self.chat.tokenize(asked, bounds.prompt_tokens)
+            else:
+                special = asked.add_special_tokens
+                ids = self.tokenizer.encode(asked.prompt, add_special_tokens=special, at_most=bounds.prompt_tokens)
+        return (asked.model, encode_json(Tokenized(ids, len(ids), bounds.max_model_len))), []
+
+
+class DetokenizeReader:
+    name = "detokenize"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def read(self, body: bytes, bounds: Bounds) -> tuple[Answer, list[Prompt]]:
+        asked = decode_json(_detokenize_decoder, body)
+        check_token_ids(asked.tokens, "tokens", bounds)
+        text = self.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+        return (asked.model, encode_json(Detokenized(text))), []
+
+
+class TextEndpoints:
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self._tokenize = TokenizeReader(serving.tokenizer)
+        self._detokenize = DetokenizeReader(serving.tokenizer)
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        await self._answer(exchange, self._tokenize)
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        await self._answer(exchange, self._detokenize)
+
+    async def _answer(self, exchange: Exchange, reader: Reader[Answer]) -> None:
+        (model, answer), _ = await self.serving.parse(exchange, await self.serving.body(exchange), reader)
+        if model is not None:
+            self.serving.check_model(exchange, model)
+        await exchange.send(200, answer)
