@@ -20,6 +20,7 @@ from penstock.gateway.openai_types import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatLogprobs,
     ChatMessage,
     ChatRequest,
     Message,
@@ -29,6 +30,7 @@ from penstock.gateway.reading import INLINE_BYTES, Bounds, Prompt, blamed_on, ch
 from penstock.gateway.sampling import output_limit, sampling_params
 from penstock.gateway.semantic import similar_chat
 from penstock.gateway.serving import DONE, Serving, encode_json, event
+from penstock.gateway.slices import shaped
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.stream import TextDelta
 from penstock.text.template_sandbox import RESERVED_NAMES
@@ -59,7 +61,8 @@ class ChatReader:
         chat = decode_json(_decoder, body)
         _refuse_unsupported(chat)
         with blamed_on("messages", bounds):
-            prompt = Prompt(self.tokenize(chat, bounds.prompt_tokens), similar=similar_chat(chat, bounds.semantic))
+            ids = self.tokenize(chat, bounds.prompt_tokens)
+            prompt = Prompt(ids, similar=similar_chat(chat) if bounds.semantic else None)
         if len(body) > INLINE_BYTES:
             chat = checked_options(chat, messages=[], tools=None, chat_template_kwargs=None)
         return chat, [prompt]
@@ -106,13 +109,13 @@ class ChatCompletions:
 
     async def __call__(self, exchange: Exchange) -> None:
         body, (prompt,) = await self.serving.accept(exchange, self.reader)
-        generation = self._start(exchange, body, prompt)
+        generation = await self._start(exchange, body, prompt)
         if body.stream:
             await self._stream(exchange, body, generation)
         else:
             await self._answer(exchange, body, generation)
 
-    def _start(self, exchange: Exchange, body: ChatRequest, prompt: Prompt) -> Generation:
+    async def _start(self, exchange: Exchange, body: ChatRequest, prompt: Prompt) -> Generation:
         info = self.serving.engine.info
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked, length = getattr(body, param), len(prompt.token_ids)
@@ -120,7 +123,7 @@ class ChatCompletions:
         params = sampling_params(
             body, info, max_tokens=limit, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs
         )
-        choices = build_choices(exchange, self.serving.tokenizer, body, [(prompt, params)])
+        choices = await build_choices(exchange, self.serving.tokenizer, body, [(prompt, params)])
         return Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
 
     async def _answer(self, exchange: Exchange, body: ChatRequest, generation: Generation) -> None:
@@ -129,18 +132,23 @@ class ChatCompletions:
             id=f"chatcmpl-{exchange.unique}",
             created=int(time.time()),
             model=body.model,
-            choices=[self._choice(choice, bool(body.logprobs)) for choice in generation.choices],
+            choices=[await self._choice(choice, bool(body.logprobs)) for choice in generation.choices],
             usage=generation.reported_usage(),
             service_tier=reported_tier(body.service_tier),
         )
         if body.prompt_logprobs is not None:
-            entries = generation.choices[0].prompt_logprobs or []
-            answer.prompt_logprobs = prompt_logprobs(self.serving.tokenizer, entries, body.prompt_logprobs)
+            entries, top = generation.choices[0].prompt_logprobs or [], body.prompt_logprobs
+            answer.prompt_logprobs = await shaped(
+                entries, lambda some: prompt_logprobs(self.serving.tokenizer, some, top)
+            )
         await exchange.send(200, encode_json(answer))
 
-    def _choice(self, choice: Choice, with_logprobs: bool) -> ChatChoice:
+    async def _choice(self, choice: Choice, with_logprobs: bool) -> ChatChoice:
         assert choice.finish_reason is not None
-        logprobs = chat_logprobs(self.serving.tokenizer, choice.logprobs) if with_logprobs else None
+        logprobs = None
+        if with_logprobs:
+            tokenizer = self.serving.tokenizer
+            logprobs = ChatLogprobs(await shaped(choice.logprobs, lambda some: chat_logprobs(tokenizer, some).content))
         return ChatChoice(choice.index, ChatMessage("assistant", choice.stream.text), logprobs, choice.finish_reason)
 
     async def _stream(self, exchange: Exchange, body: ChatRequest, generation: Generation) -> None:

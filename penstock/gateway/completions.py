@@ -14,11 +14,19 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Choice, Generation, build_choices
 from penstock.gateway.logprobs import completion_logprobs, prompt_logprobs
 from penstock.gateway.objectives import reported_tier
-from penstock.gateway.openai_types import Completion, CompletionChoice, CompletionRequest, TokenIds, Usage
+from penstock.gateway.openai_types import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    TokenIds,
+    Usage,
+)
 from penstock.gateway.reading import INLINE_BYTES, Bounds, Prompt, blamed_on, checked_options
 from penstock.gateway.sampling import output_limit, sampling_params
 from penstock.gateway.semantic import similar_completion
 from penstock.gateway.serving import DONE, Serving, check_token_ids, encode_json, event
+from penstock.gateway.slices import SLICE, joined, shaped, slices
 from penstock.text.stream import TextDelta
 from penstock.text.tokenizer import Tokenizer
 
@@ -64,7 +72,8 @@ class CompletionReader:
         with blamed_on(param, bounds):
             ids = self.tokenizer.encode(prompt, at_most=bounds.prompt_tokens)
         require(len(ids) > 0, param, "must not be empty")
-        return Prompt(ids, prompt if body.echo else None, similar_completion(body, prompt, bounds.semantic))
+        similar = similar_completion(body, prompt) if bounds.semantic else None
+        return Prompt(ids, prompt if body.echo else None, similar)
 
 
 class Completions:
@@ -74,9 +83,9 @@ class Completions:
 
     async def __call__(self, exchange: Exchange) -> None:
         body, found = await self.serving.accept(exchange, self.reader)
-        prompts = [(prompt, self._params(exchange, body, prompt)) for prompt in found]
+        prompts = [(prompt, self._params(exchange, body, prompt)) async for some in slices(found) for prompt in some]
         prompt_only = body.max_tokens == 0
-        choices = build_choices(exchange, self.serving.tokenizer, body, prompts, prompt_only=prompt_only)
+        choices = await build_choices(exchange, self.serving.tokenizer, body, prompts, prompt_only=prompt_only)
         generation = Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
         shape = _Shape(self.serving, body, exchange)
         if body.stream:
@@ -116,7 +125,7 @@ class _Shape:
     def completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.id, self.created, self.body.model, choices, usage, service_tier=self.tier)
 
-    def choice(self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob]) -> CompletionChoice:
+    async def choice(self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob]) -> CompletionChoice:
         """The next piece of a choice; its first one begins with the prompt when echo was asked for."""
         echoed = bool(self.body.echo) and not choice.opened
         choice.opened = True
@@ -124,10 +133,26 @@ class _Shape:
         if self.body.logprobs is not None:
             entries = [*(choice.prompt_logprobs or ()), *logprobs] if echoed else logprobs
             offset = self.offsets.get(choice.index, 0)
-            shaped = completion_logprobs(self.tokenizer, entries, choice.prompt.token_ids, self.body.logprobs, offset)
+            shaped = await self._logprobs(entries, choice.prompt.token_ids, self.body.logprobs, offset)
             self.offsets[choice.index] = offset + sum(map(len, shaped.tokens))
         text = self._prompt_text(choice.prompt) + text if echoed else text
         return CompletionChoice(choice.index, text, shaped, choice.finish_reason)
+
+    async def _logprobs(
+        self, entries: Sequence[TokenLogprob | None], prompt_ids: Sequence[int], top: int, offset: int
+    ) -> CompletionLogprobs:
+        if len(entries) <= SLICE:
+            return completion_logprobs(self.tokenizer, entries, prompt_ids, top, offset)
+        whole, alternatives = CompletionLogprobs([], [], [], []), []
+        async for some in slices(entries):
+            part = completion_logprobs(self.tokenizer, some, prompt_ids, top, offset)
+            offset += sum(map(len, part.tokens))
+            whole.text_offset += part.text_offset
+            whole.token_logprobs += part.token_logprobs
+            whole.tokens += part.tokens
+            alternatives.append(encode_json(part.top_logprobs))
+        whole.top_logprobs = joined(alternatives)
+        return whole
 
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
@@ -139,10 +164,13 @@ async def _answer(exchange: Exchange, generation: Generation, shape: _Shape) -> 
     await generation.collect()
     choices = []
     for choice in generation.choices:
-        choices.append(shape.choice(choice, choice.stream.text, choice.logprobs))
+        choices.append(await shape.choice(choice, choice.stream.text, choice.logprobs))
         if shape.body.prompt_logprobs is not None:
-            entries = choice.prompt_logprobs or []
-            choices[-1].prompt_logprobs = prompt_logprobs(shape.tokenizer, entries, shape.body.prompt_logprobs)
+            entries, top = choice.prompt_logprobs or [], shape.body.prompt_logprobs
+            choices[-1].prompt_logprobs = await shaped(
+                entries,
+                lambda some, top=top: prompt_logprobs(shape.tokenizer, some, top),  # type: ignore[misc]
+            )
     await exchange.send(200, encode_json(shape.completion(choices, generation.reported_usage())))
 
 
@@ -153,7 +181,7 @@ async def _stream(exchange: Exchange, generation: Generation, shape: _Shape) -> 
     async def emit(choice: Choice, delta: TextDelta) -> None:
         opens = bool(shape.body.echo) and not choice.opened
         if delta.text or delta.logprobs or delta.finish_reason is not None or opens:
-            piece = shape.choice(choice, delta.text, delta.logprobs or ())
+            piece = await shape.choice(choice, delta.text, delta.logprobs or ())
             await exchange.send_events(event(shape.completion([piece], usage)))
 
     await generation.run(emit)

@@ -27,6 +27,7 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.limits import Metering
 from penstock.gateway.openai_types import PromptTokensDetails, SamplingFields, Usage
 from penstock.gateway.reading import Prompt
+from penstock.gateway.slices import SLICE, slices
 from penstock.observability.account import Account, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.stream import TextDelta, TextStream
@@ -65,7 +66,7 @@ class Choice:
 Emit = Callable[[Choice, TextDelta], Awaitable[None]]
 
 
-def build_choices(
+async def build_choices(
     exchange: Exchange,
     tokenizer: Tokenizer,
     body: SamplingFields,
@@ -79,7 +80,9 @@ def build_choices(
     deadline = exchange.remaining()
     control = cache_control(exchange)
     choices: list[Choice] = []
-    for prompt, params in prompts:
+    for position, (prompt, params) in enumerate(prompts):
+        if position % SLICE == SLICE - 1:
+            await asyncio.sleep(0)
         cache = control if prompt.similar is None else replace(control or CacheControl(), similar=prompt.similar)
         for number in range(params.n):
             request = GenerateRequest(
@@ -139,8 +142,9 @@ class Generation:
     async def _run_all(self, emit: Emit) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for choice in self.choices:
-                    tasks.create_task(self._run_choice(choice, emit))
+                async for some in slices(self.choices):
+                    for choice in some:
+                        tasks.create_task(self._run_choice(choice, emit))
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 

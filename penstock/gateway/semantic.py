@@ -15,17 +15,17 @@ from penstock.gateway.openai_types import ChatRequest, CompletionRequest
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
 
-def similar_chat(body: ChatRequest, wanted: bool) -> SimilarPrompt | None:
-    """None as well: the conversation does not end with words of the user."""
+def similar_chat(body: ChatRequest) -> SimilarPrompt | None:
+    """None: the conversation does not end with words of the user."""
     last = body.messages[-1]
-    if not wanted or last.role != "user" or not isinstance(last.content, str) or not last.content.strip():
+    if last.role != "user" or not isinstance(last.content, str) or not last.content.strip():
         return None
     messages = [*body.messages[:-1], msgspec.structs.replace(last, content=None)]
     return SimilarPrompt(last.content, _rest(msgspec.structs.replace(body, messages=messages)))
 
 
-def similar_completion(body: CompletionRequest, text: str | None, wanted: bool) -> SimilarPrompt | None:
-    if not wanted or text is None or not text.strip():
+def similar_completion(body: CompletionRequest, text: str) -> SimilarPrompt | None:
+    if not text.strip():
         return None
     return SimilarPrompt(text, _rest(msgspec.structs.replace(body, prompt="")))
 

@@ -13,7 +13,8 @@ from penstock.gateway.reading import Bounds, Prompt, Reader, blamed_on
 from penstock.gateway.serving import Serving, check_token_ids, encode_json
 from penstock.text.tokenizer import Tokenizer
 
-CONTEXTS = 4  # tokens of a text, in times of what the model holds: enough to see where to cut it
+MAX_TOKENS = 65_536  # of a text, or
+MAX_CONTEXTS = 4  # times what the model holds, if that is more: enough to see where to cut it
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
@@ -32,7 +33,7 @@ class TokenizeReader:
         asked = decode_json(_tokenize_decoder, body)
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
-        bounds = bounds._replace(prompt_tokens=CONTEXTS * bounds.max_model_len)
+        bounds = bounds._replace(prompt_tokens=max(MAX_TOKENS, MAX_CONTEXTS * bounds.max_model_len))
         with blamed_on("messages" if asked.prompt is None else "prompt", bounds):
             if asked.prompt is None:
                 ids = self.chat.tokenize(asked, bounds.prompt_tokens)
