@@ -206,7 +206,8 @@ class SemanticConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """Answers kept for identical requests. Redis joins as a tier when `state` is a Redis."""
+    """Answers kept for identical requests. Redis joins as a tier when `state` is a Redis. And whose prompts may begin
+    with the same blocks in the engine's KV cache."""
 
     enabled: bool = True
     memory_mib: float = 64.0
@@ -215,6 +216,8 @@ class CacheConfig:
     scope: CacheScope = "tenant"  # shared: tenants get each other's answers
     ttl_seconds: float = 86_400.0
     sampled: bool = False  # also answers sampled without a seed: the first one is everybody's
+    share_prefixes: bool = False  # tenants share the KV cache: one can find out what another has sent
+    shared_prefixes: tuple[str, ...] = ()  # system prompts that all tenants share; @FILE: the text of a file
     semantic: SemanticConfig = field(default_factory=SemanticConfig)
 
     def __post_init__(self) -> None:

@@ -128,6 +128,8 @@ class GenerateRequest:
     seed: int = 0  # decided by whoever builds the request, so that any engine continues the same stream
     priority: int = 0  # within a class lower runs first
     cache_salt: str = ""  # prefixes are shared only between equal salts
+    prefix_scope: str = ""  # and only within a scope: a tenant, unless tenants share
+    common_tokens: int = 0  # of the prompt's beginning that all scopes share
     objective: Objective = Objective()
     deadline: float | None = None  # seconds after arrival from which on an answer is of no use: the work stops
     tenant: str = ""  # who pays; tenants share the engine by weight

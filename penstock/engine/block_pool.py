@@ -29,15 +29,20 @@ def chain_hashes(parent: bytes, tokens: Sequence[int], block_size: int) -> list[
     return hashes
 
 
-def root_hash(salt: str) -> bytes:
-    return hashlib.blake2b(salt.encode(), digest_size=16).digest()
+def root_hash(scope: str, salt: str) -> bytes:
+    """Where the chains of a scope and salt begin."""
+    return hashlib.blake2b(f"{len(scope)}:{scope}{salt}".encode(), digest_size=16).digest()
 
 
-def _unsalted(first_tokens: Sequence[int]) -> bytes:
-    return chain_hashes(_NO_SALT, first_tokens, len(first_tokens))[0]
+def enter_scope(parent: bytes, scope: str, salt: str) -> bytes:
+    """Where a chain that all scopes have in common goes on in one of them."""
+    return hashlib.blake2b(parent + root_hash(scope, salt), digest_size=16, person=b"scope").digest()
 
 
-_NO_SALT = root_hash("")
+def _unsalted(first_tokens: Sequence[int], scope: str) -> bytes:
+    return chain_hashes(root_hash(scope, ""), first_tokens, len(first_tokens))[0]
+
+
 _REMEMBERED_SALTS = 4096
 
 
@@ -105,20 +110,23 @@ class BlockPool:
             self._by_hash[value] = block
             self._hash_of[block] = value
 
-    def remember_salt(self, first_tokens: Sequence[int], salt: str) -> None:
-        """The tokens of a first block were seen under this salt."""
-        self._salts[_unsalted(first_tokens)] = salt
+    def remember_salt(self, first_tokens: Sequence[int], scope: str, salt: str) -> None:
+        """The tokens of a first block were seen in this scope under this salt."""
+        self._salts[_unsalted(first_tokens, scope)] = salt
         if len(self._salts) > _REMEMBERED_SALTS:
             self._salts.popitem(last=False)
 
-    def miss_cause(self, hashes: Sequence[bytes], found: int, first_tokens: Sequence[int], salt: str) -> MissCause:
-        """Why the block after the first `found` of this chain, which begins with these tokens, was not there."""
+    def miss_cause(
+        self, hashes: Sequence[bytes], found: int, first_tokens: Sequence[int], scope: str, salt: str
+    ) -> MissCause:
+        """Why the block after the first `found` of this chain, which begins with these tokens, was not there. Says
+        nothing of other scopes."""
         if found >= len(hashes):
             return "too_short"
         if hashes[found] in self._evicted:
             return "evicted"
         if found == 0 and self._salts:
-            seen = self._salts.get(_unsalted(first_tokens))
+            seen = self._salts.get(_unsalted(first_tokens, scope))
             if seen is not None and seen != salt:
                 return "other_salt"
         return "never_seen"

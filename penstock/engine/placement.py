@@ -57,7 +57,8 @@ class Placement:
         if not self._limits.prefix_caching or sequence.prompt_logprobs is not None:
             return "off"
         first = sequence.tokens[: self._limits.block_size]
-        return self.pool.miss_cause(sequence.hashes, hits, first, sequence.request.cache_salt)
+        request = sequence.request
+        return self.pool.miss_cause(sequence.hashes, hits, first, request.prefix_scope, request.cache_salt)
 
     def missing_blocks(self, sequence: Sequence, tokens: int) -> int:
         return max(0, -(-tokens // self._limits.block_size) - len(sequence.blocks))
@@ -101,7 +102,8 @@ class Placement:
             for index in range(sequence.shared, full):
                 self.pool.share(sequence.blocks[index], hashes[index])
             if sequence.shared == 0:
-                self.pool.remember_salt(sequence.tokens[: self._limits.block_size], sequence.request.cache_salt)
+                request, first = sequence.request, sequence.tokens[: self._limits.block_size]
+                self.pool.remember_salt(first, request.prefix_scope, request.cache_salt)
             sequence.shared = full
 
     def release(self, sequence: Sequence) -> None:

@@ -26,6 +26,7 @@ from penstock.gateway.openai_types import (
     ModelList,
 )
 from penstock.gateway.openapi import OpenApi
+from penstock.gateway.prefixes import Prefixes
 from penstock.gateway.reading import LongRequests
 from penstock.gateway.requests import RequestEndpoints
 from penstock.gateway.serving import Serving, encode_json
@@ -75,6 +76,7 @@ def create_app(
         Objectives(settings.classes, settings.default_class, lambda: engine.stats),
         Metering(directory.store, Prices(settings, model_names[0], lambda: engine.stats), spend, model_names),
         LongRequests(tokenizer),
+        Prefixes(settings.cache, tokenizer),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),

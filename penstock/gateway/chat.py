@@ -123,7 +123,7 @@ class ChatCompletions:
         params = sampling_params(
             body, info, max_tokens=limit, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs
         )
-        choices = await build_choices(exchange, self.serving.tokenizer, body, [(prompt, params)])
+        choices = await build_choices(exchange, self.serving.tokenizer, body, [(prompt, params)], self.serving.prefixes)
         return Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
 
     async def _answer(self, exchange: Exchange, body: ChatRequest, generation: Generation) -> None:

@@ -85,7 +85,9 @@ class Completions:
         body, found = await self.serving.accept(exchange, self.reader)
         prompts = [(prompt, self._params(exchange, body, prompt)) async for some in slices(found) for prompt in some]
         prompt_only = body.max_tokens == 0
-        choices = await build_choices(exchange, self.serving.tokenizer, body, prompts, prompt_only=prompt_only)
+        choices = await build_choices(
+            exchange, self.serving.tokenizer, body, prompts, self.serving.prefixes, prompt_only=prompt_only
+        )
         generation = Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
         shape = _Shape(self.serving, body, exchange)
         if body.stream:

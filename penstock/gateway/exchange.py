@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 import re
@@ -286,6 +287,11 @@ class Exchange:
             return self._cancelled_by
         if isinstance(error, PenstockError):
             return error
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            log(logger, logging.ERROR, "out of file descriptors", id=self.id, path=self.path)
+            return Unavailable(
+                "the server is out of file descriptors; raise its limit (ulimit -n)", code="out_of_file_descriptors"
+            )
         log(logger, logging.ERROR, "unexpected error", id=self.id, path=self.path, error=error)
         return InternalError(f"internal error; the log has details under request id {self.id}")
 

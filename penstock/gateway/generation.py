@@ -26,6 +26,7 @@ from penstock.gateway.errors import ClientGone
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.limits import Metering
 from penstock.gateway.openai_types import PromptTokensDetails, SamplingFields, Usage
+from penstock.gateway.prefixes import Prefixes
 from penstock.gateway.reading import Prompt
 from penstock.gateway.slices import SLICE, slices
 from penstock.observability.account import Account, ChoiceAccount, parts_of
@@ -71,6 +72,7 @@ async def build_choices(
     tokenizer: Tokenizer,
     body: SamplingFields,
     prompts: Sequence[tuple[Prompt, SamplingParams]],
+    prefixes: Prefixes,
     *,
     prompt_only: bool = False,
 ) -> list[Choice]:
@@ -84,6 +86,7 @@ async def build_choices(
         if position % SLICE == SLICE - 1:
             await asyncio.sleep(0)
         cache = control if prompt.similar is None else replace(control or CacheControl(), similar=prompt.similar)
+        common_tokens = prefixes.common_tokens(prompt.token_ids)
         for number in range(params.n):
             request = GenerateRequest(
                 id=f"{exchange.unique}-{len(choices)}",
@@ -92,6 +95,8 @@ async def build_choices(
                 seed=choice_seed(params.seed, number),
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
+                prefix_scope=prefixes.scope(exchange.tenant.name),
+                common_tokens=common_tokens,
                 objective=exchange.objective,
                 deadline=deadline,
                 tenant=exchange.tenant.name,

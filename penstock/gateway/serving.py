@@ -16,6 +16,7 @@ from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
 from penstock.gateway.objectives import Objectives
 from penstock.gateway.openai_types import SamplingFields
+from penstock.gateway.prefixes import Prefixes
 from penstock.gateway.reading import INLINE_BYTES, Bounds, LongRequests, Prompt, Reader
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class Serving:
     objectives: Objectives
     metering: Metering
     long_requests: LongRequests
+    prefixes: Prefixes
     max_body: int  # bytes
     body_seconds: float
     semantic_routes: frozenset[str] = frozenset()  # where prompts of the same meaning may share an answer

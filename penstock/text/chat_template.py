@@ -47,6 +47,8 @@ class ChatTemplate:
         }
         try:
             return template.render(variables)
+        except OSError:  # of the machine, not of the template
+            raise
         except TemplateRefusal as refusal:
             raise InvalidRequest(f"the model's chat template refuses: {refusal}", param="messages") from refusal
         except Exception as error:  # a template can raise whatever Python can
@@ -70,6 +72,8 @@ class ChatTemplate:
             )
         try:
             return CompiledTemplate(self._source)
+        except OSError:
+            raise
         except Exception as error:
             raise InvalidRequest(
                 f"this model's chat template does not compile ({error}); send its prompt as text to /v1/completions",

@@ -43,9 +43,11 @@ requests = st.builds(
     seed=st.integers(0, 2**63 - 1),
     cache_salt=st.text(max_size=4),
     tenant=st.text(max_size=4),
+    prefix_scope=st.text(max_size=4),
+    common_tokens=st.integers(0, 9),
 )
 # Fields that say when and for whom to compute, not what. `n` and the client's seed have become choices and their seeds.
-SILENT = {"id", "priority", "objective", "deadline", "weight", "cache"}
+SILENT = {"id", "priority", "objective", "deadline", "weight", "cache", "prefix_scope", "common_tokens"}
 SILENT_PARAMS = {"n", "seed"}
 
 

@@ -306,9 +306,11 @@ def test_misses_are_explained() -> None:
     limits = replace(CPU, num_blocks=8, max_seqs=2)
     virtual = VirtualEngine(Scheduler(limits), cpu_step_seconds, runs_ahead=False)
 
-    def ask(name: str, prompt: list[int], salt: str = "") -> tuple[int, dict[str, int]]:
+    def ask(name: str, prompt: list[int], salt: str = "", scope: str = "") -> tuple[int, dict[str, int]]:
         params = SamplingParams(max_tokens=1, ignore_eos=True)
-        answers = virtual.run([(virtual.now, GenerateRequest(name, prompt, params, cache_salt=salt))])
+        answers = virtual.run(
+            [(virtual.now, GenerateRequest(name, prompt, params, cache_salt=salt, prefix_scope=scope))]
+        )
         ledger = answers[name].ledger
         assert ledger is not None
         return ledger.cached_tokens, dict(ledger.missed_tokens)
@@ -317,6 +319,7 @@ def test_misses_are_explained() -> None:
     assert ask("new", first) == (0, {"never_seen": 48, "too_short": 2})
     assert ask("again", first) == (48, {"too_short": 2})
     assert ask("salted", first, "other") == (0, {"other_salt": 48, "too_short": 2})
+    assert ask("another scope", first, "other", "tenant") == (0, {"never_seen": 48, "too_short": 2})
     assert ask("large", second) == (0, {"never_seen": 96, "too_short": 4})
     cached, missing = ask("evicted", first)
     assert cached + missing["evicted"] + missing["too_short"] == 50

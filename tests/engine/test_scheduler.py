@@ -101,14 +101,31 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         seed=st.integers(0, 3),
         salt=st.sampled_from(["", "", "other"]),
+        scope=st.sampled_from(["", "a", "b"]),
+        common=st.sampled_from([0, 0, 5, 8]),
         ignore_eos=st.booleans(),
     )
     def submit(
-        self, shared: int, own: list[int], max_tokens: int, priority: int, seed: int, salt: str, ignore_eos: bool
+        self,
+        shared: int,
+        own: list[int],
+        max_tokens: int,
+        priority: int,
+        seed: int,
+        salt: str,
+        scope: str,
+        common: int,
+        ignore_eos: bool,
     ) -> str:
-        prompt = [*range(shared), *own]
         return self.harness.submit(
-            prompt, max_tokens, priority=priority, seed=seed, cache_salt=salt, ignore_eos=ignore_eos
+            [*range(shared), *own],
+            max_tokens,
+            priority=priority,
+            seed=seed,
+            cache_salt=salt,
+            prefix_scope=scope,
+            common_tokens=min(common, shared),
+            ignore_eos=ignore_eos,
         )
 
     @rule(target=live, request_id=consumes(live))
@@ -174,6 +191,33 @@ def test_prefixes_are_not_shared_across_salts() -> None:
     same = harness.submit(list(range(12)), 2, cache_salt="a")
     harness.run()
     assert (harness.outcomes[other].cached, harness.outcomes[same].cached) == (0, 8)
+
+
+def test_prefixes_are_shared_within_a_scope() -> None:
+    harness = Harness(limits(num_blocks=64))
+    harness.submit(list(range(12)), 2, prefix_scope="a")
+    harness.run()
+    ids = [harness.submit(list(range(12)), 2, prefix_scope=scope) for scope in ("b", "", "a", "b")]
+    harness.run()
+    assert [harness.outcomes[i].cached for i in ids] == [0, 0, 8, 8]
+    salted = [harness.submit(list(range(12)), 2, prefix_scope=p, cache_salt=s) for p, s in (("", "a"), ("a", "b"))]
+    harness.run()
+    assert [harness.outcomes[i].cached for i in salted] == [0, 0], "a salt does not pass for a scope"
+
+
+def test_scopes_share_the_blocks_that_are_common_to_all() -> None:
+    """Blocks of four: of ten common tokens two are whole, and what follows them is each scope's own."""
+    harness = Harness(limits(num_blocks=64))
+    prompt = list(range(20))
+    first = harness.submit(prompt, 2, prefix_scope="a", common_tokens=10)
+    harness.run()
+    asked = [("b", 10, ""), ("b", 10, ""), ("a", 10, ""), ("c", 0, ""), ("c", 10, "salt"), ("", 10, "")]
+    ids = []
+    for scope, common, salt in asked:
+        ids.append(harness.submit(prompt, 2, prefix_scope=scope, common_tokens=common, cache_salt=salt))
+        harness.run()
+    assert [harness.outcomes[i].cached for i in ids] == [8, 16, 16, 0, 0, 8]
+    assert all(harness.outcomes[i].tokens == harness.expected(i) for i in (first, *ids))
 
 
 def test_better_priority_displaces_running_work() -> None:
