@@ -165,12 +165,18 @@ class _Lane:
 
     async def start(self) -> asyncio.subprocess.Process:
         if self._process is None:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "penstock.gateway.reader_process"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                start_new_session=True,  # a Ctrl-C in the terminal is not for it: it ends with its standard input
-            )
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "penstock.gateway.reader_process"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    start_new_session=True,  # a Ctrl-C in the terminal is not for it: it ends with its standard input
+                )
+            except OSError as error:
+                raise Unavailable(
+                    f"cannot start the process that reads long requests ({error}): the server may be out of file "
+                    "descriptors (ulimit -n) or of memory"
+                ) from error
             assert self._process.stdin is not None
             await _write(self._process.stdin, self._setup)
         return self._process

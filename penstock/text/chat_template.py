@@ -47,11 +47,10 @@ class ChatTemplate:
         }
         try:
             return template.render(variables)
-        except OSError:  # of the machine, not of the template
-            raise
         except TemplateRefusal as refusal:
             raise InvalidRequest(f"the model's chat template refuses: {refusal}", param="messages") from refusal
         except Exception as error:  # a template can raise whatever Python can
+            _raise_if_of_machine(error)
             param = "chat_template_kwargs" if template_kwargs else "messages"
             raise InvalidRequest(f"the model's chat template failed: {error}", param=param) from error
 
@@ -72,10 +71,19 @@ class ChatTemplate:
             )
         try:
             return CompiledTemplate(self._source)
-        except OSError:
-            raise
         except Exception as error:
+            _raise_if_of_machine(error)
             raise InvalidRequest(
                 f"this model's chat template does not compile ({error}); send its prompt as text to /v1/completions",
                 param="messages",
             ) from error
+
+
+def _raise_if_of_machine(error: BaseException) -> None:
+    """Not everything that fails in a template is its fault: Jinja and Python load modules when they first need them,
+    which fails where no file can be opened any more."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            raise cause
+        cause = cause.__cause__ or cause.__context__

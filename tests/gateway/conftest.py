@@ -15,6 +15,7 @@ from penstock.cache.build import open_cache
 from penstock.core.config import CacheConfig, ServerConfig, Settings
 from penstock.core.request import GenerateRequest
 from penstock.gateway.app import create_app
+from penstock.gateway.edge import Edge
 from penstock.gateway.keys import create_key
 from penstock.gateway.server import serve
 from penstock.gateway.tenants import Directory, open_directory
@@ -38,6 +39,7 @@ class Gateway:
     port: int = 0
     loop: asyncio.AbstractEventLoop = field(init=False)
     directory: Directory = field(init=False)
+    edge: Edge = field(init=False)
 
     @property
     def url(self) -> str:
@@ -97,6 +99,7 @@ def serving(tokenizer: Tokenizer, settings: Settings | None = None, *, cached: b
                 directory=directory,
                 collectors=collectors,
             )
+            gateway.edge = app
             task = asyncio.ensure_future(serve(app, "127.0.0.1", 0, on_ready, 0.0))
             stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
             with suppress(asyncio.CancelledError):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -199,3 +201,34 @@ def test_rendering_leaves_the_callers_messages_alone() -> None:
     before = repr(messages)
     ChatTemplate(ECHO).render(messages, tools=[WEATHER])
     assert repr(messages) == before
+
+
+NO_FILES = """
+import errno, os, resource, sys
+from penstock.text import template_sandbox
+from penstock.text.chat_template import ChatTemplate
+if sys.argv[1] == "loaded":
+    import jinja2.debug
+template = ChatTemplate("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+try:
+    template.render([{"role": "user", "content": "Hi"}])
+except OSError as error:
+    assert error.errno == errno.EMFILE
+    for descriptor in held:
+        os.close(descriptor)
+    print(template.render([{"role": "user", "content": "Hi"}]))
+"""
+
+
+@pytest.mark.parametrize("debug", ["loaded", "not yet"])
+def test_a_machine_out_of_file_descriptors_is_not_the_templates_fault(debug: str) -> None:
+    """Compiling loads a module of Python's; when that fails, Jinja says that the syntax is wrong."""
+    done = subprocess.run([sys.executable, "-c", NO_FILES, debug], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("Hi\n", 0), done.stderr
