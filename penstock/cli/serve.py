@@ -143,6 +143,8 @@ async def _serve(settings: Settings) -> int:
                 _announce(host, port, name, directory.open)
 
             tune_interpreter()
+            warming = asyncio.create_task(app.long_requests.warm_up())
+            stack.callback(warming.cancel)
             return await serve(app, server.host, server.port, announce, server.drain_seconds)
     finally:
         starting.cancel()

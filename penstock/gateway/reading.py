@@ -29,7 +29,6 @@ INLINE_BYTES = 2048  # a body up to this takes about a millisecond at worst
 LANES = (131_072, 2**62)  # bytes of a body: those of moderate size do not wait behind the largest
 MAX_OPTION = 65_536  # bytes of a field that is not part of the prompt
 PIECE = 262_144  # bytes written at once
-STOP_SECONDS = 2.0
 LENGTH = struct.Struct("<I")
 
 Head = TypeVar("Head")
@@ -99,9 +98,10 @@ class LongRequests:
         setup = pickle.dumps(tokenizer)  # once: for a large vocabulary it takes a while
         self._lanes = [(size, _Lane(setup)) for size in LANES]
 
-    async def start(self) -> None:
+    async def warm_up(self) -> None:
         """Have one ready before it is needed."""
-        await self._lanes[0][1].start()
+        with contextlib.suppress(PenstockError):  # said again to whoever needs it
+            await self.read("tokenize", b'{"prompt": ""}', Bounds(1, 1, 1))
 
     async def read(self, name: str, body: bytes, bounds: Bounds) -> tuple[Any, list[Prompt]]:
         lane = next(lane for size, lane in self._lanes if len(body) <= size)
@@ -146,7 +146,7 @@ class _Lane:
 
     async def _ask(self, name: str, body: bytes, bounds: Bounds) -> tuple[Any, list[Prompt]]:
         try:
-            process = await self.start()
+            process = await self._start()
             assert process.stdin is not None
             await _write(process.stdin, pickle.dumps((name, bounds)))
             await _write(process.stdin, body)
@@ -163,7 +163,7 @@ class _Lane:
             raise head
         return head, prompts
 
-    async def start(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> asyncio.subprocess.Process:
         if self._process is None:
             try:
                 self._process = await asyncio.create_subprocess_exec(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -27,9 +27,9 @@ async def shaped(items: Sequence[T], shape: Callable[[Sequence[T]], L]) -> L:
     """The list that `shape` makes of all items, where more than a few already as JSON: encoding it takes as long."""
     if len(items) <= SLICE:
         return shape(items)
-    return joined([_encode(shape(some)) async for some in slices(items)])
+    return cast(L, joined([_encode(shape(some)) async for some in slices(items)]))
 
 
-def joined(lists: list[bytes]) -> L:
-    """JSON lists as one, in place of the list that it stands for."""
-    return cast(L, msgspec.Raw(b"[" + b",".join([some[1:-1] for some in lists]) + b"]"))
+def joined(lists: list[bytes]) -> Any:
+    """JSON lists as one, to put where a list of what they stand for belongs."""
+    return msgspec.Raw(b"[" + b",".join([some[1:-1] for some in lists]) + b"]")

@@ -180,8 +180,8 @@ def _reads_forwards(rules: Mapping[str, Any]) -> bool:
         return not rules["add_prefix_space"]
     if kind == "Split":
         pattern = rules["pattern"].get("Regex")
-        return rules["behavior"] == "Isolated" and pattern is not None and not _looks_back(pattern)
-    return kind == "Digits"
+        return bool(rules["behavior"] == "Isolated" and pattern is not None and not _looks_back(pattern))
+    return bool(kind == "Digits")
 
 
 def _looks_back(pattern: str) -> bool:
