@@ -10,7 +10,7 @@ from typing import cast
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import DeadlineExceeded, EngineFailure, PenstockError, Unavailable
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.loop import health_of
 from penstock.worker.protocol import (
     BEAT_SECONDS,
@@ -18,6 +18,7 @@ from penstock.worker.protocol import (
     Beat,
     Chunks,
     FromWorker,
+    PromptScores,
     Refused,
     Submit,
     decode_from_worker,
@@ -31,9 +32,10 @@ SILENT_AFTER_SECONDS = 10 * BEAT_SECONDS
 class _Inbox:
     """What has come for one request. An asyncio.Queue does the same at several times the price."""
 
-    __slots__ = ("_items", "_waiter")
+    __slots__ = ("_items", "_waiter", "scores")
 
     def __init__(self) -> None:
+        self.scores: list[TokenLogprob | None] = []  # of the prompt, for the next chunk
         self._items: deque[Chunk | PenstockError] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -111,7 +113,13 @@ class WorkerClient(asyncio.Protocol):
             for chunk in message.chunks:
                 inbox = inboxes.get(chunk.request_id)
                 if inbox is not None:
+                    if inbox.scores:
+                        chunk.prompt_logprobs, inbox.scores = inbox.scores, []
                     inbox.put(chunk)
+        elif isinstance(message, PromptScores):
+            inbox = self._inboxes.get(message.request_id)
+            if inbox is not None:
+                inbox.scores += message.logprobs
         elif isinstance(message, Beat):
             self.stats = message.stats
         elif isinstance(message, Refused):

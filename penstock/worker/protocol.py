@@ -1,7 +1,8 @@
 """What crosses the socket between a gateway and a worker: frames of four length bytes and one MessagePack message.
 
 gateway → worker   Submit, Abort
-worker → gateway   Hello once, then Chunks per step, Refused, and a Beat every second
+worker → gateway   Hello once, then Chunks per step, PromptScores before the Chunks they belong to, Refused, and a Beat
+                   every second
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import msgspec
 
 from penstock.core import errors
 from penstock.core.engine import EngineInfo, EngineStats
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 
 BEAT_SECONDS = 1.0
 MAX_FRAME = 256 * 2**20
+SCORES_IN_FRAME = 256  # tokens; decoded in about a millisecond
 _LENGTH = struct.Struct("<I")
 
 
@@ -34,6 +36,13 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
 
 class Chunks(msgspec.Struct, tag="chunks", array_like=True):
     chunks: list[Chunk]
+
+
+class PromptScores(msgspec.Struct, tag="scores", array_like=True):
+    """Some log-probabilities of a long prompt: all in one frame would hold up the gateway while it is decoded."""
+
+    request_id: str
+    logprobs: list[TokenLogprob | None]
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True):
@@ -61,7 +70,7 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
 
 
 ToWorker = Submit | Abort
-FromWorker = Hello | Chunks | Refused | Beat
+FromWorker = Hello | Chunks | PromptScores | Refused | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
@@ -71,6 +80,18 @@ decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 def frame(message: ToWorker | FromWorker) -> bytes:
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
+
+
+def frames_of(chunks: list[Chunk]) -> bytes:
+    """The chunks of a step, after what is too much for one frame."""
+    frames = []
+    for chunk in chunks:
+        scores = chunk.prompt_logprobs
+        if scores is not None and len(scores) > SCORES_IN_FRAME:
+            for start in range(0, len(scores), SCORES_IN_FRAME):
+                frames.append(frame(PromptScores(chunk.request_id, scores[start : start + SCORES_IN_FRAME])))
+            chunk.prompt_logprobs = []
+    return b"".join([*frames, frame(Chunks(chunks))])
 
 
 def take_frames(buffer: bytearray, data: bytes) -> list[bytes]:

@@ -15,11 +15,11 @@ from penstock.worker.protocol import (
     BEAT_SECONDS,
     Abort,
     Beat,
-    Chunks,
     Hello,
     Refused,
     decode_to_worker,
     frame,
+    frames_of,
     read_frame,
 )
 
@@ -64,7 +64,7 @@ class WorkerServer:
             if chunk.finish_reason is not None:
                 self._forget(chunk.request_id)
         for client, theirs in by_client.items():
-            client.writer.write(frame(Chunks(theirs)))
+            client.writer.write(frames_of(theirs))
 
     def _forget(self, request_id: str) -> None:
         client = self._owners.pop(request_id)

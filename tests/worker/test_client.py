@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import Unavailable
-from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.core.request import Chunk, GenerateRequest, SamplingParams, TokenLogprob
 from penstock.worker.client import WorkerClient
-from penstock.worker.protocol import Chunks, Hello, frame, read_frame, take_frames
+from penstock.worker.protocol import Chunks, Hello, frame, frames_of, read_frame, take_frames
 
 HELLO = frame(Hello(EngineInfo("m", 100, 10)))
 REQUEST = GenerateRequest("r", [1], SamplingParams())
@@ -43,6 +43,15 @@ async def connect(folder: Path, answer: bytes) -> WorkerClient:
 
     await asyncio.start_unix_server(converse, str(folder / "s"))
     return await WorkerClient.connect(str(folder / "s"))
+
+
+async def test_long_prompts_are_scored_in_many_frames(tmp_path: Path) -> None:
+    scores = [None, *(TokenLogprob(token, -0.5, ((token, -0.5), (7, -1.0))) for token in range(1000))]
+    sent = frames_of([Chunk("r", [5], prompt_logprobs=list(scores)), Chunk("x", [6], prompt_logprobs=scores[:3])])
+    assert max(map(len, take_frames(bytearray(), sent))) < 20_000
+    client = await connect(tmp_path, sent + frame(Chunks([Chunk("r", [7], "length")])))
+    chunks = [chunk async for chunk in client.submit(REQUEST)]
+    assert [(chunk.token_ids, chunk.prompt_logprobs) for chunk in chunks] == [([5], scores), ([7], None)]
 
 
 async def test_what_came_before_the_worker_died_is_delivered(tmp_path: Path) -> None:
