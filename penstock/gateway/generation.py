@@ -22,7 +22,7 @@ from penstock.core.request import (
     choice_seed,
 )
 from penstock.gateway.cache_control import cache_control, cache_header
-from penstock.gateway.errors import ClientGone
+from penstock.gateway.errors import ClientGone, require
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.limits import Metering
 from penstock.gateway.openai_types import PromptTokensDetails, SamplingFields, Usage
@@ -33,6 +33,12 @@ from penstock.observability.account import Account, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.stream import TextDelta, TextStream
 from penstock.text.tokenizer import Tokenizer
+
+MAX_SCORES = 2**18  # log-probabilities of prompts in one answer, which are some 15 MB of JSON
+TOO_MANY_SCORES = (
+    f"(or logprobs with echo) asks for more than {MAX_SCORES} values, over all prompts and choices; ask for fewer "
+    "alternatives, or score the text in parts"
+)
 
 _TRUE = re.compile(rb"true|1", re.IGNORECASE)
 
@@ -82,10 +88,14 @@ async def build_choices(
     deadline = exchange.remaining()
     control = cache_control(exchange)
     choices: list[Choice] = []
+    scores = 0
     for position, (prompt, params) in enumerate(prompts):
         if position % SLICE == SLICE - 1:
             await asyncio.sleep(0)
         cache = control if prompt.similar is None else replace(control or CacheControl(), similar=prompt.similar)
+        if params.prompt_logprobs is not None:
+            scores += len(prompt.token_ids) * (1 + params.prompt_logprobs) * params.n
+            require(scores <= MAX_SCORES, "prompt_logprobs", TOO_MANY_SCORES)
         common_tokens = prefixes.common_tokens(prompt.token_ids)
         for number in range(params.n):
             request = GenerateRequest(

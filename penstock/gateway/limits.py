@@ -110,9 +110,10 @@ def _refusal(grant: Grant) -> LimitReached | BudgetSpent:
     tenant, retry_after = claim.tenant or "everybody", grant.retry_after or BUSY_RETRY_SECONDS
     if refused in ("day", "month"):
         return BudgetSpent(_budget_spent(tenant, claim, refused, grant.left), retry_after=retry_after)
+    tokens = claim.tokens + 1 - claim.requests  # of one that was admitted before, one token is there already
     limit, unit = {
         "requests": (claim.requests_per_minute, "requests per minute"),
-        "tokens": (claim.tokens_per_minute, f"tokens per minute, and this request needs {claim.tokens}"),
+        "tokens": (claim.tokens_per_minute, f"tokens per minute, and this request needs {tokens}"),
     }.get(refused or "", (claim.concurrent, "requests at a time"))
     return LimitReached(f"tenant {tenant} is limited to {limit} {unit} of {claim.model}", retry_after=retry_after)
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import pickle
 import sys
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from penstock.core.errors import PenstockError
@@ -49,11 +50,16 @@ def _read(reader: Reader[Any], body: bytes, bounds: Bounds) -> tuple[bool, Any, 
 
 
 def _frame(requests: BinaryIO) -> bytes:
-    """Empty at the end."""
-    length = requests.read(LENGTH.size)
-    return requests.read(*LENGTH.unpack(length)) if len(length) == LENGTH.size else b""
+    """Empty at the end, also in the middle of one."""
+    header = requests.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return b""
+    (length,) = LENGTH.unpack(header)
+    data = requests.read(length)
+    return data if len(data) == length else b""
 
 
 if __name__ == "__main__":
     configure_logging("info")
-    main(sys.stdin.buffer, sys.stdout.buffer)
+    with suppress(BrokenPipeError):  # the gateway has gone
+        main(sys.stdin.buffer, sys.stdout.buffer)

@@ -155,10 +155,12 @@ class _Lane:
             for _ in range(count):
                 prompts.append(pickle.loads(await self._frame(process)))
                 await asyncio.sleep(0)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            logger.error("the process that reads long requests died; starting another with the next one")
+        except PenstockError:
+            raise
+        except Exception as error:  # whatever it is, nobody knows what comes next from there
+            logger.error("lost the process that reads long requests, another follows with the next one: %r", error)
             await self._forget()
-            raise _gone() from None
+            raise _gone() from error
         if not ok:
             raise head
         return head, prompts

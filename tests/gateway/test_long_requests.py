@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -79,6 +81,15 @@ def test_what_is_wrong_is_named_all_the_same(gateway: Gateway) -> None:
         ):
             check_error(http.post(CHAT, content=json.dumps({**chat("Hi"), **change}) + PADDING), status, param)
         check_error(http.post(CHAT, content=b"{" * 3000), 400, None)
+
+
+def test_scores_of_prompts_are_bounded_over_all_choices(gateway: Gateway) -> None:
+    prompts = [[100] * 400] * 64
+    with gateway.http() as http:
+        body = {"model": MODEL, "prompt": prompts, "max_tokens": 1, "echo": True}
+        assert http.post(TEXT, json={**body, "logprobs": 9}).status_code == 200
+        check_error(http.post(TEXT, json={**body, "logprobs": 10}), 400, "prompt_logprobs")
+        check_error(http.post(TEXT, json={**body, "logprobs": 4, "n": 3}), 400, "prompt_logprobs")
 
 
 HOSTILE = {
@@ -157,6 +168,22 @@ def test_a_reader_that_dies_is_replaced(gateway: Gateway) -> None:
         check_error(answers[0], 503, None)
         assert answers[0].headers["retry-after"]
         assert http.post(CHAT, content=body).status_code == 200
+
+
+def test_a_reader_ends_with_its_gateway() -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.gateway.scripted_engine", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with server:
+        assert server.stdout is not None
+        with closing(HTTPConnection("127.0.0.1", int(server.stdout.readline()), timeout=20)) as connection:
+            connection.request("POST", "/tokenize", json.dumps({"prompt": WORDS * 100}))
+            assert connection.getresponse().status == 200
+        (reader,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        ended = os.pidfd_open(int(reader))
+        server.kill()
+    assert select.select([ended], [], [], 20)[0], "it is still there"
+    os.close(ended)
 
 
 @contextmanager
