@@ -172,8 +172,8 @@ class Exchange:
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_result(None)
 
-    async def body(self, limit: int, seconds: float) -> bytes:
-        """The whole body; refused at its header, as soon as a chunked one outgrows the limit, or if it is too slow."""
+    async def body(self, limit: int, seconds: float) -> list[bytes]:
+        """The whole body, as it came: joining much of it would take a while. Refused at its header, as soon as a chunked one outgrows the limit, or if it is too slow."""
         length = self.header(b"content-length", _LENGTH)
         if length is not None and int(length) > limit:
             raise _too_large(limit)
@@ -188,7 +188,7 @@ class Exchange:
         if self.body_size > limit:
             raise _too_large(limit)
         parts, self._body = self._body, []
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return parts
 
     async def _rest_of_body(self, limit: int) -> None:
         while not self.body_complete and self.body_size <= limit:

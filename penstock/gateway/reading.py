@@ -101,10 +101,10 @@ class LongRequests:
     async def warm_up(self) -> None:
         """Have one ready before it is needed."""
         with contextlib.suppress(PenstockError):  # said again to whoever needs it
-            await self.read("tokenize", b'{"prompt": ""}', Bounds(1, 1, 1))
+            await self.read("tokenize", [b'{"prompt": ""}'], Bounds(1, 1, 1))
 
-    async def read(self, name: str, body: bytes, bounds: Bounds) -> tuple[Any, list[Prompt]]:
-        lane = next(lane for size, lane in self._lanes if len(body) <= size)
+    async def read(self, name: str, body: list[bytes], bounds: Bounds) -> tuple[Any, list[Prompt]]:
+        lane = next(lane for size, lane in self._lanes if sum(map(len, body)) <= size)
         return await lane.read(name, body, bounds)
 
     async def close(self) -> None:
@@ -118,10 +118,10 @@ class _Lane:
     def __init__(self, setup: bytes) -> None:
         self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
-        self._jobs: deque[tuple[asyncio.Future[tuple[Any, list[Prompt]]], str, bytes, Bounds]] = deque()
+        self._jobs: deque[tuple[asyncio.Future[tuple[Any, list[Prompt]]], str, list[bytes], Bounds]] = deque()
         self._worker: asyncio.Task[None] | None = None
 
-    async def read(self, name: str, body: bytes, bounds: Bounds) -> tuple[Any, list[Prompt]]:
+    async def read(self, name: str, body: list[bytes], bounds: Bounds) -> tuple[Any, list[Prompt]]:
         answer: asyncio.Future[tuple[Any, list[Prompt]]] = asyncio.get_running_loop().create_future()
         self._jobs.append((answer, name, body, bounds))
         if self._worker is None:
@@ -144,11 +144,11 @@ class _Lane:
                     raise
         self._worker = None
 
-    async def _ask(self, name: str, body: bytes, bounds: Bounds) -> tuple[Any, list[Prompt]]:
+    async def _ask(self, name: str, body: list[bytes], bounds: Bounds) -> tuple[Any, list[Prompt]]:
         try:
             process = await self._start()
             assert process.stdin is not None
-            await _write(process.stdin, pickle.dumps((name, bounds)))
+            await _write(process.stdin, [pickle.dumps((name, bounds))])
             await _write(process.stdin, body)
             ok, head, count = pickle.loads(await self._frame(process))
             prompts = []
@@ -180,7 +180,7 @@ class _Lane:
                     "descriptors (ulimit -n) or of memory"
                 ) from error
             assert self._process.stdin is not None
-            await _write(self._process.stdin, self._setup)
+            await _write(self._process.stdin, [self._setup])
         return self._process
 
     async def _frame(self, process: asyncio.subprocess.Process) -> bytes:
@@ -204,12 +204,14 @@ class _Lane:
                 process.stdin.close()
 
 
-async def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
-    writer.write(LENGTH.pack(len(data)))
-    view = memoryview(data)
-    for start in range(0, len(data), PIECE):
-        writer.write(view[start : start + PIECE])
-        await writer.drain()
+async def _write(writer: asyncio.StreamWriter, parts: list[bytes]) -> None:
+    """One frame. Other work goes on while the process takes it in."""
+    writer.write(LENGTH.pack(sum(map(len, parts))))
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(part), PIECE):
+            writer.write(view[start : start + PIECE])
+            await writer.drain()
 
 
 def _gone() -> PenstockError:

@@ -48,14 +48,14 @@ class Serving:
         takes long to read is admitted first, so that nobody pays for those who are past their limits."""
         self.traffic.admit()
         body = await self.body(exchange)
-        if len(body) > INLINE_BYTES:
+        if exchange.body_size > INLINE_BYTES:
             await self.metering.enter(exchange)
         options, prompts = await self.parse(exchange, body, reader)
         self.check_model(exchange, options.model)
         self.objectives.assign(exchange, options)
         return options, prompts
 
-    async def parse(self, exchange: Exchange, body: bytes, reader: Reader[T]) -> tuple[T, list[Prompt]]:
+    async def parse(self, exchange: Exchange, body: list[bytes], reader: Reader[T]) -> tuple[T, list[Prompt]]:
         info, most = self.engine.info, exchange.tenant.max_prompt_tokens
         room = info.max_model_len - 1
         bounds = Bounds(
@@ -64,16 +64,16 @@ class Serving:
             info.vocab_size,
             exchange.endpoint in self.semantic_routes,
         )
-        if len(body) <= INLINE_BYTES:
-            return reader.read(body, bounds)
+        if exchange.body_size <= INLINE_BYTES:
+            return reader.read(b"".join(body), bounds)
         with exchange.ending_with_client():
             return await self.long_requests.read(reader.name, body, bounds)
 
     async def read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
         """A body of the administrator's."""
-        return decode_json(decoder, await self.body(exchange))
+        return decode_json(decoder, b"".join(await self.body(exchange)))
 
-    async def body(self, exchange: Exchange) -> bytes:
+    async def body(self, exchange: Exchange) -> list[bytes]:
         most = exchange.tenant.max_body_mib
         limit = self.max_body if most is None else min(self.max_body, int(most * 2**20))
         return await exchange.body(limit, self.body_seconds)
