@@ -173,7 +173,8 @@ class Exchange:
             self._awaited.set_result(None)
 
     async def body(self, limit: int, seconds: float) -> list[bytes]:
-        """The whole body, as it came: joining much of it would take a while. Refused at its header, as soon as a chunked one outgrows the limit, or if it is too slow."""
+        """The whole body, as it came: joining much of it would take a while. It is refused at its header, as soon as a
+        chunked one outgrows the limit, or if it is too slow."""
         length = self.header(b"content-length", _LENGTH)
         if length is not None and int(length) > limit:
             raise _too_large(limit)

@@ -137,6 +137,23 @@ async def test_budgets_are_reserved_among_gateways_until_one_dies(redis_server: 
     await alive.close()
 
 
+async def test_what_a_living_gateway_holds_is_renewed(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases and reservations of a request that runs for long, until it ends; also the keys that hold them."""
+    monkeypatch.setattr(redis_module, "LEASE_SECONDS", 1)
+    monkeypatch.setattr(redis_module, "RENEW_SECONDS", 0.05)
+    store = RedisStore(redis_server.url, f"stores{next(_numbers)}")
+    await store.open()
+    running = await store.reserve(claim(budget_per_day=10_000, concurrent=1)._replace(cost=10_000))
+    await asyncio.sleep(2.5)  # longer than a lease, and than twice that, after which its key would go
+    assert (await store.reserve(claim(concurrent=1))).refused == "concurrent"
+    assert (await store.reserve(claim(budget_per_day=10_000)._replace(cost=1))).refused == "day"
+    store.settle(running, Usage(1, 0, 0, 0, 1))
+    assert (await store.reserve(claim(budget_per_day=10_000)._replace(cost=9_999))).refused is None
+    await store.close()
+
+
 async def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_text("this is not a database, whatever its name says" * 100)
     with pytest.raises(StartupError, match=r"state\.db .* set state to another file"):
