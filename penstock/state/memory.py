@@ -20,6 +20,18 @@ def seconds_to_next_month(now: float) -> float:
     return calendar.timegm(following) - now
 
 
+def fits(claim: Claim, budget: int | None, taken: int) -> bool:
+    return budget is None or budget - taken >= max(1, claim.cost)
+
+
+def budget_wait(claim: Claim, period: str, spent: int, now: float) -> float:
+    """Seconds until there may be room in a budget: 0 where running requests hold it back and may not spend it."""
+    budget = claim.budget_per_month if period == "month" else claim.budget_per_day
+    if fits(claim, budget, spent):
+        return 0.0
+    return seconds_to_next_month(now) if period == "month" else seconds_to_next_day(now)
+
+
 class Window:
     """Amounts of the last minute, by second. A second counts until all of it is a minute old, so that no sixty
     seconds, wherever they begin, hold more than the limit."""
@@ -114,12 +126,14 @@ class MemoryStore:
 
     def _refusal(self, claim: Claim, use: _Use, now: float) -> tuple[Limit | None, float, int]:
         """The limit, seconds to wait, and what is left of a budget."""
-        left = self._left(claim, claim.budget_per_month, self.day()[:7])
-        if left is not None and left < max(1, claim.cost):
-            return "month", seconds_to_next_month(self._wall_clock()), left
-        left = self._left(claim, claim.budget_per_day, self.day())
-        if left is not None and left < max(1, claim.cost):
-            return "day", seconds_to_next_day(self._wall_clock()), left
+        month_spent, day_spent = self._spent(claim.tenant, self.day()[:7]), self._spent(claim.tenant, self.day())
+        reserved = self._reserved[claim.tenant]
+        if not fits(claim, claim.budget_per_month, month_spent + reserved):
+            wait = budget_wait(claim, "month", month_spent, self._wall_clock())
+            return "month", wait, (claim.budget_per_month or 0) - month_spent - reserved
+        if not fits(claim, claim.budget_per_day, day_spent + reserved):
+            wait = budget_wait(claim, "day", day_spent, self._wall_clock())
+            return "day", wait, (claim.budget_per_day or 0) - day_spent - reserved
         if claim.concurrent is not None and use.running >= claim.concurrent:
             return "concurrent", 0.0, 0
         limit = claim.requests_per_minute
@@ -129,9 +143,6 @@ class MemoryStore:
         if limit is not None and use.tokens.total + claim.tokens > limit:
             return "tokens", use.tokens.wait(use.tokens.total + claim.tokens - limit, now), 0
         return None, 0.0, 0
-
-    def _left(self, claim: Claim, budget: int | None, period: str) -> int | None:
-        return None if budget is None else budget - self._spent(claim.tenant, period) - self._reserved[claim.tenant]
 
     def _spent(self, tenant: str, period: str) -> int:
         return self.spent.get((tenant, period), 0)

@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from penstock.core.errors import StartupError, Unavailable
-from penstock.state.memory import MemoryStore, seconds_to_next_day, seconds_to_next_month
+from penstock.state.memory import MemoryStore, budget_wait
 from penstock.state.redis_script import BATCH
 from penstock.state.store import Claim, Grant, Limit, Room, Usage, UsageKey, days_between
 
@@ -198,9 +198,9 @@ class RedisStore:
                 held[f"{self._prefix}:reserved:{claim.tenant}"] = f"{claim.id} {claim.reserved}"
         delay = wait / 1000
         if refused == "day":
-            delay = seconds_to_next_day(time.time())
+            delay = budget_wait(claim, refused, day_spent, time.time())
         elif refused == "month":
-            delay = seconds_to_next_month(time.time())
+            delay = budget_wait(claim, refused, month_spent, time.time())
         return Grant(
             claim,
             second,

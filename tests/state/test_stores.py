@@ -109,6 +109,8 @@ async def test_budgets_are_reserved(make: Make, period: str) -> None:
     admitted = [grant for grant in grants if grant.refused is None]
     assert len(admitted) == 10
     assert {(grant.refused, grant.left) for grant in grants} == {(None, 0), (period, 500)}
+    assert {grant.retry_after for grant in grants} == {0.0}, "running requests may spend less"
+    assert (await reserve(10_501)).retry_after > 0
     store.settle(admitted[0], Usage(1, 0, 0, 0, 400))  # 600 less than it might have
     store.settle(admitted[1], Usage())  # it has failed
     assert [(await reserve()).refused for _ in range(3)] == [None, None, period]
