@@ -118,7 +118,9 @@ runs = st.tuples(
     ),
     st.integers(1, 300),
 ).map(lambda run: run[0] * run[1])
-long_texts = st.lists(st.one_of(runs, pieces, st.just("<|two words|>"), st.text(max_size=9)), min_size=5, max_size=40)
+marks = st.text("e\u0301\u0316\u0323한か\u3099q1 中", min_size=60, max_size=160)  # that a normal form composes
+some_text = st.one_of(runs, pieces, marks, marks, st.just("<|two words|>"), st.text(max_size=9))
+long_texts = st.lists(some_text, min_size=5, max_size=40)
 
 
 @pytest.fixture(scope="module", params=RULES)
