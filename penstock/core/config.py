@@ -217,7 +217,7 @@ class CacheConfig:
     ttl_seconds: float = 86_400.0
     sampled: bool = False  # also answers sampled without a seed: the first one is everybody's
     share_prefixes: bool = False  # tenants share the KV cache: one can find out what another has sent
-    shared_prefixes: tuple[str, ...] = ()  # system prompts that all tenants share; @FILE: the text of a file
+    shared_prefixes: tuple[str, ...] | None = None  # system prompts that all tenants share; @FILE: the text of a file
     semantic: SemanticConfig = field(default_factory=SemanticConfig)
 
     def __post_init__(self) -> None:

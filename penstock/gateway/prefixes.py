@@ -22,7 +22,7 @@ class Prefixes:
     def __init__(self, config: CacheConfig, tokenizer: Tokenizer) -> None:
         self._tenants_share = config.share_prefixes
         self._common = [
-            ids for entry in config.shared_prefixes for ids in _beginnings(_text(entry), tokenizer) if len(ids)
+            ids for entry in config.shared_prefixes or () for ids in _beginnings(_text(entry), tokenizer) if len(ids)
         ]
 
     def scope(self, tenant: str) -> str:
