@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
-from penstock.core.errors import StartupError
+from penstock.core.errors import InvalidRequest, StartupError
+from penstock.core.request import RECOMMENDED, SamplingParams
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -15,6 +16,8 @@ Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 KVDtype = Literal["auto", "bf16", "int8", "fp8"]
 Scheduling = Literal["deadline", "fcfs"]
 CacheScope = Literal["tenant", "shared"]
+UnknownFields = Literal["refuse", "ignore"]
+SamplingDefaults = Mapping[str, float]
 
 T = TypeVar("T")
 
@@ -44,6 +47,8 @@ class EngineConfig:
     prefix_caching: bool = True
     scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored
     max_waiting: int = 4096  # requests queued in the engine; more are refused
+    # Of requests that do not say: fields of `RECOMMENDED`; those not given are as the model's authors recommend.
+    sampling_defaults: SamplingDefaults = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self.device in get_args(Device), "device", f"must be one of {', '.join(get_args(Device))}")
@@ -64,6 +69,15 @@ class EngineConfig:
         modes = get_args(Scheduling)
         _check(self.scheduling in modes, "scheduling", f"must be one of {', '.join(modes)}")
         _check(self.max_waiting >= 1, "max_waiting", "must be at least 1")
+        for name, value in self.sampling_defaults.items():
+            known = ", ".join(RECOMMENDED)
+            _check(name in RECOMMENDED, "sampling_defaults", f"takes {known}, not {name}")
+            number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+            _check(number, "sampling_defaults", f"needs a number for {name}, not {value!r}")
+        try:
+            SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            raise StartupError(f"sampling_defaults.{error.message}", param="sampling_defaults") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +92,7 @@ class ServerConfig:
     open: bool = False  # serve anybody, on whatever host, while no tenant is configured
     drain_seconds: float = 30.0  # how long running requests may finish after SIGTERM
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    unknown_fields: UnknownFields = "refuse"  # of requests; ignore: as if they had not been sent
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
@@ -86,6 +101,8 @@ class ServerConfig:
         _check(self.drain_seconds >= 0, "drain_seconds", "must not be negative")
         levels = ("debug", "info", "warning", "error")
         _check(self.log_level in levels, "log_level", f"must be one of {', '.join(levels)}")
+        ways = get_args(UnknownFields)
+        _check(self.unknown_fields in ways, "unknown_fields", f"must be one of {', '.join(ways)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +279,9 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
         words = isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value)
         _check(bool(words), name, f"must be a list of names, not {value!r}")
         return tuple(value)
+    if "SamplingDefaults" in options:
+        _check(isinstance(value, dict), name, f"must be a mapping such as {{temperature: 1, top_p: 1}}, not {value!r}")
+        return value
     if "bool" in options or isinstance(value, bool):
         _check("bool" in options and isinstance(value, bool), name, f"must be {annotation}, not {value!r}")
         return value
@@ -277,6 +297,7 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
         "KVDtype": str,
         "Scheduling": str,
         "CacheScope": str,
+        "UnknownFields": str,
     }
     kinds = tuple(expected.get(o, str) for o in options if o != "None")
     _check(isinstance(value, kinds), name, f"must be {annotation}, not {value!r}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,7 @@ class EngineInfo:
     max_model_len: int  # prompt plus output tokens of one request
     vocab_size: int
     revision: str = ""  # changes with the weights and with the precision they are computed in
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)  # of requests that do not say
 
 
 @dataclass(frozen=True, slots=True)

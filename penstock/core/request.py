@@ -15,6 +15,8 @@ FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+# What a model's authors may recommend, and settings override, for requests that do not say.
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _require(condition: bool, param: str, message: str) -> None:

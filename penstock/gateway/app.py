@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from penstock.core.config import JwtConfig, Settings
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import InvalidRequest, StartupError
+from penstock.core.request import RECOMMENDED
 from penstock.gateway.admin import AdminEndpoints
 from penstock.gateway.auth import Door, Verifier
 from penstock.gateway.budgets import Prices, SpendMetrics
@@ -180,7 +181,9 @@ class StatusEndpoints:
         self.serving = serving
 
     def _card(self, name: str) -> ModelCard:
-        return ModelCard(name, self.serving.created, self.serving.engine.info.max_model_len)
+        info = self.serving.engine.info
+        defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
+        return ModelCard(name, self.serving.created, info.max_model_len, defaults)
 
     async def models(self, exchange: Exchange) -> None:
         cards = [self._card(name) for name in self.serving.models_of(exchange)]

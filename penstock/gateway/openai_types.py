@@ -251,6 +251,7 @@ class ModelCard(Struct):
     id: str
     created: int
     max_model_len: int
+    sampling_defaults: dict[str, float]  # of requests that do not say
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 

@@ -13,8 +13,9 @@ from penstock.checkpoint.revision import revision
 from penstock.checkpoint.source import Checkpoint, resolve
 from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo
-from penstock.core.errors import StartupError
+from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus
+from penstock.core.request import SamplingParams
 from penstock.engine.executor import Executor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
@@ -86,6 +87,7 @@ def start(model: str, config: EngineConfig, progress: Progress | None = None) ->
     keep_compiled("torch")
     checkpoint = resolve(model)
     model_config = read_config(checkpoint)
+    sampling = _sampling_defaults(checkpoint, model_config, config)
     device = _device(config, checkpoint)
     plan = _Plan(
         checkpoint=checkpoint,
@@ -120,9 +122,27 @@ def start(model: str, config: EngineConfig, progress: Progress | None = None) ->
         padded=executor.padded_tokens,
     )
     info = EngineInfo(
-        checkpoint.name, limits.longest_sequence, model_config.vocab_size, f"{revision(checkpoint)}-{_precision(plan)}"
+        checkpoint.name,
+        limits.longest_sequence,
+        model_config.vocab_size,
+        f"{revision(checkpoint)}-{_precision(plan)}",
+        sampling,
     )
     return Scheduler(limits, times), executor, info
+
+
+def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> SamplingParams:
+    """What the settings say, else what the model's authors recommend, else OpenAI's."""
+    values = {**model.sampling, **config.sampling_defaults}
+    if not 0 <= values.get("top_k", 0) < model.vocab_size:  # -1 is a common spelling of "all tokens"
+        values["top_k"] = 0
+    try:
+        return SamplingParams(**values)  # type: ignore[arg-type]
+    except InvalidRequest as error:
+        raise StartupError(
+            f"{checkpoint.name} recommends a {error.message}; say another in engine.sampling_defaults",
+            param="engine.sampling_defaults",
+        ) from None
 
 
 def _cpu_executor(plan: _Plan) -> Executor:

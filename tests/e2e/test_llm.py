@@ -106,6 +106,15 @@ def test_what_cannot_fit_is_refused_and_others_go_on(llm: LLM) -> None:
     assert llm.engine.stats.running == 0
 
 
+def test_without_params_the_model_is_sampled_as_recommended(llm: LLM) -> None:
+    assert llm.sampling_defaults == SamplingParams(temperature=0.2, top_p=0.9)
+    asked = {"temperature": 0, "top_k": 40}
+    with LLM("smollm2-135m", kv_memory_gib=0.2, max_model_len=32, sampling_defaults=asked) as own:
+        assert own.sampling_defaults == SamplingParams(temperature=0, top_p=0.9, top_k=40)
+        silent = own.generate("The sun rises in", progress=False)[0]
+        assert silent.choices == own.generate("The sun rises in", greedy(max_tokens=None), progress=False)[0].choices
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

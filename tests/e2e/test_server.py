@@ -57,6 +57,12 @@ async def test_two_hundred_streams_finish(server: Server) -> None:
     assert results == [(8, "length")] * 200
 
 
+def test_models_say_how_they_sample(server: Server) -> None:
+    with httpx.Client(base_url=server.base_url) as http:
+        (card,) = http.get("/models").json()["data"]
+    assert (card["sampling_defaults"]["temperature"], card["sampling_defaults"]["top_p"]) == (0.2, 0.9)
+
+
 def test_a_dead_worker_is_reported_at_once_and_replaced() -> None:
     server = start_server("--kv-memory-gib", "0.2", "--max-model-len", "2048")
     try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import openai
 import pytest
 
 from penstock.core.errors import EngineFailure, Overloaded
+from penstock.core.request import SamplingParams
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang, logprob_of
 
@@ -234,6 +236,20 @@ def test_sampling_fields_reach_the_engine(gateway: Gateway) -> None:
     assert (params.top_k, params.min_p, params.repetition_penalty, params.min_tokens) == (0, 0.1, 1.1, 1)
     assert params.ignore_eos
     assert (request.priority, request.cache_salt) == (-3, "tenant")
+
+
+def test_what_a_request_does_not_say_is_as_the_model_recommends(gateway: Gateway) -> None:
+    recommended = SamplingParams(temperature=0.2, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
+    gateway.engine.info = replace(gateway.engine.info, sampling_defaults=recommended)
+    said = {"temperature": 1.5, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    with gateway.http() as http:
+        for fields in ({}, dict.fromkeys(said), said):
+            http.post("/v1/chat/completions", json={"model": MODEL, "messages": HI, **fields}).raise_for_status()
+        defaults = http.get("/v1/models").json()["data"][0]["sampling_defaults"]
+    silent, null, loud = ([getattr(r.params, name) for name in said] for r in gateway.engine.requests)
+    assert silent == null == list(defaults.values()) == [0.2, 0.9, 20, 0.05, 1.1]
+    assert list(defaults) == list(said)
+    assert loud == [1.5, 1, 0, 0, 1]
 
 
 def test_null_means_default_for_every_optional_field(gateway: Gateway) -> None:
