@@ -70,8 +70,7 @@ class EngineConfig:
         _check(self.scheduling in modes, "scheduling", f"must be one of {', '.join(modes)}")
         _check(self.max_waiting >= 1, "max_waiting", "must be at least 1")
         for name, value in self.sampling_defaults.items():
-            known = ", ".join(RECOMMENDED)
-            _check(name in RECOMMENDED, "sampling_defaults", f"takes {known}, not {name}")
+            _check(name in RECOMMENDED, "sampling_defaults", f"takes {', '.join(RECOMMENDED)}, not {name}")
             number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
             _check(number, "sampling_defaults", f"needs a number for {name}, not {value!r}")
         try:

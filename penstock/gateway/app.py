@@ -9,6 +9,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from penstock import __version__
 from penstock.core.config import JwtConfig, Settings
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import InvalidRequest, StartupError
@@ -30,6 +31,7 @@ from penstock.gateway.openai_types import (
     ModelList,
     Tokenized,
     TokenizeRequest,
+    Version,
 )
 from penstock.gateway.openapi import OpenApi
 from penstock.gateway.requests import RequestEndpoints
@@ -44,7 +46,7 @@ from penstock.text.tokenizer import Tokenizer
 logger = logging.getLogger("penstock.gateway")
 
 HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
-Also POST /tokenize, POST /detokenize, GET /health, GET /metrics.
+Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GET /metrics.
 """
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
@@ -83,11 +85,12 @@ def create_app(
         Metering(directory.store, Prices(settings, model_names[0], lambda: engine.stats), spend, model_names),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,
+        ignore_unknown=settings.server.unknown_fields == "ignore",
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),
     )
     chat = ChatCompletions(serving)
     text = TextEndpoints(serving, chat)
-    status = StatusEndpoints(serving)
+    status = StatusEndpoints(serving, settings.engine.max_waiting)
     admin = AdminEndpoints(serving, directory)
     requests = RequestLog()
     accounts = RequestEndpoints(requests)
@@ -113,6 +116,8 @@ def create_app(
             route("DELETE", "/admin/keys/{id}", admin.revoke_key, door.enter_admin),
             route("GET", "/admin/usage", admin.usage, door.enter_admin),
             route("GET", "/health", status.health, anybody),
+            route("GET", "/ready", status.ready, anybody),
+            route("GET", "/version", status.version, anybody),
             route("GET", "/metrics", status.metrics, door.enter_metrics),
             route("GET", "/openapi.json", OpenApi(serving), anybody),
             route("GET", "/", status.hint, anybody),
@@ -159,7 +164,10 @@ class TextEndpoints:
         else:
             token_ids = await self._encode(body.prompt, body.add_special_tokens)
         info = self.serving.engine.info
-        await exchange.send(200, encode_json(Tokenized(token_ids, len(token_ids), info.max_model_len)))
+        answer = Tokenized(token_ids, len(token_ids), info.max_model_len)
+        if body.return_token_strs:
+            answer.token_strs = [self.serving.tokenizer.token_spelling(token_id) for token_id in token_ids]
+        await exchange.send(200, encode_json(answer))
 
     async def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         encode = self.serving.tokenizer.encode
@@ -177,8 +185,9 @@ class TextEndpoints:
 class StatusEndpoints:
     """What is served here, and how it is doing."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, max_waiting: int) -> None:
         self.serving = serving
+        self.max_waiting = max_waiting
 
     def _card(self, name: str) -> ModelCard:
         info = self.serving.engine.info
@@ -195,12 +204,26 @@ class StatusEndpoints:
         await exchange.send(200, encode_json(self._card(name)))
 
     async def health(self, exchange: Exchange) -> None:
-        health = self.serving.engine.health()
+        await self._send(exchange, self._health())
+
+    async def ready(self, exchange: Exchange) -> None:
+        """Whether a request that came now would be taken: also no when the engine's queue is full."""
+        report = self._health()
+        if report.status == "ok" and (waiting := self.serving.engine.stats.waiting) >= self.max_waiting:
+            report = HealthReport("overloaded", f"{waiting} requests wait, and no more are taken")
+        await self._send(exchange, report)
+
+    def _health(self) -> HealthReport:
         if self.serving.traffic.draining:
-            report = HealthReport("draining", "the server is shutting down")
-        else:
-            report = HealthReport("ok" if health.ok else "unhealthy", health.detail)
+            return HealthReport("draining", "the server is shutting down")
+        health = self.serving.engine.health()
+        return HealthReport("ok" if health.ok else "unhealthy", health.detail)
+
+    async def _send(self, exchange: Exchange, report: HealthReport) -> None:
         await exchange.send(200 if report.status == "ok" else 503, encode_json(report))
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.send(200, encode_json(Version(__version__)))
 
     async def metrics(self, exchange: Exchange) -> None:
         content_type = (b"content-type", CONTENT_TYPE_LATEST.encode())

@@ -10,7 +10,11 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.keys import find_key, looks_like_key
 from penstock.gateway.tenants import Directory, Tenant
 
-_BEARER = re.compile(rb"bearer +([!-~]{1,8192}) *", re.IGNORECASE)
+_PATTERNS = {
+    b"authorization": re.compile(rb"bearer +([!-~]{1,8192}) *", re.IGNORECASE),
+    b"x-api-key": re.compile(rb"([!-~]{1,8192}) *"),
+}
+_FORMS = {b"authorization": "'Authorization: Bearer KEY'", b"x-api-key": "'X-Api-Key: KEY'"}
 
 
 class Verifier(Protocol):
@@ -62,11 +66,18 @@ class Door:
 
 
 def bearer(exchange: Exchange) -> bytes:
-    found = [value for key, value in exchange.given_headers if key == b"authorization"]
-    if len(found) != 1:
-        raise Unauthorized("send the API key once, in a header: 'Authorization: Bearer KEY'")
-    match = _BEARER.fullmatch(found[0])
-    if match is None:
-        raise Unauthorized("the Authorization header must be 'Bearer KEY'")
-    token: bytes = match[1]
-    return token
+    """The token of either header; both may be sent if they agree."""
+    found: dict[bytes, bytes] = {}
+    for name, value in exchange.given_headers:
+        if name in _PATTERNS:
+            if name in found:
+                raise Unauthorized(f"the header {name.decode()} came twice; send the API key once")
+            match = _PATTERNS[name].fullmatch(value)
+            if match is None:
+                raise Unauthorized(f"the header must be {_FORMS[name]}")
+            found[name] = match[1]
+    tokens = set(found.values())
+    if len(tokens) != 1:
+        what = "two different API keys came" if tokens else "no API key came"
+        raise Unauthorized(f"{what}; send one in a header: 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'")
+    return tokens.pop()

@@ -14,10 +14,18 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Choice, Generation, Prompt, build_choices
 from penstock.gateway.logprobs import completion_logprobs, prompt_logprobs
 from penstock.gateway.objectives import reported_tier
-from penstock.gateway.openai_types import Completion, CompletionChoice, CompletionRequest, TokenIds, Usage
-from penstock.gateway.sampling import output_limit, sampling_params
+from penstock.gateway.openai_types import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    TokenIds,
+    Usage,
+)
+from penstock.gateway.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.semantic import similar_completion
 from penstock.gateway.serving import DONE, Serving, encode_json, event, off_loop_if_long
+from penstock.text.offsets import TextOffsets
 from penstock.text.stream import TextDelta
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -33,7 +41,7 @@ class Completions:
     async def __call__(self, exchange: Exchange) -> None:
         body = await self.serving.accept(exchange, _decoder)
         _check(body)
-        prompts = [(prompt, self._params(exchange, body, prompt)) for prompt in await self._tokenize(body)]
+        prompts = [(prompt, self._params(exchange, body, prompt)) for prompt in await self._tokenize(exchange, body)]
         prompt_only = body.max_tokens == 0
         choices = build_choices(exchange, self.serving.tokenizer, body, prompts, prompt_only=prompt_only)
         generation = Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
@@ -43,7 +51,7 @@ class Completions:
         else:
             await _answer(exchange, generation, shape)
 
-    async def _tokenize(self, body: CompletionRequest) -> list[Prompt]:
+    async def _tokenize(self, exchange: Exchange, body: CompletionRequest) -> list[Prompt]:
         prompts = _split_prompts(body.prompt)
         require(
             len(prompts) * min(body.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
@@ -60,10 +68,15 @@ class Completions:
             require(len(token_ids) > 0, param, "must not be empty")
             self.serving.check_token_ids(token_ids, param)
         semantic = "/v1/completions" in self.serving.semantic_routes
-        return [
-            Prompt(ids, text, similar_completion(body, text) if semantic else None)
-            for text, ids in zip((p if isinstance(p, str) else None for p in prompts), encoded, strict=True)
-        ]
+        keep, info = body.truncate_prompt_tokens, self.serving.engine.info
+        output = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        made = []
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            kept = ids if keep is None else truncated(ids, keep, output, info, exchange.tenant)
+            similar = similar_completion(body, text) if semantic else None
+            made.append(Prompt(kept, text if len(kept) == len(ids) else None, similar))
+        return made
 
     def _params(self, exchange: Exchange, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
         info = self.serving.engine.info
@@ -92,23 +105,41 @@ class _Shape:
         self.id = f"cmpl-{exchange.unique}"
         self.tier = reported_tier(body.service_tier)
         self.created = int(time.time())
-        self.offsets: dict[int, int] = {}  # by choice: where its next token begins in its text
+        self.offsets: dict[int, TextOffsets] = {}  # by choice
 
     def completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.id, self.created, self.body.model, choices, usage, service_tier=self.tier)
 
-    def choice(self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob]) -> CompletionChoice:
+    def choice(
+        self, choice: Choice, text: str, token_ids: list[int], logprobs: Sequence[TokenLogprob]
+    ) -> CompletionChoice:
         """The next piece of a choice; its first one begins with the prompt when echo was asked for."""
-        echoed = bool(self.body.echo) and not choice.opened
+        first, body = not choice.opened, self.body
         choice.opened = True
-        shaped = None
-        if self.body.logprobs is not None:
-            entries = [*(choice.prompt_logprobs or ()), *logprobs] if echoed else logprobs
-            offset = self.offsets.get(choice.index, 0)
-            shaped = completion_logprobs(self.tokenizer, entries, choice.prompt.token_ids, self.body.logprobs, offset)
-            self.offsets[choice.index] = offset + sum(map(len, shaped.tokens))
-        text = self._prompt_text(choice.prompt) + text if echoed else text
-        return CompletionChoice(choice.index, text, shaped, choice.finish_reason)
+        echoed = first and bool(body.echo)
+        shaped = None if body.logprobs is None else self._logprobs(choice, logprobs, body.logprobs, echoed)
+        piece = CompletionChoice(choice.index, text, shaped, choice.finish_reason)
+        if echoed:
+            piece.text = self._prompt_text(choice.prompt) + text
+        if choice.finish_reason is not None:
+            piece.stop_reason = choice.stop_reason
+        if body.return_token_ids:
+            piece.token_ids = token_ids
+            piece.prompt_token_ids = choice.prompt.token_ids if first else UNSET
+        return piece
+
+    def _logprobs(self, choice: Choice, logprobs: Sequence[TokenLogprob], top: int, echoed: bool) -> CompletionLogprobs:
+        tokenizer, prompt = self.tokenizer, choice.prompt
+        offsets = self.offsets.setdefault(choice.index, TextOffsets(tokenizer))
+        entries: list[TokenLogprob | None] = []
+        begins: list[int] = []
+        if echoed:
+            entries += choice.prompt_logprobs or ()
+            begins += offsets.of_prompt(prompt.token_ids, prompt.text)
+        entries += logprobs
+        begins += offsets.of_output(entry.token_id for entry in logprobs)
+        by_id = bool(self.body.return_tokens_as_token_ids)
+        return completion_logprobs(tokenizer, entries, prompt.token_ids, top, begins, by_id)
 
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
@@ -120,7 +151,7 @@ async def _answer(exchange: Exchange, generation: Generation, shape: _Shape) -> 
     await generation.collect()
     choices = []
     for choice in generation.choices:
-        choices.append(shape.choice(choice, choice.stream.text, choice.logprobs))
+        choices.append(shape.choice(choice, choice.stream.text, choice.token_ids, choice.logprobs))
         if shape.body.prompt_logprobs is not None:
             entries = choice.prompt_logprobs or []
             choices[-1].prompt_logprobs = prompt_logprobs(shape.tokenizer, entries, shape.body.prompt_logprobs)
@@ -128,18 +159,18 @@ async def _answer(exchange: Exchange, generation: Generation, shape: _Shape) -> 
 
 
 async def _stream(exchange: Exchange, generation: Generation, shape: _Shape) -> None:
-    include_usage = bool(shape.body.stream_options and shape.body.stream_options.include_usage)
-    usage = None if include_usage else UNSET
+    usage_so_far = generation.usage_in_chunks(shape.body)
+    with_ids = bool(shape.body.return_token_ids)
 
     async def emit(choice: Choice, delta: TextDelta) -> None:
         opens = bool(shape.body.echo) and not choice.opened
-        if delta.text or delta.logprobs or delta.finish_reason is not None or opens:
-            piece = shape.choice(choice, delta.text, delta.logprobs or ())
-            await exchange.send_events(event(shape.completion([piece], usage)))
+        if delta.text or delta.logprobs or delta.finish_reason is not None or opens or with_ids:
+            piece = shape.choice(choice, delta.text, delta.token_ids, delta.logprobs or ())
+            await exchange.send_events(event(shape.completion([piece], usage_so_far())))
 
     await generation.run(emit)
     reported = generation.reported_usage()
-    with_last = include_usage or reported.ledger is not UNSET
+    with_last = usage_so_far() is not UNSET or reported.ledger is not UNSET
     last = event(shape.completion([], reported)) if with_last else b""
     await exchange.end_events(last + DONE)
 
@@ -157,7 +188,6 @@ def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | Token
 
 
 def _check(body: CompletionRequest) -> None:
-    require(body.suffix is None, "suffix", "is not supported")
     require(body.best_of is None or body.best_of == (body.n or 1), "best_of", "is only supported equal to n")
     require(body.max_tokens != 0 or bool(body.echo), "max_tokens", "must be at least 1, or 0 with echo")
     top = body.logprobs

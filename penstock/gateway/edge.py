@@ -24,7 +24,7 @@ logger = logging.getLogger("penstock.gateway")
 Handler = Callable[[Exchange], Awaitable[None]]
 Enter = Callable[[Exchange], Awaitable[None]]  # finds out who asks, or refuses
 
-_QUIET = frozenset(("/health", "/metrics"))  # polled every few seconds; not worth a log line
+_QUIET = frozenset(("/health", "/metrics", "/ready"))  # polled every few seconds; not worth a log line
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
 
 
@@ -53,7 +53,7 @@ class Routes:
 
     def find(self, exchange: Exchange) -> Route:
         method, path = exchange.method, exchange.path
-        methods = self._plain.get(path) or self._match(exchange)
+        methods = self._plain.get(path) or self._plain.get(path.removesuffix("/")) or self._match(exchange)
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
             allowed = sorted([*methods, "HEAD"] if "GET" in methods else methods)
@@ -62,7 +62,7 @@ class Routes:
 
     def _match(self, exchange: Exchange) -> dict[str, Route]:
         for pattern, methods in self._patterns.items():
-            if (match := pattern.fullmatch(exchange.path)) is not None:
+            if (match := pattern.fullmatch(exchange.path.removesuffix("/"))) is not None:
                 exchange.path_params = match.groupdict()
                 return methods
         raise NotFound(f"unknown path: {exchange.method} {exchange.path}", code="unknown_path")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -57,6 +58,18 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
         require(0 <= token < vocab_size, "logit_bias", f"keys must be token ids below {vocab_size}, not {key[:40]!r}")
         bias[token] = value
     return bias
+
+
+def truncated(
+    token_ids: Sequence[int], keep: int, output: int | None, info: EngineInfo, tenant: TenantConfig
+) -> Sequence[int]:
+    """The last tokens of a prompt, so many as the request wants to keep; -1: as many as leave room for the output."""
+    param, most = "truncate_prompt_tokens", info.max_model_len
+    require(keep != 0 and keep <= most, param, f"must be between 1 and {most}, or -1 for as many tokens as fit")
+    if keep < 0:
+        room = max(most - max(output or 1, 1), 1)
+        keep = room if tenant.max_prompt_tokens is None else min(room, tenant.max_prompt_tokens)
+    return token_ids[-keep:]
 
 
 def output_limit(

@@ -12,11 +12,12 @@ import msgspec
 
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import InvalidRequest, NotFound
-from penstock.gateway.errors import decode_json, require
+from penstock.gateway.decoding import decode_json
+from penstock.gateway.errors import require
 from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
 from penstock.gateway.objectives import Objectives
-from penstock.gateway.openai_types import SamplingFields
+from penstock.gateway.openai_types import SUPPORTED_VALUES, SamplingFields
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.tokenizer import Tokenizer
 
@@ -39,6 +40,7 @@ class Serving:
     metering: Metering
     max_body: int  # bytes
     body_seconds: float
+    ignore_unknown: bool = False  # fields of a request that nobody here knows
     semantic_routes: frozenset[str] = frozenset()  # where prompts of the same meaning may share an answer
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -46,6 +48,7 @@ class Serving:
         """A request to generate: its body, when the server, the model and its class are there for it."""
         self.traffic.admit()
         body = await self.read(exchange, decoder)
+        _check_values(body)
         self.check_model(exchange, body.model)
         self.objectives.assign(exchange, body)
         return body
@@ -53,7 +56,8 @@ class Serving:
     async def read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
         most = exchange.tenant.max_body_mib
         limit = self.max_body if most is None else min(self.max_body, int(most * 2**20))
-        return decode_json(decoder, await exchange.body(limit, self.body_seconds))
+        body = await exchange.body(limit, self.body_seconds)
+        return decode_json(decoder, body, ignore_unknown=self.ignore_unknown)
 
     def models_of(self, exchange: Exchange) -> tuple[str, ...]:
         """The names a tenant may use: they all mean the same model, so one that is allowed allows the others."""
@@ -72,6 +76,15 @@ class Serving:
         vocab_size = self.engine.info.vocab_size
         require(min(token_ids, default=0) >= 0, param, "must not hold negative token ids")
         require(max(token_ids, default=0) < vocab_size, param, f"must hold token ids below {vocab_size}")
+
+
+def _check_values(body: SamplingFields) -> None:
+    """What no type can say of the fields that both endpoints share, and values that are not supported."""
+    stray = body.stream_options is not None and not body.stream
+    require(not stray, "stream_options", "is only allowed when stream is enabled")
+    for name, (values, otherwise) in SUPPORTED_VALUES.items():
+        value = getattr(body, name, None)
+        require(value is None or value in values, name, otherwise)
 
 
 async def off_loop_if_long(characters: int, work: Callable[[], T], param: str) -> T:

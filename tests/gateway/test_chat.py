@@ -91,6 +91,17 @@ def test_tools_reach_the_template(gateway: Gateway, tool_choice: str | None, sho
     assert "rain" in text
 
 
+def test_what_the_assistant_refused_with_is_what_it_said(gateway: Gateway) -> None:
+    for said in (
+        {"content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"content": None, "refusal": "I will not."},
+    ):
+        messages = [*HI, {"role": "assistant", **said}, *HI]
+        gateway.client().chat.completions.create(model=MODEL, messages=messages)
+        text = gateway.tokenizer.decode(gateway.engine.requests[-1].prompt, skip_special_tokens=False)
+        assert "<|im_start|>assistant\nI will not.<|im_end|>" in text
+
+
 def test_continue_final_message_leaves_it_open(gateway: Gateway) -> None:
     messages = [*HI, {"role": "assistant", "content": "The answer is"}]
     gateway.client().chat.completions.create(
@@ -189,6 +200,21 @@ def test_stop_string_ends_the_request_in_the_engine(gateway: Gateway) -> None:
     assert answer.usage.completion_tokens == len(words)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_end_where_the_text_does(gateway: Gateway, stream: bool) -> None:
+    gateway.answers("alpha beta gamma delta")
+    body = {"stop": [" gamma delta"], "logprobs": True}
+    if stream:
+        choices = [event["choices"][0] for event in events(gateway, **body)]
+        text = "".join(choice["delta"].get("content", "") for choice in choices)
+        content = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
+    else:
+        choice = gateway.client().chat.completions.create(model=MODEL, messages=HI, **body).choices[0]
+        assert choice.logprobs is not None
+        text, content = choice.message.content, choice.logprobs.model_dump()["content"]
+    assert text == "".join(entry["token"] for entry in content) == "alpha beta"
+
+
 def test_max_tokens_gives_length(gateway: Gateway) -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         answer = gateway.client().chat.completions.create(model=MODEL, messages=HI, **{field: 2})
@@ -226,7 +252,6 @@ def test_sampling_fields_reach_the_engine(gateway: Gateway) -> None:
             "stop_token_ids": [7],
             "priority": -3,
             "cache_salt": "tenant",
-            "unheard_of": {"x": 1},
         },
     )
     (request,) = gateway.engine.requests

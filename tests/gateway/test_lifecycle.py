@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock import __version__
 from penstock.gateway.exchange import Exchange
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang
@@ -69,6 +71,17 @@ def test_finished_requests_leave_nothing_for_the_garbage_collector(gateway: Gate
         assert sum(type(thing) is Exchange for thing in gc.get_objects()) <= 1
     finally:
         gc.enable()
+
+
+def test_ready_is_when_a_request_would_be_taken(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        assert http.get("/ready").json() == {"status": "ok", "detail": "idle"}
+        gateway.engine.stats = replace(gateway.engine.stats, waiting=4096)
+        full = http.get("/ready")
+        assert (full.status_code, full.json()["status"], http.get("/health").status_code) == (503, "overloaded", 200)
+        gateway.engine.healthy = False
+        assert (http.get("/ready").status_code, http.get("/ready").json()["status"]) == (503, "unhealthy")
+        assert http.get("/version").json() == {"version": __version__}
 
 
 def test_health(gateway: Gateway) -> None:
@@ -154,6 +167,7 @@ def wait_until_draining(url: str) -> None:
     with httpx.Client(base_url=url, timeout=20) as http:
         while http.get("/health").json()["status"] != "draining":
             pass
+        assert http.get("/ready").status_code == 503
 
 
 STREAM = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 3}
