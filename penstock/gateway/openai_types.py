@@ -22,6 +22,7 @@ Int32: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 MAX_TOKEN_LIST = 1024  # stop_token_ids, and the tokens of logit_bias
+MAX_DETOKENIZED = 100_000  # tokens; they become text on the event loop
 
 # What is accepted beside null, and what is said of anything else.
 SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -178,7 +179,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[TokenIds, Meta(max_length=MAX_DETOKENIZED)]
 
 
 # ---------------------------------------------------------------- responses

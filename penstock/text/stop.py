@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 
 class StopStrings:
@@ -49,12 +50,7 @@ class _Pattern:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.state = 0
-        self._fallback = [0] * (len(stop) + 1)  # by state: the next shorter beginning that ends at the same place
-        for length in range(2, len(stop) + 1):
-            shorter = self._fallback[length - 1]
-            while shorter and stop[shorter] != stop[length - 1]:
-                shorter = self._fallback[shorter]
-            self._fallback[length] = shorter + 1 if stop[shorter] == stop[length - 1] else 0
+        self._fallback = _fallbacks(stop)
 
     def advance(self, character: str) -> bool:
         """True when the stop string is complete; then the pattern must not be used any more."""
@@ -65,3 +61,15 @@ class _Pattern:
             state += 1
         self.state = state
         return state == len(stop)
+
+
+@lru_cache(64)  # the choices of a request have the same stop strings, and there may be a thousand of them
+def _fallbacks(stop: str) -> list[int]:
+    """By state: the next shorter beginning that ends at the same place."""
+    fallback = [0] * (len(stop) + 1)
+    for length in range(2, len(stop) + 1):
+        shorter = fallback[length - 1]
+        while shorter and stop[shorter] != stop[length - 1]:
+            shorter = fallback[shorter]
+        fallback[length] = shorter + 1 if stop[shorter] == stop[length - 1] else 0
+    return fallback

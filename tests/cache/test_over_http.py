@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from penstock.core.config import CacheConfig, SemanticConfig, ServerConfig, Settings
+from penstock.core.request import SamplingParams
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server
 from tests.gateway.conftest import Gateway, serving
@@ -91,6 +93,13 @@ def test_choices_prompts_logprobs_and_echo_come_back_whole(gateway: Gateway) -> 
     assert [cache_header(answer) for answer in answers] == ["miss", "hit; tier=memory"]
     assert answers[0].json()["choices"] == answers[1].json()["choices"]
     assert len(gateway.engine.requests) == 4
+
+
+def test_what_the_model_recommends_decides_what_is_kept(gateway: Gateway) -> None:
+    assert cache_header(ask(gateway, temperature=None)) == "bypass"
+    greedy = SamplingParams(temperature=0)
+    gateway.engine.info = replace(gateway.engine.info, sampling_defaults=greedy)
+    assert [cache_header(ask(gateway, temperature=given)) for given in (None, 0)] == ["miss", "hit; tier=memory"]
 
 
 def test_a_client_chooses_with_cache_control(gateway: Gateway) -> None:

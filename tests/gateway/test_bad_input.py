@@ -233,6 +233,7 @@ def test_detokenize_checks_ids(shared_gateway: Gateway) -> None:
     with shared_gateway.http() as http:
         check_error(http.post("/detokenize", json={"tokens": [1, 10**6]}), 400, "tokens")
         check_error(http.post("/detokenize", json={"tokens": [-5]}), 400, "tokens")
+        check_error(http.post("/detokenize", content=b'{"tokens":[1' + b",1" * 10**5 + b"]}"), 400, "tokens")
 
 
 def test_unknown_paths_and_methods(shared_gateway: Gateway) -> None:

@@ -43,7 +43,8 @@ def http(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
             "; did you mean include_usage?",
         ),
         (CHAT, {"response_format": {"type": "text", "x": 1}}, "response_format.x", ""),
-        (TEXT, {"prompt": "a", "messages": HI}, "messages", ""),
+        (TEXT, {"prompt": "a", "messages": HI}, "messages", "; send it to /v1/chat/completions"),
+        (TEXT, {"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens", "; use max_tokens"),
         (
             "/tokenize",
             {"prompt": "a", "add_special_token": True},
