@@ -106,7 +106,8 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClassConfig:
-    """A class of requests and what they are owed. A class without ttft_ms is never refused: its requests wait."""
+    """A class of requests and what they are promised. Without ttft_ms it is never refused: its requests wait. Without
+    itl_ms, unless it ranks behind others, long prompts make its streams no more than about twice as slow."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None

@@ -74,12 +74,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the requests of a class are owed, in seconds. None: nothing was promised, so there is nothing to refuse."""
+    """What the requests of a class are promised, in seconds. None: nothing, so there is nothing to refuse."""
 
     name: str = "standard"
     ttft: float | None = None  # from arrival to the first token
     gap: float | None = None  # between two tokens
     rank: int = 0  # classes of a smaller rank go first
+    paced: bool = (
+        False  # somebody reads along: without a gap, too, prompts of others must not slow the stream down much
+    )
 
     def __post_init__(self) -> None:
         for name, value in (("ttft", self.ttft), ("gap", self.gap)):

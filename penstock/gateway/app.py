@@ -75,13 +75,15 @@ def create_app(
     door = Door(directory, _verifier(settings.jwt))
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
+    objectives = Objectives(settings.classes, settings.default_class, lambda: engine.stats)
+    objectives.all()  # settled, and in the log, before the first request
     serving = Serving(
         engine,
         tokenizer,
         tuple(model_names),
         metrics,
         traffic,
-        Objectives(settings.classes, settings.default_class, lambda: engine.stats),
+        objectives,
         Metering(directory.store, Prices(settings, model_names[0], lambda: engine.stats), spend, model_names),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from penstock.core.config import Settings, settings_from_mapping
 from penstock.core.errors import PenstockError
+from penstock.engine.calibration import calibrate
 from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
 from penstock.observability.logging import configure_logging
@@ -44,6 +45,9 @@ async def _serve(settings: Settings, address: str, ready_fd: int) -> int:
     from penstock.runner.startup import start
 
     scheduler, executor, info = start(settings.model, settings.engine, LoadProgress(sys.stderr))
+    if not scheduler.times.measured:
+        log.info("measuring how fast this machine is, once")
+        calibrate(scheduler, executor)
     server = WorkerServer(info)
     engine = EngineLoop(scheduler, executor, server.emit)
     server.attach(engine)
