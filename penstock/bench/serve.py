@@ -23,7 +23,7 @@ from penstock.bench.html_report import write_html
 from penstock.bench.measure import Timeline, summarise
 from penstock.bench.prompts import words_prompt
 from penstock.bench.report import Result, announce, print_report, spoken_capacity, write_json
-from penstock.bench.server import Call, Prompt, Server, connect
+from penstock.bench.server import Call, Prompt, Server, connect, promised_objectives
 from penstock.bench.targets import find_target
 from penstock.bench.workloads import MIXES, Job, Workload, find_workload, uniform_workload
 from penstock.core.errors import InvalidRequest
@@ -145,7 +145,6 @@ async def _run(args: Namespace) -> int:
     arrivals = ArrivalPlan.from_args(args)
     names_classes = args.send_classes or bool(arrivals.shares or arrivals.trace)
     bases = _bases(args, arrivals)
-    workloads = arrivals.workloads(bases)
     results: list[Result] = []
     capacities: dict[str, float | None] = {}
     fresh = {"Cache-Control": "no-store"}  # what is measured is computing answers, not remembering them
@@ -159,6 +158,9 @@ async def _run(args: Namespace) -> int:
         tenants = {name: await client(key) for name, key in args.tenant_key}
         load = Load(seed, args.concurrency, args.requests, args.prompts == "ids", names_classes, tenants)
         server = await connect(http, args.model, chat=args.chat, seed=load.seed)
+        if arrivals.shares and not arrivals.objectives:
+            arrivals = replace(arrivals, objectives=await promised_objectives(http))
+        workloads = arrivals.workloads(bases)
         if not server.ignore_eos:
             print("the server refuses ignore_eos: answers may end before their length", file=sys.stderr)
         if not server.counts_tokens:

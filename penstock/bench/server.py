@@ -14,6 +14,7 @@ from penstock.bench.prompts import PROBE_WORDS, Calibration, probe_prompt
 from penstock.bench.workloads import Job
 from penstock.core.errors import Unavailable
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
+from penstock.core.request import Objective
 from penstock.http_client import HttpClient, first_model
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or the messages of a chat
@@ -146,6 +147,21 @@ async def connect(http: HttpClient, model: str | None, *, chat: bool, seed: int)
     if not all(probe.prompt_tokens for probe in probes):
         return replace(server, counts_tokens=False)
     return replace(server, calibration=Calibration.from_counts([probe.prompt_tokens for probe in probes]))
+
+
+async def promised_objectives(http: HttpClient) -> dict[str, Objective]:
+    """What the server says its classes are promised; nothing from servers that have none."""
+    try:
+        cards = (await http.get("/v1/models")).json()["data"][0]["classes"]
+        return {
+            name: Objective(name, _seconds(card["ttft_ms"]), _seconds(card["itl_ms"])) for name, card in cards.items()
+        }
+    except (LookupError, TypeError, AttributeError):
+        return {}
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
 
 
 async def _without_refused_fields(server: Server, seed: int) -> Server:

@@ -96,7 +96,8 @@ def _add_open_loop(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--objectives",
         metavar="CLASS=TTFT/GAP[,...]",
-        help="in ms, as in short=200/50,long=4000/50; - promises nothing (default: the workload's own)",
+        help="in ms, as in short=200/50,long=4000/50; - promises nothing (default: the workload's own, or with --mix "
+        "what the server promises)",
     )
     group.add_argument("--objective-scale", type=positive_float, default=1.0, help="multiplies all objectives")
     group.add_argument("--find-capacity", action="store_true", help="search the highest rate that holds the attainment")

@@ -22,8 +22,9 @@ from penstock.gateway.completions import Completions
 from penstock.gateway.edge import Edge, Enter, Handler, Route, Routes, anybody
 from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
-from penstock.gateway.objectives import Objectives
+from penstock.gateway.objectives import Objectives, milliseconds
 from penstock.gateway.openai_types import (
+    ClassCard,
     Detokenized,
     DetokenizeRequest,
     HealthReport,
@@ -194,7 +195,11 @@ class StatusEndpoints:
     def _card(self, name: str) -> ModelCard:
         info = self.serving.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
-        return ModelCard(name, self.serving.created, info.max_model_len, defaults)
+        classes = {
+            objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.gap))
+            for objective in self.serving.objectives.all().values()
+        }
+        return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes)
 
     async def models(self, exchange: Exchange) -> None:
         cards = [self._card(name) for name in self.serving.models_of(exchange)]

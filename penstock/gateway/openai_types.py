@@ -310,11 +310,19 @@ class Completion(Struct):
     service_tier: str | UnsetType = UNSET
 
 
+class ClassCard(Struct):
+    """What a class of requests is promised. None: nothing."""
+
+    ttft_ms: float | None
+    itl_ms: float | None
+
+
 class ModelCard(Struct):
     id: str
     created: int
     max_model_len: int
     sampling_defaults: dict[str, float]  # of requests that do not say
+    classes: dict[str, ClassCard]
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 

@@ -22,6 +22,7 @@ TEMPLATE_TOKENS = 3  # what the server counts beside the words of a prompt
 @dataclass
 class ScriptedServer:
     url: str = ""
+    card: dict[str, Any] = field(default_factory=dict)  # what /v1/models says beside the name
     refuses_ignore_eos: bool = False
     reports_usage: bool = True
     tokens_per_chunk: int = 1
@@ -38,7 +39,7 @@ class ScriptedServer:
     dropped: threading.Event = field(default_factory=threading.Event)  # a client left before its answer ended
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"data": [{"id": "scripted"}]})
+        return JSONResponse({"data": [{"id": "scripted", **self.card}]})
 
     async def complete(self, request: Request) -> Response:
         body = await request.json()

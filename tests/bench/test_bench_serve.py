@@ -120,6 +120,16 @@ def test_classes_are_named_to_the_server_and_judged_apart(scripted: ScriptedServ
     assert result["share_met"] == pytest.approx(classes["batch"]["met"] / result["requests"])
 
 
+def test_classes_are_judged_by_what_the_server_promises(scripted: ScriptedServer, tmp_path: Path) -> None:
+    promised = {"ttft_ms": 0.001, "itl_ms": 5000.0}
+    scripted.card = {"classes": {"interactive": promised, "batch": {"ttft_ms": None, "itl_ms": None}}}
+    options = ["--rate", "40", "--seconds", "1", "--seed", "3", "--output-tokens", "3"]
+    (result,) = bench(scripted, tmp_path, *options, "--mix", "interactive=0.8,batch=0.2")["results"]
+    classes = result["classes"]
+    assert classes["batch"]["met"] == classes["batch"]["requests"] > 0
+    assert classes["interactive"]["met"] == 0
+
+
 def test_a_trace_is_sent_as_written(scripted: ScriptedServer, tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"at": 5.02, "prompt": "as it is", "output_tokens": 2, "class": "batch"},

@@ -66,6 +66,13 @@ def test_the_class_is_chosen(
     assert request.tenant == tenant
 
 
+def test_what_classes_are_promised_can_be_asked(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        card = http.get("/v1/models", headers={"authorization": f"Bearer {gateway.key('plain')}"}).json()["data"][0]
+    assert card["classes"]["gold"] == {"ttft_ms": 100.0, "itl_ms": None}
+    assert card["classes"]["standard"] == {"ttft_ms": None, "itl_ms": None}
+
+
 def test_objectives_of_the_settings(gateway: Gateway) -> None:
     assert submitted(gateway, "vip").objective == Objective("gold", 0.1, None, -1, paced=True)
     assert submitted(gateway, "plain", service_tier="interactive").objective == Objective("interactive", 0.2, 0.05, 0)
