@@ -137,6 +137,7 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def close(self) -> None:
+        """Stop the engine. What still runs ends with an error, and so does every later call."""
         self.engine.close()
 
     def __enter__(self) -> LLM:
