@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 
 
@@ -69,3 +70,8 @@ class ServedEngine(Engine, Protocol):
     def stats(self) -> EngineStats: ...
 
     def health(self) -> Health: ...
+
+    async def aborted(self, request_id: str) -> Ledger | None:
+        """The ledger of a request whose iterator has just been closed early; None if it does not come within a second,
+        as when the computation goes on for others."""
+        ...

@@ -47,7 +47,9 @@ class EngineLoop:
 
     def abort(self, request_id: str) -> None:
         with self._lock:
-            self._scheduler.abort(request_id, time.monotonic())
+            last = self._scheduler.abort(request_id, time.monotonic())
+        if last is not None:
+            self._emit([last])
 
     def stop(self) -> None:
         self._stopping = True

@@ -143,11 +143,12 @@ class Scheduler:
         """About how long all that is waiting takes to prefill; at least a second."""
         return max(1.0, sum(self.times.chunk_seconds(0, s.to_compute) for s in self.waiting))
 
-    def abort(self, request_id: str, now: float) -> bool:
+    def abort(self, request_id: str, now: float) -> Chunk | None:
+        """Its last chunk; None if it has ended already."""
         sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._finish(sequence, "abort", now)
-        return sequence is not None
+        if sequence is None:
+            return None
+        return Chunk(request_id, finish_reason="abort", ledger=self._finish(sequence, "abort", now))
 
     def take_notices(self) -> list[Chunk]:
         """Last chunks of requests that ended outside a step."""

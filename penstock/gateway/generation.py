@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from msgspec import UNSET, UnsetType
 
-from penstock.core.engine import Engine
+from penstock.core.engine import ServedEngine
 from penstock.core.errors import DeadlineExceeded, EngineFailure, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import (
@@ -114,7 +114,7 @@ def build_choices(
 
 class Generation:
     def __init__(
-        self, engine: Engine, metrics: GatewayMetrics, metering: Metering, exchange: Exchange, choices: list[Choice]
+        self, engine: ServedEngine, metrics: GatewayMetrics, metering: Metering, exchange: Exchange, choices: list[Choice]
     ) -> None:
         self.engine = engine
         self.metrics = metrics
@@ -184,6 +184,8 @@ class Generation:
         finally:
             choice.ended = time.monotonic()
             await chunks.aclose()
+            if self.exchange.gone and choice.computed and choice.ledger is None:  # nobody waits for the answer any more
+                choice.ledger = await self.engine.aborted(choice.request.id)
 
     def _first_chunk(self, choice: Choice, chunk: Chunk, now: float) -> None:
         choice.first = now

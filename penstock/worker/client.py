@@ -10,6 +10,7 @@ from typing import cast
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import DeadlineExceeded, EngineFailure, PenstockError, Unavailable
+from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.loop import health_of
 from penstock.worker.protocol import (
@@ -26,6 +27,7 @@ from penstock.worker.protocol import (
 )
 
 SILENT_AFTER_SECONDS = 10 * BEAT_SECONDS
+LAST_CHUNK_SECONDS = 1.0  # how long the ledger of an aborted request is waited for
 
 
 class _Inbox:
@@ -62,6 +64,7 @@ class WorkerClient(asyncio.Protocol):
         self.stats = EngineStats()
         self._received = bytearray()
         self._inboxes: dict[str, _Inbox] = {}
+        self._aborted: dict[str, asyncio.Future[Ledger | None]] = {}
         self._last_heard = time.monotonic()
         self._lost = False
         self._greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -96,6 +99,16 @@ class WorkerClient(asyncio.Protocol):
             if not ended and not self._lost:
                 self._transport.write(frame(Abort(request.id)))
 
+    async def aborted(self, request_id: str) -> Ledger | None:
+        ledger = self._aborted[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(LAST_CHUNK_SECONDS):
+                return await ledger
+        except TimeoutError:
+            return None
+        finally:
+            del self._aborted[request_id]
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
 
@@ -112,6 +125,8 @@ class WorkerClient(asyncio.Protocol):
                 inbox = inboxes.get(chunk.request_id)
                 if inbox is not None:
                     inbox.put(chunk)
+                elif chunk.finish_reason is not None and chunk.request_id in self._aborted:
+                    _settle(self._aborted[chunk.request_id], chunk.ledger)
         elif isinstance(message, Beat):
             self.stats = message.stats
         elif isinstance(message, Refused):
@@ -138,3 +153,8 @@ class WorkerClient(asyncio.Protocol):
         if silent > SILENT_AFTER_SECONDS:
             return Health(False, f"nothing heard from the worker for {silent:.0f} s")
         return health_of(self.stats)
+
+
+def _settle(waited_for: asyncio.Future[Ledger | None], ledger: Ledger | None) -> None:
+    if not waited_for.done():  # whoever waited may have been cancelled
+        waited_for.set_result(ledger)

@@ -2,6 +2,8 @@
 
 gateway → worker   Submit, Abort
 worker → gateway   Hello once, then Chunks per step, Refused, and a Beat every second
+
+Whatever was submitted gets one last word: Refused, or a chunk with a finish reason and the ledger, also after an Abort.
 """
 
 from __future__ import annotations

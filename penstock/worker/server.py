@@ -33,7 +33,7 @@ class _Client:
 
 
 class WorkerServer:
-    """Lives on the asyncio thread; only `emit` is called from the engine's."""
+    """Lives on the asyncio thread; only `emit` is called from the engine's as well."""
 
     def __init__(self, info: EngineInfo) -> None:
         self._info = info
@@ -59,7 +59,7 @@ class WorkerServer:
         for chunk in chunks:
             owner = self._owners.get(chunk.request_id)
             if owner is None:
-                continue  # aborted meanwhile
+                continue  # aborted meanwhile, or its client went away
             by_client.setdefault(owner, []).append(chunk)
             if chunk.finish_reason is not None:
                 self._forget(chunk.request_id)
@@ -84,7 +84,6 @@ class WorkerServer:
                 message = decode_to_worker(await read_frame(reader))
                 if isinstance(message, Abort):
                     if message.request_id in client.requests:
-                        self._forget(message.request_id)
                         self.engine.abort(message.request_id)
                 else:
                     self._submit(client, message.request)

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from penstock.core.config import Settings
 from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import StartupError, Unavailable
+from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.worker.client import WorkerClient
 
@@ -99,6 +100,9 @@ class SupervisedWorker:
 
     def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         return self.client.submit(request)
+
+    async def aborted(self, request_id: str) -> Ledger | None:
+        return await self.client.aborted(request_id)
 
     @property
     def info(self) -> EngineInfo:

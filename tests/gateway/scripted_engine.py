@@ -79,6 +79,7 @@ class ScriptedEngine:
         self.script = script
         self.requests: list[GenerateRequest] = []
         self.ended: dict[str, threading.Event] = {}  # set when the iterator of a request is left for good
+        self.begun: dict[str, tuple[GenerateRequest, float]] = {}
         self._eos = tokenizer.eos_ids
 
     def health(self) -> Health:
@@ -86,12 +87,18 @@ class ScriptedEngine:
 
     async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
+        self.begun[request.id] = request, time.monotonic()
         ended = self.ended[request.id] = threading.Event()
         try:
             async for chunk in self._chunks(request):
                 yield chunk
         finally:
             ended.set()
+
+    async def aborted(self, request_id: str) -> Ledger | None:
+        await asyncio.to_thread(self.ended[request_id].wait, 20)
+        request, begun = self.begun[request_id]
+        return ledger_of(request, time.monotonic() - begun, 1)
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         params = request.params

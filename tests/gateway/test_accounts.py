@@ -112,6 +112,34 @@ def test_requests_that_fail_or_stop_early_are_accounted_for_too(gateway: Gateway
     check_sums(next(account for account in stopped if account["status"] == 200))
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_a_client_gave_up_on_is_accounted_for(tokenizer: Tokenizer, cached: bool, choices: int) -> None:
+    with serving(tokenizer, cached=cached) as gateway, gateway.http() as http:
+        gateway.runs(lambda request: [hang])  # not even a first token
+        body = HI | {"seed": 5, "n": choices}
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(CHAT, json=body, headers={"x-request-id": "gave-up"}, timeout=httpx.Timeout(20, read=0.1))
+        account = recorded(http, "gave-up")
+    check_sums(account)
+    assert (account["status"], account["ttft"]) == (499, None)
+    for choice in account["choices"]:
+        assert choice["engine"]["request_id"].startswith(account["id"])
+        assert choice["parts"]["queued"] > 0
+        assert choice["parts"]["answer"] == 0
+
+
+def recorded(http: httpx.Client, id: str) -> dict[str, Any]:
+    """Of a request that its client left: its account comes soon, but not before anything that could be waited for."""
+    for _ in range(400):
+        response = http.get(f"/v1/requests/{id}")
+        if response.status_code == 200:
+            found: dict[str, Any] = response.json()
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"no account of {id}")
+
+
 def test_accounts_and_log_lines_belong_to_a_tenant(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     settings = Settings(tenants={"ann": TenantConfig(), "bob": TenantConfig()})
     with serving(tokenizer, settings) as gateway, caplog.at_level(logging.INFO, "penstock.gateway"):
