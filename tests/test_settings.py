@@ -28,11 +28,45 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert parse() == Settings()
 
 
+def test_environment_stands_between_flags_and_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("model: from-file\nengine: {max_seqs: 8}\nserver: {port: 9000, host: 0.0.0.0}\n")
+    given = {
+        "PENSTOCK_MODEL": "123",  # text stays text
+        "PENSTOCK_SERVER__PORT": "9001",
+        "PENSTOCK_SERVER__OPEN": "true",
+        "PENSTOCK_ENGINE__MAX_SEQS": "",  # empty: as if it were not there
+        "PENSTOCK_ENGINE__KV_MEMORY_GIB": "2",
+        "PENSTOCK_CACHE__SEMANTIC__ROUTES": "[/v1/completions]",
+        "PENSTOCK_TENANTS": "{acme: {weight: 2}}",
+        "PENSTOCK_URL": "http://127.0.0.1:1",  # of clients
+        "PENSTOCK_SERVER__PROT": "1",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    settings = parse("--config", str(file))
+    assert (settings.model, settings.server.port, settings.server.host) == ("123", 9001, "0.0.0.0")
+    assert (settings.engine.max_seqs, settings.engine.kv_memory_gib) == (8, 2.0)
+    assert settings.server.open
+    assert settings.cache.semantic.routes == ("/v1/completions",)
+    assert settings.tenants["acme"].weight == 2
+    assert parse("--config", str(file), "--port", "9002").server.port == 9002
+    ignored = capsys.readouterr().err.splitlines()[0]
+    assert (
+        ignored == "penstock: PENSTOCK_SERVER__PROT is ignored: no such setting (did you mean PENSTOCK_SERVER__PORT?)"
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"engin": {}}, "engin is not a setting"),
-        ({"engine": {"max_sequences": 3}}, r"engine\.max_sequences is not a setting; known: .*max_seqs"),
+        (
+            {"engine": {"max_sequences": 3}},
+            r"engine\.max_sequences is not a setting \(did you mean max_seqs\?\); known: .*max_seqs",
+        ),
         ({"engine": {"max_seqs": "many"}}, r"engine\.max_seqs must be int"),
         ({"engine": {"max_seqs": True}}, r"engine\.max_seqs must be int"),
         ({"engine": {"prefix_caching": 1}}, r"engine\.prefix_caching must be bool"),
@@ -47,7 +81,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({"engine": {"sampling_defaults": {"top_p": 0}}}, r"engine\.sampling_defaults\.top_p must be above 0"),
         ({"model": ""}, "model must be a name"),
         ({"cache": {"scope": "everyone"}}, r"cache\.scope must be one of tenant, shared"),
-        ({"cache": {"memory": 1}}, r"cache\.memory is not a setting; known: .*memory_mib"),
+        ({"cache": {"memory": 1}}, r"cache\.memory is not a setting .*; known: .*memory_mib"),
         ({"cache": {"semantic": {"routes": ["/v1/embeddings"]}}}, r"cache\.semantic\.routes must be of /v1/chat"),
         ({"cache": {"semantic": {"threshold": 2}}}, r"cache\.semantic\.threshold must be between"),
         ({"tenant_defaults": {"model_limits": []}}, r"tenant_defaults\.model_limits must be a mapping of model names"),

@@ -8,11 +8,10 @@ import json
 import logging
 import sys
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from penstock.cli.settings import file_and_environment
 from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Settings, settings_from_mapping
-from penstock.core.errors import StartupError
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -27,7 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="?",
         help=f"built-in name, folder, GGUF file, Hugging Face id or dummy:FOLDER (default {DEFAULT_MODEL})",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML with model, engine and server; flags win over it")
+    parser.add_argument("--config", metavar="FILE", help="YAML with model, engine and server; see 'penstock check'")
     server = parser.add_argument_group("server")
     server.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     server.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
@@ -65,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """The file, then the flags on top of it."""
-    values = read_yaml(args.config)
+    """The file, the environment on top of it, then the flags."""
+    values = file_and_environment(args.config)
     flags: dict[str, dict[str, Any]] = {
         "server": {name: getattr(args, name) for name in ("host", "port", "served_model_name", "open", "log_level")},
         "engine": {
@@ -92,23 +91,6 @@ def read_settings(args: argparse.Namespace) -> Settings:
         if getattr(args, name) is not None:
             merged[name] = getattr(args, name)
     return settings_from_mapping(merged)
-
-
-def read_yaml(path: str | None) -> dict[str, Any]:
-    """What a settings file holds; nothing without one."""
-    if path is None:
-        return {}
-    import yaml
-
-    try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
-    except OSError as error:
-        raise StartupError(f"cannot read {path}: {error.strerror}", param="config") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StartupError(f"{path} is not valid YAML: {error}", param="config") from error
-    if not isinstance(values, dict):
-        raise StartupError(f"{path} must hold a mapping with model, engine and server", param="config")
-    return values
 
 
 async def _serve(settings: Settings) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
 from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.request import RECOMMENDED, SamplingParams
+from penstock.core.suggest import did_you_mean
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -29,6 +30,10 @@ SEMANTIC_ROUTES = ("/v1/chat/completions", "/v1/completions")
 def _check(condition: bool, name: str, message: str) -> None:
     if not condition:
         raise StartupError(f"{name} {message}", param=name)
+
+
+def _check_known(key: Any, known: Collection[str], where: str) -> None:
+    _check(key in known, where, f"is not a setting{did_you_mean(str(key), known)}; known: {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +313,7 @@ def _section(cls: type[T], name: str, values: Any) -> T:
     _check(isinstance(values, dict), name, "must be a mapping")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for key in values:
-        _check(key in known, f"{name}.{key}", f"is not a setting; known: {', '.join(known)}")
+        _check_known(key, known, f"{name}.{key}")
     typed = {k: _typed(f"{name}.{k}", str(known[k].type), v) for k, v in values.items()}
     try:
         return cls(**typed)
@@ -325,13 +330,22 @@ def _given(values: Mapping[str, Any], section: str) -> Any:
 
 
 SECTIONS = tuple(f.name for f in fields(Settings))
+SECTION_TYPES: dict[str, type[Any]] = {  # those whose fields have fixed names
+    "engine": EngineConfig,
+    "server": ServerConfig,
+    "cache": CacheConfig,
+    "cache.semantic": SemanticConfig,
+    "tenant_defaults": TenantConfig,
+    "jwt": JwtConfig,
+    "observability": ObservabilityConfig,
+}
 
 
 def settings_from_mapping(values: Any) -> Settings:
     """Parse what a YAML file holds: `model`, `engine: {...}`, `server: {...}`, `classes: {NAME: {...}}` and so on."""
     _check(isinstance(values, dict), "settings", f"must be a mapping with {', '.join(SECTIONS)}")
     for key in values:
-        _check(key in SECTIONS, key, f"is not a setting; known: {', '.join(SECTIONS)}")
+        _check_known(key, SECTIONS, str(key))
     model = values.get("model", DEFAULT_MODEL)
     _check(isinstance(model, str) and bool(model), "model", "must be a name or a path")
     jwt = values.get("jwt")

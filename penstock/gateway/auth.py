@@ -10,6 +10,7 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.keys import find_key, looks_like_key
 from penstock.gateway.tenants import Directory, Tenant
 
+_HOW = "the operator of this server makes one with 'penstock keys create NAME'"
 _PATTERNS = {
     b"authorization": re.compile(rb"bearer +([!-~]{1,8192}) *", re.IGNORECASE),
     b"x-api-key": re.compile(rb"([!-~]{1,8192}) *"),
@@ -40,12 +41,12 @@ class Door:
         if looks_like_key(token):
             record = find_key(directory.keys, token)
             if record is None:
-                raise Unauthorized("the API key is not valid: it is unknown or was revoked")
+                raise Unauthorized(f"the API key is not valid: it is unknown or was revoked; {_HOW}")
             if record.admin:
                 raise Forbidden("an admin key is for /admin only; use a tenant's key here", code="admin_key")
             return directory.tenants[record.tenant]
         if self.verifier is None:
-            raise Unauthorized("the API key is not valid: keys begin with psk-")
+            raise Unauthorized(f"the API key is not valid: keys begin with psk-; {_HOW}")
         tenant = directory.tenants.get(await self.verifier.tenant(token))
         if tenant is None:
             raise Forbidden("the token is valid, but the tenant it names is not configured here", code="unknown_tenant")
@@ -79,5 +80,5 @@ def bearer(exchange: Exchange) -> bytes:
     tokens = set(found.values())
     if len(tokens) != 1:
         what = "two different API keys came" if tokens else "no API key came"
-        raise Unauthorized(f"{what}; send one in a header: 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'")
+        raise Unauthorized(f"{what}; send one in a header: 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'; {_HOW}")
     return tokens.pop()

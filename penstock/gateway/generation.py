@@ -114,7 +114,12 @@ def build_choices(
 
 class Generation:
     def __init__(
-        self, engine: ServedEngine, metrics: GatewayMetrics, metering: Metering, exchange: Exchange, choices: list[Choice]
+        self,
+        engine: ServedEngine,
+        metrics: GatewayMetrics,
+        metering: Metering,
+        exchange: Exchange,
+        choices: list[Choice],
     ) -> None:
         self.engine = engine
         self.metrics = metrics

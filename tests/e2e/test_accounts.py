@@ -60,7 +60,10 @@ async def test_what_a_client_gave_up_on_has_its_ledger(server: Server, capsys: p
                 timeout=httpx.Timeout(120, read=0.2),
             )
         for id in ("half-read", "never-read"):
-            while (found := await http.get(f"/v1/requests/{id}")).status_code == 404:
+            for _ in range(400):  # the account comes soon, but after nothing that could be waited for
+                found = await http.get(f"/v1/requests/{id}")
+                if found.status_code == 200:
+                    break
                 await asyncio.sleep(0.05)
             (choice,) = found.json()["choices"]
             parts, engine = choice["parts"], choice["engine"]
