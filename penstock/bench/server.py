@@ -15,7 +15,7 @@ from penstock.bench.workloads import Job
 from penstock.core.errors import Unavailable
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
 from penstock.core.request import Objective
-from penstock.http_client import HttpClient, first_model
+from penstock.http_client import HttpClient, failure, first_model
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or the messages of a chat
 
@@ -170,5 +170,5 @@ async def _without_refused_fields(server: Server, seed: int) -> Server:
     if response.status in (400, 422) and server.ignore_eos:
         return await _without_refused_fields(replace(server, ignore_eos=False), seed)
     if response.status != 200:
-        raise Unavailable(f"{server.http.url} answers {response.status}: {response.error_message}")
+        raise failure(server.http.url, response.status, response.error_message)
     return server

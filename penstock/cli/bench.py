@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, get_args
 
+from penstock.cli.environment import add_server_arguments
 from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Scheduling
 
 if TYPE_CHECKING:
@@ -50,9 +51,8 @@ def _add_engine(kinds: Subparsers) -> None:
 
 def _add_serve(kinds: Subparsers) -> None:
     parser = kinds.add_parser("serve", help="load on any OpenAI-compatible server")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="root of the server (default %(default)s)")
+    add_server_arguments(parser)
     parser.add_argument("--model", help="name in the requests; default: the first of /v1/models")
-    parser.add_argument("--api-key", help="sent as a bearer token")
     parser.add_argument(
         "--tenant-key",
         action="append",

@@ -7,6 +7,7 @@ PENSTOCK_TENANTS='{acme: {weight: 2}}'. An empty variable counts as none.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import sys
@@ -24,14 +25,22 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 _NOT_TEXT = ("int", "float", "bool", "tuple", "Mapping", "Limits")  # in annotations of values that are parsed as YAML
 
 
-def server_url() -> str:
-    """Where client commands look for a server."""
-    return os.environ.get(URL) or DEFAULT_URL
+def server_url() -> str | None:
+    """Where client commands look for a server, unless it is at the default address."""
+    return os.environ.get(URL) or None
 
 
-def api_key() -> str | None:
-    """What client commands send as a bearer token."""
-    return os.environ.get(API_KEY) or None
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of commands that talk to a running server."""
+    parser.add_argument(
+        "--url", default=server_url() or DEFAULT_URL, help=f"root of the server (default: {URL}, else {DEFAULT_URL})"
+    )
+    add_key_argument(parser)
+
+
+def add_key_argument(parser: argparse.ArgumentParser) -> None:
+    key = os.environ.get(API_KEY) or None
+    parser.add_argument("--api-key", metavar="KEY", default=key, help=f"sent as a bearer token (default: {API_KEY})")
 
 
 def settings_from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

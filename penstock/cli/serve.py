@@ -10,6 +10,7 @@ import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, get_args
 
+from penstock.cli.environment import API_KEY
 from penstock.cli.settings import file_and_environment
 from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Settings, settings_from_mapping
 
@@ -136,6 +137,6 @@ def _announce(host: str, port: int, model: str, open: bool) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     print(f"Penstock serves {model} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")
     if not open:
-        print("    -H 'Authorization: Bearer KEY' \\")  # of 'penstock keys create'
+        print(f'    -H "Authorization: Bearer ${API_KEY}" \\')  # of 'penstock keys create'
     print(f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
     sys.stdout.flush()

@@ -39,6 +39,8 @@ class ScriptedServer:
     dropped: threading.Event = field(default_factory=threading.Event)  # a client left before its answer ended
 
     async def models(self, request: Request) -> Response:
+        if self.fail_with:
+            return JSONResponse({"error": {"message": "scripted failure"}}, self.fail_with)
         return JSONResponse({"data": [{"id": "scripted", **self.card}]})
 
     async def complete(self, request: Request) -> Response:
@@ -92,6 +94,8 @@ class ScriptedServer:
         said = [f"{m['role']}={m['content']}" for m in body["messages"]]
         if said[-1] == "user=wait":
             return ["waiting ", *["more "] * 50]
+        if said[-1] == "user=markdown":
+            return ["Some **bold", "** text\n", "\n```python\nx = 1\n\ny", " = 2\n```\n\n", "- one\n- two\n"]
         if said[-1] == "user=attack":
             return ["\x1b]0;owned\x07", "harmless é", "\x9b2J"]
         return [f"turn {len(self.bodies)}: ", " | ".join(said)]

@@ -225,6 +225,33 @@ def test_explain_in_the_terminal(gateway: Gateway, capsys: pytest.CaptureFixture
     assert "no request 'no-such-id'" in capsys.readouterr().err
 
 
+def test_commands_say_how_to_give_a_key(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tokenizer, Settings(tenants={"ann": TenantConfig()})) as gateway:
+        load = [
+            "bench",
+            "serve",
+            "--url",
+            gateway.url,
+            "--requests",
+            "1",
+            "--prompt-tokens",
+            "8",
+            "--output-tokens",
+            "2",
+        ]
+        for command in (["explain", "--url", gateway.url], load):
+            monkeypatch.setenv("PENSTOCK_API_KEY", "")
+            assert main(command) == 1
+            shown = capsys.readouterr().err
+            assert "'penstock keys create NAME'" in shown, "the server says how a key is made"
+            assert "Set PENSTOCK_API_KEY" in shown
+            monkeypatch.setenv("PENSTOCK_API_KEY", gateway.key("ann"))
+            assert main(command) == 0
+            capsys.readouterr()
+
+
 def account(id: str, tenant: str, request_id: str, total: float) -> Account:
     return Account(
         id=id, request_id=request_id, tenant=tenant, objective="standard", endpoint=CHAT, model=MODEL, status=200,
