@@ -309,7 +309,7 @@ async def first_model(http: HttpClient) -> str:
     """The name of the first model that an OpenAI-compatible server lists."""
     response = await http.get("/v1/models")
     if response.status != 200:
-        raise failure(http.url, response.status, response.error_message)
+        raise failure(f"{http.url}/v1/models", response.status, response.error_message)
     try:
         return str(response.json()["data"][0]["id"])
     except (LookupError, TypeError) as error:

@@ -44,8 +44,7 @@ def _add_engine(kinds: Subparsers) -> None:
     parser.add_argument("--max-seqs", type=positive_int, default=512, help="sequences in one step (default 512)")
     parser.add_argument("--max-step-tokens", type=positive_int, help="tokens in one step")
     parser.add_argument("--kv-memory-gib", type=positive_float, help="size of the KV cache")
-    parser.add_argument("--json", metavar="FILE", help="write all figures here")
-    parser.add_argument("--html", metavar="FILE", help="write a report with plots here, complete in one file")
+    _add_report(parser)
     parser.set_defaults(run=_run_engine)
 
 
@@ -74,9 +73,16 @@ def _add_serve(kinds: Subparsers) -> None:
     parser.add_argument("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
     parser.add_argument("--seed", type=int, help="of the prompts; default: a fresh one, so no cache helps")
     parser.add_argument("--timeout", type=positive_float, default=600.0, help="seconds without a byte (default 600)")
+    _add_report(parser)
+    parser.set_defaults(run=_run_serve)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--targets", action="store_true", help="show goals and the best peers beside the results, from other machines"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
     parser.add_argument("--html", metavar="FILE", help="write a report with plots here, complete in one file")
-    parser.set_defaults(run=_run_serve)
 
 
 def _add_open_loop(parser: argparse.ArgumentParser) -> None:
