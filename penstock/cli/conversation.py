@@ -43,7 +43,8 @@ def parse_parameter(name: str, text: str) -> Any:
         value: Any = kind(text)
     except ValueError:
         raise InvalidRequest(f"{name} must be {_KINDS[kind]}, not {text!r}", param=name) from None
-    SamplingParams(**{name: (value,) if kind is str else value})  # valid by construction
+    checked: dict[str, Any] = {name: (value,) if kind is str else value}
+    SamplingParams(**checked)  # valid by construction
     return value
 
 

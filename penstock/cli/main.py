@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from penstock import __version__
@@ -11,8 +12,8 @@ from penstock.cli.parser import Parser
 from penstock.core.errors import PenstockError
 
 
-def make_parser() -> Parser:
-    parser = Parser(prog="penstock", description="LLM serving that keeps a latency promise.")
+def make_parser() -> ArgumentParser:
+    parser: ArgumentParser = Parser(prog="penstock", description="LLM serving that keeps a latency promise.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in (serve, chat, check, quantize, bench, explain, keys, usage):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from penstock.core.suggest import did_you_mean
@@ -15,10 +14,10 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
 class Parser(argparse.ArgumentParser):
     """Flags have one spelling: an abbreviation would change its meaning when a flag is added."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """A subcommand complains itself about what it does not know, so that its own flags are suggested."""
         known, rest = super().parse_known_args(args, namespace)
         if rest:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,7 +30,6 @@ def _default(lasting: bool) -> str:
     try:
         file = state_folder() / "penstock.db"
         file.parent.mkdir(parents=True, exist_ok=True)
-        _check_writable(file if file.exists() else file.parent)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         message = f"{error}; name a file with --state sqlite:///PATH, or set XDG_STATE_HOME to a folder"
         if lasting:
@@ -42,11 +39,6 @@ def _default(lasting: bool) -> str:
         )
         return "memory"
     return f"sqlite:///{file}"
-
-
-def _check_writable(path: Path) -> None:
-    if not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def _store(state: str) -> Store:

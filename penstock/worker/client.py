@@ -100,7 +100,8 @@ class WorkerClient(asyncio.Protocol):
                 self._transport.write(frame(Abort(request.id)))
 
     async def aborted(self, request_id: str) -> Ledger | None:
-        ledger = self._aborted[request_id] = asyncio.get_running_loop().create_future()
+        ledger: asyncio.Future[Ledger | None] = asyncio.get_running_loop().create_future()
+        self._aborted[request_id] = ledger
         try:
             async with asyncio.timeout(LAST_CHUNK_SECONDS):
                 return await ledger
