@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import serve
-from penstock.core.config import LimitConfig, Settings, settings_from_mapping
+from penstock.core.config import SECTION_TYPES, LimitConfig, Settings, settings_from_mapping
 from penstock.core.errors import StartupError
 
 
@@ -26,6 +27,11 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert (settings.engine.max_seqs, settings.engine.kv_memory_gib, settings.engine.max_model_len) == (8, 2.0, 100)
     assert parse("other", "--config", str(file)).model == "other"
     assert parse() == Settings()
+
+
+def test_every_section_has_variables() -> None:
+    sections = {f.name for f in dataclasses.fields(Settings) if str(f.type).removesuffix(" | None").endswith("Config")}
+    assert sections == {name for name in SECTION_TYPES if "." not in name}
 
 
 def test_environment_stands_between_flags_and_the_file(

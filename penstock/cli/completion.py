@@ -72,9 +72,10 @@ def fish(root: argparse.ArgumentParser) -> str:
     lines = []
     for path, parser in commands(root):
         seen = [f"__fish_seen_subcommand_from {word}" for word in path]
-        if below := subcommands(parser):
-            seen.append(f"not __fish_seen_subcommand_from {' '.join(below)}")
-        start = f"complete -c penstock -n {shlex.quote('; and '.join(seen) or 'true')}"
+        # `bench serve` is not `serve`: another command, of this level or the first one, excludes this one.
+        below, first = subcommands(parser), subcommands(root) if path else {}
+        seen.append(f"not __fish_seen_subcommand_from {' '.join(sorted({*below, *first} - set(path)))}")
+        start = f"complete -c penstock -n {shlex.quote('; and '.join(seen))}"
         lines += [f"{start} -f -a {name}" for name in (*below, *positional_choices(parser))]
         for name, action in flags(parser):
             line = f"{start} -l {name.removeprefix('--')} -d {shlex.quote(action.help or '')}"

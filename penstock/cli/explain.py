@@ -90,7 +90,7 @@ def slowest_table(accounts: list[dict[str, Any]]) -> RenderableType:
     if not accounts:
         return "no request has ended yet"
     table = Table(title="Slowest requests lately", title_justify="left", box=None, pad_edge=False)
-    for heading in ("id", "class", "most of it"):
+    for heading in ("id", "class", "status", "most of it"):
         table.add_column(heading, no_wrap=True)
     for heading in ("total", "first", "in/out"):
         table.add_column(heading, justify="right")
@@ -99,6 +99,7 @@ def slowest_table(accounts: list[dict[str, Any]]) -> RenderableType:
         table.add_row(
             account["id"],
             account["objective"],
+            str(account["status"]),
             f"{part} {duration(seconds)}",
             duration(account["total"]),
             duration(account["ttft"]),
