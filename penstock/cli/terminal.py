@@ -68,9 +68,9 @@ class MarkdownAnswer:
         from rich.text import Text
 
         done, self._text = complete_blocks(self._text + text)
-        self._print(done)
         rows = max(1, self._console.height - 2)
         self._live.update(Text("\n".join(self._text.splitlines()[-rows:])))
+        self._print(done)  # after: the live text is drawn again below what is printed
 
     def close(self) -> None:
         self._live.stop()
