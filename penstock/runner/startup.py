@@ -15,6 +15,7 @@ from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus
+from penstock.core.onednn import cap_onednn
 from penstock.core.request import SamplingParams
 from penstock.engine.executor import Executor
 from penstock.engine.limits import SchedulerLimits
@@ -156,6 +157,8 @@ def _cpu_executor(plan: _Plan) -> Executor:
             f"{plan.dtype_name}: leave kv_dtype out",
             param="engine.kv_dtype",
         )
+    if line := cap_onednn():
+        log.warning(line)
     import torch
 
     torch.set_num_threads(usable_cpus())
