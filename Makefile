@@ -12,12 +12,15 @@ PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 serve: $(VENV)/.serve
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
-# What only computes shares the cores; what starts servers has them to itself.
+# What only computes shares the cores; what starts servers has them to itself. Tests run in worker processes, so that one
+# which dies takes no other along: it is reported, and another worker goes on. Both parts always run.
 COMPUTES := tests/checkpoint tests/engine tests/kernels tests/models tests/runner tests/text
 
 test: lint redis
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(COMPUTES)
-	$(BIN)/python -m pytest $(COMPUTES:%=--ignore=%)
+	@status=0; \
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(COMPUTES) || status=$$?; \
+	$(BIN)/python -m pytest -n 1 $(COMPUTES:%=--ignore=%) || status=$$?; \
+	exit $$status
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
