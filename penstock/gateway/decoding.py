@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
 from functools import cache
 from typing import TypeVar, get_args
 
 import msgspec
 
 from penstock.core.errors import InvalidRequest
+from penstock.core.suggest import nearest
 
 T = TypeVar("T")
 
@@ -88,8 +88,8 @@ def _unknown_field(name: str, path: str, kind: type) -> InvalidRequest:
     param = f"{path}.{shown}" if path else shown
     hint = None if path else HINTS.get(name)
     if hint is None and len(name) <= LONGEST_NAME:
-        near = get_close_matches(name, getattr(kind, "__struct_fields__", ()), n=1, cutoff=0.7)
-        hint = f"did you mean {near[0]}?" if near else None
+        near = nearest(name, getattr(kind, "__struct_fields__", ()))
+        hint = f"did you mean {near}?" if near else None
     message = f"Unrecognized request argument supplied: {param}"
     return InvalidRequest(f"{message}; {hint}" if hint else message, param=param, code="unrecognized_request_argument")
 
