@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from contextlib import AsyncExitStack
 
@@ -23,6 +24,7 @@ from penstock.observability.logging import configure_logging
 from penstock.state.open import open_store
 from penstock.text.tokenizer import load_tokenizer
 from penstock.worker.client import WorkerClient
+from penstock.worker.protocol import Start
 
 
 async def main(address: str, settings: Settings) -> int:
@@ -31,7 +33,9 @@ async def main(address: str, settings: Settings) -> int:
         key, _ = await create_key(store, "bench")
         directory = await stack.enter_async_context(open_directory(settings, store))
         tokenizer = load_tokenizer(resolve(BUILT_IN))
-        worker = await WorkerClient.connect(address)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        worker = await WorkerClient.connect(connection, Start("trivial", settings.engine, "info"))
         engine, collectors = await stack.enter_async_context(open_cache(worker, tokenizer, settings))
         app = create_app(
             engine, tokenizer, settings, model_names=["trivial"], directory=directory, collectors=collectors

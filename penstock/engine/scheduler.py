@@ -159,6 +159,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._sequences)
 
+    @property
+    def in_flight(self) -> list[StepShape]:
+        """Steps planned whose results are not there yet."""
+        return [planned.shape for planned in self._in_flight]
+
     # -- planning a step ---------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> PlannedStep | None:

@@ -17,7 +17,7 @@ import os
 import re
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +40,11 @@ _MARGINS = (0.2, 0.5)  # share of the time allowed that is kept free at least an
 _FIRST_MARGIN = 0.25  # at least, until enough steps were observed to know their errors
 _HEADROOM = 1.25  # over the worst overrun there was: the next one may be a little worse
 _MARGIN_STEPS = (8, 128)  # windows and their size: a late step is remembered for about a thousand
+# A step may take this many times what is predicted, and no less than some seconds, before it must hang: a machine that
+# swaps or is shared, a kernel compiled late. What was never measured may take minutes: a large model on a slow CPU.
+_PATIENCE = 10.0
+_LEAST_PATIENCE_SECONDS = 30.0
+_PATIENCE_WITH_UNKNOWN_SECONDS = 600.0
 _OUTLIER = 5.0  # a step this many times longer than predicted says something about the machine, not about steps
 _VERSION = 3
 
@@ -158,6 +163,15 @@ class StepTimes:
         if self._decode.ready:
             return self._decode.predict(shape.features(self._padded))
         return self.base_seconds(shape) if self._mixed.ready else 0.0
+
+    def patience(self, steps: Iterable[StepShape]) -> float:
+        """Seconds after which these steps, one after the other, should have ended by any measure."""
+        expected = 0.0
+        for shape in steps:
+            if not (self._mixed if shape.prefill else self._decode).ready:
+                return _PATIENCE_WITH_UNKNOWN_SECONDS
+            expected += self.predict(shape)
+        return max(_LEAST_PATIENCE_SECONDS, _PATIENCE * expected)
 
     def base_seconds(self, shape: StepShape) -> float:
         """What a step with prompts takes without those: reading the weights, and its streams."""
