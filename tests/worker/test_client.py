@@ -123,7 +123,7 @@ async def test_a_worker_that_falls_silent_is_a_dead_one() -> None:
 async def test_a_gateway_that_was_held_up_does_not_blame_its_worker() -> None:
     with beating_worker() as connection:
         client = await WorkerClient.connect(connection, START)
-        time.sleep(1.5 * DEAD_AFTER_BEATS * BEAT_SECONDS)  # noqa: ASYNC251: the loop is what is held up
+        time.sleep(1.5 * DEAD_AFTER_BEATS * BEAT_SECONDS)  # noqa: ASYNC251  (the loop is what is held up)
         known = client.stats.steps
         while client.stats.steps < known + 2 * DEAD_AFTER_BEATS and not client.closed.done():  # noqa: ASYNC110
             await asyncio.sleep(BEAT_SECONDS)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -40,34 +37,35 @@ async def test_a_worker_gets_no_secret_of_the_gateway(monkeypatch: pytest.Monkey
         await worker.stop()
 
 
-@asynccontextmanager
-async def hanging_worker() -> AsyncIterator[tuple[WorkerClient, subprocess.Popen[str]]]:
+async def hanging_worker() -> tuple[WorkerClient, asyncio.subprocess.Process]:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "tests.worker.hanging_worker", str(theirs.fileno())]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(command, cwd=root, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True) as process:
-        theirs.close()
-        yield await WorkerClient.connect(ours, Start("m", EngineConfig(), "info")), process
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *command, cwd=root, pass_fds=[theirs.fileno()], stderr=asyncio.subprocess.PIPE
+        )
+    return await WorkerClient.connect(ours, Start("m", EngineConfig(), "info")), process
 
 
 async def test_a_worker_whose_engine_hangs_ends() -> None:
-    async with hanging_worker() as (client, process):
-        with pytest.raises(Unavailable, match="died"):
-            await anext(client.submit(GenerateRequest("r", [1], SamplingParams())))
-        assert await client.closed == "", "it beat to the end"
-        _, said = await asyncio.to_thread(process.communicate)
-        assert process.returncode == 70
-        assert "no step finished for 1 s" in said
+    client, process = await hanging_worker()
+    with pytest.raises(Unavailable, match="died"):
+        await anext(client.submit(GenerateRequest("r", [1], SamplingParams())))
+    assert await client.closed == "", "it beat to the end"
+    _, said = await process.communicate()
+    assert process.returncode == 70
+    assert b"no step finished for 1 s" in said
 
 
 async def test_a_step_that_hangs_counts_though_its_request_was_aborted() -> None:
     """Or clients that give up before the worker does would keep it from ever being replaced."""
-    async with hanging_worker() as (client, process):
-        for number in range(100):
-            if client.closed.done():
-                break
-            stream = client.submit(GenerateRequest(str(number), [1], SamplingParams()))
-            with pytest.raises((TimeoutError, Unavailable)):
-                await asyncio.wait_for(anext(stream), 0.3)
-        await asyncio.to_thread(process.communicate)
-        assert process.returncode == 70
+    client, process = await hanging_worker()
+    for number in range(100):
+        if client.closed.done():
+            break
+        stream = client.submit(GenerateRequest(str(number), [1], SamplingParams()))
+        with pytest.raises((TimeoutError, Unavailable)):
+            await asyncio.wait_for(anext(stream), 0.3)
+    await process.communicate()
+    assert process.returncode == 70
