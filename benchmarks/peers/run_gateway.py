@@ -18,6 +18,7 @@ from penstock.checkpoint.source import BUILT_IN, resolve
 from penstock.core.config import Settings, settings_from_mapping
 from penstock.gateway.app import create_app
 from penstock.gateway.keys import create_key
+from penstock.gateway.listener import bind
 from penstock.gateway.server import serve, tune_interpreter
 from penstock.gateway.tenants import open_directory
 from penstock.observability.logging import configure_logging
@@ -41,7 +42,7 @@ async def main(address: str, settings: Settings) -> int:
             engine, tokenizer, settings, model_names=["trivial"], directory=directory, collectors=collectors
         )
         tune_interpreter()
-        return await serve(app, "127.0.0.1", 0, lambda host, port: print(port, key, flush=True), 1.0)
+        return await serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, key, flush=True), 1.0)
 
 
 if __name__ == "__main__":

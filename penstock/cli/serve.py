@@ -6,6 +6,8 @@ import argparse
 import asyncio
 import json
 import logging
+import os
+import signal
 import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, get_args
@@ -15,6 +17,8 @@ from penstock.cli.settings import file_and_environment
 from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Settings, settings_from_mapping
 
 if TYPE_CHECKING:
+    from penstock.worker.supervisor import SupervisedWorker
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 log = logging.getLogger(__name__)
@@ -95,10 +99,16 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 
 async def _serve(settings: Settings) -> int:
+    from penstock.cli.requirements import check_requirements
+    from penstock.gateway.listener import bind
     from penstock.worker.supervisor import SupervisedWorker
 
+    server = settings.server
+    check_requirements(settings)
+    listener = bind(server.host, server.port)
     worker = SupervisedWorker(settings)
-    starting = asyncio.create_task(worker.start())  # the longest part of a cold start, so it goes first
+    _end_at_signals(worker)
+    starting = asyncio.create_task(worker.start())  # the longest part of a cold start, so all else is done meanwhile
     await asyncio.sleep(0)
     try:
         from penstock.cache.build import open_cache
@@ -109,27 +119,39 @@ async def _serve(settings: Settings) -> int:
         from penstock.state.open import open_store
         from penstock.text.tokenizer import load_tokenizer
 
-        server = settings.server
         async with AsyncExitStack() as stack:
             store = await stack.enter_async_context(open_store(settings.state))
             directory = await stack.enter_async_context(open_directory(settings, store))
             checkpoint = await asyncio.to_thread(resolve, settings.model)
             tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint)
-            await starting
             name = server.served_model_name or checkpoint.name
             engine, collectors = await stack.enter_async_context(open_cache(worker, tokenizer, settings))
             app = create_app(
                 engine, tokenizer, settings, model_names=[name], directory=directory, collectors=collectors
             )
+            await starting
 
             def announce(host: str, port: int) -> None:
                 _announce(host, port, name, directory.open)
 
             tune_interpreter()
-            return await serve(app, server.host, server.port, announce, server.drain_seconds)
+            return await serve(app, listener, announce, server.drain_seconds)
     finally:
         starting.cancel()
         await worker.stop()
+
+
+def _end_at_signals(worker: SupervisedWorker) -> None:
+    """Until the server drains at signals instead. Nothing can be lost yet, so nothing is waited for: a thread that
+    downloads a model would take its time."""
+
+    def end(sig: signal.Signals) -> None:
+        worker.kill()
+        print(f"penstock: ended by {sig.name} while starting", file=sys.stderr, flush=True)
+        os._exit(128 + sig)
+
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(sig, end, sig)
 
 
 def _announce(host: str, port: int, model: str, open: bool) -> None:

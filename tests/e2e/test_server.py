@@ -123,7 +123,8 @@ def test_a_frozen_worker_is_replaced_and_a_suspended_machine_is_left_alone() -> 
     assert [line for line in server.log if "the worker died: nothing heard from it for 2 s; starting another" in line]
 
 
-def test_a_killed_gateway_takes_its_worker_along() -> None:
+def test_a_killed_gateway_takes_its_worker_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     server = start_server("--kv-memory-gib", "0.2")
     pid = worker_pid(server)
     end = os.pidfd_open(pid)
@@ -131,6 +132,7 @@ def test_a_killed_gateway_takes_its_worker_along() -> None:
     server.process.wait()
     assert select.select([end], [], [], 60)[0], "the worker outlived its gateway"
     os.close(end)
+    assert not list(tmp_path.iterdir()), "something stayed on disk"
 
 
 def test_a_server_with_tenants_wants_keys_and_keeps_accounts(tmp_path: Path) -> None:

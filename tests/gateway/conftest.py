@@ -16,6 +16,7 @@ from penstock.core.config import CacheConfig, ServerConfig, Settings
 from penstock.core.request import GenerateRequest
 from penstock.gateway.app import create_app
 from penstock.gateway.keys import create_key
+from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
 from penstock.gateway.tenants import Directory, open_directory
 from penstock.state.open import open_store
@@ -97,7 +98,7 @@ def serving(tokenizer: Tokenizer, settings: Settings | None = None, *, cached: b
                 directory=directory,
                 collectors=collectors,
             )
-            task = asyncio.ensure_future(serve(app, "127.0.0.1", 0, on_ready, 0.0))
+            task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
             stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
             with suppress(asyncio.CancelledError):
                 await task

@@ -14,6 +14,7 @@ from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.gateway.app import create_app
+from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -148,7 +149,7 @@ def main(drain_seconds: float) -> int:
 
     engine = ScriptedEngine(tokenizer, lambda request: [[first], wait_for_line, [second], [tokenizer.eos_ids[0]]])
     app = create_app(engine, tokenizer, Settings(), model_names=[MODEL])
-    return asyncio.run(serve(app, "127.0.0.1", 0, lambda host, port: print(port, flush=True), drain_seconds))
+    return asyncio.run(serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, flush=True), drain_seconds))
 
 
 if __name__ == "__main__":

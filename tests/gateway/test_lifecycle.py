@@ -21,7 +21,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import __version__
+from penstock.core.config import Settings
+from penstock.core.errors import StartupError
+from penstock.gateway.app import create_app
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.listener import bind
+from penstock.gateway.server import serve
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang
 
@@ -219,13 +224,16 @@ def test_second_signal_exits_at_once() -> None:
 
 
 def test_port_in_use_is_a_clear_error(gateway: Gateway) -> None:
-    import asyncio
+    with pytest.raises(StartupError, match=f"cannot listen on {gateway.host}:{gateway.port}: Address already in use"):
+        bind(gateway.host, gateway.port)
 
-    from penstock.core.config import Settings
-    from penstock.core.errors import StartupError
-    from penstock.gateway.app import create_app
-    from penstock.gateway.server import serve
 
+async def test_two_that_take_an_address_at_once_do_not_share_it(gateway: Gateway) -> None:
+    """An address may be bound twice before anybody listens."""
     app = create_app(gateway.engine, gateway.tokenizer, Settings(), model_names=[MODEL])
-    with pytest.raises(StartupError, match=str(gateway.port)):
-        asyncio.run(serve(app, gateway.host, gateway.port, lambda host, port: None, 0.0))
+    first = bind(gateway.host, 0)
+    second = bind(*first.getsockname())
+    with first:
+        first.listen()
+        with pytest.raises(StartupError, match="cannot listen on"):
+            await serve(app, second, lambda host, port: None, 0.0)
