@@ -51,7 +51,9 @@ def cannot_start(*arguments: str) -> str:
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert f"penstock: cannot listen on 127.0.0.1:{port}: Address already in use" in cannot_start("--port", str(port))
+        assert f"penstock: cannot listen on 127.0.0.1:{port}: Address already in use" in cannot_start(
+            "--port", str(port)
+        )
 
 
 SEMANTIC = {"routes": ["/v1/chat/completions"]}
