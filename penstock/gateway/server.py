@@ -74,7 +74,8 @@ class _Server:
                 lambda: Connection(self._edge, self._connections), sock=listener, backlog=BACKLOG
             )
         except OSError as error:  # two that took the address at once, before either listened
-            raise cannot_listen(*listener.getsockname()[:2], error) from error
+            host, port = listener.getsockname()[:2]
+            raise cannot_listen(host, port, error) from error
         self._tasks.append(self._loop.create_task(self._sweep()))
         if threading.current_thread() is threading.main_thread():
             for sig in (signal.SIGINT, signal.SIGTERM):
