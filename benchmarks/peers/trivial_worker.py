@@ -54,7 +54,7 @@ class Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.write(frame(Hello(EngineInfo("trivial", 8192, VOCAB_SIZE))))
+        self.transport.write(frame(Hello(EngineInfo("trivial", 8192, VOCAB_SIZE), EngineStats())))
         self.beat()
 
     def beat(self) -> None:

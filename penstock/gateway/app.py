@@ -77,7 +77,6 @@ def create_app(
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
     objectives = Objectives(settings.classes, settings.default_class, lambda: engine.stats)
-    objectives.all()  # settled, and in the log, before the first request
     serving = Serving(
         engine,
         tokenizer,

@@ -149,7 +149,7 @@ class WorkerClient(asyncio.Protocol):
         elif self._greeted.done():
             raise ConnectionError("a worker greets once")
         elif isinstance(message, Hello):
-            self.info = message.info
+            self.info, self.stats = message.info, message.stats
             self._greeted.set_result(None)
             self._listen()
         else:

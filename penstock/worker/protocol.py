@@ -42,6 +42,7 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
     info: EngineInfo
+    stats: EngineStats
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):

@@ -53,7 +53,7 @@ class WorkerServer:
 
     async def converse(self, engine: EngineLoop, info: EngineInfo) -> None:
         """Greet the gateway and do as it says until it goes away, or `hang_up` ends the conversation."""
-        self._send(Hello(info))
+        self._send(Hello(info, engine.stats))
         beating = asyncio.create_task(self._beat(engine))
         try:
             while True:
@@ -86,5 +86,5 @@ class WorkerServer:
     async def _beat(self, engine: EngineLoop) -> None:
         """Say how the engine is doing, and by saying it that this process runs."""
         while True:
-            self._send(Beat(engine.stats))
             await asyncio.sleep(BEAT_SECONDS)
+            self._send(Beat(engine.stats))

@@ -20,7 +20,7 @@ from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.worker.client import DEAD_AFTER_BEATS, WorkerClient
 from penstock.worker.protocol import BEAT_SECONDS, Beat, Chunks, Failed, Hello, Start, frame, read_frame, take_frames
 
-HELLO = frame(Hello(EngineInfo("m", 100, 10)))
+HELLO = frame(Hello(EngineInfo("m", 100, 10), EngineStats()))
 START = Start("m", EngineConfig(), "info")
 REQUEST = GenerateRequest("r", [1], SamplingParams())
 
