@@ -47,8 +47,7 @@ class Admission:
             late = forecast - allowed * (1.0 - self._calibration.margin(objective.name))
             if late > 0:
                 raise Overloaded(
-                    f"the first token is forecast after {forecast:.2f} s, too late or too close to the objective of "
-                    f"{allowed:.2f} s",
+                    f"the first token would come after {forecast:.2f} s, too late to promise {allowed:.2f} s",
                     retry_after=min(60.0, late),
                 )
         if ttft < math.inf:
