@@ -59,10 +59,10 @@ class Server:
         assert code == 0, "".join(self.log)
 
 
-def start_server(*arguments: str) -> Server:
+def start_server(*arguments: str, python: str = sys.executable) -> Server:
     """`penstock serve` on a free port, ready to answer."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--state", "memory", *arguments],
+        [python, "-m", "penstock.cli.main", "serve", "--port", "0", "--state", "memory", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -165,7 +165,7 @@ def run(args: Namespace) -> int:
 
 
 def _start(model: str, config: EngineConfig) -> tuple[Scheduler, Executor, EngineInfo]:
-    from penstock.runner.progress import LoadProgress  # torch is imported from here on, within the cold start
+    from penstock.runner.progress import LoadProgress  # numpy, and torch where it is needed, from here on
     from penstock.runner.startup import start
 
     with tempfile.TemporaryDirectory() as folder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import time
 from collections.abc import Callable
@@ -180,8 +181,10 @@ def _cpu_scheme(plan: _Plan) -> Scheme | None:
             raise StartupError(f"quantization {config.quantization}: {problem}", param="engine.quantization")
         return config.quantization
     if config.dtype in ("float32", "float16"):
+        _need("torch", f"dtype {config.dtype} on a CPU", "engine.dtype")
         return None
     if problem:
+        _need("torch", f"{problem}; running without the native kernels")
         log.warning("%s; running on plain torch, which is several times slower", problem)
         return None
     return "int8" if config.quantization == "auto" and config.dtype == "auto" else "none"
@@ -234,6 +237,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
 
 
 def _cuda_executor(plan: _Plan) -> Executor:
+    _need("triton", "device cuda", "engine.device", extra="cuda")
     keep_kernels()
     import torch
 
@@ -293,6 +297,8 @@ def _device(config: EngineConfig, checkpoint: Checkpoint) -> Literal["cpu", "cud
         )
     if config.device == "cpu" or checkpoint.kind == "packed":
         return "cpu"
+    if config.device == "cuda":
+        _need("torch", "device cuda", "engine.device", extra="cuda")
     if _cuda_available():
         return "cuda"
     if config.device == "cuda":
@@ -306,9 +312,21 @@ def _cuda_available() -> bool:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
+    if not _installed("torch"):
+        log.warning("running on the CPU; the GPU of this machine needs torch: pip install 'penstock[cuda]'")
+        return False
     import torch
 
     return torch.cuda.is_available()
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _need(package: str, purpose: str, param: str | None = None, *, extra: str = "torch") -> None:
+    if not _installed(package):
+        raise StartupError(f"{purpose} needs {package}: pip install 'penstock[{extra}]'", param=param)
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
