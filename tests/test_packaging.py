@@ -90,4 +90,4 @@ def test_the_kernels_are_compiled_once_and_again_when_a_source_changes(tree: Pat
 def test_without_a_compiler_it_installs_and_says_what_to_do(tree: Path, tmp_path: Path) -> None:
     wheel, said = build(tree, "wheel", tmp_path / "no-compiler")
     assert "penstock/kernels/_native.so" not in zipfile.ZipFile(wheel).namelist()
-    assert "install g++ 11 or newer and then Penstock again, or pip install 'penstock[torch]'" in said
+    assert "install g++ 11 or newer and Penstock again, or pip install 'penstock[torch]'" in said
