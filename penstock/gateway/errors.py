@@ -48,6 +48,14 @@ class HeadersTooLarge(PenstockError):
     kind = "invalid_request_error"
 
 
+class UnsupportedCoding(PenstockError):
+    status = 501
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="unsupported_transfer_encoding")
+
+
 class ClientGone(PenstockError):
     """Nobody is left to answer. The status is only ever seen in logs and metrics."""
 

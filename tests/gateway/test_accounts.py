@@ -45,7 +45,7 @@ def ask(http: httpx.Client, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("end", [lambda it: it.send(200, b"{}"), lambda it: it.end_events(b"data: [DONE]\n\n")])
 def test_time_of_an_answer_ends_before_its_client_can_have_it(end: Any) -> None:
     sent: list[float] = []
-    connection: Any = SimpleNamespace(write=lambda _: sent.append(time.monotonic()), ended=lambda _: None)
+    connection: Any = SimpleNamespace(paused=False, write=lambda _: sent.append(time.monotonic()), ended=lambda _: None)
     exchange = Exchange(connection, "POST", CHAT, b"", [], keep_alive=True, chunked=True)
     asyncio.run(end(exchange))
     assert exchange.elapsed() <= sent[0] - exchange.arrived
