@@ -206,13 +206,15 @@ class Exchange:
     # ------------------------------------------------------------ the response
 
     async def send(self, status: int, body: bytes, *headers: Header) -> None:
-        await self._writable()
+        if self._connection.paused:
+            await self._connection.resumed()
         head = self._head(status, (b"content-length", b"%d" % len(body)), *(headers or (_JSON,)))
         self._write_last(head if self.method == "HEAD" else head + body)
 
     async def send_events(self, events: bytes) -> None:
         """Send server-sent events; the first call starts the response, so errors before it keep their status."""
-        await self._writable()
+        if self._connection.paused:
+            await self._connection.resumed()
         if self.gone:
             return
         if self.status:
@@ -221,14 +223,10 @@ class Exchange:
             self._connection.write(self._stream_head() + self._chunk(events))
 
     async def end_events(self, events: bytes) -> None:
-        await self._writable()
-        head = b"" if self.status else self._stream_head()
-        self._write_last(head + self._chunk(events) + (b"0\r\n\r\n" if self._chunked else b""))
-
-    async def _writable(self) -> None:
-        """Backpressure: what a client does not take is not made for it either."""
         if self._connection.paused:
             await self._connection.resumed()
+        head = b"" if self.status else self._stream_head()
+        self._write_last(head + self._chunk(events) + (b"0\r\n\r\n" if self._chunked else b""))
 
     def _stream_head(self) -> bytes:
         self.streaming = True

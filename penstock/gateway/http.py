@@ -53,6 +53,7 @@ class Connection(asyncio.Protocol):
         self._body_left = 0  # bytes of a body of known length
         self._current: Exchange | None = None  # being answered
         self._receiving: Exchange | None = None  # its body is not complete
+        self._reading = True
         self._last = False  # no request is read any more
         self._lingering = False  # the last answer is out, the client may still be sending
         self._discarded = 0  # bytes, since then
@@ -79,7 +80,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._last:
-            self._input += data
+            self._input = self._input + data if self._input else data
             self._parse()
             return
         self._discarded += len(data)
@@ -124,45 +125,55 @@ class Connection(asyncio.Protocol):
         """Feed the parser a head, or a piece of a body, at a time: of a request that is being received, or of the next
         one once its turn has come. The parser does not say where a request ends, so each gets pieces of its own."""
         try:
-            while self._position < len(self._input) and (self._receiving is not None or self._is_free()):
-                piece = self._input[self._position : self._end_of_piece()]
-                self._position += len(piece)
-                if self._receiving is None:
-                    self._feed_head(piece)
+            while self._position < len(self._input):
+                if self._receiving is not None:
+                    self._feed_body(self._next_piece())
+                elif self._current is None and not self.paused and not self._last:
+                    self._feed_head(self._next_piece())
                 else:
-                    self._body_left = max(0, self._body_left - len(piece))
-                    self._parser.feed_data(piece)
+                    break
         except PenstockError as error:
             self._refuse(error)
         except httptools.HttpParserError as error:
             why = error.__context__  # what a call of ours raised
             self._refuse(why if isinstance(why, PenstockError) else _invalid(f"this is not valid HTTP: {why or error}"))
-        fed = max(0, self._position - len(_EMPTY_LINE) + 1)  # the line may be complete with the next byte
-        self._input, self._position = self._input[fed:], self._position - fed
-        self.steer_reading()
+        fed = self._position
+        if self._head_bytes or (self._receiving is not None and not self._body_left):
+            fed = max(0, fed - len(_EMPTY_LINE) + 1)  # the next byte may complete the line that ends it
+        self._input = self._input[fed:]
+        self._position -= fed
+        if self._input or self._receiving is not None or not self._reading:
+            self.steer_reading()
 
-    def _is_free(self) -> bool:
-        return self._current is None and not self.paused and not self._last
-
-    def _end_of_piece(self) -> int:
+    def _next_piece(self) -> bytes:
         """Heads and chunked bodies end with an empty line, if not every such line ends them."""
+        start = self._position
         if self._body_left:
-            return self._position + self._body_left
-        found = self._input.find(_EMPTY_LINE, max(0, self._position - len(_EMPTY_LINE) + 1))
-        return len(self._input) if found < 0 else found + len(_EMPTY_LINE)
+            end = start + self._body_left
+        else:
+            found = self._input.find(_EMPTY_LINE, max(0, start - len(_EMPTY_LINE) + 1))
+            end = len(self._input) if found < 0 else found + len(_EMPTY_LINE)
+        piece = self._input[start:end]
+        self._position += len(piece)
+        return piece
 
     def _feed_head(self, piece: bytes) -> None:
-        if not self._head_bytes:
-            self._since = self._loop.time()
-        room = MAX_HEAD - self._head_bytes
+        before = self._head_bytes
         self._head_bytes += len(piece)
         try:
-            self._parser.feed_data(piece[:room])
+            self._parser.feed_data(piece[: MAX_HEAD - before])
         except httptools.HttpParserUpgrade:
             self._parser = httptools.HttpRequestParser(self)
             self._parser.feed_data(self._without_offer())
-        if len(piece) > room:
+        if not before and self._head_bytes:  # more of it is to come
+            self._since = self._loop.time()
+        if self._head_bytes > MAX_HEAD:
             raise HeadersTooLarge(f"the request's headers are larger than {MAX_HEAD} bytes")
+
+    def _feed_body(self, piece: bytes) -> None:
+        if self._body_left:
+            self._body_left -= len(piece)
+        self._parser.feed_data(piece)
 
     def _without_offer(self) -> bytes:
         """The latest head again, without its offer to speak another protocol: the parser took it up and would skip the
@@ -179,10 +190,9 @@ class Connection(asyncio.Protocol):
         """Read no more while what was read waits for its turn or to be asked for, or answers for the client."""
         unread = 0 if self._receiving is None else self._receiving.unread()
         full = self.paused or self._last or len(self._input) > MAX_AHEAD or unread > MAX_UNREAD
-        if full and not self._lingering:
-            self.transport.pause_reading()
-        else:
-            self.transport.resume_reading()
+        if (full and not self._lingering) is self._reading:
+            self._reading = not self._reading
+            (self.transport.resume_reading if self._reading else self.transport.pause_reading)()
 
     # ------------------------------------------------------------ the parser's calls
 
@@ -195,7 +205,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._receiving is None:  # trailers after a chunked body are nothing to anybody
-            self._headers.append((name.lower(), value.rstrip(b" \t")))
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         parser = self._parser
@@ -244,7 +254,8 @@ class Connection(asyncio.Protocol):
         self._current = None
         self._since = self._loop.time()
         if exchange.keep_alive:
-            self._parse()
+            if self._input or not self._reading:
+                self._parse()
         elif exchange.body_complete:
             self._close()
         else:
@@ -267,6 +278,7 @@ class Connection(asyncio.Protocol):
             broken.fail(error)
         else:  # it was answered before
             self._close()
+        self.steer_reading()
 
     def _read_no_more(self) -> None:
         self._last = True
@@ -301,13 +313,16 @@ def _invalid(message: str) -> InvalidRequest:
 
 def _check_head(exchange: Exchange, version: str) -> None:
     """What the parser lets pass, though servers behind each other might read it differently."""
+    given, received = exchange.given_headers, exchange.received
     if version not in ("1.0", "1.1"):
         raise _invalid(f"HTTP/{version} is not spoken here; use HTTP/1.1")
-    names = [name for name, _ in exchange.given_headers]
-    hosts = names.count(b"host")
-    if hosts > 1 or (hosts == 0 and version == "1.1"):
-        raise _invalid(f"a request must have one Host header, this has {hosts or 'none'}")
-    if b"transfer-encoding" in exchange.received:
-        coding = exchange.received[b"transfer-encoding"].decode("latin-1")
-        if names.count(b"transfer-encoding") > 1 or coding.lower() != "chunked" or version == "1.0":
-            raise UnsupportedCoding("a body's Transfer-Encoding must be chunked and nothing else, in HTTP/1.1")
+    if b"host" not in received and version == "1.1":
+        raise _invalid("the request has no Host header")
+    if len(received) < len(given):
+        names = [name for name, _ in given]
+        for name in (b"host", b"transfer-encoding"):
+            if names.count(name) > 1:
+                raise _invalid(f"the request has more than one {name.decode()} header")
+    coding = received.get(b"transfer-encoding")
+    if coding is not None and (coding.strip().lower() != b"chunked" or version == "1.0"):
+        raise UnsupportedCoding("Transfer-Encoding must be chunked and nothing else, and the version HTTP/1.1")

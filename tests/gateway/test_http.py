@@ -191,11 +191,11 @@ BROKEN = {
     "length and chunks": CHAT + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "chunks and length": CHAT + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
     "chunks in the middle": CHAT + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+    "gzip and chunks apart": CHAT + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "another version": b"GET / HTTP/2.0\r\nHost: x\r\n\r\n",
 }
 CODINGS = {
     "gzip and chunks": CHAT + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "gzip and chunks apart": CHAT + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     "gzip": CHAT + b"Transfer-Encoding: gzip\r\n\r\n",
     "chunks, older": CHAT.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
 }
