@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 DEFAULT_MODEL = "smollm2-135m"
 _SAFE_URL = re.compile(r"https://[^/?#]|http://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?(/|$)")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+_HOST_NAME = re.compile(r"\*|[\w.-]+")
 SEMANTIC_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -94,6 +96,8 @@ class ServerConfig:
     max_body_mib: float = 16.0
     body_seconds: float = 30.0  # how long a client may take to send the body of a request
     open: bool = False  # serve anybody, on whatever host, while no tenant is configured
+    allowed_hosts: tuple[str, ...] | None = None  # names for use without keys, beside localhost and host; *: any
+    cors: tuple[str, ...] | None = None  # origins of web pages that may use the server, as https://example.com; *: any
     drain_seconds: float = 30.0  # how long running requests may finish after SIGTERM
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     unknown_fields: UnknownFields = "refuse"  # of requests; ignore: as if they had not been sent
@@ -103,6 +107,12 @@ class ServerConfig:
         _check(self.max_body_mib > 0, "max_body_mib", "must be above 0")
         _check(self.body_seconds > 0, "body_seconds", "must be above 0")
         _check(self.drain_seconds >= 0, "drain_seconds", "must not be negative")
+        for name in self.allowed_hosts or ():
+            plain = _HOST_NAME.fullmatch(name) is not None
+            _check(plain, "allowed_hosts", f"must hold names as llm.example.com, without a port, or '*', not {name!r}")
+        for origin in self.cors or ():
+            plain = _ORIGIN.fullmatch(origin) is not None
+            _check(plain, "cors", f"must hold origins as https://example.com, without a path, or '*', not {origin!r}")
         levels = ("debug", "info", "warning", "error")
         _check(self.log_level in levels, "log_level", f"must be one of {', '.join(levels)}")
         ways = get_args(UnknownFields)

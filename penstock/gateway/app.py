@@ -35,6 +35,7 @@ from penstock.gateway.openai_types import (
     Version,
 )
 from penstock.gateway.openapi import OpenApi
+from penstock.gateway.origins import Origins
 from penstock.gateway.requests import RequestEndpoints
 from penstock.gateway.serving import Serving, encode_json, off_loop_if_long
 from penstock.gateway.tenants import Directory
@@ -73,7 +74,8 @@ def create_app(
     for collector in collectors:
         metrics.registry.register(collector)
     directory = directory or Directory(settings, MemoryStore())
-    door = Door(directory, _verifier(settings.jwt))
+    origins = Origins(settings.server)
+    door = Door(directory, _verifier(settings.jwt), origins)
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
     objectives = Objectives(settings.classes, settings.default_class, lambda: engine.stats)
@@ -126,7 +128,7 @@ def create_app(
         ]
     )
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, traffic, metrics, requests, tracing)
+    return Edge(routes, origins, traffic, metrics, requests, tracing)
 
 
 def _warn_of_other_models(settings: Settings, model_names: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from penstock.core.errors import Forbidden, Unauthorized
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.keys import find_key, looks_like_key
+from penstock.gateway.origins import Origins
 from penstock.gateway.tenants import Directory, Tenant
 
 _HOW = "the operator of this server makes one with 'penstock keys create NAME'"
@@ -25,13 +26,15 @@ class Verifier(Protocol):
 
 
 class Door:
-    def __init__(self, directory: Directory, verifier: Verifier | None) -> None:
+    def __init__(self, directory: Directory, verifier: Verifier | None, origins: Origins) -> None:
         self.directory = directory
         self.verifier = verifier
+        self.origins = origins
 
     async def enter(self, exchange: Exchange) -> None:
         """Find the tenant of a request, or refuse it."""
         if self.directory.open:
+            self.origins.check(exchange)
             exchange.tenant = self.directory.anybody
         else:
             exchange.tenant = await self._tenant(bearer(exchange))
@@ -61,9 +64,12 @@ class Door:
             raise Forbidden("a tenant's key does not open this; use an admin key", code="not_admin")
 
     async def enter_metrics(self, exchange: Exchange) -> None:
-        """Metrics name tenants and their spend, so once there are tenants they are for administrators."""
+        """Metrics name tenants and their spend, so once there are tenants they are for administrators. Before, a
+        Prometheus elsewhere may know the server by any name."""
         if not self.directory.open:
             await self.enter_admin(exchange)
+        elif self.origins.private:
+            self.origins.check(exchange)
 
 
 def bearer(exchange: Exchange) -> bytes:

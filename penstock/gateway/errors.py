@@ -48,6 +48,14 @@ class HeadersTooLarge(PenstockError):
     kind = "invalid_request_error"
 
 
+class UnsupportedMediaType(PenstockError):
+    status = 415
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="content-type", code="unsupported_media_type")
+
+
 class UnsupportedCoding(PenstockError):
     status = 501
     kind = "invalid_request_error"

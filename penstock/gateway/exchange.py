@@ -208,7 +208,10 @@ class Exchange:
     async def send(self, status: int, body: bytes, *headers: Header) -> None:
         if self._connection.paused:
             await self._connection.resumed()
-        head = self._head(status, (b"content-length", b"%d" % len(body)), *(headers or (_JSON,)))
+        length = (
+            () if status == 204 else ((b"content-length", b"%d" % len(body)),)
+        )  # an answer without content has none
+        head = self._head(status, *length, *(headers or (_JSON,)))
         self._write_last(head if self.method == "HEAD" else head + body)
 
     async def send_events(self, events: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import msgspec
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import InvalidRequest, NotFound
 from penstock.gateway.decoding import decode_json
-from penstock.gateway.errors import require
+from penstock.gateway.errors import UnsupportedMediaType, require
 from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
 from penstock.gateway.objectives import Objectives
@@ -25,6 +26,8 @@ T = TypeVar("T")
 B = TypeVar("B", bound=SamplingFields)
 
 INLINE_CHARACTERS = 2048  # tokenising more than this would stall the event loop for about a millisecond
+
+_JSON_TYPE = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -54,6 +57,7 @@ class Serving:
         return body
 
     async def read(self, exchange: Exchange, decoder: msgspec.json.Decoder[T]) -> T:
+        _check_content_type(exchange)
         most = exchange.tenant.max_body_mib
         limit = self.max_body if most is None else min(self.max_body, int(most * 2**20))
         body = await exchange.body(limit, self.body_seconds)
@@ -85,6 +89,14 @@ def _check_values(body: SamplingFields) -> None:
     for name, (values, otherwise) in SUPPORTED_VALUES.items():
         value = getattr(body, name, None)
         require(value is None or value in values, name, otherwise)
+
+
+def _check_content_type(exchange: Exchange) -> None:
+    """A web page can send any other type, or none, without asking; JSON only where `server.cors` lets it."""
+    given = exchange.received.get(b"content-type", b"")
+    if given != b"application/json" and _JSON_TYPE.fullmatch(given.strip()) is None:
+        found = repr(given[:200].decode("latin-1")) if given else "missing"
+        raise UnsupportedMediaType(f"Content-Type is {found}: send JSON with 'Content-Type: application/json'")
 
 
 async def off_loop_if_long(characters: int, work: Callable[[], T], param: str) -> T:

@@ -58,7 +58,7 @@ class Gateway:
         return asyncio.run_coroutine_threadsafe(create(), self.loop).result(20)
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20)
+        return httpx.Client(base_url=self.url, timeout=20, headers={"content-type": "application/json"})
 
     def answers(self, *texts: str) -> None:
         """Choice i says text i, a token a chunk, then the end token."""

@@ -16,6 +16,7 @@ from penstock.gateway.openai_types import ChatRequest, CompletionRequest
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
+from tests.gateway.wire import CHAT as RAW_CHAT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -242,7 +243,7 @@ def test_unknown_paths_and_methods(shared_gateway: Gateway) -> None:
             assert check_error(http.get(path), 404, None)["code"] == "unknown_path"
         response = http.get(CHAT)
         check_error(response, 405, None)
-        assert response.headers["allow"] == "POST"
+        assert response.headers["allow"] == "OPTIONS, POST"
         check_error(http.delete("/health"), 405, None)
 
 
@@ -256,13 +257,13 @@ def test_a_slash_at_the_end_makes_no_difference(shared_gateway: Gateway, path: s
 def test_body_over_the_limit_is_refused_at_its_header(shared_gateway: Gateway) -> None:
     """Nothing of the body is sent, so an answer proves that the server did not wait for it."""
     with socket.create_connection((shared_gateway.host, shared_gateway.port), timeout=20) as connection:
-        connection.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n" % CHAT.encode())
+        connection.sendall(RAW_CHAT + b"Content-Length: 300000\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
 def test_chunked_body_over_the_limit_is_refused_on_the_way(shared_gateway: Gateway) -> None:
     with socket.create_connection((shared_gateway.host, shared_gateway.port), timeout=20) as connection:
-        connection.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % CHAT.encode())
+        connection.sendall(RAW_CHAT + b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(5):
             connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
         head, _, content = connection.recv(4096).partition(b"\r\n\r\n")

@@ -29,6 +29,7 @@ from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang
+from tests.gateway.wire import CHAT as RAW_CHAT
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -45,8 +46,7 @@ def test_client_that_leaves_ends_its_requests_in_the_engine(gateway: Gateway, st
     gateway.runs(lambda request: [[100], tell, hang])
     content = json.dumps({"model": MODEL, "messages": HI, "stream": stream, "n": n}).encode()
     with socket.create_connection((gateway.host, gateway.port), timeout=20) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-        connection.sendall(head.encode() + content)
+        connection.sendall(RAW_CHAT + b"Content-Length: %d\r\n\r\n" % len(content) + content)
         for _ in range(n):
             assert started.acquire(timeout=20)
         assert not any(ended.is_set() for ended in gateway.engine.ended.values())
