@@ -23,7 +23,6 @@ GC_THRESHOLDS = (10_000, 20, 50)  # a request makes some hundred objects, nearly
 SWITCH_SECONDS = 0.0005  # for how long a thread that tokenises or writes to disk may hold up the event loop
 
 BACKLOG = 2048  # connections not accepted yet
-NOTSENT_BYTES = 65_536  # in the kernel: with megabytes there, a slow reader would look like one that does not read
 SWEEP_SECONDS = 5.0  # between looks for stale connections
 CLOSE_SECONDS = 1.0  # after draining, all that is left to do is closing
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,6 +17,8 @@ from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.wire import Wire, chat
 
+T = TypeVar("T")
+
 HIGH_WATER = 65_536  # bytes buffered from which on an event loop pauses writing
 
 
@@ -24,12 +27,15 @@ def get(path: str, id: int) -> bytes:
 
 
 class Watched:
-    """A gateway, a client that holds little unread, and the server's side of their connection."""
+    """A gateway, a client, the server's side of their connection, and kernels that hold little between them."""
 
     def __init__(self, gateway: Gateway, it: Wire, connection: http.Connection) -> None:
         self.gateway = gateway
         self.it = it
         self.connection = connection
+
+    def limit_kernel(self) -> None:
+        self._on_loop(self._limit_kernel())
 
     def buffered(self) -> int:
         return self._on_loop(self._buffered())
@@ -48,8 +54,12 @@ class Watched:
         """As if it came in so many seconds from now."""
         self._on_loop(self._sweep(seconds))
 
-    def _on_loop(self, work):  # type: ignore[no-untyped-def]
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.gateway.loop).result(20)
+
+    async def _limit_kernel(self) -> None:
+        server_side = self.connection.transport.get_extra_info("socket")
+        server_side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32_768)
 
     async def _buffered(self) -> int:
         return self.connection.transport.get_write_buffer_size()
@@ -83,7 +93,9 @@ def watched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[W
     monkeypatch.setattr("penstock.gateway.server.SWEEP_SECONDS", 1e9)
     with serving(tokenizer) as gateway, small_client(gateway) as it:
         assert is_made.wait(20)
-        yield Watched(gateway, it, made[0])
+        watched = Watched(gateway, it, made[0])
+        watched.limit_kernel()
+        yield watched
 
 
 @contextmanager
