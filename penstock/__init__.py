@@ -14,7 +14,7 @@ __all__ = ["LLM", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # brings in torch, which the gateway must not
+    if name == "LLM":  # brings in the engine, which the gateway does without
         from penstock.llm import LLM
 
         return LLM

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from penstock.core.errors import InvalidRequest, Unavailable
+from penstock.core.errors import InvalidRequest, PenstockError, Unauthorized, Unavailable
 
 T = TypeVar("T")
 
@@ -308,7 +308,17 @@ async def _read_head(connection: _Connection) -> StreamingResponse:
 async def first_model(http: HttpClient) -> str:
     """The name of the first model that an OpenAI-compatible server lists."""
     response = await http.get("/v1/models")
+    if response.status != 200:
+        raise failure(f"{http.url}/v1/models", response.status, response.error_message)
     try:
         return str(response.json()["data"][0]["id"])
     except (LookupError, TypeError) as error:
-        raise Unavailable(f"{http.url}/v1/models names no model ({response.status})", code="protocol") from error
+        raise Unavailable(f"{http.url}/v1/models names no model", code="protocol") from error
+
+
+def failure(url: str, status: int, message: str) -> PenstockError:
+    """Why a server did not do what a command asked of it; where a key is missing, with the way to give one."""
+    what = f"{url} answers {status}: {message}"
+    if status == 401:
+        return Unauthorized(f"{what}\nSet PENSTOCK_API_KEY to a key of that server, or give --api-key.")
+    return Unavailable(what)

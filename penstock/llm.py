@@ -67,6 +67,11 @@ class LLM:
         scheduler, executor, info = start(model, config, LoadProgress(sys.stderr))
         self.engine = LocalEngine(scheduler, executor, info)
 
+    @property
+    def sampling_defaults(self) -> SamplingParams:
+        """What is used where no params are given: what the model's authors recommend."""
+        return self.engine.info.sampling_defaults
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -76,7 +81,7 @@ class LLM:
     ) -> list[Completion]:
         """Complete each prompt (text or token ids). One result per prompt, in order."""
         batch = _as_batch(prompts)
-        per_prompt = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
+        per_prompt = list(params) if isinstance(params, Sequence) else [params or self.sampling_defaults] * len(batch)
         if len(per_prompt) != len(batch):
             raise InvalidRequest(f"{len(batch)} prompts but {len(per_prompt)} params; give one each, or one for all")
         completions = [
@@ -110,7 +115,7 @@ class LLM:
 
     async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[TextDelta, None]:
         """Complete one prompt, yielding text as it is generated. Closing the generator aborts it."""
-        params = params or SamplingParams()
+        params = params or self.sampling_defaults
         text = TextStream(self.tokenizer, params)
         chunks = self.engine.submit(_request(self._encode(prompt), params, 0))
         try:
@@ -132,6 +137,7 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def close(self) -> None:
+        """Stop the engine. What still runs ends with an error, and so does every later call."""
         self.engine.close()
 
     def __enter__(self) -> LLM:

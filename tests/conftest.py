@@ -14,6 +14,11 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import HealthCheck, settings
 
+from penstock.core.onednn import cap_onednn
+
+# Before torch computes, and before the cache folder is another one. Workers of xdist inherit the variable.
+CAPPED = None if "PYTEST_XDIST_WORKER" in os.environ else cap_onednn()
+
 # Triton reads this when it is first imported, by whatever test comes first: kernels run on the CPU, interpreted.
 os.environ["TRITON_INTERPRET"] = "1"
 
@@ -25,6 +30,12 @@ os.environ["XDG_CACHE_HOME"] = _cache.name
 # How long an example takes says something about the machine, and examples are the same in every run.
 settings.register_profile("anywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("anywhere")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if CAPPED:
+        terminalreporter.write_line(CAPPED)
+
 
 READY = re.compile(r"http://[\w.:\[\]]+")
 
@@ -48,10 +59,10 @@ class Server:
         assert code == 0, "".join(self.log)
 
 
-def start_server(*arguments: str) -> Server:
+def start_server(*arguments: str, python: str = sys.executable) -> Server:
     """`penstock serve` on a free port, ready to answer."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--state", "memory", *arguments],
+        [python, "-m", "penstock.cli.main", "serve", "--port", "0", "--state", "memory", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import serve
-from penstock.core.config import LimitConfig, Settings, settings_from_mapping
+from penstock.core.config import SECTION_TYPES, LimitConfig, Settings, settings_from_mapping
 from penstock.core.errors import StartupError
 
 
@@ -28,11 +29,50 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert parse() == Settings()
 
 
+def test_every_section_has_variables() -> None:
+    sections = {f.name for f in dataclasses.fields(Settings) if str(f.type).removesuffix(" | None").endswith("Config")}
+    assert sections == {name for name in SECTION_TYPES if "." not in name}
+
+
+def test_environment_stands_between_flags_and_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("model: from-file\nengine: {max_seqs: 8}\nserver: {port: 9000, host: 0.0.0.0}\n")
+    given = {
+        "PENSTOCK_MODEL": "123",  # text stays text
+        "PENSTOCK_SERVER__PORT": "9001",
+        "PENSTOCK_SERVER__OPEN": "true",
+        "PENSTOCK_ENGINE__MAX_SEQS": "",  # empty: as if it were not there
+        "PENSTOCK_ENGINE__KV_MEMORY_GIB": "2",
+        "PENSTOCK_CACHE__SEMANTIC__ROUTES": "[/v1/completions]",
+        "PENSTOCK_TENANTS": "{acme: {weight: 2}}",
+        "PENSTOCK_URL": "http://127.0.0.1:1",  # of clients
+        "PENSTOCK_SERVER__PROT": "1",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    settings = parse("--config", str(file))
+    assert (settings.model, settings.server.port, settings.server.host) == ("123", 9001, "0.0.0.0")
+    assert (settings.engine.max_seqs, settings.engine.kv_memory_gib) == (8, 2.0)
+    assert settings.server.open
+    assert settings.cache.semantic.routes == ("/v1/completions",)
+    assert settings.tenants["acme"].weight == 2
+    assert parse("--config", str(file), "--port", "9002").server.port == 9002
+    ignored = capsys.readouterr().err.splitlines()[0]
+    assert (
+        ignored == "penstock: PENSTOCK_SERVER__PROT is ignored: no such setting (did you mean PENSTOCK_SERVER__PORT?)"
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"engin": {}}, "engin is not a setting"),
-        ({"engine": {"max_sequences": 3}}, r"engine\.max_sequences is not a setting; known: .*max_seqs"),
+        (
+            {"engine": {"max_sequences": 3}},
+            r"engine\.max_sequences is not a setting \(did you mean max_seqs\?\); known: .*max_seqs",
+        ),
         ({"engine": {"max_seqs": "many"}}, r"engine\.max_seqs must be int"),
         ({"engine": {"max_seqs": True}}, r"engine\.max_seqs must be int"),
         ({"engine": {"prefix_caching": 1}}, r"engine\.prefix_caching must be bool"),
@@ -40,9 +80,14 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ({"engine": []}, "engine must be a mapping"),
         ({"server": {"port": 70000}}, "port must be between"),
         ({"server": {"port": None}}, r"server\.port must not be empty"),
+        ({"server": {"unknown_fields": "keep"}}, r"server\.unknown_fields must be one of refuse, ignore"),
+        ({"engine": {"sampling_defaults": 1}}, r"engine\.sampling_defaults must be a mapping such as"),
+        ({"engine": {"sampling_defaults": {"seed": 1}}}, r"engine\.sampling_defaults takes temp.*, not seed"),
+        ({"engine": {"sampling_defaults": {"top_k": 1.5}}}, r"engine\.sampling_defaults needs a number for top_k"),
+        ({"engine": {"sampling_defaults": {"top_p": 0}}}, r"engine\.sampling_defaults\.top_p must be above 0"),
         ({"model": ""}, "model must be a name"),
         ({"cache": {"scope": "everyone"}}, r"cache\.scope must be one of tenant, shared"),
-        ({"cache": {"memory": 1}}, r"cache\.memory is not a setting; known: .*memory_mib"),
+        ({"cache": {"memory": 1}}, r"cache\.memory is not a setting .*; known: .*memory_mib"),
         ({"cache": {"semantic": {"routes": ["/v1/embeddings"]}}}, r"cache\.semantic\.routes must be of /v1/chat"),
         ({"cache": {"semantic": {"threshold": 2}}}, r"cache\.semantic\.threshold must be between"),
         ({"tenant_defaults": {"model_limits": []}}, r"tenant_defaults\.model_limits must be a mapping of model names"),

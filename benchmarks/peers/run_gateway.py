@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 from contextlib import AsyncExitStack
 
@@ -17,12 +18,14 @@ from penstock.checkpoint.source import BUILT_IN, resolve
 from penstock.core.config import Settings, settings_from_mapping
 from penstock.gateway.app import create_app
 from penstock.gateway.keys import create_key
+from penstock.gateway.listener import bind
 from penstock.gateway.server import serve, tune_interpreter
 from penstock.gateway.tenants import open_directory
 from penstock.observability.logging import configure_logging
 from penstock.state.open import open_store
 from penstock.text.tokenizer import load_tokenizer
 from penstock.worker.client import WorkerClient
+from penstock.worker.protocol import Start
 
 
 async def main(address: str, settings: Settings) -> int:
@@ -31,13 +34,15 @@ async def main(address: str, settings: Settings) -> int:
         key, _ = await create_key(store, "bench")
         directory = await stack.enter_async_context(open_directory(settings, store))
         tokenizer = load_tokenizer(resolve(BUILT_IN))
-        worker = await WorkerClient.connect(address)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(address)
+        worker = await WorkerClient.connect(connection, Start("trivial", settings.engine, "info"))
         engine, collectors = await stack.enter_async_context(open_cache(worker, tokenizer, settings))
         app = create_app(
             engine, tokenizer, settings, model_names=["trivial"], directory=directory, collectors=collectors
         )
         tune_interpreter()
-        return await serve(app, "127.0.0.1", 0, lambda host, port: print(port, key, flush=True), 1.0)
+        return await serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, key, flush=True), 1.0)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from peers.cases import Case
 from peers.process import cpu_list, free_port, has_bf16
 from peers.workshop import InstallError, Workshop
 from penstock.checkpoint.source import BUILT_IN, resolve
+from penstock.core import onednn
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -24,12 +25,16 @@ ROOT = HERE.parents[1]
 LLAMA_CPP_PACKAGE = "llama-cpp-python==0.3.36"
 LLAMA_CPP_OPTIONS = [
     "-DCMAKE_BUILD_TYPE=Release",
-    "-DGGML_NATIVE=ON",
     "-DLLAMA_BUILD_UI=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
     "-DBUILD_SHARED_LIBS=OFF",
 ]
+GGML_NATIVE = ["-DGGML_NATIVE=ON"]
+# What every CPU with AMX has besides: for machines that advertise it and do not execute it.
+_INSTRUCTION_SETS = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
+_AVX512 = ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")
+GGML_WITHOUT_AMX = ["-DGGML_NATIVE=OFF", *(f"-DGGML_{name}=ON" for name in (*_INSTRUCTION_SETS, *_AVX512))]
 # A slot reuses the prefix of its own last request and shares it with no other slot, so fewer slots than clients should
 # be faster. Single Q8_0 runs on a busy machine: 35, 36, 36 and 7 tok/s with 1, 2, 4 and 8 slots; with outputs of 8
 # tokens 24, 17, 11 and 3 with 1, 4, 8 and 32. So few slots; which of 1 to 4 is best was not settled.
@@ -103,6 +108,7 @@ class LlamaCpp:
 
     workshop: Workshop
     quantisation: str
+    amx: bool = True  # where the machine has it
 
     @property
     def name(self) -> str:
@@ -112,15 +118,20 @@ class LlamaCpp:
     def _model(self) -> Path:
         return self.workshop.folder / f"{BUILT_IN}-{self.quantisation}.gguf"
 
+    @property
+    def _build_folder(self) -> str:
+        return "build" if self.amx else "build-without-amx"
+
     def _tool(self, name: str) -> Path:
-        return self.workshop.folder / "build" / "bin" / name
+        return self.workshop.folder / self._build_folder / "bin" / name
 
     def install(self) -> None:
         shop = self.workshop
         shop.venv()
         shop.once(f"sources of llama.cpp from {LLAMA_CPP_PACKAGE} (77 MB)", self._fetch)
         shop.packages("cmake", "ninja")
-        shop.once(f"build of llama-server and llama-quantize of {LLAMA_CPP_PACKAGE} (10 minutes)", self._build)
+        without = "" if self.amx else " without AMX"
+        shop.once(f"build of llama-server and llama-quantize of {LLAMA_CPP_PACKAGE}{without} (10 minutes)", self._build)
         shop.once(f"{self._model.name}", self._quantise)
 
     def _fetch(self) -> None:
@@ -133,8 +144,10 @@ class LlamaCpp:
     def _build(self) -> None:
         shop, tools = self.workshop, self.workshop.python.parent
         ninja = f"-DCMAKE_MAKE_PROGRAM={tools / 'ninja'}"
-        shop.run(tools / "cmake", "-S", "src/vendor/llama.cpp", "-B", "build", "-G", "Ninja", ninja, *LLAMA_CPP_OPTIONS)
-        shop.run(tools / "cmake", "--build", "build", "-j2", "--target", "llama-server", "llama-quantize")
+        options = [*LLAMA_CPP_OPTIONS, *(GGML_NATIVE if self.amx else GGML_WITHOUT_AMX)]
+        folder = self._build_folder
+        shop.run(tools / "cmake", "-S", "src/vendor/llama.cpp", "-B", folder, "-G", "Ninja", ninja, *options)
+        shop.run(tools / "cmake", "--build", folder, "-j2", "--target", "llama-server", "llama-quantize")
 
     def _quantise(self) -> None:
         source = resolve(BUILT_IN).path
@@ -265,6 +278,7 @@ class OpenVino:
 
     workshop: Workshop
     source: Transformers
+    cap: str | None = None  # of the instruction sets
     name: str = "OpenVINO GenAI int8"
 
     @property
@@ -285,7 +299,9 @@ class OpenVino:
         shop.once(f"{self._model.name} in OpenVINO's format", lambda: shop.run(*export, *arguments))
 
     def launches(self, cases: Sequence[Case]) -> list[Launch]:
-        return [Launch([str(self.workshop.python), str(HERE / "run_openvino.py"), str(self._model)], cases)]
+        command = [str(self.workshop.python), str(HERE / "run_openvino.py"), str(self._model)]
+        environment = {"OV_CPU_MAX_ISA": self.cap} if self.cap else {}  # its own kernels, where its version reads that
+        return [Launch(command, cases, environment=environment)]
 
 
 def all_systems(peers_dir: Path, penstock_arguments: str) -> list[System]:
@@ -300,6 +316,7 @@ def all_systems(peers_dir: Path, penstock_arguments: str) -> list[System]:
     systems: list[System] = [Penstock("Penstock", arguments)]
     if _takes_quantization():
         systems.append(Penstock("Penstock int4", [*arguments, "--quantization", "int4"]))
-    systems += [LlamaCpp(workshop("llama.cpp"), quantisation) for quantisation in ("Q8_0", "Q4_0", "BF16")]
-    systems += [Vllm(workshop("vllm"), transformers), OpenVino(workshop("openvino"), transformers), transformers]
+    cap = os.environ.get(onednn.VARIABLE)  # every peer inherits it; these two need more
+    systems += [LlamaCpp(workshop("llama.cpp"), name, amx=cap is None) for name in ("Q8_0", "Q4_0", "BF16")]
+    systems += [Vllm(workshop("vllm"), transformers), OpenVino(workshop("openvino"), transformers, cap), transformers]
     return systems

@@ -17,7 +17,17 @@ import uvloop
 from penstock.core.engine import EngineInfo, EngineStats
 from penstock.core.ledger import Ledger, PrefillChunk
 from penstock.core.request import Chunk, GenerateRequest
-from penstock.worker.protocol import BEAT_SECONDS, Abort, Beat, Chunks, Hello, decode_to_worker, frame, take_frames
+from penstock.worker.protocol import (
+    BEAT_SECONDS,
+    Abort,
+    Beat,
+    Chunks,
+    Hello,
+    Submit,
+    decode_to_worker,
+    frame,
+    take_frames,
+)
 
 VOCAB_SIZE = 49_152  # of the built-in tokenizer, which the gateway runs with
 FIRST_TOKEN = 1_000
@@ -44,7 +54,7 @@ class Client(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.write(frame(Hello(EngineInfo("trivial", 8192, VOCAB_SIZE))))
+        self.transport.write(frame(Hello(EngineInfo("trivial", 8192, VOCAB_SIZE), EngineStats())))
         self.beat()
 
     def beat(self) -> None:
@@ -57,7 +67,7 @@ class Client(asyncio.Protocol):
             message = decode_to_worker(body)
             if isinstance(message, Abort):
                 self.running.pop(message.request_id, None)
-            else:
+            elif isinstance(message, Submit):
                 self.running[message.request.id] = Running(message.request, time.monotonic())
         if not self.stepping:
             self.step()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.bench.measure import Timeline
+from penstock.bench.progress import Progress
 from penstock.bench.workloads import Job
 from penstock.core.errors import EngineFailure, Overloaded
 from penstock.core.request import Chunk, GenerateRequest, Objective, SamplingParams
@@ -40,8 +41,9 @@ def make_request(job: Job, request_id: str, salt: str, objective: Objective | No
 class ClosedLoop:
     """Steps an engine on this thread, with so many requests in flight. Nothing is promised to them."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(self, scheduler: Scheduler, executor: Executor, progress: Progress | None = None) -> None:
         self.loop = EngineLoop(scheduler, executor, self._take)
+        self._progress = progress
         self._open: dict[str, Timeline] = {}
         self._sent = 0
 
@@ -73,7 +75,9 @@ class ClosedLoop:
         for chunk in chunks:
             take_chunk(self._open[chunk.request_id], chunk, now)
             if chunk.finish_reason is not None:
-                del self._open[chunk.request_id]
+                timeline = self._open.pop(chunk.request_id)
+                if self._progress is not None:
+                    self._progress.done(timeline)
 
 
 @dataclass(slots=True)
@@ -83,6 +87,7 @@ class OpenLoop:
     engine: LocalEngine
     objectives: Mapping[str, Objective]
     allowed_misses: int | None = None  # past them nothing more is sent
+    progress: Progress | None = None
     missed: int = 0  # among the admitted
     refused: int = 0
     _done: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -112,6 +117,7 @@ class OpenLoop:
             take_chunk(timeline, chunk, time.perf_counter())
             if chunk.finish_reason is not None:
                 self.missed += not timeline.met
+                self._ended(timeline)
                 self._done.release()
 
         try:
@@ -120,6 +126,11 @@ class OpenLoop:
             timeline.finished = time.perf_counter()
             timeline.refused, timeline.retry_after = True, refusal.retry_after
             self.refused += 1
+            self._ended(timeline)
+
+    def _ended(self, timeline: Timeline) -> None:
+        if self.progress is not None:
+            self.progress.done(timeline)
 
     def _wait(self, admitted: int) -> None:
         for _ in range(admitted):

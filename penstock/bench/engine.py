@@ -39,6 +39,7 @@ class Plan:
     arrivals: ArrivalPlan
     workloads: list[Workload]
     seeds: int | None
+    targets: bool
 
     @classmethod
     def from_args(cls, args: Namespace) -> Plan:
@@ -51,7 +52,7 @@ class Plan:
         workloads = arrivals.workloads(bases)
         if arrivals.trace and any(job.content is not None for job in workloads[0].jobs(0)):
             raise InvalidRequest("a trace with texts needs a tokenizer: use bench serve", param="trace")
-        return cls(args.scheduling, bases, arrivals, workloads, args.seeds)
+        return cls(args.scheduling, bases, arrivals, workloads, args.seeds, args.targets)
 
 
 @dataclass(slots=True)
@@ -112,9 +113,9 @@ class EngineBench:
     def _result(self, workload: Workload, mode: Scheduling, runs: list[Run]) -> Result:
         """A closed loop shows what the engine can do: its best run counts. Of an open one every request counts."""
         best = reduce(partial(better_run, workload.metric), runs) if workload.rate is None else pooled(runs)
-        target = find_target(self.engine.info.model, self.precision, workload.name, self.device)
-        if not self.plan.arrivals.usual_objectives:
-            target = None
+        target = None
+        if self.plan.targets and self.plan.arrivals.usual_objectives:
+            target = find_target(self.engine.info.model, self.precision, workload.name, self.device)
         values = [run.summary.figure(workload.metric) for run in runs]
         label = workload.name if len(self.plan.modes) == 1 else f"{workload.name} {mode}"
         detail = {"scheduling": mode, "values": values, **best.detail()}
@@ -146,10 +147,10 @@ def run(args: Namespace) -> int:
     bench = EngineBench(plan, engine, device, precision)
     results, capacities = bench.find_capacities() if args.find_capacity else (bench.run(), {})
     engine.check_integrity()
-    goal = COLD_START_GOALS.get((info.model, device))
+    goal = COLD_START_GOALS.get((info.model, device)) if plan.targets else None
     print(
         f"{info.model}, {precision} on {device}, ready after {cold_start:.1f} s"
-        + (f" (goal {goal:g} s)" if goal else "")
+        + (f" (goal* {goal:g} s)" if goal else "")
     )
     print_report(results)
     for name, rate in capacities.items():
@@ -164,7 +165,7 @@ def run(args: Namespace) -> int:
 
 
 def _start(model: str, config: EngineConfig) -> tuple[Scheduler, Executor, EngineInfo]:
-    from penstock.runner.progress import LoadProgress  # torch is imported from here on, within the cold start
+    from penstock.runner.progress import LoadProgress  # numpy, and torch where it is needed, from here on
     from penstock.runner.startup import start
 
     with tempfile.TemporaryDirectory() as folder:

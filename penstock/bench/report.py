@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.measure import Summary, Timeline, percentile
-from penstock.bench.targets import Target
+from penstock.bench.targets import MEASURED, Target
 from penstock.bench.workloads import Metric, Workload
 
 UNITS: dict[Metric, str] = {
@@ -60,7 +60,8 @@ class Result:
             **self.detail,
         }
         if self.target is not None:
-            result |= {"target": dataclasses.asdict(self.target), "ratio_to_goal": self.ratio}
+            target = {**dataclasses.asdict(self.target), "measured": MEASURED[self.target.device]}
+            result |= {"target": target, "ratio_to_goal": self.ratio}
         if self.workload.rate is not None:
             start = min((t.sent for t in self.timelines), default=0.0)
             result["timelines"] = [_timeline_json(timeline, start) for timeline in self.timelines]
@@ -121,22 +122,30 @@ def print_report(results: Sequence[Result]) -> None:
 
 
 def results_table(results: Sequence[Result]) -> str:
-    """One row per workload: its own figure beside the goal and the peer, then the rest."""
-    columns = ["workload", "result", "", "goal", "ratio", "peer", "out tok/s", "total tok/s", "wall s", "errors"]
-    return render_table(columns, [_row(result) for result in results])
+    """One row per workload: its own figure, the goal and the peer where there are some, then the rest."""
+    sources = {MEASURED[result.target.device] for result in results if result.target is not None}
+    targets = ["goal*", "ratio*", "peer*"] if sources else []
+    columns = ["workload", "result", "", *targets, "out tok/s", "total tok/s", "wall s", "errors"]
+    table = render_table(columns, [_row(result, bool(sources)) for result in results])
+    return "\n".join([table, *(f"* not measured here, but on {source}" for source in sorted(sources))])
 
 
-def _row(result: Result) -> list[str]:
-    metric, summary, target = result.workload.metric, result.summary, result.target
-    goal = peer = "-"
-    if target is not None:
-        goal = f"{format_figure(metric, target.goal)} {target.precision}"
-        peer = f"{format_figure(metric, target.peer)} {target.peer_name}"
+def _row(result: Result, targets: bool) -> list[str]:
+    metric, summary = result.workload.metric, result.summary
     return [
-        *(result.label, format_figure(metric, result.value), UNITS[metric], goal, _or_dash(result.ratio, ".2f"), peer),
+        *(result.label, format_figure(metric, result.value), UNITS[metric]),
+        *(_target_cells(result) if targets else ()),
         *(f"{summary.output_tok_s:,.1f}", f"{summary.total_tok_s:,.1f}"),
         *(f"{summary.wall_s:.2f}", str(sum(summary.errors.values()))),
     ]
+
+
+def _target_cells(result: Result) -> list[str]:
+    metric, target = result.workload.metric, result.target
+    if target is None:
+        return ["-", "-", "-"]
+    goal, peer = format_figure(metric, target.goal), format_figure(metric, target.peer)
+    return [f"{goal} {target.precision}", _or_dash(result.ratio, ".2f"), f"{peer} {target.peer_name}"]
 
 
 def _or_dash(value: float | None, spec: str) -> str:

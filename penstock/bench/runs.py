@@ -11,6 +11,7 @@ from typing import Any
 from penstock.bench.capacity import allowed_misses
 from penstock.bench.driver import ClosedLoop, OpenLoop
 from penstock.bench.measure import Summary, Timeline, better, summarise
+from penstock.bench.progress import Progress
 from penstock.bench.workloads import VOCAB, Job, Metric, Workload
 from penstock.core.config import Scheduling
 from penstock.core.engine import EngineInfo
@@ -92,10 +93,11 @@ class LoadedEngine:
         scheduler, idle = self.schedulers[mode], self.executor.idle_seconds
         before = scheduler.stats()
         allowed = None if attainment is None else allowed_misses(len(jobs), attainment)
-        if workload.rate is None:
-            timelines = self._closed_loop(scheduler, jobs, workload.clients)
-        else:
-            timelines = self._open_loop(scheduler, jobs, workload.objectives, allowed)
+        with Progress(f"{workload.name} {mode} seed {seed}", len(jobs)) as progress:
+            if workload.rate is None:
+                timelines = self._closed_loop(scheduler, jobs, workload.clients, progress)
+            else:
+                timelines = self._open_loop(scheduler, jobs, workload.objectives, allowed, progress)
         after = scheduler.stats()
         ends = [timeline.finished for timeline in timelines if timeline.finished is not None]
         return Run(
@@ -116,21 +118,29 @@ class LoadedEngine:
         """The same shapes in small, before the clock: first calls compile, allocate and page in."""
         jobs = workload.jobs(0, self._vocab)[:WARM_UP_REQUESTS]
         short = [replace(job, output_len=min(job.output_len, WARM_UP_OUTPUT)) for job in jobs]
-        for scheduler in self.schedulers.values():
-            if workload.rate is None:
-                self._closed_loop(scheduler, short, workload.clients)
-            else:  # whole outputs, because forecasts rest on a few hundred steps
-                self._closed_loop(scheduler, jobs, WARM_UP_CLIENTS)
+        for mode, scheduler in self.schedulers.items():
+            with Progress(f"{workload.name} {mode} warm-up", len(jobs)) as progress:
+                if workload.rate is None:
+                    self._closed_loop(scheduler, short, workload.clients, progress)
+                else:  # whole outputs, because forecasts rest on a few hundred steps
+                    self._closed_loop(scheduler, jobs, WARM_UP_CLIENTS, progress)
 
-    def _closed_loop(self, scheduler: Scheduler, jobs: Sequence[Job], clients: int | None) -> list[Timeline]:
-        return ClosedLoop(scheduler, self.executor).run(jobs, clients, self._salt())
+    def _closed_loop(
+        self, scheduler: Scheduler, jobs: Sequence[Job], clients: int | None, progress: Progress
+    ) -> list[Timeline]:
+        return ClosedLoop(scheduler, self.executor, progress).run(jobs, clients, self._salt())
 
     def _open_loop(
-        self, scheduler: Scheduler, jobs: Sequence[Job], owed: Mapping[str, Objective], allowed: int | None
+        self,
+        scheduler: Scheduler,
+        jobs: Sequence[Job],
+        owed: Mapping[str, Objective],
+        allowed: int | None,
+        progress: Progress,
     ) -> list[Timeline]:
         engine = LocalEngine(scheduler, self.executor, self.info)
         try:
-            return OpenLoop(engine, owed, allowed).run(jobs, self._salt())
+            return OpenLoop(engine, owed, allowed, progress).run(jobs, self._salt())
         finally:
             time.sleep(SETTLE_SECONDS)
             engine.close()

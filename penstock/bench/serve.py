@@ -21,9 +21,10 @@ from penstock.bench.arrivals import ArrivalPlan, mix_needs_rate
 from penstock.bench.capacity import CapacitySearch, allowed_misses
 from penstock.bench.html_report import write_html
 from penstock.bench.measure import Timeline, summarise
+from penstock.bench.progress import Progress
 from penstock.bench.prompts import words_prompt
 from penstock.bench.report import Result, announce, print_report, spoken_capacity, write_json
-from penstock.bench.server import Call, Prompt, Server, connect
+from penstock.bench.server import Call, Prompt, Server, connect, promised_objectives
 from penstock.bench.targets import find_target
 from penstock.bench.workloads import MIXES, Job, Workload, find_workload, uniform_workload
 from penstock.core.errors import InvalidRequest
@@ -44,9 +45,12 @@ class Load:
     ids: bool = False  # prompts as token ids instead of words
     names_classes: bool = False  # the server knows the classes of the jobs
     tenants: Mapping[str, HttpClient] = field(default_factory=dict)  # clients with the keys of tenants
+    targets: bool = False  # results stand beside those of other machines
 
 
-async def closed_loop(server: Server, calls: Sequence[Call], clients: int) -> list[Timeline]:
+async def closed_loop(
+    server: Server, calls: Sequence[Call], clients: int, progress: Progress | None = None
+) -> list[Timeline]:
     """`clients` requests in flight until all are done."""
     timelines: list[Timeline] = []
     todo: Iterator[Call] = iter(calls)
@@ -54,6 +58,8 @@ async def closed_loop(server: Server, calls: Sequence[Call], clients: int) -> li
     async def client() -> None:
         for call in todo:
             timelines.append(await server.complete(call))
+            if progress is not None:
+                progress.done(timelines[-1])
 
     async with asyncio.TaskGroup() as group:
         for _ in range(min(clients, len(calls))):
@@ -62,7 +68,11 @@ async def closed_loop(server: Server, calls: Sequence[Call], clients: int) -> li
 
 
 async def open_loop(
-    server: Server, calls: Sequence[Call], objectives: Mapping[str, Objective], allowed: int | None = None
+    server: Server,
+    calls: Sequence[Call],
+    objectives: Mapping[str, Objective],
+    allowed: int | None = None,
+    progress: Progress | None = None,
 ) -> list[Timeline]:
     """Each call at its arrival time, never waiting for an answer, until more than `allowed` have missed."""
     tasks: list[asyncio.Task[Timeline]] = []
@@ -74,6 +84,8 @@ async def open_loop(
         timeline = await server.complete(call)
         timeline.sent, timeline.late, timeline.objective = due, late, objectives.get(call.job.kind)
         missed += not timeline.met
+        if progress is not None:
+            progress.done(timeline)
         return timeline
 
     async with asyncio.TaskGroup() as group:
@@ -109,14 +121,16 @@ async def measure(server: Server, workload: Workload, load: Load, attainment: fl
     start = time.perf_counter()
     if workload.rate is not None:
         allowed = None if attainment is None else allowed_misses(len(jobs), attainment)
-        timelines = await open_loop(server, calls, workload.objectives, allowed)
+        with Progress(workload.name, len(calls)) as progress:
+            timelines = await open_loop(server, calls, workload.objectives, allowed, progress)
         detail |= {"loop": "open", "stopped_early": len(timelines) < len(jobs)}
     else:
         clients = load.concurrency or workload.clients or len(jobs)
-        timelines = await closed_loop(server, calls, clients)
+        with Progress(workload.name, len(calls)) as progress:
+            timelines = await closed_loop(server, calls, clients, progress)
         detail |= {"loop": "closed", "concurrency": clients}
     summary = summarise(timelines, time.perf_counter() - start)
-    target = find_target(server.model, None, workload.name, None)
+    target = find_target(server.model, None, workload.name, None) if load.targets else None
     announce(workload.name, workload.metric, summary, detail.get("stopped_early", False))
     return Result(workload, summary, target, detail, workload.name, timelines)
 
@@ -145,7 +159,6 @@ async def _run(args: Namespace) -> int:
     arrivals = ArrivalPlan.from_args(args)
     names_classes = args.send_classes or bool(arrivals.shares or arrivals.trace)
     bases = _bases(args, arrivals)
-    workloads = arrivals.workloads(bases)
     results: list[Result] = []
     capacities: dict[str, float | None] = {}
     fresh = {"Cache-Control": "no-store"}  # what is measured is computing answers, not remembering them
@@ -157,8 +170,11 @@ async def _run(args: Namespace) -> int:
 
         http = await client(args.api_key)
         tenants = {name: await client(key) for name, key in args.tenant_key}
-        load = Load(seed, args.concurrency, args.requests, args.prompts == "ids", names_classes, tenants)
+        load = Load(seed, args.concurrency, args.requests, args.prompts == "ids", names_classes, tenants, args.targets)
         server = await connect(http, args.model, chat=args.chat, seed=load.seed)
+        if arrivals.shares and not arrivals.objectives:
+            arrivals = replace(arrivals, objectives=await promised_objectives(http))
+        workloads = arrivals.workloads(bases)
         if not server.ignore_eos:
             print("the server refuses ignore_eos: answers may end before their length", file=sys.stderr)
         if not server.counts_tokens:

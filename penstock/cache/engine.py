@@ -19,6 +19,7 @@ from penstock.cache.tier import Reading, Tier
 from penstock.core.config import CacheConfig
 from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
 from penstock.core.errors import NotCached
+from penstock.core.ledger import Ledger
 from penstock.core.request import CacheControl, CacheStatus, Chunk, GenerateRequest
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
@@ -72,6 +73,9 @@ class CachedEngine:
 
     def health(self) -> Health:
         return self._engine.health()
+
+    async def aborted(self, request_id: str) -> Ledger | None:
+        return await self._engine.aborted(request_id)
 
     async def close(self) -> None:
         """Wait a moment for what is being written; the engine behind is left as it is."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, get_args
 
+from penstock.cli.environment import add_server_arguments
 from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Scheduling
 
 if TYPE_CHECKING:
@@ -43,16 +44,14 @@ def _add_engine(kinds: Subparsers) -> None:
     parser.add_argument("--max-seqs", type=positive_int, default=512, help="sequences in one step (default 512)")
     parser.add_argument("--max-step-tokens", type=positive_int, help="tokens in one step")
     parser.add_argument("--kv-memory-gib", type=positive_float, help="size of the KV cache")
-    parser.add_argument("--json", metavar="FILE", help="write all figures here")
-    parser.add_argument("--html", metavar="FILE", help="write a report with plots here, complete in one file")
+    _add_report(parser)
     parser.set_defaults(run=_run_engine)
 
 
 def _add_serve(kinds: Subparsers) -> None:
     parser = kinds.add_parser("serve", help="load on any OpenAI-compatible server")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="root of the server (default %(default)s)")
+    add_server_arguments(parser)
     parser.add_argument("--model", help="name in the requests; default: the first of /v1/models")
-    parser.add_argument("--api-key", help="sent as a bearer token")
     parser.add_argument(
         "--tenant-key",
         action="append",
@@ -74,9 +73,16 @@ def _add_serve(kinds: Subparsers) -> None:
     parser.add_argument("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
     parser.add_argument("--seed", type=int, help="of the prompts; default: a fresh one, so no cache helps")
     parser.add_argument("--timeout", type=positive_float, default=600.0, help="seconds without a byte (default 600)")
+    _add_report(parser)
+    parser.set_defaults(run=_run_serve)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--targets", action="store_true", help="show goals and the best peers beside the results, from other machines"
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
     parser.add_argument("--html", metavar="FILE", help="write a report with plots here, complete in one file")
-    parser.set_defaults(run=_run_serve)
 
 
 def _add_open_loop(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +102,8 @@ def _add_open_loop(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--objectives",
         metavar="CLASS=TTFT/GAP[,...]",
-        help="in ms, as in short=200/50,long=4000/50; - promises nothing (default: the workload's own)",
+        help="in ms, as in short=200/50,long=4000/50; - promises nothing (default: the workload's own, or with --mix "
+        "what the server promises)",
     )
     group.add_argument("--objective-scale", type=positive_float, default=1.0, help="multiplies all objectives")
     group.add_argument("--find-capacity", action="store_true", help="search the highest rate that holds the attainment")

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from penstock.core.errors import NotFound, Unavailable
-from penstock.http_client import HttpClient, Response, openai_base
+from penstock.cli.environment import add_server_arguments
+from penstock.core.errors import NotFound
+from penstock.http_client import HttpClient, Response, failure, openai_base
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -53,8 +54,7 @@ MISS_CAUSES = {
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("explain", help="say where the time of a request went", description=__doc__)
     parser.add_argument("id", nargs="?", metavar="ID", help="of a response, or its x-request-id")
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="root of the server (default %(default)s)")
-    parser.add_argument("--api-key", help="sent as a bearer token")
+    add_server_arguments(parser)
     parser.add_argument("--limit", type=int, default=10, help="without ID: how many (default %(default)s)")
     parser.set_defaults(run=run)
 
@@ -80,7 +80,7 @@ def _checked(response: Response, url: str) -> Any:
     if response.status == 404:
         raise NotFound(response.error_message)
     if response.status != 200:
-        raise Unavailable(f"{url} answers {response.status}: {response.error_message}")
+        raise failure(url, response.status, response.error_message)
     return response.json()
 
 
@@ -90,7 +90,7 @@ def slowest_table(accounts: list[dict[str, Any]]) -> RenderableType:
     if not accounts:
         return "no request has ended yet"
     table = Table(title="Slowest requests lately", title_justify="left", box=None, pad_edge=False)
-    for heading in ("id", "class", "most of it"):
+    for heading in ("id", "class", "status", "most of it"):
         table.add_column(heading, no_wrap=True)
     for heading in ("total", "first", "in/out"):
         table.add_column(heading, justify="right")
@@ -99,6 +99,7 @@ def slowest_table(accounts: list[dict[str, Any]]) -> RenderableType:
         table.add_row(
             account["id"],
             account["objective"],
+            str(account["status"]),
             f"{part} {duration(seconds)}",
             duration(account["total"]),
             duration(account["ttft"]),

@@ -9,7 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from penstock.cli.serve import read_yaml
+from penstock.cli.environment import API_KEY
+from penstock.cli.settings import file_and_environment
 from penstock.core.config import Settings, settings_from_mapping, tenant_config
 from penstock.core.errors import StartupError
 
@@ -44,7 +45,7 @@ def add_store_arguments(parser: argparse.ArgumentParser) -> None:
 def run_on_store(args: argparse.Namespace, work: Callable[[Settings, Store], Awaitable[int]]) -> int:
     from penstock.state.open import open_store
 
-    values = read_yaml(args.config)
+    values = file_and_environment(args.config)
     if args.state is not None:
         values["state"] = args.state
     settings = settings_from_mapping(values)
@@ -52,7 +53,7 @@ def run_on_store(args: argparse.Namespace, work: Callable[[Settings, Store], Awa
         raise StartupError("with state: memory, keys and spend are in the server alone; ask its /admin", param="state")
 
     async def run() -> int:
-        async with open_store(settings.state) as store:
+        async with open_store(settings.state, lasting=True) as store:
             return await work(settings, store)
 
     return asyncio.run(run())
@@ -69,16 +70,27 @@ async def _create(args: argparse.Namespace, settings: Settings, store: Store) ->
         if args.tenant not in await store.records(tenants.KIND):
             await store.put(tenants.KIND, args.tenant, "{}")
     key, record = await create_key(store, args.tenant or "", args.note)
-    print(key)
+    print(key, flush=True)
     whose = f"Tenant {record.tenant}'s key" if record.tenant else "The admin key"
     print(f"{whose} {record.prefix} is kept as a hash: this is the only time it is shown.", file=sys.stderr)
+    shown = key if sys.stdout.isatty() else "KEY"  # what is piped away must not be shown after all
+    url = f"http://127.0.0.1:{settings.server.port}{'/v1/models' if record.tenant else '/admin/keys'}"
+    print(
+        f"Penstock's own commands read it from {API_KEY}, other clients send it as a bearer token:\n"
+        f"  export {API_KEY}={shown}\n"
+        f'  curl {url} -H "Authorization: Bearer ${API_KEY}"',
+        file=sys.stderr,
+    )
     return 0
 
 
 async def _list(store: Store) -> int:
     from penstock.gateway.keys import stored_keys
 
-    for record in await stored_keys(store):
+    found = await stored_keys(store)
+    if not found:
+        print("There are no keys yet. 'penstock keys create NAME' makes one for a tenant.", file=sys.stderr)
+    for record in found:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
         print(f"{record.id}  {record.tenant or '(admin)':<24}  {created}  {record.note}".rstrip())
     return 0

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 
 from penstock import __version__
-from penstock.cli import bench, chat, explain, keys, quantize, serve, usage
+from penstock.cli import bench, chat, check, completion, explain, keys, quantize, serve, usage
+from penstock.cli.parser import Parser
 from penstock.core.errors import PenstockError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="penstock", description="LLM serving that keeps a latency promise.")
+def make_parser() -> ArgumentParser:
+    parser: ArgumentParser = Parser(prog="penstock", description="LLM serving that keeps a latency promise.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, quantize, bench, explain, keys, usage):
+    for command in (serve, chat, check, quantize, bench, explain, keys, usage):
         command.add_parser(subparsers)
-    args = parser.parse_args(argv)
+    completion.add_parser(subparsers, parser)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
     try:
         return int(args.run(args))
     except PenstockError as error:

@@ -6,15 +6,19 @@ import argparse
 import asyncio
 import json
 import logging
+import os
+import signal
 import sys
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from penstock.cli.environment import API_KEY
+from penstock.cli.settings import file_and_environment
 from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Settings, settings_from_mapping
-from penstock.core.errors import StartupError
 
 if TYPE_CHECKING:
+    from penstock.worker.supervisor import SupervisedWorker
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 log = logging.getLogger(__name__)
@@ -27,7 +31,7 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="?",
         help=f"built-in name, folder, GGUF file, Hugging Face id or dummy:FOLDER (default {DEFAULT_MODEL})",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML with model, engine and server; flags win over it")
+    parser.add_argument("--config", metavar="FILE", help="YAML with model, engine and server; see 'penstock check'")
     server = parser.add_argument_group("server")
     server.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     server.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
@@ -65,8 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """The file, then the flags on top of it."""
-    values = read_yaml(args.config)
+    """The file, the environment on top of it, then the flags."""
+    values = file_and_environment(args.config)
     flags: dict[str, dict[str, Any]] = {
         "server": {name: getattr(args, name) for name in ("host", "port", "served_model_name", "open", "log_level")},
         "engine": {
@@ -94,28 +98,17 @@ def read_settings(args: argparse.Namespace) -> Settings:
     return settings_from_mapping(merged)
 
 
-def read_yaml(path: str | None) -> dict[str, Any]:
-    """What a settings file holds; nothing without one."""
-    if path is None:
-        return {}
-    import yaml
-
-    try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
-    except OSError as error:
-        raise StartupError(f"cannot read {path}: {error.strerror}", param="config") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StartupError(f"{path} is not valid YAML: {error}", param="config") from error
-    if not isinstance(values, dict):
-        raise StartupError(f"{path} must hold a mapping with model, engine and server", param="config")
-    return values
-
-
 async def _serve(settings: Settings) -> int:
+    from penstock.cli.requirements import check_requirements
+    from penstock.gateway.listener import bind
     from penstock.worker.supervisor import SupervisedWorker
 
+    server = settings.server
+    check_requirements(settings)
+    listener = bind(server.host, server.port)
     worker = SupervisedWorker(settings)
-    starting = asyncio.create_task(worker.start())  # the longest part of a cold start, so it goes first
+    _end_at_signals(worker)
+    starting = asyncio.create_task(worker.start())  # the longest part of a cold start, so all else is done meanwhile
     await asyncio.sleep(0)
     try:
         from penstock.cache.build import open_cache
@@ -126,18 +119,17 @@ async def _serve(settings: Settings) -> int:
         from penstock.state.open import open_store
         from penstock.text.tokenizer import load_tokenizer
 
-        server = settings.server
         async with AsyncExitStack() as stack:
             store = await stack.enter_async_context(open_store(settings.state))
             directory = await stack.enter_async_context(open_directory(settings, store))
             checkpoint = await asyncio.to_thread(resolve, settings.model)
             tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint)
-            await starting
             name = server.served_model_name or checkpoint.name
             engine, collectors = await stack.enter_async_context(open_cache(worker, tokenizer, settings))
             app = create_app(
                 engine, tokenizer, settings, model_names=[name], directory=directory, collectors=collectors
             )
+            await starting
 
             def announce(host: str, port: int) -> None:
                 _announce(host, port, name, directory.open)
@@ -145,10 +137,23 @@ async def _serve(settings: Settings) -> int:
             tune_interpreter()
             warming = asyncio.create_task(app.long_requests.warm_up())
             stack.callback(warming.cancel)
-            return await serve(app, server.host, server.port, announce, server.drain_seconds)
+            return await serve(app, listener, announce, server.drain_seconds)
     finally:
         starting.cancel()
         await worker.stop()
+
+
+def _end_at_signals(worker: SupervisedWorker) -> None:
+    """Until the server drains at signals instead. Nothing can be lost yet, so nothing is waited for: a thread that
+    downloads a model would take its time."""
+
+    def end(sig: signal.Signals) -> None:
+        worker.kill()
+        print(f"penstock: ended by {sig.name} while starting", file=sys.stderr, flush=True)
+        os._exit(128 + sig)
+
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(sig, end, sig)
 
 
 def _announce(host: str, port: int, model: str, open: bool) -> None:
@@ -156,6 +161,6 @@ def _announce(host: str, port: int, model: str, open: bool) -> None:
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
     print(f"Penstock serves {model} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")
     if not open:
-        print("    -H 'Authorization: Bearer KEY' \\")  # of 'penstock keys create'
+        print(f'    -H "Authorization: Bearer ${API_KEY}" \\')  # of 'penstock keys create'
     print(f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
     sys.stdout.flush()

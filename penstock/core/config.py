@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar, get_args
 
-from penstock.core.errors import StartupError
+from penstock.core.errors import InvalidRequest, StartupError
+from penstock.core.request import RECOMMENDED, SamplingParams
+from penstock.core.suggest import did_you_mean
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -15,17 +17,25 @@ Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 KVDtype = Literal["auto", "bf16", "int8", "fp8"]
 Scheduling = Literal["deadline", "fcfs"]
 CacheScope = Literal["tenant", "shared"]
+UnknownFields = Literal["refuse", "ignore"]
+SamplingDefaults = Mapping[str, float]
 
 T = TypeVar("T")
 
 DEFAULT_MODEL = "smollm2-135m"
 _SAFE_URL = re.compile(r"https://[^/?#]|http://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?(/|$)")
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
+_HOST_NAME = re.compile(r"\*|[\w.-]+")
 SEMANTIC_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 
 def _check(condition: bool, name: str, message: str) -> None:
     if not condition:
         raise StartupError(f"{name} {message}", param=name)
+
+
+def _check_known(key: Any, known: Collection[str], where: str) -> None:
+    _check(key in known, where, f"is not a setting{did_you_mean(str(key), known)}; known: {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +54,8 @@ class EngineConfig:
     prefix_caching: bool = True
     scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored
     max_waiting: int = 4096  # requests queued in the engine; more are refused
+    # Of requests that do not say: fields of `RECOMMENDED`; those not given are as the model's authors recommend.
+    sampling_defaults: SamplingDefaults = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check(self.device in get_args(Device), "device", f"must be one of {', '.join(get_args(Device))}")
@@ -64,6 +76,14 @@ class EngineConfig:
         modes = get_args(Scheduling)
         _check(self.scheduling in modes, "scheduling", f"must be one of {', '.join(modes)}")
         _check(self.max_waiting >= 1, "max_waiting", "must be at least 1")
+        for name, value in self.sampling_defaults.items():
+            _check(name in RECOMMENDED, "sampling_defaults", f"takes {', '.join(RECOMMENDED)}, not {name}")
+            number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+            _check(number, "sampling_defaults", f"needs a number for {name}, not {value!r}")
+        try:
+            SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]
+        except InvalidRequest as error:
+            raise StartupError(f"sampling_defaults.{error.message}", param="sampling_defaults") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +96,33 @@ class ServerConfig:
     max_body_mib: float = 16.0
     body_seconds: float = 30.0  # how long a client may take to send the body of a request
     open: bool = False  # serve anybody, on whatever host, while no tenant is configured
+    allowed_hosts: tuple[str, ...] | None = None  # names for use without keys, beside localhost and host; *: any
+    cors: tuple[str, ...] | None = None  # origins of web pages that may use the server, as https://example.com; *: any
     drain_seconds: float = 30.0  # how long running requests may finish after SIGTERM
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    unknown_fields: UnknownFields = "refuse"  # of requests; ignore: as if they had not been sent
 
     def __post_init__(self) -> None:
         _check(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
         _check(self.max_body_mib > 0, "max_body_mib", "must be above 0")
         _check(self.body_seconds > 0, "body_seconds", "must be above 0")
         _check(self.drain_seconds >= 0, "drain_seconds", "must not be negative")
+        for name in self.allowed_hosts or ():
+            plain = _HOST_NAME.fullmatch(name) is not None
+            _check(plain, "allowed_hosts", f"must hold names as llm.example.com, without a port, or '*', not {name!r}")
+        for origin in self.cors or ():
+            plain = _ORIGIN.fullmatch(origin) is not None
+            _check(plain, "cors", f"must hold origins as https://example.com, without a path, or '*', not {origin!r}")
         levels = ("debug", "info", "warning", "error")
         _check(self.log_level in levels, "log_level", f"must be one of {', '.join(levels)}")
+        ways = get_args(UnknownFields)
+        _check(self.unknown_fields in ways, "unknown_fields", f"must be one of {', '.join(ways)}")
 
 
 @dataclass(frozen=True, slots=True)
 class ClassConfig:
-    """A class of requests and what they are owed. A class without ttft_ms is never refused: its requests wait."""
+    """A class of requests and what they are promised. Without ttft_ms it is never refused: its requests wait. Without
+    itl_ms, unless it ranks behind others, long prompts make its streams no more than about twice as slow."""
 
     ttft_ms: float | None = None
     itl_ms: float | None = None
@@ -265,6 +297,9 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
         words = isinstance(value, list | tuple) and value and all(isinstance(item, str) for item in value)
         _check(bool(words), name, f"must be a list of names, not {value!r}")
         return tuple(value)
+    if "SamplingDefaults" in options:
+        _check(isinstance(value, dict), name, f"must be a mapping such as {{temperature: 1, top_p: 1}}, not {value!r}")
+        return value
     if "bool" in options or isinstance(value, bool):
         _check("bool" in options and isinstance(value, bool), name, f"must be {annotation}, not {value!r}")
         return value
@@ -280,6 +315,7 @@ def _typed(name: str, annotation: str, value: Any) -> Any:
         "KVDtype": str,
         "Scheduling": str,
         "CacheScope": str,
+        "UnknownFields": str,
     }
     kinds = tuple(expected.get(o, str) for o in options if o != "None")
     _check(isinstance(value, kinds), name, f"must be {annotation}, not {value!r}")
@@ -290,7 +326,7 @@ def _section(cls: type[T], name: str, values: Any) -> T:
     _check(isinstance(values, dict), name, "must be a mapping")
     known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for key in values:
-        _check(key in known, f"{name}.{key}", f"is not a setting; known: {', '.join(known)}")
+        _check_known(key, known, f"{name}.{key}")
     typed = {k: _typed(f"{name}.{k}", str(known[k].type), v) for k, v in values.items()}
     try:
         return cls(**typed)
@@ -307,13 +343,22 @@ def _given(values: Mapping[str, Any], section: str) -> Any:
 
 
 SECTIONS = tuple(f.name for f in fields(Settings))
+SECTION_TYPES: dict[str, type[Any]] = {  # those whose fields have fixed names
+    "engine": EngineConfig,
+    "server": ServerConfig,
+    "cache": CacheConfig,
+    "cache.semantic": SemanticConfig,
+    "tenant_defaults": TenantConfig,
+    "jwt": JwtConfig,
+    "observability": ObservabilityConfig,
+}
 
 
 def settings_from_mapping(values: Any) -> Settings:
     """Parse what a YAML file holds: `model`, `engine: {...}`, `server: {...}`, `classes: {NAME: {...}}` and so on."""
     _check(isinstance(values, dict), "settings", f"must be a mapping with {', '.join(SECTIONS)}")
     for key in values:
-        _check(key in SECTIONS, key, f"is not a setting; known: {', '.join(SECTIONS)}")
+        _check_known(key, SECTIONS, str(key))
     model = values.get("model", DEFAULT_MODEL)
     _check(isinstance(model, str) and bool(model), "model", "must be a name or a path")
     jwt = values.get("jwt")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.ledger import Ledger
+from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,7 @@ class EngineInfo:
     max_model_len: int  # prompt plus output tokens of one request
     vocab_size: int
     revision: str = ""  # changes with the weights and with the precision they are computed in
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)  # of requests that do not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class EngineStats:
     # From the step-time model; 0 until it has seen enough steps.
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0  # of a step that advances the sequences now running by one token each
+    loaded_step_seconds: float = 0.0  # of a step that decodes a usual batch of 32 sequences
     step_time_error: float = 0.0  # median of |predicted - measured| / measured over the latest steps
 
 
@@ -67,3 +70,8 @@ class ServedEngine(Engine, Protocol):
     def stats(self) -> EngineStats: ...
 
     def health(self) -> Health: ...
+
+    async def aborted(self, request_id: str) -> Ledger | None:
+        """The ledger of a request whose iterator has just been closed early; None if it does not come within a second,
+        as when the computation goes on for others."""
+        ...

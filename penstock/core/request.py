@@ -15,6 +15,8 @@ FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+# What a model's authors may recommend, and settings override, for requests that do not say.
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def _require(condition: bool, param: str, message: str) -> None:
@@ -72,12 +74,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What the requests of a class are owed, in seconds. None: nothing was promised, so there is nothing to refuse."""
+    """What the requests of a class are promised, in seconds. None: nothing, so there is nothing to refuse."""
 
     name: str = "standard"
     ttft: float | None = None  # from arrival to the first token
     gap: float | None = None  # between two tokens
     rank: int = 0  # classes of a smaller rank go first
+    paced: bool = (
+        False  # somebody reads along: without a gap, too, prompts of others must not slow the stream down much
+    )
 
     def __post_init__(self) -> None:
         for name, value in (("ttft", self.ttft), ("gap", self.gap)):

@@ -6,6 +6,8 @@ limits.py       what a scheduler may use, and which requests could never run
 admission.py    whether a promise can be kept, decided on arrival
 forecast.py     the arithmetic of that, and how long a step may be
 step_time.py    how long a step takes, learnt from the engine's own
+calibration.py  the first start on a machine: learnt from requests of our own
+peak.py         how large an error may get: the largest of the recent past
 urgency.py      who goes first; the queue of those who hold no memory
 fairness.py     what each tenant has had
 bookkeeping.py  the ledger of every request

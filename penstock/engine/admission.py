@@ -13,7 +13,6 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import Ranking
 
-_CAUTION = 1.1  # what is promised must be forecast to come this much sooner than owed
 _LEADER_SHARE = 0.7  # of the gap owed that decoding may take up for streams of a tenant that leads: others find room
 
 
@@ -24,7 +23,7 @@ class Load:
     ranking: Ranking
     prompts: Collection[Sequence]  # waiting, or not computed to their end
     decodes: StepShape
-    tightest_gap: float  # owed to running streams
+    longest_step: float  # that running streams allow
     free_at: float  # when the steps under way will have ended
 
 
@@ -45,10 +44,11 @@ class Admission:
         own = self._times.chunk_seconds(sequence.prompt_len - sequence.to_compute, sequence.to_compute)
         if own:
             forecast = self._forecast(sequence, own, allowed, load)
-            if forecast * _CAUTION > allowed:
+            late = forecast - allowed * (1.0 - self._calibration.margin(objective.name))
+            if late > 0:
                 raise Overloaded(
-                    f"the first token would come after {forecast:.2f} s, too late for the {allowed:.2f} s owed",
-                    retry_after=min(60.0, forecast * _CAUTION - allowed),
+                    f"the first token would come after {forecast:.2f} s, too late to promise {allowed:.2f} s",
+                    retry_after=min(60.0, late),
                 )
         if ttft < math.inf:
             self._promises.add(ttft, own, load.ranking.now)
@@ -58,18 +58,23 @@ class Admission:
         times, ranking = self._times, load.ranking
         now, mine = ranking.now, ranking.of(sequence)
         before = after = 0.0
+        joining, context = 0, 0  # streams that begin before its own, and the tokens they bring along
         work = [(sequence.due, own)]
         for other in load.prompts:
             seconds = remaining_seconds(other, times)
             work.append((other.due, seconds))
             if ranking.of(other) < mine:
                 before += seconds
+                joining += 1
+                context += other.prompt_len
             else:
                 after += seconds
-        decode = times.base_seconds(load.decodes)
-        if decode > sequence.gap * (_LEADER_SHARE if mine[2] else 1.0 - times.margin):
+        decodes = load.decodes
+        decode = times.base_seconds(StepShape(decodes.decodes + joining // 2, decodes.context + context // 2))
+        longest = sequence.gap * _LEADER_SHARE if mine[2] else times.plan_within(sequence.gap)
+        if decode > longest:
             return math.inf
-        gap = min(load.tightest_gap, sequence.gap) * (1.0 - times.margin)
+        gap = min(load.longest_step, times.plan_within(sequence.gap))
         tightest = min(self._promises.tightest(now), allowed)
         arriving = min(0.9, self._promises.more_urgent_than(allowed, now))
         factor = self._calibration.factor(sequence.request.objective.name)
@@ -83,9 +88,9 @@ class Admission:
 
     def learn(self, sequence: Sequence, now: float) -> None:
         """Its first token has come."""
-        forecast = sequence.ledger.predicted_ttft
-        if forecast:
-            self._calibration.learn(sequence.request.objective.name, forecast, now - sequence.arrival)
+        forecast, objective = sequence.ledger.predicted_ttft, sequence.request.objective
+        if forecast and objective.ttft is not None:
+            self._calibration.learn(objective.name, forecast, now - sequence.arrival, objective.ttft)
 
 
 def remaining_seconds(sequence: Sequence, times: StepTimes) -> float:

@@ -10,11 +10,15 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock.engine.peak import RecentPeak
+
 TTFT_SHARE = 0.25  # of the time to first token owed: a request meets the rest of two steps and then has its own
 SHORTEST_SHARE = 0.6  # of the limit: shorter steps than this waste the machine
 HEADROOM = 1.5  # more machine than the work at hand needs, for what will come before it is done
 ARRIVALS_SECONDS = 10.0  # over which the rate of arriving work is taken
 _CALIBRATION_PACE = 0.05
+_MARGINS = (0.2, 0.6)  # share of a time to first token that admission leaves free at least and at most
+_MARGIN_REQUESTS = (8, 32)  # windows and their size: a late first token is remembered for a few hundred
 _REMEMBERED = 64  # different promises; the one not heard of for longest is forgotten
 
 
@@ -66,19 +70,30 @@ def needed_share(work: Iterable[tuple[float, float]], now: float) -> float:
 
 
 class Calibration:
-    """By how much forecasts for each class have been off of late, so that the next one is right on average."""
+    """By how much forecasts for each class have been off of late: on average, and at worst."""
 
     def __init__(self) -> None:
         self._factors: dict[str, float] = {}
+        self._overruns: dict[str, RecentPeak] = {}  # measured less forecast, as a share of the objective
 
     def factor(self, objective: str) -> float:
+        """What to multiply a forecast by for it to be right on average."""
         return self._factors.get(objective, 1.0)
 
-    def learn(self, objective: str, forecast: float, measured: float) -> None:
+    def margin(self, objective: str) -> float:
+        """The share of its time to first token that a forecast must leave free, as it may be wrong by that much."""
+        overrun = self._overruns.get(objective)
+        least, most = _MARGINS
+        return least if overrun is None else min(most, max(least, overrun.value))
+
+    def learn(self, objective: str, forecast: float, measured: float, allowed: float) -> None:
         """`forecast` includes the factor of that time."""
+        if objective not in self._factors and len(self._factors) >= _REMEMBERED:
+            return
         error = min(2.0, max(0.5, measured / forecast))
-        if objective in self._factors or len(self._factors) < _REMEMBERED:
-            self._factors[objective] = min(4.0, max(0.25, self.factor(objective) * error**_CALIBRATION_PACE))
+        self._factors[objective] = min(4.0, max(0.25, self.factor(objective) * error**_CALIBRATION_PACE))
+        overrun = self._overruns.setdefault(objective, RecentPeak(*_MARGIN_REQUESTS))
+        overrun.add((measured - forecast) / allowed)
 
 
 class Arrivals:

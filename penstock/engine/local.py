@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
-from penstock.core.errors import DeadlineExceeded, EngineFailure
+from penstock.core.errors import DeadlineExceeded, EngineFailure, Unavailable
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
@@ -18,17 +18,20 @@ class LocalEngine:
     def __init__(self, scheduler: Scheduler, executor: Executor, info: EngineInfo) -> None:
         self.info = info
         self._sinks: dict[str, Callable[[Chunk], None]] = {}
+        self._closed = False
         self._loop = EngineLoop(scheduler, executor, self._deliver)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
         self._thread.start()
 
     def start(self, request: GenerateRequest, sink: Callable[[Chunk], None]) -> None:
-        """Run a request; `sink` is called on the engine's thread."""
-        self._sinks[request.id] = sink
+        """Run a request; `sink` is called on the engine's thread, or on the one that closes the engine."""
+        self._sinks[request.id] = sink  # before the check: `close` ends whatever is here after it
         try:
+            if self._closed:
+                raise Unavailable("the engine has been closed; load the model again to use it", code="closed")
             self._loop.submit(request)
         except BaseException:
-            del self._sinks[request.id]
+            self._sinks.pop(request.id, None)
             raise
 
     def abort(self, request_id: str) -> None:
@@ -72,5 +75,10 @@ class LocalEngine:
         return self._loop.health()
 
     def close(self) -> None:
+        """End every request that still runs with an error, and refuse new ones from now on."""
+        self._closed = True
         self._loop.stop()
         self._thread.join()
+        while self._sinks:
+            request_id, sink = self._sinks.popitem()
+            sink(Chunk(request_id, finish_reason="error", error="the engine was closed before the answer was complete"))

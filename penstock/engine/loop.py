@@ -16,7 +16,6 @@ from penstock.engine.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-STALLED_AFTER_SECONDS = 60.0
 IDLE_CHECK_SECONDS = 1.0
 
 
@@ -35,19 +34,22 @@ class EngineLoop:
         self._stopping = False
         self._in_flight: tuple[PlannedStep, Any] | None = None
         self._last_progress = time.monotonic()
+        self.turns = 0  # that have ended
 
     def submit(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest for what could never run, Overloaded for what could not keep its objective."""
         self._scheduler.limits.check(request)
         with self._lock:
-            if not self._scheduler.has_work:
+            if not self._busy:
                 self._last_progress = time.monotonic()
             self._scheduler.add(request, time.monotonic())
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
         with self._lock:
-            self._scheduler.abort(request_id, time.monotonic())
+            last = self._scheduler.abort(request_id, time.monotonic())
+        if last is not None:
+            self._emit([last])
 
     def stop(self) -> None:
         self._stopping = True
@@ -96,19 +98,30 @@ class EngineLoop:
                 chunks = self._scheduler.fail(lost, message, time.monotonic())
             self._emit(chunks)
         self._last_progress = time.monotonic()
+        self.turns += 1
         return True
+
+    @property
+    def _busy(self) -> bool:
+        """With requests, or with a step under way for some that were aborted. The lock is held."""
+        return self._scheduler.has_work or bool(self._scheduler.in_flight)
 
     @property
     def stats(self) -> EngineStats:
         with self._lock:
-            busy = self._scheduler.has_work
-            return self._scheduler.stats(time.monotonic() - self._last_progress if busy else 0.0)
+            return self._scheduler.stats(time.monotonic() - self._last_progress if self._busy else 0.0)
+
+    def overdue(self, seconds: float) -> bool:
+        """Whether a busy engine that has not finished a step for so long must hang."""
+        with self._lock:
+            return seconds > self._scheduler.times.patience(self._scheduler.in_flight)
 
     def health(self) -> Health:
-        return health_of(self.stats)
+        stats = self.stats
+        if self.overdue(stats.seconds_since_step):
+            return Health(False, f"no step finished for {stats.seconds_since_step:.0f} s with requests waiting")
+        return activity(stats)
 
 
-def health_of(stats: EngineStats) -> Health:
-    if stats.seconds_since_step > STALLED_AFTER_SECONDS:
-        return Health(False, f"no step finished for {stats.seconds_since_step:.0f} s with requests waiting")
+def activity(stats: EngineStats) -> Health:
     return Health(True, "busy" if stats.running or stats.waiting else "idle")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from operator import attrgetter
@@ -29,7 +29,7 @@ from penstock.engine.placement import Placement
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
-from penstock.engine.urgency import PATIENCE_SECONDS, Ranking, WaitingQueue, demote_if_late
+from penstock.engine.urgency import Ranking, WaitingQueue, demote_if_late, patience
 
 _ORDER = attrgetter("order")
 
@@ -96,15 +96,18 @@ class Scheduler:
             prompt_len=len(request.prompt),
             account=self._accounts.enter("" if limits.fcfs else request.tenant, request.weight),
             ledger=books.open_ledger(request),
-            due=now + (objective.ttft or PATIENCE_SECONDS),
+            due=now,  # first come, first served, unless it is set below
             promised=objective.ttft is not None,
             gap=objective.gap or math.inf,
+            paced=objective.paced,
             to_compute=len(request.prompt),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             mark=now,
         )
-        if objective.ttft is not None or request.deadline is not None:
+        if not limits.fcfs:
             sequence.to_compute -= len(self._placement.cached_blocks(sequence)) * limits.block_size
+            sequence.due += objective.ttft or patience(remaining_seconds(sequence, self.times))
+        if objective.ttft is not None or request.deadline is not None:
             try:
                 self._admission.admit(sequence, objective, self._load(now))
             except Overloaded:
@@ -121,8 +124,13 @@ class Scheduler:
 
     def _load(self, now: float) -> Load:
         prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > 1)]
-        gap = min((s.gap for s in self.running), default=math.inf)
-        return Load(self._ranking(now), prompts, self._decode_shape(), gap, self._free_at(now))
+        decodes = self._decode_shape()
+        return Load(self._ranking(now), prompts, decodes, self._longest_step(self.running, decodes), self._free_at(now))
+
+    def _longest_step(self, streams: Collection[Sequence], decodes: StepShape) -> float:
+        """Seconds that a step may be planned to take beside these streams."""
+        longest = self.times.plan_within(min((s.gap for s in streams), default=math.inf))
+        return min(longest, self.times.pace(decodes)) if any(s.paced for s in streams) else longest
 
     def _free_at(self, now: float) -> float:
         """When the steps under way will have ended."""
@@ -135,11 +143,12 @@ class Scheduler:
         """About how long all that is waiting takes to prefill; at least a second."""
         return max(1.0, sum(self.times.chunk_seconds(0, s.to_compute) for s in self.waiting))
 
-    def abort(self, request_id: str, now: float) -> bool:
+    def abort(self, request_id: str, now: float) -> Chunk | None:
+        """Its last chunk; None if it has ended already."""
         sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._finish(sequence, "abort", now)
-        return sequence is not None
+        if sequence is None:
+            return None
+        return Chunk(request_id, finish_reason="abort", ledger=self._finish(sequence, "abort", now))
 
     def take_notices(self) -> list[Chunk]:
         """Last chunks of requests that ended outside a step."""
@@ -149,6 +158,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
+
+    @property
+    def in_flight(self) -> list[StepShape]:
+        """Steps planned whose results are not there yet."""
+        return [planned.shape for planned in self._in_flight]
 
     # -- planning a step ---------------------------------------------------------------------------------------------
 
@@ -281,15 +295,15 @@ class Scheduler:
         """Seconds that this step may take."""
         if not (prompts or self.waiting):
             return math.inf
-        gap = min((s.gap for s in planned.sequences), default=math.inf)
+        longest = self._longest_step(planned.sequences, planned.shape)
         ttft = self._admission.tightest_ttft(now)
-        if gap == ttft == math.inf:
+        if longest == ttft == math.inf:
             return math.inf
         pending = [*prompts, *self.waiting] if len(self.waiting) <= _PACED_PROMPTS else []
         share = math.inf
         if pending and all(s.promised for s in pending):
             share = needed_share(sorted((s.due, remaining_seconds(s, self.times)) for s in pending), now)
-        return step_limit(gap * (1.0 - self.times.margin), ttft, self.times.base_seconds(planned.shape), share)
+        return step_limit(longest, ttft, self.times.base_seconds(planned.shape), share)
 
     def _fitting(self, planned: PlannedStep, sequence: Sequence, start: int, budget: int, limit: float) -> int:
         """How many tokens of a prompt still fit into the step."""
@@ -301,9 +315,8 @@ class Scheduler:
         count = self.times.tokens_within(planned.shape, start, most, limit)
         if count == most:
             return count
-        least = min(most, self.limits.least_prefill - planned.shape.prefill)
-        if count < least:
-            return least
+        if not planned.shape.prefill:
+            return max(count, min(most, self.limits.least_prefill))
         return count if count >= self.limits.block_size else 0  # crumbs cost a step's overhead each
 
     def _admit(self, sequence: Sequence, hits: list[int], now: float) -> None:
@@ -451,6 +464,7 @@ class Scheduler:
             expired=counters.expired,
             prefill_tokens_per_second=self.times.prefill_tokens_per_second,
             decode_step_seconds=self.times.predict(decoding if decoding.decodes else StepShape(1, 256)),
+            loaded_step_seconds=self.times.loaded_step_seconds,
             step_time_error=self.times.median_error,
         )
 

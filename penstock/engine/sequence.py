@@ -31,6 +31,7 @@ class Sequence:
     due: float  # when its next token is owed while it waits or prefills
     promised: bool = False  # whether `due` is an objective; else it is only how long a request should wait at most
     gap: float = math.inf  # owed between its tokens, in seconds
+    paced: bool = False  # whether steps are kept short for its stream even if no gap is promised
     to_compute: int = 0  # tokens of the prompt that were in no cache when it arrived
     pending: int = 0  # tokens sampled in launched steps and not read back yet
     computed: int = 0

@@ -17,22 +17,34 @@ import os
 import re
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.core.machine import cache_folder
+from penstock.engine.peak import RecentPeak
 
 log = logging.getLogger(__name__)
 
 _BEND = 256  # tokens a step from which on arithmetic, not reading weights, takes the time, more or less
-_USUAL_CHUNK = 1024
+_USUAL_CHUNK = 1024  # tokens of a prompt in one step
+_USUAL_PROMPT = 96
+_PACE = 5.0
+_USUAL_BATCH, _USUAL_CONTEXT = 32, 512
 _MEMORY = 0.997  # weight of the past at each observation: about 300 steps
 _REFIT_STEPS = 8
 _DRIFT = 0.1
 _READY_STEPS = 16
-_SPREAD = 5.0  # median errors that nearly all steps stay within: three and a half standard deviations
-_MARGINS = (0.12, 0.25)
+_SETTLED_STEPS = 4 * _READY_STEPS  # before, errors say more about the fit than about the machine
+_MARGINS = (0.2, 0.5)  # share of the time allowed that is kept free at least and at most, as predictions err
+_FIRST_MARGIN = 0.25  # at least, until enough steps were observed to know their errors
+_HEADROOM = 1.25  # over the worst overrun there was: the next one may be a little worse
+_MARGIN_STEPS = (8, 128)  # windows and their size: a late step is remembered for about a thousand
+# A step may take this many times what is predicted, and no less than some seconds, before it must hang: a machine that
+# swaps or is shared, a kernel compiled late. What was never measured may take minutes: a large model on a slow CPU.
+_PATIENCE = 10.0
+_LEAST_PATIENCE_SECONDS = 30.0
+_PATIENCE_WITH_UNKNOWN_SECONDS = 600.0
 _OUTLIER = 5.0  # a step this many times longer than predicted says something about the machine, not about steps
 _VERSION = 3
 
@@ -87,7 +99,7 @@ class _Fit:
         predicted = self.predict(x) if self.ready else None
         if predicted:
             ratio = seconds / predicted
-            if ratio > _OUTLIER and self.observed > 4 * _READY_STEPS:
+            if ratio > _OUTLIER and self.observed > _SETTLED_STEPS:
                 return predicted
             self.drift *= min(2.0, max(0.5, ratio)) ** _DRIFT
         scale = self.drift / seconds  # coefficients describe the machine without its drift
@@ -97,7 +109,7 @@ class _Fit:
                 row[j] = row[j] * _MEMORY + value * other
             self.targets[i] = self.targets[i] * _MEMORY + value
         self.observed += 1
-        if self.observed % _REFIT_STEPS == 0 or self.observed < 4 * _READY_STEPS:
+        if self.observed % _REFIT_STEPS == 0 or self.observed < _SETTLED_STEPS:
             self._refit()
         return predicted
 
@@ -126,15 +138,19 @@ class StepTimes:
         self._decode = _Fit(3)
         self._mixed = _Fit(6)
         self._errors: deque[float] = deque(maxlen=200)
-        self._mixed_errors: deque[float] = deque(maxlen=200)
+        self._overrun = RecentPeak(*_MARGIN_STEPS)  # seconds that steps took longer than predicted
         self._observed = 0
-        self.margin = _MARGINS[1]  # share of a step's time to keep free, as predictions err
         if path is not None:
             self._load(path)
 
     @property
     def ready(self) -> bool:
         return self._decode.ready or self._mixed.ready
+
+    @property
+    def measured(self) -> bool:
+        """Whether enough was seen to say how fast this machine is, at prompts and at decoding."""
+        return self._decode.ready and self._mixed.ready
 
     def predict(self, shape: StepShape) -> float:
         """Seconds. 0 while nothing is known."""
@@ -147,6 +163,15 @@ class StepTimes:
         if self._decode.ready:
             return self._decode.predict(shape.features(self._padded))
         return self.base_seconds(shape) if self._mixed.ready else 0.0
+
+    def patience(self, steps: Iterable[StepShape]) -> float:
+        """Seconds after which these steps, one after the other, should have ended by any measure."""
+        expected = 0.0
+        for shape in steps:
+            if not (self._mixed if shape.prefill else self._decode).ready:
+                return _PATIENCE_WITH_UNKNOWN_SECONDS
+            expected += self.predict(shape)
+        return max(_LEAST_PATIENCE_SECONDS, _PATIENCE * expected)
 
     def base_seconds(self, shape: StepShape) -> float:
         """What a step with prompts takes without those: reading the weights, and its streams."""
@@ -162,12 +187,26 @@ class StepTimes:
         if predicted is not None:
             error = abs(predicted - seconds) / seconds
             self._errors.append(error)
-            if shape.prefill:
-                self._mixed_errors.append(error)
-                self._observed += 1
-                if self._observed % _READY_STEPS == 0:
-                    spread = _SPREAD * statistics.median(self._mixed_errors)
-                    self.margin = min(_MARGINS[1], max(_MARGINS[0], spread))
+            self._observed += 1
+            if self._observed > _SETTLED_STEPS:
+                self._overrun.add(seconds - predicted)
+
+    def plan_within(self, limit: float) -> float:
+        """How long a step may be predicted to take if it has to end within `limit` seconds, as predictions err."""
+        if limit == math.inf:
+            return limit
+        least, most = _MARGINS
+        if self._observed < math.prod(_MARGIN_STEPS):
+            least = _FIRST_MARGIN
+        return limit - min(most * limit, max(least * limit, _HEADROOM * self._overrun.value))
+
+    def pace(self, decodes: StepShape) -> float:
+        """How long a step may take beside streams that are promised no gap: so long that decoding takes a fifth of it,
+        or twice as long as one with a usual prompt. A prompt far longer than that is slowed down by a third or so."""
+        if not self.measured:
+            return math.inf
+        decode = self.predict(decodes.without_prefill())
+        return max(_PACE * decode, 2.0 * (decode + self.chunk_seconds(0, _USUAL_PROMPT)))
 
     def tokens_within(self, shape: StepShape, start: int, most: int, limit: float) -> int:
         """The largest chunk from `start` on, up to `most`, with which the step still ends within `limit` seconds."""
@@ -196,6 +235,11 @@ class StepTimes:
     def median_error(self) -> float:
         """Of |predicted - measured| / measured over the latest 200 steps."""
         return statistics.median(self._errors) if self._errors else 0.0
+
+    @property
+    def loaded_step_seconds(self) -> float:
+        """Of a step that decodes a usual batch."""
+        return self.predict(StepShape(_USUAL_BATCH, _USUAL_BATCH * _USUAL_CONTEXT)) if self.measured else 0.0
 
     @property
     def prefill_tokens_per_second(self) -> float:

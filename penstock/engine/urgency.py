@@ -1,7 +1,8 @@
 """Who goes first: a better class, then tenants that have had less than their share, then whose token is due first.
 
-A promise that can no longer be kept gives way to those that still can, for a while; what has waited far too long goes
-first among its tenant's whatever its class. So nothing waits for ever, and the late do not make the others late.
+Without an objective a first token is due in proportion to the prefill it takes. An objective that can no longer be met
+gives way to those that can, once; what has waited far too long goes first among its tenant's whatever its class. So
+nothing waits for ever, and the late do not make the others late.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from penstock.engine.fairness import Account
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepTimes
 
-PATIENCE_SECONDS = 10.0  # when the first token is due if nothing was promised; also how far a missed promise falls back
+SLOWDOWN = 4.0  # without an objective: a first token is due after this many times the prefill it takes
+LEAST_PATIENCE = 0.2  # seconds, for what takes hardly any
 AGING_SECONDS = 30.0  # past due: from then on class and priority no longer count against a request
 
 Urgency = tuple[int, int, int, float, int]  # smaller goes first
@@ -36,15 +38,21 @@ class Ranking:
 
 
 def demote_if_late(sequence: Sequence, now: float, times: StepTimes) -> bool:
-    """A promise that cannot be kept any more becomes a wish."""
+    """An objective that cannot be met any more gives way to those that can: it is due in as much time again."""
     if not sequence.promised:
         return False
     start = max(sequence.computed, sequence.prompt_len - sequence.to_compute)
     if now + times.chunk_seconds(start, sequence.prompt_len - start) <= sequence.due:
         return False
     sequence.promised = False
-    sequence.due += PATIENCE_SECONDS
+    sequence.due = now + (sequence.due - sequence.arrival)
     return True
+
+
+def patience(prefill_seconds: float) -> float:
+    """Seconds until a first token is due that nobody was promised: in proportion to the work, so that a short prompt
+    overtakes a long one, and the long one, whose due time comes too, is slowed down by a bounded factor."""
+    return max(LEAST_PATIENCE, SLOWDOWN * prefill_seconds)
 
 
 class WaitingQueue:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from penstock import __version__
 from penstock.core.config import JwtConfig, Settings
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import StartupError
+from penstock.core.request import RECOMMENDED
 from penstock.gateway.admin import AdminEndpoints
 from penstock.gateway.auth import Door, Verifier
 from penstock.gateway.budgets import Prices, SpendMetrics
@@ -19,13 +21,16 @@ from penstock.gateway.completions import Completions
 from penstock.gateway.edge import Edge, Enter, Handler, Route, Routes, anybody
 from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
-from penstock.gateway.objectives import Objectives
+from penstock.gateway.objectives import Objectives, milliseconds
 from penstock.gateway.openai_types import (
+    ClassCard,
     HealthReport,
     ModelCard,
     ModelList,
+    Version,
 )
 from penstock.gateway.openapi import OpenApi
+from penstock.gateway.origins import Origins
 from penstock.gateway.prefixes import Prefixes
 from penstock.gateway.reading import LongRequests
 from penstock.gateway.requests import RequestEndpoints
@@ -41,7 +46,7 @@ from penstock.text.tokenizer import Tokenizer
 logger = logging.getLogger("penstock.gateway")
 
 HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
-Also POST /tokenize, POST /detokenize, GET /health, GET /metrics.
+Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GET /metrics.
 """
 
 
@@ -64,26 +69,29 @@ def create_app(
     for collector in collectors:
         metrics.registry.register(collector)
     directory = directory or Directory(settings, MemoryStore())
-    door = Door(directory, _verifier(settings.jwt))
+    origins = Origins(settings.server)
+    door = Door(directory, _verifier(settings.jwt), origins)
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
+    objectives = Objectives(settings.classes, settings.default_class, lambda: engine.stats)
     serving = Serving(
         engine,
         tokenizer,
         tuple(model_names),
         metrics,
         traffic,
-        Objectives(settings.classes, settings.default_class, lambda: engine.stats),
+        objectives,
         Metering(directory.store, Prices(settings, model_names[0], lambda: engine.stats), spend, model_names),
         LongRequests(tokenizer),
         Prefixes(settings.cache, tokenizer),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,
+        ignore_unknown=settings.server.unknown_fields == "ignore",
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),
     )
     chat = ChatCompletions(serving)
     text = TextEndpoints(serving)
-    status = StatusEndpoints(serving)
+    status = StatusEndpoints(serving, settings.engine.max_waiting)
     admin = AdminEndpoints(serving, directory)
     requests = RequestLog()
     accounts = RequestEndpoints(requests)
@@ -109,13 +117,15 @@ def create_app(
             route("DELETE", "/admin/keys/{id}", admin.revoke_key, door.enter_admin),
             route("GET", "/admin/usage", admin.usage, door.enter_admin),
             route("GET", "/health", status.health, anybody),
+            route("GET", "/ready", status.ready, anybody),
+            route("GET", "/version", status.version, anybody),
             route("GET", "/metrics", status.metrics, door.enter_metrics),
             route("GET", "/openapi.json", OpenApi(serving), anybody),
             route("GET", "/", status.hint, anybody),
         ]
     )
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, traffic, metrics, requests, serving.long_requests, tracing)
+    return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, tracing)
 
 
 def _warn_of_other_models(settings: Settings, model_names: Sequence[str]) -> None:
@@ -140,11 +150,18 @@ def _verifier(config: JwtConfig | None) -> Verifier | None:
 class StatusEndpoints:
     """What is served here, and how it is doing."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, max_waiting: int) -> None:
         self.serving = serving
+        self.max_waiting = max_waiting
 
     def _card(self, name: str) -> ModelCard:
-        return ModelCard(name, self.serving.created, self.serving.engine.info.max_model_len)
+        info = self.serving.engine.info
+        defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
+        classes = {
+            objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.gap))
+            for objective in self.serving.objectives.all().values()
+        }
+        return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes)
 
     async def models(self, exchange: Exchange) -> None:
         cards = [self._card(name) for name in self.serving.models_of(exchange)]
@@ -156,12 +173,26 @@ class StatusEndpoints:
         await exchange.send(200, encode_json(self._card(name)))
 
     async def health(self, exchange: Exchange) -> None:
-        health = self.serving.engine.health()
+        await self._send(exchange, self._health())
+
+    async def ready(self, exchange: Exchange) -> None:
+        """Whether a request that came now would be taken: also no when the engine's queue is full."""
+        report = self._health()
+        if report.status == "ok" and (waiting := self.serving.engine.stats.waiting) >= self.max_waiting:
+            report = HealthReport("overloaded", f"{waiting} requests wait, and no more are taken")
+        await self._send(exchange, report)
+
+    def _health(self) -> HealthReport:
         if self.serving.traffic.draining:
-            report = HealthReport("draining", "the server is shutting down")
-        else:
-            report = HealthReport("ok" if health.ok else "unhealthy", health.detail)
+            return HealthReport("draining", "the server is shutting down")
+        health = self.serving.engine.health()
+        return HealthReport("ok" if health.ok else "unhealthy", health.detail)
+
+    async def _send(self, exchange: Exchange, report: HealthReport) -> None:
         await exchange.send(200 if report.status == "ok" else 503, encode_json(report))
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.send(200, encode_json(Version(__version__)))
 
     async def metrics(self, exchange: Exchange) -> None:
         content_type = (b"content-type", CONTENT_TYPE_LATEST.encode())

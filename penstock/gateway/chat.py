@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import MAX_LOGPROBS
-from penstock.gateway.errors import decode_json, require
+from penstock.gateway.decoding import decode_json
+from penstock.gateway.errors import require
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Choice, Generation, build_choices
 from penstock.gateway.logprobs import chat_logprobs, prompt_logprobs
@@ -27,9 +30,9 @@ from penstock.gateway.openai_types import (
     TokenizeRequest,
 )
 from penstock.gateway.reading import INLINE_BYTES, Bounds, Prompt, blamed_on, checked_options
-from penstock.gateway.sampling import output_limit, sampling_params
+from penstock.gateway.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.semantic import similar_chat
-from penstock.gateway.serving import DONE, Serving, encode_json, event
+from penstock.gateway.serving import DONE, Serving, check_values, encode_json, event
 from penstock.gateway.slices import shaped
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.stream import TextDelta
@@ -54,12 +57,15 @@ class ChatReader:
         self.template = ChatTemplate(tokenizer.chat_template)
 
     def read(self, body: bytes, bounds: Bounds) -> tuple[ChatRequest, list[Prompt]]:
-        if len(body) > ROOM_FOR_OPTIONS:
+        if len(body) > ROOM_FOR_OPTIONS and b"truncate_prompt_tokens" not in body:
             text = MAX_SPELLING * self.tokenizer.max_token_bytes * bounds.prompt_tokens
             if len(body) > text + ROOM_FOR_OPTIONS:
                 raise bounds.too_long("messages")
-        chat = decode_json(_decoder, body)
-        _refuse_unsupported(chat)
+        chat = decode_json(_decoder, body, ignore_unknown=bounds.ignore_unknown)
+        check_values(chat)
+        _check(chat)
+        if chat.truncate_prompt_tokens is not None:
+            bounds = bounds._replace(prompt_tokens=bounds.countable)
         with blamed_on("messages", bounds):
             ids = self.tokenize(chat, bounds.prompt_tokens)
             prompt = Prompt(ids, similar=similar_chat(chat) if bounds.semantic else None)
@@ -118,8 +124,11 @@ class ChatCompletions:
     async def _start(self, exchange: Exchange, body: ChatRequest, prompt: Prompt) -> Generation:
         info = self.serving.engine.info
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        asked, length = getattr(body, param), len(prompt.token_ids)
-        limit = output_limit(asked, None, length, info, exchange.tenant, prompt_param="messages", param=param)
+        asked, tenant = getattr(body, param), exchange.tenant
+        if (keep := body.truncate_prompt_tokens) is not None:
+            prompt = replace(prompt, token_ids=truncated(prompt.token_ids, keep, asked, info, tenant))
+        length = len(prompt.token_ids)
+        limit = output_limit(asked, None, length, info, tenant, prompt_param="messages", param=param)
         params = sampling_params(
             body, info, max_tokens=limit, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs
         )
@@ -132,7 +141,7 @@ class ChatCompletions:
             id=f"chatcmpl-{exchange.unique}",
             created=int(time.time()),
             model=body.model,
-            choices=[await self._choice(choice, bool(body.logprobs)) for choice in generation.choices],
+            choices=[await self._choice(choice, body) for choice in generation.choices],
             usage=generation.reported_usage(),
             service_tier=reported_tier(body.service_tier),
         )
@@ -141,59 +150,58 @@ class ChatCompletions:
             answer.prompt_logprobs = await shaped(
                 entries, lambda some: prompt_logprobs(self.serving.tokenizer, some, top)
             )
+        if body.return_token_ids:
+            answer.prompt_token_ids = generation.choices[0].prompt.token_ids
         await exchange.send(200, encode_json(answer))
 
-    async def _choice(self, choice: Choice, with_logprobs: bool) -> ChatChoice:
+    async def _choice(self, choice: Choice, body: ChatRequest) -> ChatChoice:
         assert choice.finish_reason is not None
+        by_id, tokenizer = bool(body.return_tokens_as_token_ids), self.serving.tokenizer
         logprobs = None
-        if with_logprobs:
-            tokenizer = self.serving.tokenizer
-            logprobs = ChatLogprobs(await shaped(choice.logprobs, lambda some: chat_logprobs(tokenizer, some).content))
-        return ChatChoice(choice.index, ChatMessage("assistant", choice.stream.text), logprobs, choice.finish_reason)
+        if body.logprobs:
+            content = await shaped(choice.logprobs, lambda some: chat_logprobs(tokenizer, some, by_id).content)
+            logprobs = ChatLogprobs(content)
+        message = ChatMessage("assistant", choice.stream.text)
+        token_ids = choice.token_ids if body.return_token_ids else UNSET
+        return ChatChoice(choice.index, message, logprobs, choice.finish_reason, choice.stop_reason, token_ids)
 
     async def _stream(self, exchange: Exchange, body: ChatRequest, generation: Generation) -> None:
         completion_id, created, model = f"chatcmpl-{exchange.unique}", int(time.time()), body.model
-        include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        usage = None if include_usage else UNSET
+        usage_so_far = generation.usage_in_chunks(body)
         tier = reported_tier(body.service_tier)
-        tokenizer = self.serving.tokenizer
+        tokenizer, by_id = self.serving.tokenizer, bool(body.return_tokens_as_token_ids)
+        with_ids = bool(body.return_token_ids)
 
-        def one(choice: ChatChunkChoice) -> bytes:
-            return event(ChatChunk(completion_id, created, model, [choice], usage, service_tier=tier))
+        def one(choice: ChatChunkChoice, prompt: Sequence[int] | UnsetType = UNSET) -> bytes:
+            return event(ChatChunk(completion_id, created, model, [choice], usage_so_far(), tier, prompt))
 
         async def emit(choice: Choice, delta: TextDelta) -> None:
             index = choice.index
             events = b""
             if not choice.opened:
                 choice.opened = True
-                events = one(ChatChunkChoice(index, ChatDelta("assistant", "")))
-            if delta.text or delta.logprobs:
-                logprobs = chat_logprobs(tokenizer, delta.logprobs) if delta.logprobs else None
-                events += one(ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs))
+                prompt = choice.prompt.token_ids if with_ids else UNSET
+                events = one(ChatChunkChoice(index, ChatDelta("assistant", "")), prompt)
+            token_ids = delta.token_ids if with_ids else UNSET
+            if delta.text or delta.logprobs or token_ids:
+                logprobs = chat_logprobs(tokenizer, delta.logprobs, by_id) if delta.logprobs else None
+                events += one(ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids))
             if delta.finish_reason is not None:
-                events += one(ChatChunkChoice(index, ChatDelta(), None, delta.finish_reason))
+                events += one(ChatChunkChoice(index, ChatDelta(), None, delta.finish_reason, delta.stop_matched))
             if events:
                 await exchange.send_events(events)
 
         await generation.run(emit)
         reported = generation.reported_usage()
-        with_last = include_usage or reported.ledger is not UNSET
-        last = event(ChatChunk(completion_id, created, model, [], reported, service_tier=tier)) if with_last else b""
+        with_last = usage_so_far() is not UNSET or reported.ledger is not UNSET
+        last = event(ChatChunk(completion_id, created, model, [], reported, tier)) if with_last else b""
         await exchange.end_events(last + DONE)
 
 
-def _refuse_unsupported(body: ChatRequest) -> None:
-    require(body.audio is None, "audio", "is not supported")
-    require(body.functions is None, "functions", "is not supported; use tools")
-    require(body.function_call is None, "function_call", "is not supported; use tools")
-    require(body.web_search_options is None, "web_search_options", "is not supported")
-    require(body.modalities in (None, [], ["text"]), "modalities", 'must be ["text"]: other outputs are not supported')
+def _check(body: ChatRequest) -> None:
     if body.response_format is not None:
         kind = body.response_format.type
         require(kind == "text", "response_format", f'of type {kind[:40]!r} is not supported; only "text" is')
-    require(
-        body.tool_choice in (None, "none", "auto"), "tool_choice", 'must be "none" or "auto": a call cannot be forced'
-    )
     top = body.top_logprobs
     require(not top or bool(body.logprobs), "top_logprobs", "needs logprobs to be true")
     require(top is None or 0 <= top <= MAX_LOGPROBS, "top_logprobs", f"must be between 0 and {MAX_LOGPROBS}")

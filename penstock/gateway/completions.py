@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain, islice
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, TokenLogprob
-from penstock.gateway.errors import decode_json, require
+from penstock.gateway.decoding import decode_json
+from penstock.gateway.errors import require
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.generation import Choice, Generation, build_choices
 from penstock.gateway.logprobs import completion_logprobs, prompt_logprobs
@@ -23,10 +27,11 @@ from penstock.gateway.openai_types import (
     Usage,
 )
 from penstock.gateway.reading import INLINE_BYTES, Bounds, Prompt, blamed_on, checked_options
-from penstock.gateway.sampling import output_limit, sampling_params
+from penstock.gateway.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.semantic import similar_completion
-from penstock.gateway.serving import DONE, Serving, check_token_ids, encode_json, event
-from penstock.gateway.slices import SLICE, joined, shaped, slices
+from penstock.gateway.serving import DONE, Serving, check_token_ids, check_values, encode_json, event
+from penstock.gateway.slices import joined, shaped, slices
+from penstock.text.offsets import TextOffsets
 from penstock.text.stream import TextDelta
 from penstock.text.tokenizer import Tokenizer
 
@@ -45,8 +50,11 @@ class CompletionReader:
         self.tokenizer = tokenizer
 
     def read(self, body: bytes, bounds: Bounds) -> tuple[CompletionRequest, list[Prompt]]:
-        asked = decode_json(_decoder, body)
+        asked = decode_json(_decoder, body, ignore_unknown=bounds.ignore_unknown)
+        check_values(asked)
         _check(asked)
+        if asked.truncate_prompt_tokens is not None:
+            bounds = bounds._replace(prompt_tokens=bounds.countable)
         prompts = self._tokenize(asked, bounds)
         return checked_options(asked, prompt="") if len(body) > INLINE_BYTES else asked, prompts
 
@@ -83,7 +91,9 @@ class Completions:
 
     async def __call__(self, exchange: Exchange) -> None:
         body, found = await self.serving.accept(exchange, self.reader)
-        prompts = [(prompt, self._params(exchange, body, prompt)) async for some in slices(found) for prompt in some]
+        prompts = []
+        async for some in slices([self._cut(exchange, body, prompt) for prompt in found]):
+            prompts += [(prompt, self._params(exchange, body, prompt)) for prompt in some]
         prompt_only = body.max_tokens == 0
         choices = await build_choices(
             exchange, self.serving.tokenizer, body, prompts, self.serving.prefixes, prompt_only=prompt_only
@@ -94,6 +104,14 @@ class Completions:
             await _stream(exchange, generation, shape)
         else:
             await _answer(exchange, generation, shape)
+
+    def _cut(self, exchange: Exchange, body: CompletionRequest, prompt: Prompt) -> Prompt:
+        """To what `truncate_prompt_tokens` leaves of it."""
+        if (keep := body.truncate_prompt_tokens) is None:
+            return prompt
+        output = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        kept = truncated(prompt.token_ids, keep, output, self.serving.engine.info, exchange.tenant)
+        return prompt if len(kept) == len(prompt.token_ids) else replace(prompt, token_ids=kept, text=None)
 
     def _params(self, exchange: Exchange, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
         info = self.serving.engine.info
@@ -122,38 +140,50 @@ class _Shape:
         self.id = f"cmpl-{exchange.unique}"
         self.tier = reported_tier(body.service_tier)
         self.created = int(time.time())
-        self.offsets: dict[int, int] = {}  # by choice: where its next token begins in its text
+        self.offsets: dict[int, TextOffsets] = {}  # by choice
 
     def completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.id, self.created, self.body.model, choices, usage, service_tier=self.tier)
 
-    async def choice(self, choice: Choice, text: str, logprobs: Sequence[TokenLogprob]) -> CompletionChoice:
+    async def choice(
+        self, choice: Choice, text: str, token_ids: list[int], logprobs: Sequence[TokenLogprob]
+    ) -> CompletionChoice:
         """The next piece of a choice; its first one begins with the prompt when echo was asked for."""
-        echoed = bool(self.body.echo) and not choice.opened
+        first, body = not choice.opened, self.body
         choice.opened = True
-        shaped = None
-        if self.body.logprobs is not None:
-            entries = [*(choice.prompt_logprobs or ()), *logprobs] if echoed else logprobs
-            offset = self.offsets.get(choice.index, 0)
-            shaped = await self._logprobs(entries, choice.prompt.token_ids, self.body.logprobs, offset)
-            self.offsets[choice.index] = offset + sum(map(len, shaped.tokens))
-        text = self._prompt_text(choice.prompt) + text if echoed else text
-        return CompletionChoice(choice.index, text, shaped, choice.finish_reason)
+        echoed = first and bool(body.echo)
+        shaped = None if body.logprobs is None else await self._logprobs(choice, logprobs, body.logprobs, echoed)
+        piece = CompletionChoice(choice.index, text, shaped, choice.finish_reason)
+        if echoed:
+            piece.text = self._prompt_text(choice.prompt) + text
+        if choice.finish_reason is not None:
+            piece.stop_reason = choice.stop_reason
+        if body.return_token_ids:
+            piece.token_ids = token_ids
+            piece.prompt_token_ids = choice.prompt.token_ids if first else UNSET
+        return piece
 
     async def _logprobs(
-        self, entries: Sequence[TokenLogprob | None], prompt_ids: Sequence[int], top: int, offset: int
+        self, choice: Choice, logprobs: Sequence[TokenLogprob], top: int, echoed: bool
     ) -> CompletionLogprobs:
-        if len(entries) <= SLICE:
-            return completion_logprobs(self.tokenizer, entries, prompt_ids, top, offset)
-        whole, alternatives = CompletionLogprobs([], [], [], []), []
-        async for some in slices(entries):
-            part = completion_logprobs(self.tokenizer, some, prompt_ids, top, offset)
-            offset += sum(map(len, part.tokens))
+        prompt, by_id = choice.prompt, bool(self.body.return_tokens_as_token_ids)
+        offsets = self.offsets.setdefault(choice.index, TextOffsets(self.tokenizer))
+        entries: list[TokenLogprob | None] = [*((choice.prompt_logprobs if echoed else None) or ()), *logprobs]
+        of_prompt = offsets.of_prompt(prompt.token_ids, prompt.text) if echoed else ()
+        begins = chain(of_prompt, offsets.of_output(entry.token_id for entry in logprobs))
+        parts = [
+            completion_logprobs(self.tokenizer, some, prompt.token_ids, top, list(islice(begins, len(some))), by_id)
+            async for some in slices(entries)
+        ]
+        deque(begins, maxlen=0)  # runs to its end, even where nothing is left of it
+        if len(parts) == 1:
+            return parts[0]
+        whole = CompletionLogprobs([], [], [], [])
+        for part in parts:
             whole.text_offset += part.text_offset
             whole.token_logprobs += part.token_logprobs
             whole.tokens += part.tokens
-            alternatives.append(encode_json(part.top_logprobs))
-        whole.top_logprobs = joined(alternatives)
+        whole.top_logprobs = joined([encode_json(part.top_logprobs) async for some in slices(parts) for part in some])
         return whole
 
     def _prompt_text(self, prompt: Prompt) -> str:
@@ -166,7 +196,7 @@ async def _answer(exchange: Exchange, generation: Generation, shape: _Shape) -> 
     await generation.collect()
     choices = []
     for choice in generation.choices:
-        choices.append(await shape.choice(choice, choice.stream.text, choice.logprobs))
+        choices.append(await shape.choice(choice, choice.stream.text, choice.token_ids, choice.logprobs))
         if shape.body.prompt_logprobs is not None:
             entries, top = choice.prompt_logprobs or [], shape.body.prompt_logprobs
             choices[-1].prompt_logprobs = await shaped(
@@ -177,18 +207,18 @@ async def _answer(exchange: Exchange, generation: Generation, shape: _Shape) -> 
 
 
 async def _stream(exchange: Exchange, generation: Generation, shape: _Shape) -> None:
-    include_usage = bool(shape.body.stream_options and shape.body.stream_options.include_usage)
-    usage = None if include_usage else UNSET
+    usage_so_far = generation.usage_in_chunks(shape.body)
+    with_ids = bool(shape.body.return_token_ids)
 
     async def emit(choice: Choice, delta: TextDelta) -> None:
         opens = bool(shape.body.echo) and not choice.opened
-        if delta.text or delta.logprobs or delta.finish_reason is not None or opens:
-            piece = await shape.choice(choice, delta.text, delta.logprobs or ())
-            await exchange.send_events(event(shape.completion([piece], usage)))
+        if delta.text or delta.logprobs or delta.finish_reason is not None or opens or with_ids:
+            piece = await shape.choice(choice, delta.text, delta.token_ids, delta.logprobs or ())
+            await exchange.send_events(event(shape.completion([piece], usage_so_far())))
 
     await generation.run(emit)
     reported = generation.reported_usage()
-    with_last = include_usage or reported.ledger is not UNSET
+    with_last = usage_so_far() is not UNSET or reported.ledger is not UNSET
     last = event(shape.completion([], reported)) if with_last else b""
     await exchange.end_events(last + DONE)
 
@@ -206,7 +236,6 @@ def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | Token
 
 
 def _check(body: CompletionRequest) -> None:
-    require(body.suffix is None, "suffix", "is not supported")
     require(body.best_of is None or body.best_of == (body.n or 1), "best_of", "is only supported equal to n")
     require(body.max_tokens != 0 or bool(body.echo), "max_tokens", "must be at least 1, or 0 with echo")
     top = body.logprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from penstock.core.errors import NotFound, PenstockError
 from penstock.gateway.errors import ClientGone, MethodNotAllowed
 from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.keys import redacted
+from penstock.gateway.origins import Origins
 from penstock.gateway.reading import LongRequests
 from penstock.observability.account import Account
 from penstock.observability.logging import log
@@ -25,7 +26,7 @@ logger = logging.getLogger("penstock.gateway")
 Handler = Callable[[Exchange], Awaitable[None]]
 Enter = Callable[[Exchange], Awaitable[None]]  # finds out who asks, or refuses
 
-_QUIET = frozenset(("/health", "/metrics"))  # polled every few seconds; not worth a log line
+_QUIET = frozenset(("/health", "/metrics", "/ready"))  # polled every few seconds; not worth a log line
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
 
 
@@ -51,22 +52,39 @@ class Routes:
                 self._patterns.setdefault(re.compile(pattern, re.DOTALL), {})[route.method] = route
             else:
                 self._plain.setdefault(route.path, {})[route.method] = route
+        for methods in (*self._plain.values(), *self._patterns.values()):
+            path = next(iter(methods.values())).path
+            methods["OPTIONS"] = Route("OPTIONS", path, _Options(_allowed([*methods, "OPTIONS"])), anybody)
 
     def find(self, exchange: Exchange) -> Route:
         method, path = exchange.method, exchange.path
-        methods = self._plain.get(path) or self._match(exchange)
+        methods = self._plain.get(path) or self._plain.get(path.removesuffix("/")) or self._match(exchange)
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
-            allowed = sorted([*methods, "HEAD"] if "GET" in methods else methods)
-            raise MethodNotAllowed(f"{method} is not allowed on {path}", allow=", ".join(allowed))
+            raise MethodNotAllowed(f"{method} is not allowed on {path}", allow=_allowed(methods))
         return route
 
     def _match(self, exchange: Exchange) -> dict[str, Route]:
         for pattern, methods in self._patterns.items():
-            if (match := pattern.fullmatch(exchange.path)) is not None:
+            if (match := pattern.fullmatch(exchange.path.removesuffix("/"))) is not None:
                 exchange.path_params = match.groupdict()
                 return methods
         raise NotFound(f"unknown path: {exchange.method} {exchange.path}", code="unknown_path")
+
+
+def _allowed(methods: Iterable[str]) -> str:
+    found = set(methods)
+    return ", ".join(sorted(found | {"HEAD"} if "GET" in found else found))
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What a path allows; a browser that asks for a page gets its leave from `Origins`."""
+
+    allow: str
+
+    async def __call__(self, exchange: Exchange) -> None:
+        await exchange.send(204, b"", (b"allow", self.allow.encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,7 @@ class Edge:
     them."""
 
     routes: Routes
+    origins: Origins
     traffic: Traffic
     metrics: GatewayMetrics
     requests: RequestLog
@@ -88,6 +107,7 @@ class Edge:
         self.metrics.in_flight += 1
         reason: PenstockError | None = None
         try:
+            self.origins.tell_browser(exchange)
             if exchange.error is not None:
                 raise exchange.error
             route = self.routes.find(exchange)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-from typing import TypeVar
 
 import msgspec
 
@@ -18,12 +16,7 @@ from penstock.core.errors import (
     Unavailable,
 )
 
-T = TypeVar("T")
-
 UNAVAILABLE_RETRY_SECONDS = 1  # such an error does not know when its cause ends
-
-_AT_PATH = re.compile(r"^(?P<what>.*?) - at (?:`key` in )?`\$\.?(?P<path>.*)`$", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(?P<name>.*)`$")
 
 
 class ErrorDetail(msgspec.Struct):
@@ -53,6 +46,22 @@ class MethodNotAllowed(PenstockError):
 class HeadersTooLarge(PenstockError):
     status = 431
     kind = "invalid_request_error"
+
+
+class UnsupportedMediaType(PenstockError):
+    status = 415
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="content-type", code="unsupported_media_type")
+
+
+class UnsupportedCoding(PenstockError):
+    status = 501
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="unsupported_transfer_encoding")
 
 
 class ClientGone(PenstockError):
@@ -90,28 +99,3 @@ def leaves_input(error: PenstockError) -> bool:
 def require(condition: bool, param: str, message: str) -> None:
     if not condition:
         raise InvalidRequest(f"{param} {message}", param=param)
-
-
-def _from_validation(error: msgspec.ValidationError) -> InvalidRequest:
-    """`Expected `str`, got `int` - at `$.messages[0].content`` becomes a message and a `param`."""
-    located = _AT_PATH.match(str(error))
-    what, path = (located["what"], located["path"]) if located else (str(error), "")
-    missing = _MISSING.match(what)
-    if missing:
-        path = f"{path}.{missing['name']}" if path else missing["name"]
-        what = "is required"
-    what = what.replace("`", "")
-    return InvalidRequest(f"{path}: {what}" if path else f"body: {what}", param=path or None)
-
-
-def decode_json(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _from_validation(error) from None
-    except msgspec.DecodeError as error:
-        raise InvalidRequest(f"body is not valid JSON: {error}", code="invalid_json") from None
-    except UnicodeDecodeError:
-        raise InvalidRequest("body is not valid UTF-8", code="invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest("body is nested too deeply", code="invalid_json") from None

@@ -155,17 +155,25 @@ class Exchange:
 
     # ------------------------------------------------------------ the body
 
-    def receive(self, part: bytes) -> int:
-        """The connection has more of the body. How many bytes of it lie here unread."""
-        if self.status:  # answered without it
-            return 0
-        self._body.append(part)
-        self.body_size += len(part)
-        self._wake()
-        return self.body_size if self._awaited is None else 0
+    def receive(self, part: bytes) -> None:
+        """The connection has more of the body."""
+        if not self.status:  # otherwise it was answered without it
+            self._body.append(part)
+            self.body_size += len(part)
+            self._wake()
+
+    def unread(self) -> int:
+        """How many bytes of the body lie here that nobody has asked for yet."""
+        return self.body_size if self._awaited is None and not self.status else 0
 
     def received_all(self) -> None:
         self.body_complete = True
+        self._wake()
+
+    def fail(self, error: PenstockError) -> None:
+        """The body cannot be read to its end, so nothing after it can."""
+        self.error = error
+        self.keep_alive = False
         self._wake()
 
     def _wake(self) -> None:
@@ -179,7 +187,7 @@ class Exchange:
         if length is not None and int(length) > limit:
             raise _too_large(limit)
         if not self.body_complete:
-            if self.received.get(b"expect", b"").lower() == b"100-continue":
+            if self._chunked and self.received.get(b"expect", b"").lower() == b"100-continue":
                 self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             try:
                 async with asyncio.timeout(seconds):
@@ -195,14 +203,21 @@ class Exchange:
         while not self.body_complete and self.body_size <= limit:
             if self.gone:
                 raise ClientGone("client left while sending the body")
+            if self.error is not None:
+                raise self.error
             self._awaited = asyncio.get_running_loop().create_future()
-            self._connection.transport.resume_reading()
+            self._connection.steer_reading()
             await self._awaited
 
     # ------------------------------------------------------------ the response
 
     async def send(self, status: int, body: bytes, *headers: Header) -> None:
-        head = self._head(status, (b"content-length", b"%d" % len(body)), *(headers or (_JSON,)))
+        if self._connection.paused:
+            await self._connection.resumed()
+        length = (
+            () if status == 204 else ((b"content-length", b"%d" % len(body)),)
+        )  # an answer without content has none
+        head = self._head(status, *length, *(headers or (_JSON,)))
         self._write_last(head if self.method == "HEAD" else head + body)
 
     async def send_events(self, events: bytes) -> None:
@@ -217,6 +232,8 @@ class Exchange:
             self._connection.write(self._stream_head() + self._chunk(events))
 
     async def end_events(self, events: bytes) -> None:
+        if self._connection.paused:
+            await self._connection.resumed()
         head = b"" if self.status else self._stream_head()
         self._write_last(head + self._chunk(events) + (b"0\r\n\r\n" if self._chunked else b""))
 

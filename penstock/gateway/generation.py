@@ -8,7 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from penstock.core.engine import Engine
+from msgspec import UNSET, UnsetType
+
+from penstock.core.engine import ServedEngine
 from penstock.core.errors import DeadlineExceeded, EngineFailure, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import (
@@ -57,8 +59,10 @@ class Choice:
     cached_tokens: int = 0
     cache: CacheStatus | None = None  # None: nothing has come, or there is no result cache
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    token_ids: list[int] = field(default_factory=list)  # these two: when it is collected, not streamed
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
     submitted: float | None = None  # these three: time.monotonic()
     first: float | None = None
     ended: float | None = None
@@ -120,7 +124,12 @@ async def build_choices(
 
 class Generation:
     def __init__(
-        self, engine: Engine, metrics: GatewayMetrics, metering: Metering, exchange: Exchange, choices: list[Choice]
+        self,
+        engine: ServedEngine,
+        metrics: GatewayMetrics,
+        metering: Metering,
+        exchange: Exchange,
+        choices: list[Choice],
     ) -> None:
         self.engine = engine
         self.metrics = metrics
@@ -150,7 +159,8 @@ class Generation:
         """Run without passing anything on: the choices hold what was generated."""
 
         async def keep(choice: Choice, delta: TextDelta) -> None:
-            choice.logprobs.extend(delta.logprobs or ())
+            choice.token_ids += delta.token_ids
+            choice.logprobs += delta.logprobs or ()
 
         await self.run(keep)
 
@@ -179,7 +189,7 @@ class Generation:
                     self.metrics.token_gap.observe((now - last) / count, count)
                 last = now
                 delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
-                choice.finish_reason = delta.finish_reason
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_matched
                 await emit(choice, delta)
                 if delta.finish_reason is not None:
                     return
@@ -187,6 +197,8 @@ class Generation:
         finally:
             choice.ended = time.monotonic()
             await chunks.aclose()
+            if self.exchange.gone and choice.computed and choice.ledger is None:  # nobody waits for the answer any more
+                choice.ledger = await self.engine.aborted(choice.request.id)
 
     def _first_chunk(self, choice: Choice, chunk: Chunk, now: float) -> None:
         choice.first = now
@@ -231,6 +243,13 @@ class Generation:
         prompt_tokens, cached, outputs = _count(self.choices)
         output_tokens = sum(outputs)
         return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached))
+
+    def usage_in_chunks(self, body: SamplingFields) -> Callable[[], Usage | UnsetType | None]:
+        """What each chunk of a stream says of usage: nothing, null when it comes at the end, or what it is so far."""
+        options = body.stream_options
+        if options is None or not options.include_usage:
+            return lambda: UNSET
+        return self.usage if options.continuous_usage_stats else lambda: None
 
     def reported_usage(self) -> Usage:
         """What the response says, with the account so far when the client asked for it."""

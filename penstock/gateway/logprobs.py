@@ -22,9 +22,12 @@ def _finite(logprob: float) -> float:
     return max(logprob, LOWEST)
 
 
-def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[TokenLogprob]) -> ChatLogprobs:
+def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[TokenLogprob], by_id: bool) -> ChatLogprobs:
+    """With `by_id` tokens are called by their ids, beside the bytes that they always have."""
+
     def top(token_id: int, logprob: float) -> TopLogprob:
-        return TopLogprob(tokenizer.token_text(token_id), _finite(logprob), list(tokenizer.token_bytes(token_id)))
+        name = _id_name(token_id) if by_id else tokenizer.token_text(token_id)
+        return TopLogprob(name, _finite(logprob), list(tokenizer.token_bytes(token_id)))
 
     content = []
     for entry in logprobs:
@@ -34,30 +37,51 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Iterable[TokenLogprob]) -> Cha
     return ChatLogprobs(content)
 
 
+def _id_name(token_id: int) -> str:
+    return f"token_id:{token_id}"
+
+
+def _name(tokenizer: Tokenizer, token_id: int, by_id: bool) -> str:
+    """Its text; of bytes that are only part of a character, their spelling, as OpenAI has it."""
+    if by_id:
+        return _id_name(token_id)
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
 def completion_logprobs(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], prompt_ids: Sequence[int], top: int, offset: int
+    tokenizer: Tokenizer,
+    entries: Sequence[TokenLogprob | None],
+    prompt_ids: Sequence[int],
+    top: int,
+    offsets: list[int],
+    by_id: bool,
 ) -> CompletionLogprobs:
-    """`entries` may begin with those of the prompt (echo); the first prompt token has no probability, hence None.
-    `offset` is where the first token begins in the text returned."""
-    shaped = CompletionLogprobs([], [], [], [])
+    """`entries` may begin with those of the prompt (echo); the first prompt token has no probability, hence None."""
+    shaped = CompletionLogprobs(offsets, [], [], [])
     for position, entry in enumerate(entries):
         token_id = prompt_ids[position] if entry is None else entry.token_id
-        text = tokenizer.token_text(token_id)
-        shaped.tokens.append(text)
-        shaped.text_offset.append(offset)
+        shaped.tokens.append(_name(tokenizer, token_id, by_id))
         shaped.token_logprobs.append(None if entry is None else _finite(entry.logprob))
-        shaped.top_logprobs.append(None if entry is None else _top_by_text(tokenizer, entry, text, top))
-        offset += len(text)
+        shaped.top_logprobs.append(None if entry is None else _top_by_name(tokenizer, entry, top, by_id))
     return shaped
 
 
-def _top_by_text(tokenizer: Tokenizer, entry: TokenLogprob, text: str, top: int) -> dict[str, float]:
-    """Several tokens may read the same (parts of characters do); the likeliest of them, listed first, stands."""
-    by_text: dict[str, float] = {}
+def _top_by_name(tokenizer: Tokenizer, entry: TokenLogprob, top: int, by_id: bool) -> dict[str, float]:
+    """Every alternative, and the token itself. Of several that read the same the token itself has the name, else the
+    most probable, listed first; the others go by their ids."""
+    own = _name(tokenizer, entry.token_id, by_id)
+    named: dict[str, float] = {}
     for token_id, logprob in entry.top[:top]:
-        by_text.setdefault(tokenizer.token_text(token_id), _finite(logprob))
-    by_text.setdefault(text, _finite(entry.logprob))
-    return by_text
+        name = _name(tokenizer, token_id, by_id)
+        if token_id != entry.token_id and (name == own or name in named):
+            name = _id_name(token_id)
+        named[name] = _finite(logprob)
+    named.setdefault(own, _finite(entry.logprob))
+    return named
 
 
 def prompt_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob | None], top: int) -> PromptLogprobs:

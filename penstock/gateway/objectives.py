@@ -1,7 +1,8 @@
-"""Which class a request belongs to, and what that class is owed on this machine."""
+"""Which class a request belongs to, and what that class is promised on this machine."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 
@@ -14,11 +15,13 @@ from penstock.core.request import Objective
 from penstock.gateway.errors import require
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.openai_types import SamplingFields
+from penstock.observability.logging import log
+
+logger = logging.getLogger("penstock.gateway")
 
 TYPICAL_PROMPT = 1024  # tokens; the first token of a request that long is the yardstick
-SLACK = 4  # objectives allow this many times what the machine needs when idle
+SLACK = 4  # objectives allow this many times what the machine needs for such a prompt, or for a step of a usual batch
 MIN_TTFT, MIN_GAP = 0.2, 0.05  # seconds
-STANDARD_GAPS = 2.5  # of interactive ones that a standard one may last
 OPENAI_TIERS = {"flex": "batch", "priority": "interactive"}
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 
@@ -31,14 +34,18 @@ class Objectives:
         self, classes: Mapping[str, ClassConfig], default_class: str | None, stats: Callable[[], EngineStats]
     ) -> None:
         self.fixed = {
-            name: Objective(name, _seconds(given.ttft_ms), _seconds(given.itl_ms), given.rank)
+            name: Objective(
+                name,
+                _seconds(given.ttft_ms),
+                _seconds(given.itl_ms),
+                given.rank,
+                paced=given.itl_ms is None and given.rank <= 0,
+            )
             for name, given in classes.items()
         }
         self.known = tuple(classes) or BUILT_IN_CLASSES
         self.default = default_class or "standard"
         self._stats = stats
-        self._of_stats: EngineStats | None = None
-        self._built_in: dict[str, Objective] = {}
 
     def assign(self, exchange: Exchange, body: SamplingFields) -> None:
         """Give an exchange its objective and its deadline."""
@@ -46,15 +53,21 @@ class Objectives:
         exchange.deadline = _deadline(exchange, body.deadline_ms)
 
     def objective(self, name: str) -> Objective:
-        return (self.fixed or self._derived())[name]
+        return self.all()[name]
 
-    def _derived(self) -> dict[str, Objective]:
-        """Anew with each reading of the engine."""
+    def all(self) -> Mapping[str, Objective]:
+        """Those of the settings, or else what this machine can keep. That is settled as soon as its speed is known and
+        then stays: a promise that grew when the machine got slow would be none."""
+        if self.fixed:
+            return self.fixed
         stats = self._stats()
-        if stats is not self._of_stats:
-            self._of_stats = stats
-            self._built_in = {name: derived(name, stats) for name in BUILT_IN_CLASSES}
-        return self._built_in
+        built_in = {name: derived(name, stats) for name in BUILT_IN_CLASSES}
+        if stats.loaded_step_seconds > 0:
+            self.fixed = built_in
+            for name, objective in built_in.items():
+                ttft_ms, itl_ms = milliseconds(objective.ttft), milliseconds(objective.gap)
+                log(logger, logging.INFO, "class", name=name, ttft_ms=ttft_ms, itl_ms=itl_ms)
+        return built_in
 
     def _chosen(self, exchange: Exchange, tier: str | None) -> str:
         """OpenAI's `auto` leaves it to the other ways of choosing."""
@@ -77,12 +90,10 @@ def derived(name: str, stats: EngineStats) -> Objective:
     """The built-in classes: promises a machine of this measured speed can keep with some load on it."""
     if name == "batch":
         return Objective(name, rank=1)
-    step, rate = stats.decode_step_seconds, stats.prefill_tokens_per_second
-    gap = max(MIN_GAP, SLACK * step) if step > 0 else None
-    ttft = max(MIN_TTFT, SLACK * TYPICAL_PROMPT / rate) if rate > 0 else None
-    if name == "standard":  # shorter steps cost throughput, which matters more to those who were promised nothing
-        return Objective(name, None, None if gap is None else STANDARD_GAPS * gap)
-    return Objective(name, ttft, gap)
+    step, rate = stats.loaded_step_seconds, stats.prefill_tokens_per_second
+    if name == "standard" or step <= 0:
+        return Objective(name, paced=True)
+    return Objective(name, max(MIN_TTFT, SLACK * TYPICAL_PROMPT / rate), max(MIN_GAP, SLACK * step))
 
 
 def reported_tier(asked: str | None) -> str | UnsetType:
@@ -105,6 +116,10 @@ def _deadline(exchange: Exchange, asked_ms: float | None) -> float | None:
     if asked is None or allowed is None:
         return allowed if asked is None else asked
     return min(asked, allowed)
+
+
+def milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 1)
 
 
 def _seconds(milliseconds: float | None) -> float | None:

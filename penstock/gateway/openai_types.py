@@ -1,37 +1,63 @@
 """The JSON of the OpenAI endpoints, both ways.
 
-Requests accept null wherever OpenAI does and ignore fields they do not know, as SDKs send extras. A field that would
-change the answer and is not supported has the type `Unsupported`: a value there is refused by name, never ignored.
+Requests accept null wherever OpenAI does. Fields that are not here are refused (`decoding.py`), except in messages and
+tools, where clients send back what they were sent. OpenAI's own fields are all here: those that change no answer are
+`Ignored`, those that would change it and cannot be served are `Limited` to the values in `SUPPORTED_VALUES`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from penstock.core.request import FinishReason
+from penstock.core.request import MAX_STOP_STRINGS, FinishReason
 from penstock.observability.account import Account
 
-Unsupported: TypeAlias = Any
+Ignored: TypeAlias = Any
+Limited: TypeAlias = Any
 TokenIds: TypeAlias = list[int]
 Int32: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
+
+MAX_TOKEN_LIST = 1024  # stop_token_ids, and the tokens of logit_bias
+MAX_DETOKENIZED = 100_000  # tokens; they become text on the event loop
+
+# What is accepted beside null, and what is said of anything else.
+SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
+    "audio": ((), "is not supported"),
+    "functions": ((), "is not supported; use tools"),
+    "function_call": ((), "is not supported; use tools"),
+    "moderation": ((), "is not supported"),
+    "web_search_options": ((), "is not supported"),
+    "suffix": ((), "is not supported"),
+    "modalities": (([], ["text"]), 'must be ["text"]: other outputs are not supported'),
+    "tool_choice": (("none", "auto"), 'must be "none" or "auto": a call cannot be forced'),
+    "skip_special_tokens": ((True,), "must be true: special tokens are not part of the text"),
+    "include_stop_str_in_output": ((False,), "must be false: the text ends before the stop string"),
+    "use_beam_search": ((False,), "must be false: beam search is not supported"),
+}
 
 
 # ---------------------------------------------------------------- requests
 
 
-class StreamOptions(Struct):
+class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage: so far, in every chunk
+    include_obfuscation: Ignored = None
 
 
-class ResponseFormat(Struct):
+class ResponseFormat(Struct, forbid_unknown_fields=True):
     type: str
+    json_schema: Any = None
 
 
-class ContentPart(Struct):
+class ContentPart(Struct, omit_defaults=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(Struct):
@@ -52,9 +78,10 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
 
 
-class SamplingFields(Struct, kw_only=True):
+class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints share."""
 
     model: str
@@ -64,10 +91,10 @@ class SamplingFields(Struct, kw_only=True):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_TOKEN_LIST)] | None = None
     seed: int | None = None
     service_tier: Annotated[str, Meta(max_length=64)] | None = None  # OpenAI's words, or the name of a class
 
@@ -76,11 +103,30 @@ class SamplingFields(Struct, kw_only=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[TokenIds, Meta(max_length=MAX_TOKEN_LIST)] | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None  # keep the last so many; -1: as many as fit
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:17" instead of text
     priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     deadline_ms: Annotated[float, Meta(gt=0, le=86_400_000)] | None = None
+
+    skip_special_tokens: Limited = None
+    include_stop_str_in_output: Limited = None
+    use_beam_search: Limited = None
+
+    metadata: Ignored = None
+    parallel_tool_calls: Ignored = None
+    prediction: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    safety_identifier: Ignored = None
+    spaces_between_special_tokens: Ignored = None
+    store: Ignored = None
+    user: Ignored = None
+    verbosity: Ignored = None
 
 
 class ChatRequest(SamplingFields, kw_only=True):
@@ -89,18 +135,19 @@ class ChatRequest(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[str] | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    audio: Unsupported = None
-    functions: Unsupported = None
-    function_call: Unsupported = None
-    web_search_options: Unsupported = None
+    audio: Limited = None
+    functions: Limited = None
+    function_call: Limited = None
+    modalities: Limited = None
+    moderation: Limited = None
+    tool_choice: Limited = None
+    web_search_options: Limited = None
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -109,10 +156,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
     logprobs: int | None = None
     best_of: int | None = None
 
-    suffix: Unsupported = None
+    suffix: Limited = None
 
 
-class TokenizeRequest(Struct, kw_only=True):
+IGNORED = tuple(name for name, kind in SamplingFields.__annotations__.items() if kind == "Ignored")
+
+
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """Either `prompt` or `messages`."""
 
     model: str | None = None
@@ -124,11 +174,12 @@ class TokenizeRequest(Struct, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Struct, kw_only=True):
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[TokenIds, Meta(max_length=MAX_DETOKENIZED)]
 
 
 # ---------------------------------------------------------------- responses
@@ -179,6 +230,9 @@ class PromptTokenLogprob(Struct):
 PromptLogprobs: TypeAlias = list[dict[int, PromptTokenLogprob] | None]
 
 
+StopReason: TypeAlias = str | int | None  # the stop string or stop token that ended it
+
+
 class ChatMessage(Struct):
     role: str
     content: str
@@ -190,6 +244,8 @@ class ChatChoice(Struct):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    stop_reason: StopReason
+    token_ids: TokenIds | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, kw_only=True):
@@ -200,6 +256,7 @@ class ChatCompletion(Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
     service_tier: str | UnsetType = UNSET
 
 
@@ -213,6 +270,8 @@ class ChatChunkChoice(Struct):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: StopReason | UnsetType = UNSET
+    token_ids: TokenIds | UnsetType = UNSET
 
 
 class ChatChunk(Struct):
@@ -221,8 +280,9 @@ class ChatChunk(Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     service_tier: str | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # with the first chunk of a choice
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
 class CompletionChoice(Struct):
@@ -232,7 +292,10 @@ class CompletionChoice(Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
+    stop_reason: StopReason | UnsetType = UNSET  # with the finish reason
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # with the first chunk of a choice
+    token_ids: TokenIds | UnsetType = UNSET
 
 
 class Completion(Struct):
@@ -247,10 +310,19 @@ class Completion(Struct):
     service_tier: str | UnsetType = UNSET
 
 
+class ClassCard(Struct):
+    """What a class of requests is promised. None: nothing."""
+
+    ttft_ms: float | None
+    itl_ms: float | None
+
+
 class ModelCard(Struct):
     id: str
     created: int
     max_model_len: int
+    sampling_defaults: dict[str, float]  # of requests that do not say
+    classes: dict[str, ClassCard]
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 
@@ -264,6 +336,7 @@ class Tokenized(Struct):
     tokens: list[int]
     count: int
     max_model_len: int
+    token_strs: list[str] | UnsetType = UNSET  # as the vocabulary spells them
 
 
 class Detokenized(Struct):
@@ -271,5 +344,9 @@ class Detokenized(Struct):
 
 
 class HealthReport(Struct):
-    status: Literal["ok", "draining", "unhealthy"]
+    status: Literal["ok", "draining", "overloaded", "unhealthy"]
     detail: str
+
+
+class Version(Struct):
+    version: str

@@ -13,7 +13,7 @@ import msgspec
 
 from penstock import __version__
 from penstock.core.config import TenantConfig
-from penstock.core.request import MAX_CHOICES, MAX_LOGPROBS, MAX_STOP_STRINGS
+from penstock.core.request import MAX_CHOICES, MAX_LOGPROBS
 from penstock.gateway import openai_types as types
 from penstock.gateway.admin import Deleted, KeyView, NewKey
 from penstock.gateway.chat import ROLES
@@ -156,6 +156,8 @@ OPERATIONS = (
         ),
     ),
     Operation("get", "/health", "Whether requests make progress", types.HealthReport, public=True),
+    Operation("get", "/ready", "Whether a request would be taken now", types.HealthReport, public=True),
+    Operation("get", "/version", "Of this server", types.Version, public=True),
     Operation("get", "/metrics", "Prometheus", None, media=(TEXT,)),
     Operation("get", "/openapi.json", "This document", dict[str, Any], public=True),
     Operation("get", "/", "A hint", None, media=(TEXT,), public=True),
@@ -178,9 +180,7 @@ BOUNDS: dict[str, Schema] = {
     "top_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "prompt_logprobs": {"minimum": 0, "maximum": MAX_LOGPROBS},
     "deadline_ms": {"exclusiveMinimum": 0},
-    "stop": {"minLength": 1, "maxItems": MAX_STOP_STRINGS},
 }
-UNSUPPORTED = ("audio", "functions", "function_call", "web_search_options", "suffix")
 
 
 class OpenApi:
@@ -207,7 +207,7 @@ def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]
         tiers = [*classes, "auto", "default", *(tier for tier, of in OPENAI_TIERS.items() if of in classes)]
         components[name]["properties"]["service_tier"] = {"enum": [*tiers, None], "default": None}
     components["Message"]["properties"]["role"] = {"enum": list(ROLES)}
-    components["ContentPart"]["properties"]["type"] = {"enum": ["text"]}
+    components["ContentPart"]["properties"]["type"] = {"enum": ["text", "refusal"]}
     paths: dict[str, Schema] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, schemas)
@@ -217,7 +217,10 @@ def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]
         "paths": paths,
         "components": {
             "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer", "description": "psk-… or a JWT"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "psk-… or a JWT"},
+                "header": {"type": "apiKey", "in": "header", "name": "x-api-key", "description": "the same"},
+            },
         },
     }
 
@@ -225,20 +228,16 @@ def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]
 def _refine(properties: Schema, model_names: Sequence[str], vocab_size: int) -> None:
     properties["model"] = {"enum": list(model_names)}
     token = {"type": "integer", "minimum": 0, "exclusiveMaximum": vocab_size}
-    properties["stop_token_ids"] = {"anyOf": [{"type": "array", "items": token}, {"type": "null"}], "default": None}
+    tokens = {"type": "array", "items": token, "maxItems": types.MAX_TOKEN_LIST}
+    properties["stop_token_ids"] = {"anyOf": [tokens, {"type": "null"}], "default": None}
     for name, bounds in BOUNDS.items():
         for option in properties.get(name, {}).get("anyOf", ()):
             kind = option.get("type")
             if kind in ("number", "integer"):
                 option.update(bounds)
-            elif kind == "string" and "minLength" in bounds:
-                option["minLength"] = bounds["minLength"]
-            elif kind == "array" and "maxItems" in bounds:
-                option["maxItems"] = bounds["maxItems"]
-                option["items"]["minLength"] = bounds["minLength"]
-    for name in UNSUPPORTED:
+    for name, (values, otherwise) in types.SUPPORTED_VALUES.items():
         if name in properties:
-            properties[name] = {"type": "null", "description": "not supported"}
+            properties[name] = {"enum": [*values, None], "default": None, "description": otherwise}
 
 
 def _operation(operation: Operation, schemas: dict[int, Schema]) -> Schema:
@@ -257,5 +256,6 @@ def _operation(operation: Operation, schemas: dict[int, Schema]) -> Schema:
         described["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[id(operation.body)]}}}
     if not operation.public:
         # Without tenants everybody may use the API, but never /admin.
-        described["security"] = [{"key": []}] if operation.path.startswith("/admin") else [{"key": []}, {}]
+        keys: list[Schema] = [{"key": []}, {"header": []}]
+        described["security"] = keys if operation.path.startswith("/admin") else [*keys, {}]
     return described

@@ -28,6 +28,8 @@ logger = logging.getLogger("penstock.gateway")
 INLINE_BYTES = 2048  # a body up to this takes about a millisecond at worst
 LANES = (131_072, 2**62)  # bytes of a body: those of moderate size do not wait behind the largest
 MAX_OPTION = 65_536  # bytes of a field that is not part of the prompt
+MAX_COUNTED = 65_536  # tokens of a text that need not fit, or
+COUNTED_CONTEXTS = 4  # times what the model holds, if that is more: enough to see where to cut it
 PIECE = 262_144  # bytes written at once
 LENGTH = struct.Struct("<I")
 
@@ -50,6 +52,12 @@ class Bounds(NamedTuple):
     max_model_len: int
     vocab_size: int
     semantic: bool = False  # whether prompts of the same meaning may share an answer
+    ignore_unknown: bool = False  # fields that nobody here knows
+
+    @property
+    def countable(self) -> int:
+        """Tokens of a text that is cut down, or only counted."""
+        return max(MAX_COUNTED, COUNTED_CONTEXTS * self.max_model_len)
 
     def too_long(self, param: str, count: str = "") -> ContextTooLong:
         count = count or f"more than {self.prompt_tokens}"

@@ -23,12 +23,13 @@ def sampling_params(
     for position, token in enumerate(stop_ids):
         require(0 <= token < info.vocab_size, f"stop_token_ids[{position}]", f"must be below {info.vocab_size}")
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    default, penalty = info.sampling_defaults, body.repetition_penalty
     params = _checked(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=_top_k(body.top_k, info.vocab_size),
-        min_p=body.min_p or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        temperature=default.temperature if body.temperature is None else body.temperature,
+        top_p=default.top_p if body.top_p is None else body.top_p,
+        top_k=default.top_k if body.top_k is None else _top_k(body.top_k, info.vocab_size),
+        min_p=default.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=default.repetition_penalty if penalty is None else penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         seed=body.seed,
@@ -44,11 +45,9 @@ def sampling_params(
     return replace(params, logit_bias=_logit_bias(body.logit_bias, info.vocab_size)) if body.logit_bias else params
 
 
-def _top_k(value: int | None, vocab_size: int) -> int:
+def _top_k(value: int, vocab_size: int) -> int:
     """-1 is a common spelling of "all tokens"; more than the vocabulary means the same."""
-    if value is None or value == -1 or value >= vocab_size:
-        return 0
-    return value
+    return 0 if value == -1 or value >= vocab_size else value
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
@@ -58,6 +57,16 @@ def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
         require(0 <= token < vocab_size, "logit_bias", f"keys must be token ids below {vocab_size}, not {key[:40]!r}")
         bias[token] = value
     return bias
+
+
+def truncated(token_ids: list[int], keep: int, output: int | None, info: EngineInfo, tenant: TenantConfig) -> list[int]:
+    """The last tokens of a prompt, so many as the request wants to keep; -1: as many as leave room for the output."""
+    param, most = "truncate_prompt_tokens", info.max_model_len
+    require(keep != 0 and keep <= most, param, f"must be between 1 and {most}, or -1 for as many tokens as fit")
+    if keep < 0:
+        room = max(most - max(output or 1, 1), 1)
+        keep = room if tenant.max_prompt_tokens is None else min(room, tenant.max_prompt_tokens)
+    return token_ids[-keep:]
 
 
 def output_limit(

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import msgspec
 
 from penstock.core.request import SimilarPrompt
-from penstock.gateway.openai_types import ChatRequest, CompletionRequest
+from penstock.gateway.openai_types import IGNORED, ChatRequest, CompletionRequest
 
 _encode = msgspec.msgpack.Encoder(order="deterministic").encode
 
@@ -31,5 +31,6 @@ def similar_completion(body: CompletionRequest, text: str) -> SimilarPrompt | No
 
 
 def _rest(body: ChatRequest | CompletionRequest) -> bytes:
-    plain = msgspec.structs.replace(body, stream=None, stream_options=None, priority=None)
+    silent = dict.fromkeys((*IGNORED, "stream", "stream_options", "priority"))
+    plain = msgspec.structs.replace(body, **silent)
     return blake2b(_encode((type(body).__name__, plain)), digest_size=32).digest()

@@ -11,9 +11,9 @@ import sys
 import threading
 from collections.abc import Callable
 
-from penstock.core.errors import StartupError
 from penstock.gateway.edge import Edge
 from penstock.gateway.http import Connection
+from penstock.gateway.listener import cannot_listen
 from penstock.observability.logging import log
 
 logger = logging.getLogger("penstock.gateway")
@@ -37,33 +37,24 @@ def tune_interpreter() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-async def serve(edge: Edge, host: str, port: int, on_ready: OnReady, drain_seconds: float) -> int:
+async def serve(edge: Edge, listener: socket.socket, on_ready: OnReady, drain_seconds: float) -> int:
     """Serve until a signal, and return the exit status of the process.
 
     The first SIGTERM or SIGINT drains: new requests are refused while those in flight may take `drain_seconds`;
-    then 0. A second one ends everything at once; then 128 plus its number. Port 0 takes a free one.
+    then 0. A second one ends everything at once; then 128 plus its number.
     Run it on uvloop (`asyncio.Runner(loop_factory=uvloop.new_event_loop)`), which is twice as fast.
     """
-    with _bind(host, port) as listener:
+    with listener:
         server = _Server(edge, drain_seconds)
         try:
             await server.listen(listener)
-            on_ready(host, listener.getsockname()[1])
+            on_ready(*listener.getsockname()[:2])
             return await server.stopped
         finally:
             await server.close()
             await edge.long_requests.close()
             if edge.tracing is not None:
                 await asyncio.to_thread(edge.tracing.close)
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = found[0]
-        return socket.create_server(address, family=family)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="port") from error
 
 
 class _Server:
@@ -79,9 +70,13 @@ class _Server:
         self.stopped: asyncio.Future[int] = self._loop.create_future()
 
     async def listen(self, listener: socket.socket) -> None:
-        self._listening = await self._loop.create_server(
-            lambda: Connection(self._edge, self._connections), sock=listener, backlog=BACKLOG
-        )
+        try:
+            self._listening = await self._loop.create_server(
+                lambda: Connection(self._edge, self._connections), sock=listener, backlog=BACKLOG
+            )
+        except OSError as error:  # two that took the address at once, before either listened
+            host, port = listener.getsockname()[:2]
+            raise cannot_listen(host, port, error) from error
         self._tasks.append(self._loop.create_task(self._sweep()))
         if threading.current_thread() is threading.main_thread():
             for sig in (signal.SIGINT, signal.SIGTERM):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,11 +12,12 @@ import msgspec
 
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import NotFound
-from penstock.gateway.errors import decode_json, require
+from penstock.gateway.decoding import decode_json
+from penstock.gateway.errors import UnsupportedMediaType, require
 from penstock.gateway.exchange import Exchange, Traffic
 from penstock.gateway.limits import Metering
 from penstock.gateway.objectives import Objectives
-from penstock.gateway.openai_types import SamplingFields
+from penstock.gateway.openai_types import SUPPORTED_VALUES, SamplingFields
 from penstock.gateway.prefixes import Prefixes
 from penstock.gateway.reading import INLINE_BYTES, Bounds, LongRequests, Prompt, Reader
 from penstock.observability.metrics import GatewayMetrics
@@ -23,6 +25,8 @@ from penstock.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 B = TypeVar("B", bound=SamplingFields)
+
+_JSON_TYPE = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -40,6 +44,7 @@ class Serving:
     prefixes: Prefixes
     max_body: int  # bytes
     body_seconds: float
+    ignore_unknown: bool = False  # fields of a request that nobody here knows
     semantic_routes: frozenset[str] = frozenset()  # where prompts of the same meaning may share an answer
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -63,6 +68,7 @@ class Serving:
             info.max_model_len,
             info.vocab_size,
             exchange.endpoint in self.semantic_routes,
+            self.ignore_unknown,
         )
         if exchange.body_size <= INLINE_BYTES:
             return reader.read(b"".join(body), bounds)
@@ -74,6 +80,7 @@ class Serving:
         return decode_json(decoder, b"".join(await self.body(exchange)))
 
     async def body(self, exchange: Exchange) -> list[bytes]:
+        _check_content_type(exchange)
         most = exchange.tenant.max_body_mib
         limit = self.max_body if most is None else min(self.max_body, int(most * 2**20))
         return await exchange.body(limit, self.body_seconds)
@@ -95,6 +102,23 @@ class Serving:
 def check_token_ids(token_ids: Sequence[int], param: str, bounds: Bounds) -> None:
     require(min(token_ids, default=0) >= 0, param, "must not hold negative token ids")
     require(max(token_ids, default=0) < bounds.vocab_size, param, f"must hold token ids below {bounds.vocab_size}")
+
+
+def check_values(body: SamplingFields) -> None:
+    """What no type can say of the fields that both endpoints share, and values that are not supported."""
+    stray = body.stream_options is not None and not body.stream
+    require(not stray, "stream_options", "is only allowed when stream is enabled")
+    for name, (values, otherwise) in SUPPORTED_VALUES.items():
+        value = getattr(body, name, None)
+        require(value is None or value in values, name, otherwise)
+
+
+def _check_content_type(exchange: Exchange) -> None:
+    """A web page can send any other type, or none, without asking; JSON only where `server.cors` lets it."""
+    given = exchange.received.get(b"content-type", b"")
+    if given != b"application/json" and _JSON_TYPE.fullmatch(given.strip()) is None:
+        found = repr(given[:200].decode("latin-1")) if given else "missing"
+        raise UnsupportedMediaType(f"Content-Type is {found}: send JSON with 'Content-Type: application/json'")
 
 
 DONE = b"data: [DONE]\n\n"

@@ -6,15 +6,12 @@ import msgspec
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.chat import ChatReader
-from penstock.gateway.errors import decode_json
+from penstock.gateway.decoding import decode_json
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.openai_types import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from penstock.gateway.reading import Bounds, Prompt, Reader, blamed_on
 from penstock.gateway.serving import Serving, check_token_ids, encode_json
 from penstock.text.tokenizer import Tokenizer
-
-MAX_TOKENS = 65_536  # of a text, or
-MAX_CONTEXTS = 4  # times what the model holds, if that is more: enough to see where to cut it
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
@@ -30,17 +27,20 @@ class TokenizeReader:
         self.chat = ChatReader(tokenizer)
 
     def read(self, body: bytes, bounds: Bounds) -> tuple[Answer, list[Prompt]]:
-        asked = decode_json(_tokenize_decoder, body)
+        asked = decode_json(_tokenize_decoder, body, ignore_unknown=bounds.ignore_unknown)
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
-        bounds = bounds._replace(prompt_tokens=max(MAX_TOKENS, MAX_CONTEXTS * bounds.max_model_len))
+        bounds = bounds._replace(prompt_tokens=bounds.countable)
         with blamed_on("messages" if asked.prompt is None else "prompt", bounds):
             if asked.prompt is None:
                 ids = self.chat.tokenize(asked, bounds.prompt_tokens)
             else:
                 special = asked.add_special_tokens
                 ids = self.tokenizer.encode(asked.prompt, add_special_tokens=special, at_most=bounds.prompt_tokens)
-        return (asked.model, encode_json(Tokenized(ids, len(ids), bounds.max_model_len))), []
+        answer = Tokenized(ids, len(ids), bounds.max_model_len)
+        if asked.return_token_strs:
+            answer.token_strs = [self.tokenizer.token_spelling(token_id) for token_id in ids]
+        return (asked.model, encode_json(answer)), []
 
 
 class DetokenizeReader:
@@ -50,7 +50,7 @@ class DetokenizeReader:
         self.tokenizer = tokenizer
 
     def read(self, body: bytes, bounds: Bounds) -> tuple[Answer, list[Prompt]]:
-        asked = decode_json(_detokenize_decoder, body)
+        asked = decode_json(_detokenize_decoder, body, ignore_unknown=bounds.ignore_unknown)
         check_token_ids(asked.tokens, "tokens", bounds)
         text = self.tokenizer.decode(asked.tokens, skip_special_tokens=False)
         return (asked.model, encode_json(Detokenized(text))), []

@@ -6,8 +6,10 @@ import ctypes
 import json
 import os
 import time
+import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
 from pathlib import Path
@@ -34,9 +36,10 @@ from penstock.kernels.native import (
 )
 from penstock.quantization.rotation import hadamard_block, rotated, split_name
 
-LAYOUT_VERSION = 3  # of packed files; raise it whenever the order or packing of weights changes
+LAYOUT_VERSION = 4  # of packed files; raise it whenever the order or packing of weights changes
 MAGIC = b"PENSTOCK"
 ALIGNMENT = 4096  # of the weights in a packed file, so that they can be mapped
+PIECE = 4 * 2**20  # bytes of weights for which a packed file has a checksum
 
 # In the order of the enum in model.h.
 TENSORS = (
@@ -100,6 +103,23 @@ class ModelShape(Protocol):
     def windows(self) -> tuple[int, ...]: ...
     @property
     def moe(self) -> object | None: ...
+
+
+def _read_into(piece: memoryview, fd: int, offset: int) -> None:
+    """As much as there is."""
+    while piece and (count := os.preadv(fd, [piece], offset)):
+        piece, offset = piece[count:], offset + count
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Of processes that were killed while they wrote this file."""
+    for partial in path.parent.glob(f"{path.name}.*.partial"):
+        try:
+            os.kill(int(partial.name.split(".")[-2]), 0)
+        except ProcessLookupError:
+            partial.unlink(missing_ok=True)
+        except PermissionError:
+            pass  # it lives, as another user's
 
 
 def _round_up(n: int, step: int) -> int:
@@ -241,13 +261,22 @@ class NativeModel:
             norm_eps=config.norm_eps,
             rope_magnitude=rope_magnitude,
         )
-        windows = np.array(config.windows, dtype=np.int32)
+        self._spec, self._windows = spec, np.array(config.windows, dtype=np.int32)
         frequencies = np.ascontiguousarray(inverse_frequencies, dtype=np.float32)
         if frequencies.shape != (config.head_dim // 2,):
             raise StartupError(f"{config.head_dim // 2} rotary frequencies are needed, not {frequencies.shape}")
+        self._frequencies = frequencies
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Memory for all weights, with zeros in them, and for the cache."""
+        self.close()
         error = ctypes.c_char_p()
         self._handle = self._library.penstock_model_new(
-            ctypes.byref(spec), windows.ctypes.data, frequencies.ctypes.data, ctypes.byref(error)
+            ctypes.byref(self._spec),
+            self._windows.ctypes.data,
+            self._frequencies.ctypes.data,
+            ctypes.byref(error),
         )
         if not self._handle:
             raise StartupError(f"cannot allocate the model: {(error.value or b'').decode()}")
@@ -303,15 +332,20 @@ class NativeModel:
     def save_packed(self, path: Path, fingerprint: str) -> None:
         """Write the packed weights, so that `load_packed` needs no quantising. `fingerprint` names their source."""
         header = self._header(fingerprint)
+        _remove_leftovers(path)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         with partial.open("wb") as file:
             file.write(MAGIC + len(header).to_bytes(8, "little") + header)
             file.seek(_round_up(file.tell(), ALIGNMENT))
-            file.write(memoryview(self._weights()))
+            file.write(self._weights())
+            file.write(self._checksums(lambda begin, piece: None))
         partial.replace(path)
 
     def load_packed(self, path: Path, fingerprint: str) -> bool:
-        """Read what `save_packed` wrote; False where the file is missing or holds other weights or another layout."""
+        """Read what `save_packed` wrote; False where the file is missing or holds other weights or another layout.
+
+        Raises StartupError where it is damaged; the weights are those of a new model then.
+        """
         expected = self._header(fingerprint)
         start = len(MAGIC) + 8
         try:
@@ -319,19 +353,39 @@ class NativeModel:
                 found = file.read(start + len(expected))
                 if found != MAGIC + len(expected).to_bytes(8, "little") + expected:
                     return False
-                file.seek(_round_up(len(found), ALIGNMENT))
-                return file.readinto(memoryview(self._weights())) == self.weight_bytes
+                at = _round_up(len(found), ALIGNMENT)
+                checksums = self._checksums(lambda begin, piece: _read_into(piece, file.fileno(), at + begin))
+                file.seek(at + self.weight_bytes)
+                if file.read() == checksums:
+                    return True
+                problem = "the checksums do not match"
         except FileNotFoundError:
             return False
+        except OSError as error:
+            problem = error.strerror or str(error)
+        self._allocate()  # padding, which loading leaves as it is, may be damaged too
+        raise StartupError(f"the packed weights in {path} are damaged: {problem}")
+
+    def _checksums(self, prepare: Callable[[int, memoryview], None]) -> bytes:
+        """Of the weights, piece by piece, after `prepare` was called with each: both on all cores."""
+        weights = self._weights()
+
+        def checksum(begin: int) -> bytes:
+            piece = weights[begin : begin + PIECE]
+            prepare(begin, piece)
+            return zlib.crc32(piece).to_bytes(4, "little")
+
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            return b"".join(pool.map(checksum, range(0, self.weight_bytes, PIECE)))
 
     def _header(self, fingerprint: str) -> bytes:
         shape = {name: getattr(self.config, name) for name in SHAPE}
         layout = {"version": LAYOUT_VERSION, "scheme": self.scheme, "bytes": self.weight_bytes}
         return json.dumps({**layout, "fingerprint": fingerprint, **shape}).encode()
 
-    def _weights(self) -> Any:
+    def _weights(self) -> memoryview:
         address = self._library.penstock_model_weights(self._handle)
-        return (ctypes.c_uint8 * self.weight_bytes).from_address(address)
+        return memoryview((ctypes.c_uint8 * self.weight_bytes).from_address(address)).cast("B")
 
     def _logits_buffer(self, rows: int) -> Floats:
         """Kept from call to call: fresh memory of this size would be mapped and zeroed by the kernel each time."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import log
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.gguf import GGUFFile
-from penstock.checkpoint.source import Checkpoint
+from penstock.checkpoint.source import BUILT_IN, Checkpoint
 from penstock.core.errors import StartupError
+from penstock.core.request import RECOMMENDED
 
 SUPPORTED = (
     "LlamaForCausalLM",
@@ -28,6 +30,11 @@ GGUF_SUPPORTED = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
+# By the field of SamplingParams; generation_config.json uses the same names.
+GGUF_SAMPLING = {"temperature": "temp", "repetition_penalty": "penalty_repeat"} | {
+    name: name for name in ("top_p", "top_k", "min_p")
+}
+BUILT_IN_SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # the model card's; its file names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,7 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     bos_id: int | None
     dtype: str  # as the checkpoint names it: bfloat16, Q4_1
+    sampling: Mapping[str, float] = field(default_factory=dict)  # what its authors recommend, of `RECOMMENDED`
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -110,7 +118,8 @@ class ModelConfig:
 
 def read_config(checkpoint: Checkpoint) -> ModelConfig:
     if checkpoint.kind == "gguf":
-        return _from_gguf(GGUFFile(checkpoint.path))
+        config = _from_gguf(GGUFFile(checkpoint.path))
+        return replace(config, sampling=BUILT_IN_SAMPLING) if checkpoint.name == BUILT_IN else config
     if checkpoint.kind == "packed":
         from penstock.models.packed_config import read_packed_config  # which is made of this module's parts
 
@@ -197,7 +206,14 @@ def _from_json(raw: _Fields, generation_config: Path) -> ModelConfig:
         eos_ids=_ids(raw.get("eos_token_id"), generation.get("eos_token_id")),
         bos_id=next(iter(_ids(raw.get("bos_token_id"), generation.get("bos_token_id"))), None),
         dtype=str(raw.get("dtype", raw.get("torch_dtype", "float32"))),
+        sampling=_sampling({name: generation.get(name) for name in RECOMMENDED}),
     )
+
+
+def _sampling(recommended: Mapping[str, Any]) -> dict[str, float]:
+    """As vLLM reads it: `do_sample` is ignored, for temperature 0 says the same. GGUF's float32 are rounded back."""
+    given = {name: value for name, value in recommended.items() if type(value) in (int, float)}
+    return {name: int(value) if name == "top_k" else round(value, 6) for name, value in given.items()}
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
@@ -321,6 +337,7 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
         eos_ids=_ids(*(tokenizer.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))),
         bos_id=tokenizer.get("tokenizer.ggml.bos_token_id"),
         dtype=sizes.most_common(1)[0][0],
+        sampling=_sampling({k: file.metadata.get(f"general.sampling.{name}") for k, name in GGUF_SAMPLING.items()}),
     )
 
 

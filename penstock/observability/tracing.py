@@ -27,10 +27,14 @@ _W3C = (b"traceparent", b"tracestate")
 Attributes = Mapping[str, "str | int | float | bool | list[str]"]
 
 
+def is_wanted(endpoint: str | None) -> bool:
+    return endpoint is not None or any(os.environ.get(name) for name in ENVIRONMENT)
+
+
 def start_tracing(endpoint: str | None) -> Tracing | None:
     """`endpoint` is the root of a collector, such as http://127.0.0.1:4318; None: what OpenTelemetry's own environment
     variables say, or no tracing at all."""
-    if endpoint is None and not any(os.environ.get(name) for name in ENVIRONMENT):
+    if not is_wanted(endpoint):
         return None
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

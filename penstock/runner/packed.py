@@ -64,7 +64,7 @@ def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progre
         fingerprint = _fingerprint(checkpoint)
         name = hashlib.sha256(f"{fingerprint}/{model.scheme}".encode()).hexdigest()[:24]
         path = cache_folder() / "packed" / f"{name}.bin"
-        packed = model.load_packed(path, fingerprint)
+        packed = _load_kept(model, path, fingerprint)
         if not packed:
             stream = host_weights(checkpoint, config)
             model.load(_reported(stream, config, progress) if progress is not None else stream)
@@ -109,6 +109,14 @@ def _return_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
         if trim is not None:
             trim(0)
+
+
+def _load_kept(model: NativeModel, path: Path, fingerprint: str) -> bool:
+    try:
+        return model.load_packed(path, fingerprint)
+    except StartupError as error:
+        log.warning("%s; they are packed again", error)
+        return False
 
 
 def _keep(model: NativeModel, path: Path, fingerprint: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import time
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from penstock.checkpoint.revision import revision
 from penstock.checkpoint.source import Checkpoint, resolve
 from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo
-from penstock.core.errors import StartupError
+from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus
+from penstock.core.onednn import cap_onednn
+from penstock.core.request import SamplingParams
 from penstock.engine.executor import Executor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
@@ -86,6 +89,7 @@ def start(model: str, config: EngineConfig, progress: Progress | None = None) ->
     keep_compiled("torch")
     checkpoint = resolve(model)
     model_config = read_config(checkpoint)
+    sampling = _sampling_defaults(checkpoint, model_config, config)
     device = _device(config, checkpoint)
     plan = _Plan(
         checkpoint=checkpoint,
@@ -120,9 +124,27 @@ def start(model: str, config: EngineConfig, progress: Progress | None = None) ->
         padded=executor.padded_tokens,
     )
     info = EngineInfo(
-        checkpoint.name, limits.longest_sequence, model_config.vocab_size, f"{revision(checkpoint)}-{_precision(plan)}"
+        checkpoint.name,
+        limits.longest_sequence,
+        model_config.vocab_size,
+        f"{revision(checkpoint)}-{_precision(plan)}",
+        sampling,
     )
     return Scheduler(limits, times), executor, info
+
+
+def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> SamplingParams:
+    """What the settings say, else what the model's authors recommend, else OpenAI's."""
+    values = {**model.sampling, **config.sampling_defaults}
+    if not 0 <= values.get("top_k", 0) < model.vocab_size:  # -1 is a common spelling of "all tokens"
+        values["top_k"] = 0
+    try:
+        return SamplingParams(**values)  # type: ignore[arg-type]
+    except InvalidRequest as error:
+        raise StartupError(
+            f"{checkpoint.name} recommends a {error.message}; say another in engine.sampling_defaults",
+            param="engine.sampling_defaults",
+        ) from None
 
 
 def _cpu_executor(plan: _Plan) -> Executor:
@@ -136,6 +158,8 @@ def _cpu_executor(plan: _Plan) -> Executor:
             f"{plan.dtype_name}: leave kv_dtype out",
             param="engine.kv_dtype",
         )
+    if line := cap_onednn():
+        log.warning(line)
     import torch
 
     torch.set_num_threads(usable_cpus())
@@ -157,8 +181,10 @@ def _cpu_scheme(plan: _Plan) -> Scheme | None:
             raise StartupError(f"quantization {config.quantization}: {problem}", param="engine.quantization")
         return config.quantization
     if config.dtype in ("float32", "float16"):
+        _need("torch", f"dtype {config.dtype} on a CPU", "engine.dtype")
         return None
     if problem:
+        _need("torch", f"{problem}; running without the native kernels")
         log.warning("%s; running on plain torch, which is several times slower", problem)
         return None
     return "int8" if config.quantization == "auto" and config.dtype == "auto" else "none"
@@ -211,6 +237,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
 
 
 def _cuda_executor(plan: _Plan) -> Executor:
+    _need("triton", "device cuda", "engine.device", extra="cuda")
     keep_kernels()
     import torch
 
@@ -270,6 +297,8 @@ def _device(config: EngineConfig, checkpoint: Checkpoint) -> Literal["cpu", "cud
         )
     if config.device == "cpu" or checkpoint.kind == "packed":
         return "cpu"
+    if config.device == "cuda":
+        _need("torch", "device cuda", "engine.device", extra="cuda")
     if _cuda_available():
         return "cuda"
     if config.device == "cuda":
@@ -283,9 +312,21 @@ def _cuda_available() -> bool:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
+    if not _installed("torch"):
+        log.warning("running on the CPU; the GPU of this machine needs torch: pip install 'penstock[cuda]'")
+        return False
     import torch
 
     return torch.cuda.is_available()
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _need(package: str, purpose: str, param: str | None = None, *, extra: str = "torch") -> None:
+    if not _installed(package):
+        raise StartupError(f"{purpose} needs {package}: pip install 'penstock[{extra}]'", param=param)
 
 
 def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from penstock.core.errors import StartupError
 from penstock.core.machine import state_folder
 from penstock.state.memory import MemoryStore
 from penstock.state.store import Store
@@ -15,9 +16,9 @@ logger = logging.getLogger("penstock.state")
 
 
 @asynccontextmanager
-async def open_store(state: str | None) -> AsyncIterator[Store]:
-    """None: a SQLite file in the state folder; memory where there can be none."""
-    store = _store(state or _default())
+async def open_store(state: str | None, *, lasting: bool = False) -> AsyncIterator[Store]:
+    """None: a SQLite file in the state folder; where there can be none, memory, unless it must outlast this process."""
+    store = _store(state or _default(lasting))
     await store.open()
     try:
         yield store
@@ -25,12 +26,17 @@ async def open_store(state: str | None) -> AsyncIterator[Store]:
         await store.close()
 
 
-def _default() -> str:
-    file = state_folder() / "penstock.db"
+def _default(lasting: bool) -> str:
     try:
+        file = state_folder() / "penstock.db"
         file.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        logger.warning("spend is kept in memory only, as %s cannot be made: %s", file.parent, error.strerror)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        message = f"{error}; name a file with --state sqlite:///PATH, or set XDG_STATE_HOME to a folder"
+        if lasting:
+            raise StartupError(f"keys and spend cannot be kept: {message}", param="state") from error
+        logger.warning(
+            "keys and spend are kept in memory, where 'penstock keys' and other servers cannot reach them: %s", message
+        )
         return "memory"
     return f"sqlite:///{file}"
 

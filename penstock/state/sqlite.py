@@ -55,8 +55,8 @@ class SqliteStore(MemoryStore):
             await self.sync()
         except (OSError, sqlite3.Error) as error:
             raise StartupError(
-                f"cannot use {self.path} for keys and spend: {error}; set state to another file, to memory, or to "
-                "redis://HOST:PORT/DB",
+                f"cannot use {self.path} for keys and spend: {error}; set state to another file (--state "
+                "sqlite:///PATH), to memory, or to redis://HOST:PORT/DB",
                 param="state",
             ) from error
         self._syncing = asyncio.create_task(self._keep_syncing())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, StartupError
 from penstock.text.messages import Message, as_parts, normalize, spell_out_tools
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ class ChatTemplate:
     ) -> str:
         """The prompt, special tokens included. `template_kwargs` are further variables, such as `enable_thinking`; a
         caller that passes on those of a request must refuse `RESERVED_NAMES` first."""
-        from penstock.text.template_sandbox import RESERVED_NAMES, TemplateRefusal
-
+        try:
+            from penstock.text.template_sandbox import RESERVED_NAMES, TemplateRefusal
+        except ModuleNotFoundError as error:
+            raise StartupError(f"chat templates need {error.name}: pip install {error.name}") from error
         if reserved := template_kwargs and sorted(RESERVED_NAMES & template_kwargs.keys()):
             raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
         template = self._compiled

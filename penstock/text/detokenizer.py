@@ -30,5 +30,15 @@ class IncrementalDetokenizer:
             self._strip_next = False
         return self._utf8.decode(data)
 
+    def breaks(self, token_id: int) -> bool:
+        """Whether the character held back, if any, can no longer be completed once this token follows."""
+        held = self._utf8.getstate()[0]
+        follows = self._tokenizer.join_bytes((token_id,), skip_special_tokens=self._skip_special_tokens)[:1]
+        try:
+            codecs.utf_8_decode(held + follows, "strict", False)
+        except UnicodeDecodeError:
+            return bool(held)
+        return False
+
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)

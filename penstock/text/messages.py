@@ -22,7 +22,8 @@ To call a function, answer with its name and arguments as JSON between tags:
 
 
 def normalize(messages: list[Message], *, keep_parts: bool, keep_developer: bool) -> list[Message]:
-    """Contents become strings (lists of text parts only where the template reads them), arguments become objects."""
+    """Contents become strings (lists of text parts only where the template reads them), arguments become objects, and
+    the assistant's refusals what it said."""
     if not messages:
         raise InvalidRequest("messages must hold at least one message", param="messages")
     normalized = []
@@ -32,6 +33,7 @@ def normalize(messages: list[Message], *, keep_parts: bool, keep_developer: bool
         if not isinstance(role, str) or not role:
             raise InvalidRequest(f"{where}.role must be a string such as 'user'", param=f"{where}.role")
         result = {**message, "content": _content(message, f"{where}.content", keep_parts)}
+        result.pop("refusal", None)
         if role == "developer" and not keep_developer:  # what newer clients call the system message
             result["role"] = "system"
         if message.get("tool_calls"):
@@ -45,9 +47,11 @@ def _content(message: Message, where: str, keep_parts: bool) -> str | list[Messa
     if isinstance(content, str):
         return content
     if content is None and message["role"] == "assistant":
-        return ""
+        return message.get("refusal") or ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{where} must be a string or a list of text parts", param=where)
+    if message["role"] == "assistant":
+        content = [_spoken(part) for part in content]
     for index, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
@@ -57,6 +61,12 @@ def _content(message: Message, where: str, keep_parts: bool) -> str | list[Messa
                 param=where,
             )
     return content if keep_parts else _text(content)
+
+
+def _spoken(part: Any) -> Any:
+    """A refusal as the text it is."""
+    refused = isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
+    return {"type": "text", "text": part["refusal"]} if refused else part
 
 
 def _text(content: str | list[Message]) -> str:

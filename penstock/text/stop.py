@@ -50,7 +50,7 @@ class _Pattern:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.state = 0
-        self._fallback = _fallback(stop)
+        self._fallback = _fallbacks(stop)
 
     def advance(self, character: str) -> bool:
         """True when the stop string is complete; then the pattern must not be used any more."""
@@ -63,8 +63,8 @@ class _Pattern:
         return state == len(stop)
 
 
-@lru_cache(256)  # choices of a request have the same stop strings
-def _fallback(stop: str) -> list[int]:
+@lru_cache(256)  # the choices of a request have the same stop strings, and there may be a thousand of them
+def _fallbacks(stop: str) -> list[int]:
     """By state: the next shorter beginning that ends at the same place."""
     fallback = [0] * (len(stop) + 1)
     for length in range(2, len(stop) + 1):

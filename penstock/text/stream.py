@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from penstock.core.request import Chunk, FinishReason, SamplingParams, TokenLogprob
@@ -13,7 +14,8 @@ from penstock.text.tokenizer import Tokenizer
 @dataclass(slots=True)
 class TextDelta:
     """What one chunk adds to an answer. Text may lag behind the tokens: parts of characters and possible stop
-    strings are held back."""
+    strings are held back. Where there are stop strings, log-probabilities wait for the text of their token, and those
+    of tokens that lie wholly in or after the stop string never come."""
 
     text: str
     token_ids: list[int]
@@ -32,6 +34,8 @@ class TextStream:
         self._detokenizer = IncrementalDetokenizer(tokenizer, continues=True)
         self._stops = StopStrings(params.stop) if params.stop else None
         self._parts: list[str] = []
+        self._held: deque[tuple[int, TokenLogprob]] = deque()  # where its token begins in the text, before any cut
+        self._decoded = self._shown = 0  # characters
         self.output_tokens = 0  # as billed: with the end token, without what came after a stop string
         self.finish_reason: FinishReason | None = None
 
@@ -54,7 +58,7 @@ class TextStream:
         if hidden and delta.stop_matched is None and chunk.token_ids[-1] in self._params.stop_token_ids:
             delta.stop_matched = chunk.token_ids[-1]
         if chunk.logprobs is not None:
-            delta.logprobs = chunk.logprobs[: len(delta.token_ids)]
+            delta.logprobs = chunk.logprobs if self._stops is None else self._release(delta)
         self._parts.append(delta.text)
         self.finish_reason = delta.finish_reason
         return delta
@@ -67,8 +71,12 @@ class TextStream:
         parts: list[str] = []
         for taken, token_id in enumerate(chunk.token_ids, start=1):
             self.output_tokens += 1
+            if chunk.logprobs is not None:
+                self._held.append((self._decoded, chunk.logprobs[taken - 1]))
             if not (hidden and taken == len(chunk.token_ids)):
-                parts.append(show(self._detokenizer.push((token_id,))))
+                text = self._detokenizer.push((token_id,))
+                self._decoded += len(text)
+                parts.append(show(text))
             if stops.matched is not None:
                 return TextDelta("".join(parts), chunk.token_ids[:taken], "stop", stop_matched=stops.matched)
         if chunk.finish_reason is not None:
@@ -77,6 +85,15 @@ class TextStream:
                 parts.append(stops.finish())
         reason = "stop" if stops.matched is not None else chunk.finish_reason
         return TextDelta("".join(parts), chunk.token_ids, reason, stop_matched=stops.matched)
+
+    def _release(self, delta: TextDelta) -> list[TokenLogprob]:
+        """Those of tokens whose first character is shown; at the end all, unless a stop string cut the rest off."""
+        self._shown += len(delta.text)
+        whole = delta.finish_reason is not None and not isinstance(delta.stop_matched, str)
+        released = []
+        while self._held and (whole or self._held[0][0] < self._shown):
+            released.append(self._held.popleft()[1])
+        return released
 
     def _ends_with_stop_token(self, chunk: Chunk) -> bool:
         if chunk.finish_reason != "stop" or not chunk.token_ids:

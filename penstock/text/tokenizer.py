@@ -122,6 +122,13 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes[token_id]
 
+    def token_spelling(self, token_id: int) -> str:
+        """As the vocabulary has it: `Ġthe`, `▁the`, `<0xE4>`; of an id without a token, nothing."""
+        return self._backend.id_to_token(token_id) or ""
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
     def token_text(self, token_id: int) -> str:
         """For people: bytes that are only part of a character show as U+FFFD."""
         return self._bytes[token_id].decode(errors="replace")

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import socket
 from collections import deque
 from collections.abc import AsyncGenerator
 from typing import cast
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
-from penstock.core.errors import DeadlineExceeded, EngineFailure, PenstockError, Unavailable
+from penstock.core.errors import DeadlineExceeded, EngineFailure, PenstockError, StartupError, Unavailable
+from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
-from penstock.engine.loop import health_of
+from penstock.engine.loop import activity
 from penstock.worker.protocol import (
     BEAT_SECONDS,
     Abort,
     Beat,
     Chunks,
     FromWorker,
+    Hello,
     PromptScores,
     Refused,
+    Start,
     Submit,
     decode_from_worker,
     frame,
     take_frames,
 )
 
-SILENT_AFTER_SECONDS = 10 * BEAT_SECONDS
+LAST_CHUNK_SECONDS = 1.0  # how long the ledger of an aborted request is waited for
+DEAD_AFTER_BEATS = 8  # without a byte: 2 s
 
 
 class _Inbox:
@@ -54,6 +58,8 @@ class _Inbox:
 class WorkerClient(asyncio.Protocol):
     """One connection. When it ends, every waiting request fails with `Unavailable` at once.
 
+    A worker that has greeted and falls silent is a dead one: the connection ends, and `closed` says why.
+
     A protocol rather than a pair of streams: each frame is handed out where it arrives, without a task to wake first.
     """
 
@@ -64,15 +70,24 @@ class WorkerClient(asyncio.Protocol):
         self.stats = EngineStats()
         self._received = bytearray()
         self._inboxes: dict[str, _Inbox] = {}
-        self._last_heard = time.monotonic()
+        self._aborted: dict[str, asyncio.Future[Ledger | None]] = {}
+        self._beats_missed = 0
+        self._silence = ""
         self._lost = False
-        self._greeted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._greeted: asyncio.Future[None] = self._loop.create_future()
+        self.closed: asyncio.Future[str] = self._loop.create_future()  # "" if the other end did it
 
     @classmethod
-    async def connect(cls, address: str) -> WorkerClient:
-        _, client = await asyncio.get_running_loop().create_unix_connection(cls, address)
-        await client._greeted
+    async def connect(cls, connection: socket.socket, wanted: Start) -> WorkerClient:
+        """Returns when the worker serves. Raises StartupError if it says that it cannot, ConnectionError if it dies."""
+        _, client = await asyncio.get_running_loop().create_unix_connection(cls, sock=connection)
+        try:
+            client._transport.write(frame(wanted))
+            await client._greeted
+        except BaseException:
+            client._transport.abort()
+            raise
         return client
 
     async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
@@ -98,12 +113,23 @@ class WorkerClient(asyncio.Protocol):
             if not ended and not self._lost:
                 self._transport.write(frame(Abort(request.id)))
 
+    async def aborted(self, request_id: str) -> Ledger | None:
+        ledger: asyncio.Future[Ledger | None] = asyncio.get_running_loop().create_future()
+        self._aborted[request_id] = ledger
+        try:
+            async with asyncio.timeout(LAST_CHUNK_SECONDS):
+                return await ledger
+        except TimeoutError:
+            return None
+        finally:
+            del self._aborted[request_id]
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
 
     def data_received(self, data: bytes) -> None:
         """What it raises ends the connection."""
-        self._last_heard = time.monotonic()
+        self._beats_missed = 0
         for body in take_frames(self._received, data):
             self._take(decode_from_worker(body))
 
@@ -116,6 +142,8 @@ class WorkerClient(asyncio.Protocol):
                     if inbox.scores:
                         chunk.prompt_logprobs, inbox.scores = inbox.scores, []
                     inbox.put(chunk)
+                elif chunk.finish_reason is not None and chunk.request_id in self._aborted:
+                    _settle(self._aborted[chunk.request_id], chunk.ledger)
         elif isinstance(message, PromptScores):
             inbox = self._inboxes.get(message.request_id)
             if inbox is not None:
@@ -126,9 +154,27 @@ class WorkerClient(asyncio.Protocol):
             inbox = self._inboxes.get(message.request_id)
             if inbox is not None:
                 inbox.put(message.exception())
-        elif not self._greeted.done():
-            self.info = message.info
+        elif self._greeted.done():
+            raise ConnectionError("a worker greets once")
+        elif isinstance(message, Hello):
+            self.info, self.stats = message.info, message.stats
             self._greeted.set_result(None)
+            self._listen()
+        else:
+            self._greeted.set_exception(StartupError(message.message))
+
+    def _listen(self) -> None:
+        """Count beats without a byte, until there are too many.
+
+        Not by the clock: where this process did not run itself (stopped, suspended, short of CPU), it finds out late
+        but counts one beat, and the socket is read before the next.
+        """
+        if self._beats_missed >= DEAD_AFTER_BEATS:
+            self._silence = f"nothing heard from it for {DEAD_AFTER_BEATS * BEAT_SECONDS:.0f} s"
+            self._transport.abort()
+        elif not self._lost:
+            self._beats_missed += 1
+            self._loop.call_later(BEAT_SECONDS, self._listen)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
@@ -137,12 +183,12 @@ class WorkerClient(asyncio.Protocol):
         for inbox in self._inboxes.values():
             inbox.put(Unavailable("the worker died while this request was running; send it again"))
         if not self.closed.done():
-            self.closed.set_result(None)
+            self.closed.set_result(self._silence)
 
     def health(self) -> Health:
-        silent = time.monotonic() - self._last_heard
-        if self._lost:
-            return Health(False, "the worker is not running")
-        if silent > SILENT_AFTER_SECONDS:
-            return Health(False, f"nothing heard from the worker for {silent:.0f} s")
-        return health_of(self.stats)
+        return Health(False, "the worker is not running") if self._lost else activity(self.stats)
+
+
+def _settle(waited_for: asyncio.Future[Ledger | None], ledger: Ledger | None) -> None:
+    if not waited_for.done():  # whoever waited may have been cancelled
+        waited_for.set_result(ledger)

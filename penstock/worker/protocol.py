@@ -1,25 +1,37 @@
 """What crosses the socket between a gateway and a worker: frames of four length bytes and one MessagePack message.
 
-gateway → worker   Submit, Abort
-worker → gateway   Hello once, then Chunks per step, PromptScores before the Chunks they belong to, Refused, and a Beat
-                   every second
+gateway → worker   Start once, then Submit, Abort
+worker → gateway   Hello or Failed once, then Chunks per step, PromptScores before the Chunks they belong to, Refused,
+                   and a Beat four times a second
+
+Whatever was submitted gets one last word: Refused, or a chunk with a finish reason and the ledger, also after an Abort.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
 
 import msgspec
 
 from penstock.core import errors
+from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo, EngineStats
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 
-BEAT_SECONDS = 1.0
+BEAT_SECONDS = 0.25
 MAX_FRAME = 256 * 2**20
 SCORES_IN_FRAME = 256  # tokens; decoded in about a millisecond
 _LENGTH = struct.Struct("<I")
+
+
+class Start(msgspec.Struct, tag="start", array_like=True):
+    """All that a worker is told of the settings: secrets of the gateway stay there."""
+
+    model: str
+    engine: EngineConfig
+    log_level: str
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -32,6 +44,11 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
     info: EngineInfo
+    stats: EngineStats
+
+
+class Failed(msgspec.Struct, tag="failed", array_like=True):
+    message: str
 
 
 class Chunks(msgspec.Struct, tag="chunks", array_like=True):
@@ -69,8 +86,8 @@ class Beat(msgspec.Struct, tag="beat", array_like=True):
     stats: EngineStats
 
 
-ToWorker = Submit | Abort
-FromWorker = Hello | Chunks | PromptScores | Refused | Beat
+ToWorker = Start | Submit | Abort
+FromWorker = Hello | Failed | Chunks | PromptScores | Refused | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
@@ -114,6 +131,15 @@ def take_frames(buffer: bytearray, data: bytes) -> list[bytes]:
     if at < have:
         buffer += data[at:]
     return frames
+
+
+def read_start(connection: socket.socket) -> Start | None:
+    """What the gateway says first; None if it went away before. Waits, as a worker has nothing else to do yet."""
+    with connection.makefile("rb") as file:  # may read ahead: nothing else comes before the greeting
+        head = file.read(_LENGTH.size)
+        body = file.read(_length(head)) if len(head) == _LENGTH.size else b""
+    message = decode_to_worker(body) if body else None
+    return message if isinstance(message, Start) else None
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:

@@ -1,11 +1,10 @@
-"""The worker's side of the socket: requests in, one frame of chunks per client and step out."""
+"""The worker's side of the socket: requests in, one frame of chunks per step out."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from dataclasses import dataclass, field
+import socket
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import PenstockError
@@ -15,112 +14,77 @@ from penstock.worker.protocol import (
     BEAT_SECONDS,
     Abort,
     Beat,
+    FromWorker,
     Hello,
     Refused,
+    Submit,
     decode_to_worker,
     frame,
     frames_of,
     read_frame,
 )
 
-log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Client:
-    writer: asyncio.StreamWriter
-    requests: set[str] = field(default_factory=set)
-
 
 class WorkerServer:
-    """Lives on the asyncio thread; only `emit` is called from the engine's."""
+    """Lives on the asyncio thread; only `emit` is called from the engine's as well."""
 
-    def __init__(self, info: EngineInfo) -> None:
-        self._info = info
-        self._engine: EngineLoop | None = None
-        self._owners: dict[str, _Client] = {}
-        self._clients: set[_Client] = set()
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._requests: set[str] = set()
         self._asyncio = asyncio.get_running_loop()
 
-    def attach(self, engine: EngineLoop) -> None:
-        self._engine = engine
-
-    @property
-    def engine(self) -> EngineLoop:
-        assert self._engine is not None, "attach comes first"
-        return self._engine
+    @classmethod
+    async def over(cls, connection: socket.socket) -> WorkerServer:
+        return cls(*await asyncio.open_unix_connection(sock=connection))
 
     def emit(self, chunks: list[Chunk]) -> None:
         if not self._asyncio.is_closed():
-            self._asyncio.call_soon_threadsafe(self._send, chunks)
+            self._asyncio.call_soon_threadsafe(self._emit, chunks)
 
-    def _send(self, chunks: list[Chunk]) -> None:
-        by_client: dict[_Client, list[Chunk]] = {}
-        for chunk in chunks:
-            owner = self._owners.get(chunk.request_id)
-            if owner is None:
-                continue  # aborted meanwhile
-            by_client.setdefault(owner, []).append(chunk)
-            if chunk.finish_reason is not None:
-                self._forget(chunk.request_id)
-        for client, theirs in by_client.items():
-            client.writer.write(frames_of(theirs))
+    def _emit(self, chunks: list[Chunk]) -> None:
+        wanted = [chunk for chunk in chunks if chunk.request_id in self._requests]  # others were aborted meanwhile
+        self._requests.difference_update(chunk.request_id for chunk in wanted if chunk.finish_reason is not None)
+        if wanted:
+            self._writer.write(frames_of(wanted))
 
-    def _forget(self, request_id: str) -> None:
-        client = self._owners.pop(request_id)
-        client.requests.discard(request_id)
+    def _send(self, message: FromWorker) -> None:
+        self._writer.write(frame(message))
 
-    async def serve(self, address: str) -> asyncio.Server:
-        """Listen on a Unix socket path."""
-        return await asyncio.start_unix_server(self._converse, address)
-
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        client = _Client(writer)
-        self._clients.add(client)
-        writer.write(frame(Hello(self._info)))
-        writer.write(frame(Beat(self.engine.stats)))
+    async def converse(self, engine: EngineLoop, info: EngineInfo) -> None:
+        """Greet the gateway and do as it says until it goes away, or `hang_up` ends the conversation."""
+        self._send(Hello(info, engine.stats))
+        beating = asyncio.create_task(self._beat(engine))
         try:
             while True:
-                message = decode_to_worker(await read_frame(reader))
-                if isinstance(message, Abort):
-                    if message.request_id in client.requests:
-                        self._forget(message.request_id)
-                        self.engine.abort(message.request_id)
-                else:
-                    self._submit(client, message.request)
+                message = decode_to_worker(await read_frame(self._reader))
+                if isinstance(message, Submit):
+                    self._submit(engine, message.request)
+                elif isinstance(message, Abort) and message.request_id in self._requests:
+                    engine.abort(message.request_id)
         except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # the client went away; its requests end below
+            pass
         finally:
-            self._clients.discard(client)
-            for request_id in list(client.requests):
-                self._forget(request_id)
-                self.engine.abort(request_id)
-            writer.close()
+            beating.cancel()
+            self.hang_up()
             with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+                await self._writer.wait_closed()
 
-    async def hang_up(self) -> None:
-        """End every conversation; cancelled instead, each would leave a traceback in the log."""
-        writers = [client.writer for client in self._clients]
-        for writer in writers:
-            writer.close()
-        await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+    def hang_up(self) -> None:
+        self._writer.close()
 
-    def _submit(self, client: _Client, request: GenerateRequest) -> None:
+    def _submit(self, engine: EngineLoop, request: GenerateRequest) -> None:
         try:
-            if request.id in self._owners:
+            if request.id in self._requests:
                 raise PenstockError(f"request id {request.id!r} is in use")
-            self.engine.submit(request)
+            engine.submit(request)
         except PenstockError as error:
-            client.writer.write(frame(Refused.of(request.id, error)))
+            self._send(Refused.of(request.id, error))
         else:
-            self._owners[request.id] = client
-            client.requests.add(request.id)
+            self._requests.add(request.id)
 
-    async def beat(self) -> None:
-        """Tell every client once a second how the engine is doing, above all whether it still moves."""
+    async def _beat(self, engine: EngineLoop) -> None:
+        """Say how the engine is doing, and by saying it that this process runs."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            message = frame(Beat(self.engine.stats))
-            for client in self._clients:
-                client.writer.write(message)
+            self._send(Beat(engine.stats))

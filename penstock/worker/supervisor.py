@@ -1,37 +1,36 @@
-"""Keeps one worker process alive: starts it, notices its death, starts it again. Itself an `Engine`."""
+"""Keeps one worker process alive: starts it, notices that it died or froze, starts it again. Itself an `Engine`."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
+import socket
 import sys
-import tempfile
 from collections.abc import AsyncGenerator
-from dataclasses import asdict
 
 from penstock.core.config import Settings
 from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import StartupError, Unavailable
+from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.worker.client import WorkerClient
+from penstock.worker.protocol import Start
 
 log = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS = 1.0
 _LAST_RETRY_SECONDS = 30.0
 _STOP_SECONDS = 10.0
+_EXIT_SECONDS = 1.0  # for a process whose socket has ended
 
 
 class SupervisedWorker:
     def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._folder = tempfile.TemporaryDirectory(prefix="penstock-")
+        self._wanted = Start(settings.model, settings.engine, settings.server.log_level)
         self._process: asyncio.subprocess.Process | None = None
         self._client: WorkerClient | None = None
         self._keeper: asyncio.Task[None] | None = None
-        self._launches = 0
 
     async def start(self) -> None:
         """Start the worker and wait until it serves. Raises StartupError with the worker's own words."""
@@ -39,34 +38,43 @@ class SupervisedWorker:
         self._keeper = asyncio.create_task(self._keep(self._client))
 
     async def _launch(self) -> WorkerClient:
-        self._launches += 1
-        address = f"{self._folder.name}/worker-{self._launches}.sock"
-        ready_read, ready_write = os.pipe()
-        try:
+        """There is no limit to the time a model may take to load; it ends with its process."""
+        ours, theirs = socket.socketpair()
+        with theirs:  # the process has its own of it
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "penstock.worker.main",
-                json.dumps(asdict(self._settings)),
-                address,
-                str(ready_write),
-                stdin=asyncio.subprocess.PIPE,
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
-                pass_fds=(ready_write,),
+                pass_fds=(theirs.fileno(),),
+                env={name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
                 start_new_session=True,
             )
-        finally:
-            os.close(ready_write)
-        word = await _first_words(ready_read)
-        if word != "ready":
-            code = await self._process.wait()
-            raise StartupError(word.removeprefix("error ") or f"the worker ended with exit code {code} while starting")
-        return await WorkerClient.connect(address)
+        try:
+            return await WorkerClient.connect(ours, self._wanted)
+        except ConnectionError as error:
+            code = await self._reap(_EXIT_SECONDS)
+            raise StartupError(f"the worker ended with exit code {code} while starting") from error
+        except StartupError:
+            await self._reap(_EXIT_SECONDS)
+            raise
+
+    async def _reap(self, patience: float) -> int:
+        """The exit code of the process, which is killed if it does not end in time."""
+        assert self._process is not None
+        try:
+            return await asyncio.wait_for(self._process.wait(), patience)
+        except TimeoutError:
+            self.kill()
+            return await self._process.wait()
 
     async def _keep(self, client: WorkerClient) -> None:
         while True:
-            await client.closed
-            log.error("the worker died; starting another")
+            silence = await client.closed
+            code = await self._reap(0 if silence else _EXIT_SECONDS)
+            log.error("the worker died: %s; starting another", silence or f"exit code {code}")
             client = self._client = await self._relaunch()
 
     async def _relaunch(self) -> WorkerClient:
@@ -84,12 +92,12 @@ class SupervisedWorker:
             self._keeper.cancel()
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
-            try:
-                await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
-        self._folder.cleanup()
+            await self._reap(_STOP_SECONDS)
+
+    def kill(self) -> None:
+        """At once, whatever it is doing."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     @property
     def client(self) -> WorkerClient:
@@ -99,6 +107,9 @@ class SupervisedWorker:
 
     def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         return self.client.submit(request)
+
+    async def aborted(self, request_id: str) -> Ledger | None:
+        return await self.client.aborted(request_id)
 
     @property
     def info(self) -> EngineInfo:
@@ -110,18 +121,3 @@ class SupervisedWorker:
 
     def health(self) -> Health:
         return self.client.health()
-
-
-async def _first_words(fd: int) -> str:
-    """What the worker says about its start: one line, or nothing if it died."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader()
-    pipe = os.fdopen(fd, "rb", 0)
-    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    try:
-        line = await reader.readline()
-        if line.startswith(b"error"):
-            line += await reader.read()
-        return line.decode().strip()
-    finally:
-        transport.close()

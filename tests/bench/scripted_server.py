@@ -22,6 +22,7 @@ TEMPLATE_TOKENS = 3  # what the server counts beside the words of a prompt
 @dataclass
 class ScriptedServer:
     url: str = ""
+    card: dict[str, Any] = field(default_factory=dict)  # what /v1/models says beside the name
     refuses_ignore_eos: bool = False
     reports_usage: bool = True
     tokens_per_chunk: int = 1
@@ -38,7 +39,9 @@ class ScriptedServer:
     dropped: threading.Event = field(default_factory=threading.Event)  # a client left before its answer ended
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"data": [{"id": "scripted"}]})
+        if self.fail_with:
+            return JSONResponse({"error": {"message": "scripted failure"}}, self.fail_with)
+        return JSONResponse({"data": [{"id": "scripted", **self.card}]})
 
     async def complete(self, request: Request) -> Response:
         body = await request.json()
@@ -91,6 +94,8 @@ class ScriptedServer:
         said = [f"{m['role']}={m['content']}" for m in body["messages"]]
         if said[-1] == "user=wait":
             return ["waiting ", *["more "] * 50]
+        if said[-1] == "user=markdown":
+            return ["Some **bold", "** text\n", "\n```python\nx = 1\n\ny", " = 2\n```\n\n", "- one\n- two\n"]
         if said[-1] == "user=attack":
             return ["\x1b]0;owned\x07", "harmless é", "\x9b2J"]
         return [f"turn {len(self.bodies)}: ", " | ".join(said)]

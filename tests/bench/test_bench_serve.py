@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pexpect
 import pytest
 from scripted_server import ScriptedServer
 
@@ -39,6 +42,35 @@ def test_closed_loop_counts_tokens_by_usage(
     body = scripted.bodies[-1]
     assert (body["temperature"], body["ignore_eos"], body["max_tokens"]) == (0, True, 6)
     assert "uniform" in capsys.readouterr().out
+
+
+def test_progress_is_shown_on_a_terminal_and_nowhere_else(scripted: ScriptedServer) -> None:
+    scripted.answer = lambda body: (["waiting "] if body["max_tokens"] > 2 else []) + ["word "]  # type: ignore[method-assign]
+    command = ["-m", "penstock.cli.main", "bench", "serve", "--url", scripted.url, "--workload", "cpu_clients8"]
+    child = pexpect.spawn(sys.executable, command, encoding="utf-8", timeout=60, dimensions=(24, 200))
+    child.expect(r"cpu_clients8: 0 of 16 requests, 0\.0/s, \d+ s")
+    scripted.release.set()
+    child.expect(r"cpu_clients8: [\d,]+ output tok/s")
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus == 0
+    piped = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
+    assert " of 16 requests" not in piped.stderr
+    assert len(piped.stderr.splitlines()) == 1
+
+
+def test_results_of_other_machines_are_shown_on_request_only(
+    scripted: ScriptedServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", "smollm2-135m", "--workload", "cpu_clients8"]
+    assert "target" not in bench(scripted, tmp_path, *options)["results"][0]
+    assert "goal" not in capsys.readouterr().out
+    target = bench(scripted, tmp_path, *options, "--targets")["results"][0]["target"]
+    assert "Zen 4" in target["measured"]
+    shown = capsys.readouterr().out
+    assert "goal*" in shown
+    assert "* not measured here, but on two Zen 4 cores" in shown
+    assert "2026" in shown
 
 
 def test_ignore_eos_is_dropped_for_a_server_that_refuses_it(scripted: ScriptedServer, tmp_path: Path) -> None:
@@ -120,6 +152,16 @@ def test_classes_are_named_to_the_server_and_judged_apart(scripted: ScriptedServ
     assert result["share_met"] == pytest.approx(classes["batch"]["met"] / result["requests"])
 
 
+def test_classes_are_judged_by_what_the_server_promises(scripted: ScriptedServer, tmp_path: Path) -> None:
+    promised = {"ttft_ms": 0.001, "itl_ms": 5000.0}
+    scripted.card = {"classes": {"interactive": promised, "batch": {"ttft_ms": None, "itl_ms": None}}}
+    options = ["--rate", "40", "--seconds", "1", "--seed", "3", "--output-tokens", "3"]
+    (result,) = bench(scripted, tmp_path, *options, "--mix", "interactive=0.8,batch=0.2")["results"]
+    classes = result["classes"]
+    assert classes["batch"]["met"] == classes["batch"]["requests"] > 0
+    assert classes["interactive"]["met"] == 0
+
+
 def test_a_trace_is_sent_as_written(scripted: ScriptedServer, tmp_path: Path) -> None:
     lines: list[dict[str, Any]] = [
         {"at": 5.02, "prompt": "as it is", "output_tokens": 2, "class": "batch"},
@@ -193,5 +235,5 @@ def test_options_that_contradict_each_other_are_refused(
 
 async def test_a_server_without_models_asks_for_a_name(scripted: ScriptedServer) -> None:
     async with HttpClient(scripted.url + "/elsewhere") as http:
-        with pytest.raises(Unavailable, match=r"not JSON|no model"):
+        with pytest.raises(Unavailable, match="/v1/models answers 404"):
             await connect(http, None, chat=False, seed=0)

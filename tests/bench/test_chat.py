@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
@@ -10,7 +11,15 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 from scripted_server import ScriptedServer
+
+from penstock.cli import chat
+from penstock.cli.main import make_parser
+from penstock.cli.terminal import complete_blocks
+from penstock.core.errors import Unauthorized
 
 CHAT = [sys.executable, "-m", "penstock.cli.main", "chat"]
 CTRL_C, CTRL_D = "\x03", "\x04"
@@ -19,7 +28,8 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
     """The environment of a user with an empty home and a terminal that answers no cursor queries."""
-    return {**os.environ, "HOME": str(tmp_path), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    own = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "PENSTOCK_API_KEY": "psk-mine"}
+    return {**os.environ, **own, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
 
 
 @pytest.fixture
@@ -66,6 +76,84 @@ def test_a_conversation_with_commands(terminal: pexpect.spawn, scripted: Scripte
     assert terminal.exitstatus == 0
     assert [len(body["messages"]) for body in scripted.bodies] == [2, 4, 4, 2]  # a retry replaces, it does not add
     assert scripted.bodies[0]["max_tokens"] == 99
+    assert scripted.headers_seen[0]["authorization"] == "Bearer psk-mine"
+
+
+def test_parameters_are_set_shown_and_checked(terminal: pexpect.spawn, scripted: ScriptedServer) -> None:
+    enter(terminal, "/set temperature 0.5")
+    terminal.expect("temperature 0.5")
+    enter(terminal, "/set")
+    for shown in ("temperature 0.5", "top_p default", "max_tokens 99"):
+        terminal.expect(re.escape(shown))
+    for line, complaint in (
+        ("/set temperature hot", "temperature must be a number, not 'hot'"),
+        ("/set top_p 2", "top_p must be above 0 and at most 1"),
+        ("/set temprature 1", r"temprature is not a parameter \(did you mean temperature\?\)"),
+        ("/sett", r"/sett is not a command \(did you mean /set\?\)"),
+    ):
+        enter(terminal, line)
+        terminal.expect(complaint)
+    enter(terminal, "/set max_tokens default")
+    terminal.expect("max_tokens default")
+    enter(terminal, "hello")
+    terminal.expect(r"\d+ tokens")
+    (body,) = scripted.bodies
+    assert body["temperature"] == 0.5
+    assert not {"top_p", "temprature", "max_tokens"} & set(body)
+
+
+def test_markdown_is_rendered(terminal: pexpect.spawn) -> None:
+    enter(terminal, "markdown")
+    terminal.expect(r"Some \x1b\[1mbold\x1b\[0m text")
+    terminal.expect(r" • \S*one")
+    terminal.expect(r"\d+ tokens")
+
+
+def test_questions_are_remembered(scripted: ScriptedServer, home: dict[str, str]) -> None:
+    command = [*CHAT[1:], "--url", scripted.url, "--plain"]
+    for keys in ("remember me\r", "\x1b[A\r"):  # the second time: arrow up
+        child = pexpect.spawn(CHAT[0], command, env=home, encoding="utf-8", timeout=60, dimensions=(24, 200))
+        say(child, keys)
+        child.expect("turn .*user=remember me")
+        say(child, CTRL_D)
+        child.expect(pexpect.EOF)
+        child.close()
+    assert len(scripted.bodies) == 2
+    history = Path(home["XDG_STATE_HOME"]) / "penstock/chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600
+
+
+@given(st.text(st.sampled_from("ab \n`"), max_size=60), st.integers(0, 60))
+def test_a_block_is_shown_once_nothing_can_change_it(text: str, cut: int) -> None:
+    done, rest = complete_blocks(text)
+    assert done + rest == text
+    assert done.startswith(complete_blocks(text[:cut])[0])
+
+
+async def test_a_running_server_is_used_unless_told_otherwise(
+    scripted: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.StringIO()
+    monkeypatch.delenv("PENSTOCK_URL", raising=False)
+    monkeypatch.setattr(chat, "DEFAULT_URL", scripted.url)
+
+    async def find(*words: str) -> str | None:
+        return await chat.find_server(make_parser().parse_args(["chat", *words]), Console(file=shown))
+
+    assert await find() == scripted.url
+    assert "talking to the server at" in shown.getvalue()
+    assert await find("--local") is None
+    assert await find("some-model") is None
+    assert await find("some-model", "--url", "http://elsewhere") == "http://elsewhere"
+    scripted.fail_with = 401
+    with pytest.raises(Unauthorized, match=r"(?s)scripted failure.*PENSTOCK_API_KEY.*--local"):
+        await find()
+    scripted.fail_with = 404
+    assert await find() is None, "whatever listens there does not speak this API"
+    monkeypatch.setattr(chat, "DEFAULT_URL", "http://127.0.0.1:9")
+    assert await find() is None
+    monkeypatch.setenv("PENSTOCK_URL", scripted.url)
+    assert await find() == scripted.url
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat(terminal: pexpect.spawn, scripted: ScriptedServer) -> None:

@@ -15,7 +15,7 @@ import cpu_peers  # noqa: E402
 from peers.cases import CASES  # noqa: E402
 from peers.process import PeerError, cpu_list, descendants, running  # noqa: E402
 from peers.sessions import PipeSession  # noqa: E402
-from peers.systems import SLOTS, LlamaCpp, Penstock, System  # noqa: E402
+from peers.systems import SLOTS, LlamaCpp, OpenVino, Penstock, System, all_systems  # noqa: E402
 from peers.tables import advantages, medians  # noqa: E402
 from peers.workshop import InstallError, Workshop  # noqa: E402
 
@@ -61,6 +61,31 @@ def test_llama_cpp_slots_hold_the_longest_request(tmp_path: Path) -> None:
         slots, context = (int(launch.command[launch.command.index(flag) + 1]) for flag in ("--parallel", "-c"))
         assert all(SLOTS.get(case.name, case.clients) == slots for case in launch.cases)
         assert all(case.longest < context // slots for case in launch.cases)
+
+
+@pytest.mark.parametrize("amx", [True, False])
+def test_llama_cpp_is_built_for_what_the_machine_executes(tmp_path: Path, amx: bool) -> None:
+    shop = Workshop(tmp_path)
+    cmake = shop.python.with_name("cmake")
+    cmake.parent.mkdir(parents=True)
+    cmake.write_text("#!/bin/sh\n")
+    cmake.chmod(0o755)
+    system = LlamaCpp(shop, "Q8_0", amx)
+    system._build()
+    folder = Path(system.launches(CASES)[0].command[0]).parents[1].name
+    configure, build = (line.split() for line in shop.log.read_text().splitlines() if line)
+    assert folder in configure
+    assert folder in build
+    assert ("-DGGML_NATIVE=ON" in configure) is amx
+    assert ("-DGGML_AVX512_VNNI=ON" in configure) is not amx
+    assert not [option for option in configure if "AMX" in option]
+
+
+def test_where_amx_kills_peers_do_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+    systems = {type(system): system for system in all_systems(tmp_path, "")}
+    assert "without-amx" in systems[LlamaCpp].launches(CASES)[0].command[0]
+    assert systems[OpenVino].launches(CASES)[0].environment == {"OV_CPU_MAX_ISA": "AVX512_CORE_FP16"}
 
 
 def test_systems_are_chosen_by_the_beginning_of_their_name(tmp_path: Path) -> None:

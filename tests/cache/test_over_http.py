@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import openai
 import pytest
 
 from penstock.core.config import CacheConfig, SemanticConfig, ServerConfig, Settings
+from penstock.core.request import SamplingParams
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server
 from tests.gateway.conftest import Gateway, serving
@@ -32,8 +34,9 @@ def ask(
     gateway: Gateway, cache_control: str = "", path: str = "/v1/chat/completions", **changes: Any
 ) -> httpx.Response:
     headers = {"Cache-Control": cache_control} if cache_control else {}
+    asked = {name: value for name, value in ASKED.items() if name != "messages" or "prompt" not in changes}
     with gateway.http() as http:
-        return http.post(path, json={**ASKED, **changes}, headers=headers)
+        return http.post(path, json={**asked, **changes}, headers=headers)
 
 
 def cache_header(response: Any) -> str:
@@ -86,10 +89,17 @@ def test_a_long_answer_replays_as_a_stream(gateway: Gateway, tokenizer: Tokenize
 def test_choices_prompts_logprobs_and_echo_come_back_whole(gateway: Gateway) -> None:
     gateway.answers("first", "second", "third")
     asked = {"prompt": ["One", "Two"], "n": 2, "seed": 3, "temperature": 1, "logprobs": 2, "echo": True}
-    answers = [ask(gateway, path="/v1/completions", messages=None, max_tokens=8, **asked) for _ in range(2)]
+    answers = [ask(gateway, path="/v1/completions", max_tokens=8, **asked) for _ in range(2)]
     assert [cache_header(answer) for answer in answers] == ["miss", "hit; tier=memory"]
     assert answers[0].json()["choices"] == answers[1].json()["choices"]
     assert len(gateway.engine.requests) == 4
+
+
+def test_what_the_model_recommends_decides_what_is_kept(gateway: Gateway) -> None:
+    assert cache_header(ask(gateway, temperature=None)) == "bypass"
+    greedy = SamplingParams(temperature=0)
+    gateway.engine.info = replace(gateway.engine.info, sampling_defaults=greedy)
+    assert [cache_header(ask(gateway, temperature=given)) for given in (None, 0)] == ["miss", "hit; tier=memory"]
 
 
 def test_a_client_chooses_with_cache_control(gateway: Gateway) -> None:
@@ -165,11 +175,11 @@ def test_a_semantic_route_answers_rewordings_and_only_there(tokenizer: Tokenizer
 
         assert chat("How do I reset my password?") == "miss"
         assert re.fullmatch(r"semantic; score=0\.99\d", chat("How can I reset my password?"))
-        assert re.fullmatch(r"semantic; score=0\.99\d", chat("How can I reset my password?", stream=True))
+        assert re.fullmatch(r"semantic; score=0\.99\d", chat("How can I reset my password?", stream=True, user="me"))
         assert chat("How can I reset my password?", top_p=0.5) == "miss"
         assert chat("How can I delete my password?") == "miss"
         for text in ("How do I reset my password?", "How can I reset my password?"):
-            assert cache_header(ask(gateway, path="/v1/completions", messages=None, prompt=text)) == "miss"
+            assert cache_header(ask(gateway, path="/v1/completions", prompt=text)) == "miss"
 
 
 def test_redis_stopped_under_load_costs_no_request(tokenizer: Tokenizer) -> None:

@@ -46,6 +46,37 @@ async def test_parts_sum_to_the_measured_time_alone_and_in_a_crowd(server: Serve
         await asyncio.gather(*(ask(number) for number in range(2, 14)))
 
 
+async def test_what_a_client_gave_up_on_has_its_ledger(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """While it was computed, and while it waited behind what is computed."""
+    body = {**ASK, "max_tokens": 2000, "stream": True, "seed": None}
+    async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+        async with http.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "half-read"}) as response:
+            await anext(response.aiter_bytes())
+        with pytest.raises(httpx.ReadTimeout):
+            await http.post(
+                "/v1/completions",
+                json={**body, "stream": False},
+                headers={"x-request-id": "never-read"},
+                timeout=httpx.Timeout(120, read=0.2),
+            )
+        for id in ("half-read", "never-read"):
+            for _ in range(400):  # the account comes soon, but after nothing that could be waited for
+                found = await http.get(f"/v1/requests/{id}")
+                if found.status_code == 200:
+                    break
+                await asyncio.sleep(0.05)
+            (choice,) = found.json()["choices"]
+            parts, engine = choice["parts"], choice["engine"]
+            assert sum(parts.values()) == pytest.approx(found.json()["total"], abs=ROUNDING)
+            assert (parts["answer"], found.json()["status"]) == (0, 499)
+            assert engine["prefill"]
+            assert engine["total"] <= found.json()["total"]
+    assert await asyncio.to_thread(main, ["explain", "half-read", "--url", server.url]) == 0
+    shown = capsys.readouterr().out
+    for words in ("client closed the connection", "computing the answer", "Prefill:", "Prefix cache:"):
+        assert words in shown, shown
+
+
 def test_explain_says_where_the_time_of_a_real_answer_went(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     with httpx.Client(base_url=server.url, timeout=120) as http:
         answer = http.post("/v1/completions", json={**ASK, "seed": 77}).json()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from penstock.core.errors import ContextTooLong, InvalidRequest, StartupError
+from penstock.core.errors import ContextTooLong, EngineFailure, InvalidRequest, StartupError, Unavailable
 from penstock.llm import Completion
 
 
@@ -106,6 +108,15 @@ def test_what_cannot_fit_is_refused_and_others_go_on(llm: LLM) -> None:
     assert llm.engine.stats.running == 0
 
 
+def test_without_params_the_model_is_sampled_as_recommended(llm: LLM) -> None:
+    assert llm.sampling_defaults == SamplingParams(temperature=0.2, top_p=0.9)
+    asked = {"temperature": 0, "top_k": 40}
+    with LLM("smollm2-135m", kv_memory_gib=0.2, max_model_len=32, sampling_defaults=asked) as own:
+        assert own.sampling_defaults == SamplingParams(temperature=0, top_p=0.9, top_k=40)
+        silent = own.generate("The sun rises in", progress=False)[0]
+        assert silent.choices == own.generate("The sun rises in", greedy(max_tokens=None), progress=False)[0].choices
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -118,6 +129,39 @@ def test_what_cannot_fit_is_refused_and_others_go_on(llm: LLM) -> None:
 def test_settings_that_cannot_work_say_what_to_change(options: dict[str, object], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         LLM("smollm2-135m", **options)
+
+
+def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
+    llm = LLM("smollm2-135m", kv_memory_gib=0.5, max_model_len=512)
+    endless = greedy(max_tokens=500, ignore_eos=True)
+    running = threading.Event()
+    failures: list[Exception] = []
+
+    async def stream() -> None:
+        async for _ in llm.stream("Once upon a time", endless):
+            running.set()
+
+    def catch(call: object) -> None:
+        try:
+            call()  # type: ignore[operator]
+        except Exception as error:
+            failures.append(error)
+
+    calls = [lambda: llm.generate(["One", "Two"], endless, progress=False), lambda: asyncio.run(stream())]
+    threads = [threading.Thread(target=catch, args=(call,), daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    assert running.wait(60)
+    llm.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "it waits for an engine that is gone"
+    assert len(failures) == 2
+    assert all(isinstance(error, EngineFailure | Unavailable) and "closed" in str(error) for error in failures)
+    for call in (*calls, lambda: llm.chat([{"role": "user", "content": "Hi"}], greedy())):
+        with pytest.raises(Unavailable, match="has been closed"):
+            call()
+    llm.close()  # again is harmless
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

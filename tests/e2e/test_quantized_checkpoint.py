@@ -37,7 +37,10 @@ def test_it_serves_what_the_original_would(quantized_server: Server) -> None:
     answer = httpx.post(f"{quantized_server.base_url}/chat/completions", json=body, timeout=60).json()
     with LLM("smollm2-135m", quantization="int4", kv_memory_gib=0.1, max_model_len=1024) as original:
         expected = original.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=0)).text
+        defaults = original.sampling_defaults
     assert answer["choices"][0]["message"]["content"] == expected
+    (card,) = httpx.get(f"{quantized_server.base_url}/models").json()["data"]
+    assert card["sampling_defaults"]["temperature"] == defaults.temperature == 0.2
 
 
 def test_the_worker_has_no_torch_and_says_what_it_uses(quantized_server: Server) -> None:

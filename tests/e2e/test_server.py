@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -57,6 +58,12 @@ async def test_two_hundred_streams_finish(server: Server) -> None:
     assert results == [(8, "length")] * 200
 
 
+def test_models_say_how_they_sample(server: Server) -> None:
+    with httpx.Client(base_url=server.base_url) as http:
+        (card,) = http.get("/models").json()["data"]
+    assert (card["sampling_defaults"]["temperature"], card["sampling_defaults"]["top_p"]) == (0.2, 0.9)
+
+
 def test_a_dead_worker_is_reported_at_once_and_replaced() -> None:
     server = start_server("--kv-memory-gib", "0.2", "--max-model-len", "2048")
     try:
@@ -82,7 +89,42 @@ def test_a_dead_worker_is_reported_at_once_and_replaced() -> None:
         assert not is_alive(pid)
 
 
-def test_a_killed_gateway_takes_its_worker_along() -> None:
+def test_a_frozen_worker_is_replaced_and_a_suspended_machine_is_left_alone() -> None:
+    server = start_server("--kv-memory-gib", "0.2", "--max-model-len", "8192")
+    try:
+        client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=60)
+        stream = client.completions.create(
+            model=MODEL, prompt="Go on", max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        frozen = worker_pid(server)
+        for pid in (frozen, server.process.pid):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(4)  # twice as long as a worker may be silent
+        for pid in (server.process.pid, frozen):
+            os.kill(pid, signal.SIGCONT)
+        for _ in range(50):
+            next(stream)
+        assert worker_pid(server) == frozen
+        end = os.pidfd_open(frozen)
+        os.kill(frozen, signal.SIGSTOP)
+        with pytest.raises(openai.APIError, match="worker died"):
+            for _ in stream:
+                pass
+        assert select.select([end], [], [], 60)[0], "it was not killed"
+        os.close(end)
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            assert http.get("/health").status_code == 503
+            while http.get("/health").status_code != 200:
+                assert server.process.poll() is None
+        assert client.completions.create(model=MODEL, prompt="Hello", max_tokens=2).usage is not None
+    finally:
+        server.stop()
+    assert [line for line in server.log if "the worker died: nothing heard from it for 2 s; starting another" in line]
+
+
+def test_a_killed_gateway_takes_its_worker_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     server = start_server("--kv-memory-gib", "0.2")
     pid = worker_pid(server)
     end = os.pidfd_open(pid)
@@ -90,6 +132,7 @@ def test_a_killed_gateway_takes_its_worker_along() -> None:
     server.process.wait()
     assert select.select([end], [], [], 60)[0], "the worker outlived its gateway"
     os.close(end)
+    assert not list(tmp_path.iterdir()), "something stayed on disk"
 
 
 def test_a_server_with_tenants_wants_keys_and_keeps_accounts(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
             expected = self.harness.expected(request_id)
             if request_id in self.aborted:
                 assert outcome.tokens == expected[: len(outcome.tokens)]
+                assert outcome.finish_reasons == ["abort"]
             else:
                 assert outcome.tokens == expected
                 assert len(outcome.finish_reasons) == 1

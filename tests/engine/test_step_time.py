@@ -46,6 +46,21 @@ def test_follows_a_machine_that_slows_down_and_ignores_a_hiccup() -> None:
     assert times.predict(shape) == pytest.approx(0.013, rel=0.1)
 
 
+def test_patience_follows_what_steps_should_take() -> None:
+    decode, prompt = StepShape(8, 2000), StepShape().with_chunk(0, 256)
+    times = StepTimes()
+    assert times.patience([]) < times.patience([decode]), "what was never measured may take minutes"
+    for _ in range(100):
+        times.observe(decode, 0.01)
+    floor = times.patience([decode])
+    assert floor == times.patience([]) >= 1000 * 0.01
+    assert times.patience([decode, prompt]) == times.patience([prompt]) > floor
+    for _ in range(100):
+        times.observe(prompt, 50.0)
+    assert times.patience([prompt]) == pytest.approx(500, rel=0.1)
+    assert times.patience([prompt, decode, prompt]) == pytest.approx(1000, rel=0.1)
+
+
 def test_a_chunk_is_as_large_as_the_time_allows() -> None:
     draw, times = random.Random(2), StepTimes()
     for _ in range(400):

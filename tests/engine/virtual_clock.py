@@ -19,11 +19,11 @@ StepSeconds = Callable[[StepShape], float]
 
 
 def gpu_step_seconds(shape: StepShape) -> float:
-    """An 8B model in bfloat16 on an H200, about: 16 GB of weights, 128 KiB of KV a token, 24 us a prompt token."""
+    """An 8B model in bfloat16 on an H200, about: 16 GB of weights, 128 KiB of KV a token, 20 us a prompt token."""
     tokens = shape.decodes + shape.prefill
-    overhead = 4e-3 if shape.prefill else 0.6e-3
-    attention = shape.context * 3.3e-8 + shape.pairs * 1.2e-9 + shape.depth * 4e-7
-    return overhead + max(3.9e-3, tokens * 24e-6) + attention
+    overhead = 1.5e-3 if shape.prefill else 0.2e-3
+    attention = shape.context * 3.3e-8 + shape.pairs * 0.7e-9 + shape.depth * 7e-8
+    return overhead + max(3.9e-3, tokens * 20e-6) + attention
 
 
 def cpu_step_seconds(shape: StepShape) -> float:

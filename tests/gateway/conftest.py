@@ -17,6 +17,7 @@ from penstock.core.request import GenerateRequest
 from penstock.gateway.app import create_app
 from penstock.gateway.edge import Edge
 from penstock.gateway.keys import create_key
+from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
 from penstock.gateway.tenants import Directory, open_directory
 from penstock.state.open import open_store
@@ -59,7 +60,7 @@ class Gateway:
         return asyncio.run_coroutine_threadsafe(create(), self.loop).result(20)
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20)
+        return httpx.Client(base_url=self.url, timeout=20, headers={"content-type": "application/json"})
 
     def answers(self, *texts: str) -> None:
         """Choice i says text i, a token a chunk, then the end token."""
@@ -100,7 +101,7 @@ def serving(tokenizer: Tokenizer, settings: Settings | None = None, *, cached: b
                 collectors=collectors,
             )
             gateway.edge = app
-            task = asyncio.ensure_future(serve(app, "127.0.0.1", 0, on_ready, 0.0))
+            task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
             stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
             with suppress(asyncio.CancelledError):
                 await task

@@ -14,6 +14,7 @@ from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.gateway.app import create_app
+from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -79,6 +80,7 @@ class ScriptedEngine:
         self.script = script
         self.requests: list[GenerateRequest] = []
         self.ended: dict[str, threading.Event] = {}  # set when the iterator of a request is left for good
+        self.begun: dict[str, tuple[GenerateRequest, float]] = {}
         self._eos = tokenizer.eos_ids
 
     def health(self) -> Health:
@@ -86,12 +88,18 @@ class ScriptedEngine:
 
     async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         self.requests.append(request)
+        self.begun[request.id] = request, time.monotonic()
         ended = self.ended[request.id] = threading.Event()
         try:
             async for chunk in self._chunks(request):
                 yield chunk
         finally:
             ended.set()
+
+    async def aborted(self, request_id: str) -> Ledger | None:
+        await asyncio.to_thread(self.ended[request_id].wait, 20)
+        request, begun = self.begun[request_id]
+        return ledger_of(request, time.monotonic() - begun, 1)
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         params = request.params
@@ -141,7 +149,7 @@ def main(drain_seconds: float) -> int:
 
     engine = ScriptedEngine(tokenizer, lambda request: [[first], wait_for_line, [second], [tokenizer.eos_ids[0]]])
     app = create_app(engine, tokenizer, Settings(), model_names=[MODEL])
-    return asyncio.run(serve(app, "127.0.0.1", 0, lambda host, port: print(port, flush=True), drain_seconds))
+    return asyncio.run(serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, flush=True), drain_seconds))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import uvloop
 
 from penstock.core.config import Settings, settings_from_mapping
 from penstock.gateway.app import create_app
+from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
 from penstock.gateway.tenants import open_directory
 from penstock.observability.logging import configure_logging
@@ -24,7 +25,7 @@ async def main(settings: Settings) -> int:
     engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in script])
     async with open_store(settings.state) as store, open_directory(settings, store) as directory:
         app = create_app(engine, tokenizer, settings, model_names=[MODEL], directory=directory)
-        return await serve(app, "127.0.0.1", 0, lambda host, port: print(port, flush=True), 0.0)
+        return await serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, flush=True), 0.0)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def ask(http: httpx.Client, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("end", [lambda it: it.send(200, b"{}"), lambda it: it.end_events(b"data: [DONE]\n\n")])
 def test_time_of_an_answer_ends_before_its_client_can_have_it(end: Any) -> None:
     sent: list[float] = []
-    connection: Any = SimpleNamespace(write=lambda _: sent.append(time.monotonic()), ended=lambda _: None)
+    connection: Any = SimpleNamespace(paused=False, write=lambda _: sent.append(time.monotonic()), ended=lambda _: None)
     exchange = Exchange(connection, "POST", CHAT, b"", [], keep_alive=True, chunked=True)
     asyncio.run(end(exchange))
     assert exchange.elapsed() <= sent[0] - exchange.arrived
@@ -110,6 +110,34 @@ def test_requests_that_fail_or_stop_early_are_accounted_for_too(gateway: Gateway
     assert (failed["status"], failed["error"]) == (500, "out of luck")
     assert failed["choices"][0]["parts"]["answer"] > 0
     check_sums(next(account for account in stopped if account["status"] == 200))
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_a_client_gave_up_on_is_accounted_for(tokenizer: Tokenizer, cached: bool, choices: int) -> None:
+    with serving(tokenizer, cached=cached) as gateway, gateway.http() as http:
+        gateway.runs(lambda request: [hang])  # not even a first token
+        body = HI | {"seed": 5, "n": choices}
+        with pytest.raises(httpx.ReadTimeout):
+            http.post(CHAT, json=body, headers={"x-request-id": "gave-up"}, timeout=httpx.Timeout(20, read=0.1))
+        account = recorded(http, "gave-up")
+    check_sums(account)
+    assert (account["status"], account["ttft"]) == (499, None)
+    for choice in account["choices"]:
+        assert choice["engine"]["request_id"].startswith(account["id"])
+        assert choice["parts"]["queued"] > 0
+        assert choice["parts"]["answer"] == 0
+
+
+def recorded(http: httpx.Client, id: str) -> dict[str, Any]:
+    """Of a request that its client left: its account comes soon, but not before anything that could be waited for."""
+    for _ in range(400):
+        response = http.get(f"/v1/requests/{id}")
+        if response.status_code == 200:
+            found: dict[str, Any] = response.json()
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"no account of {id}")
 
 
 def test_accounts_and_log_lines_belong_to_a_tenant(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
@@ -195,6 +223,33 @@ def test_explain_in_the_terminal(gateway: Gateway, capsys: pytest.CaptureFixture
         assert words in shown, shown
     assert main(["explain", "no-such-id", "--url", gateway.url]) == 1
     assert "no request 'no-such-id'" in capsys.readouterr().err
+
+
+def test_commands_say_how_to_give_a_key(
+    tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tokenizer, Settings(tenants={"ann": TenantConfig()})) as gateway:
+        load = [
+            "bench",
+            "serve",
+            "--url",
+            gateway.url,
+            "--requests",
+            "1",
+            "--prompt-tokens",
+            "8",
+            "--output-tokens",
+            "2",
+        ]
+        for command in (["explain", "--url", gateway.url], load):
+            monkeypatch.setenv("PENSTOCK_API_KEY", "")
+            assert main(command) == 1
+            shown = capsys.readouterr().err
+            assert "'penstock keys create NAME'" in shown, "the server says how a key is made"
+            assert "Set PENSTOCK_API_KEY" in shown
+            monkeypatch.setenv("PENSTOCK_API_KEY", gateway.key("ann"))
+            assert main(command) == 0
+            capsys.readouterr()
 
 
 def account(id: str, tenant: str, request_id: str, total: float) -> Account:

@@ -16,6 +16,7 @@ from penstock.gateway.openai_types import ChatRequest, CompletionRequest
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
+from tests.gateway.wire import CHAT as RAW_CHAT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -74,6 +75,14 @@ BAD_CHAT: list[tuple[str, dict[str, Any], str]] = [
     ("stop empty", {"stop": ""}, "stop"),
     ("too many stops", {"stop": list("abcdefghijklmnopq")}, "stop"),
     ("stop_token_ids out of range", {"stop_token_ids": [3, 10**9]}, "stop_token_ids[1]"),
+    ("too many stop_token_ids", {"stop_token_ids": [7] * 1025}, "stop_token_ids"),
+    ("stop endless", {"stop": "x" * 1025}, "stop"),
+    ("one stop endless", {"stop": ["a", "x" * 1025]}, "stop[1]"),
+    ("too many in logit_bias", {"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+    ("stream_options alone", {"stream_options": {"include_usage": True}}, "stream_options"),
+    ("refusal of the user", {"messages": [{**HI[0], "content": [{"type": "refusal"}]}]}, "messages[0].content"),
+    ("moderation", {"moderation": {}}, "moderation"),
+    ("special tokens shown", {"skip_special_tokens": False}, "skip_special_tokens"),
     ("logit_bias by word", {"logit_bias": {"hello": 1}}, "logit_bias"),
     ("logit_bias out of range", {"logit_bias": {"99999999": 1}}, "logit_bias"),
     ("logit_bias negative id", {"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -172,7 +181,7 @@ def body(text: str) -> bytes:
         pytest.param('{"model": "x"}'.encode("utf-16"), None, id="UTF-16"),
         pytest.param(b'{"model": "\\ud800", "messages": []}', None, id="half a surrogate pair"),
         pytest.param(b"[" * 100_000, None, id="deep array"),
-        pytest.param(body('"x": ' + "[" * 100_000 + "]" * 100_000), None, id="deep unknown field"),
+        pytest.param(body('"x": ' + "[" * 100_000 + "]" * 100_000), "x", id="deep unknown field"),
         pytest.param(body('"tools": [{"a":' + '{"a":' * 5000 + "1" + "}" * 5001 + "]"), None, id="deep tool"),
         pytest.param(body('"temperature": NaN'), None, id="NaN"),
         pytest.param(body('"temperature": Infinity'), None, id="Infinity"),
@@ -225,28 +234,36 @@ def test_detokenize_checks_ids(shared_gateway: Gateway) -> None:
     with shared_gateway.http() as http:
         check_error(http.post("/detokenize", json={"tokens": [1, 10**6]}), 400, "tokens")
         check_error(http.post("/detokenize", json={"tokens": [-5]}), 400, "tokens")
+        check_error(http.post("/detokenize", content=b'{"tokens":[1' + b",1" * 10**5 + b"]}"), 400, "tokens")
 
 
 def test_unknown_paths_and_methods(shared_gateway: Gateway) -> None:
     with shared_gateway.http() as http:
-        for path in ("/v1/nothing", "/v1/chat/completions/", "/%00", "/metrics/x"):
+        for path in ("/v1/nothing", "/v1/chat/completions//", "/%00", "/metrics/x"):
             assert check_error(http.get(path), 404, None)["code"] == "unknown_path"
         response = http.get(CHAT)
         check_error(response, 405, None)
-        assert response.headers["allow"] == "POST"
+        assert response.headers["allow"] == "OPTIONS, POST"
         check_error(http.delete("/health"), 405, None)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/org/alias", "/health", "/openapi.json"])
+def test_a_slash_at_the_end_makes_no_difference(shared_gateway: Gateway, path: str) -> None:
+    with shared_gateway.http() as http:
+        assert http.get(f"{path}/").content == http.get(path).content
+        assert http.get(f"{path}/").status_code == 200
 
 
 def test_body_over_the_limit_is_refused_at_its_header(shared_gateway: Gateway) -> None:
     """Nothing of the body is sent, so an answer proves that the server did not wait for it."""
     with socket.create_connection((shared_gateway.host, shared_gateway.port), timeout=20) as connection:
-        connection.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Length: 300000\r\n\r\n" % CHAT.encode())
+        connection.sendall(RAW_CHAT + b"Content-Length: 300000\r\n\r\n")
         assert connection.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
 def test_chunked_body_over_the_limit_is_refused_on_the_way(shared_gateway: Gateway) -> None:
     with socket.create_connection((shared_gateway.host, shared_gateway.port), timeout=20) as connection:
-        connection.sendall(b"POST %b HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" % CHAT.encode())
+        connection.sendall(RAW_CHAT + b"Transfer-Encoding: chunked\r\n\r\n")
         for _ in range(5):
             connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
         head, _, content = connection.recv(4096).partition(b"\r\n\r\n")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import openai
 import pytest
 
 from penstock.core.errors import EngineFailure, Overloaded
+from penstock.core.request import SamplingParams
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang, logprob_of
 
@@ -87,6 +89,17 @@ def test_tools_reach_the_template(gateway: Gateway, tool_choice: str | None, sho
     assert ('"properties"' in text) is shown
     assert '"Bonn"' in text
     assert "rain" in text
+
+
+def test_what_the_assistant_refused_with_is_what_it_said(gateway: Gateway) -> None:
+    for said in (
+        {"content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"content": None, "refusal": "I will not."},
+    ):
+        messages = [*HI, {"role": "assistant", **said}, *HI]
+        gateway.client().chat.completions.create(model=MODEL, messages=messages)
+        text = gateway.tokenizer.decode(gateway.engine.requests[-1].prompt, skip_special_tokens=False)
+        assert "<|im_start|>assistant\nI will not.<|im_end|>" in text
 
 
 def test_continue_final_message_leaves_it_open(gateway: Gateway) -> None:
@@ -187,6 +200,21 @@ def test_stop_string_ends_the_request_in_the_engine(gateway: Gateway) -> None:
     assert answer.usage.completion_tokens == len(words)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_end_where_the_text_does(gateway: Gateway, stream: bool) -> None:
+    gateway.answers("alpha beta gamma delta")
+    body = {"stop": [" gamma delta"], "logprobs": True}
+    if stream:
+        choices = [event["choices"][0] for event in events(gateway, **body)]
+        text = "".join(choice["delta"].get("content", "") for choice in choices)
+        content = [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]]
+    else:
+        choice = gateway.client().chat.completions.create(model=MODEL, messages=HI, **body).choices[0]
+        assert choice.logprobs is not None
+        text, content = choice.message.content, choice.logprobs.model_dump()["content"]
+    assert text == "".join(entry["token"] for entry in content) == "alpha beta"
+
+
 def test_max_tokens_gives_length(gateway: Gateway) -> None:
     for field in ("max_tokens", "max_completion_tokens"):
         answer = gateway.client().chat.completions.create(model=MODEL, messages=HI, **{field: 2})
@@ -224,7 +252,6 @@ def test_sampling_fields_reach_the_engine(gateway: Gateway) -> None:
             "stop_token_ids": [7],
             "priority": -3,
             "cache_salt": "tenant",
-            "unheard_of": {"x": 1},
         },
     )
     (request,) = gateway.engine.requests
@@ -234,6 +261,20 @@ def test_sampling_fields_reach_the_engine(gateway: Gateway) -> None:
     assert (params.top_k, params.min_p, params.repetition_penalty, params.min_tokens) == (0, 0.1, 1.1, 1)
     assert params.ignore_eos
     assert (request.priority, request.cache_salt) == (-3, "tenant")
+
+
+def test_what_a_request_does_not_say_is_as_the_model_recommends(gateway: Gateway) -> None:
+    recommended = SamplingParams(temperature=0.2, top_p=0.9, top_k=20, min_p=0.05, repetition_penalty=1.1)
+    gateway.engine.info = replace(gateway.engine.info, sampling_defaults=recommended)
+    said = {"temperature": 1.5, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    with gateway.http() as http:
+        for fields in ({}, dict.fromkeys(said), said):
+            http.post("/v1/chat/completions", json={"model": MODEL, "messages": HI, **fields}).raise_for_status()
+        defaults = http.get("/v1/models").json()["data"][0]["sampling_defaults"]
+    silent, null, loud = ([getattr(r.params, name) for name in said] for r in gateway.engine.requests)
+    assert silent == null == list(defaults.values()) == [0.2, 0.9, 20, 0.05, 1.1]
+    assert list(defaults) == list(said)
+    assert loud == [1.5, 1, 0, 0, 1]
 
 
 def test_null_means_default_for_every_optional_field(gateway: Gateway) -> None:

@@ -62,6 +62,29 @@ def test_echo_with_logprobs_covers_prompt_and_answer(gateway: Gateway, stream: b
     ] * len(tokens)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_keep_every_alternative_and_count_characters(gateway: Gateway, stream: bool) -> None:
+    """Many tokens are parts of characters, which all read as U+FFFD; each keeps an entry of its own."""
+    answer, tokenizer = "Où ? 🌍🌍 你好 é", gateway.tokenizer
+    gateway.answers(answer)
+    ids = [*tokenizer.encode(answer), tokenizer.eos_ids[0]]
+    created = gateway.client().completions.create(
+        model=MODEL, prompt="Là 🌍", echo=True, max_tokens=len(ids), logprobs=20, stream=stream
+    )
+    parts = [part.choices[0].logprobs for part in (created if stream else [created])]
+    offsets, tokens, tops = (
+        [entry for part in parts if part for entry in getattr(part, name)]
+        for name in ("text_offset", "tokens", "top_logprobs")
+    )
+    prompt = tokenizer.encode("Là 🌍")
+    before = [b"".join(map(tokenizer.token_bytes, [*prompt, *ids][:n])) for n in range(len(prompt) + len(ids))]
+    assert offsets == [len(data.decode(errors="ignore")) for data in before]
+    assert tokens[0] == "L"
+    assert "bytes:\\xf0\\x9f" in tokens
+    assert [len(top) for top in tops[1:]] == [20] * (len(tops) - 1)
+    assert [next(iter(top)) for top in tops[1:]] == tokens[1:]
+
+
 def test_echo_without_output_scores_the_prompt(gateway: Gateway) -> None:
     answer = gateway.client().completions.create(model=MODEL, prompt="The deep", echo=True, logprobs=0, max_tokens=0)
     (choice,) = answer.choices

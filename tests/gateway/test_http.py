@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
@@ -14,35 +12,8 @@ from penstock.core.config import ServerConfig, Settings
 from penstock.gateway.http import MAX_HEAD
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL, hang
-
-CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
-
-
-def chat(extra: bytes = b"", **fields: object) -> bytes:
-    body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}).encode()
-    return CHAT + extra + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-
-class Wire:
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.file = connection.makefile("rb")
-
-    def send(self, data: bytes) -> None:
-        self.connection.sendall(data)
-
-    def response(self, *, with_body: bool = True) -> tuple[int, dict[str, str], bytes]:
-        status = int(self.file.readline().split()[1])
-        headers = {}
-        while line := self.file.readline().strip():
-            name, _, value = line.partition(b": ")
-            headers[name.decode()] = value.decode()
-        body = self.file.read(int(headers.get("content-length", 0))) if with_body else b""
-        return status, headers, body
-
-    def is_closed(self) -> bool:
-        return self.file.read(1) == b""
+from tests.gateway.scripted_engine import hang
+from tests.gateway.wire import CHAT, GET_HEALTH, Wire, chat, wire
 
 
 def send_for(seconds: float, it: Wire) -> None:
@@ -51,21 +22,15 @@ def send_for(seconds: float, it: Wire) -> None:
         it.send(b"x" * 1000)
 
 
-@contextmanager
-def wire(gateway: Gateway) -> Iterator[Wire]:
-    with socket.create_connection((gateway.host, gateway.port), timeout=20) as connection:
-        it = Wire(connection)
-        with it.file:  # it would keep the socket open
-            yield it
-
-
 def test_requests_sent_at_once_are_answered_in_order(gateway: Gateway) -> None:
     with wire(gateway) as it:
-        it.send(chat(b"x-request-id: a\r\n") + b"GET /health HTTP/1.1\r\nx-request-id: b\r\n\r\n" + chat(n=2))
+        it.send(
+            chat(b"x-request-id: a\r\n") + GET_HEALTH.replace(b"\r\n\r\n", b"\r\nx-request-id: b\r\n\r\n") + chat(n=2)
+        )
         assert it.response()[1]["x-request-id"] == "a"
         assert it.response()[1]["x-request-id"] == "b"
         assert len(json.loads(it.response()[2])["choices"]) == 2
-        it.send(b"GET /health HTTP/1.1\r\n\r\n")  # and the connection goes on
+        it.send(GET_HEALTH)  # and the connection goes on
         assert it.response()[0] == 200
 
 
@@ -124,7 +89,7 @@ def test_an_older_client_gets_a_stream_that_ends_with_the_connection(gateway: Ga
 
 def test_head_is_get_without_the_body(shared_gateway: Gateway) -> None:
     with wire(shared_gateway) as it:
-        it.send(b"HEAD /health HTTP/1.1\r\n\r\nGET /health HTTP/1.1\r\n\r\n")
+        it.send(GET_HEALTH.replace(b"GET", b"HEAD") + GET_HEALTH)
         _, asked, _ = it.response(with_body=False)
         _, got, body = it.response()
     assert asked["content-length"] == got["content-length"] == str(len(body))
@@ -134,7 +99,7 @@ def test_offers_to_speak_another_protocol_are_not_taken_up(gateway: Gateway) -> 
     with wire(gateway) as it:
         it.send(chat(b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"))
         assert it.response()[0] == 200
-        it.send(b"GET /health HTTP/1.1\r\n\r\n")
+        it.send(GET_HEALTH)
         assert it.response()[0] == 200
 
 
@@ -152,7 +117,7 @@ def test_refused_without_its_body_the_next_request_is_understood(shared_gateway:
     with wire(shared_gateway) as it:
         it.send(head + b"\r\n\r\n")
         assert it.response()[0] == 404
-        it.send(body + b"GET /health HTTP/1.1\r\n\r\n")
+        it.send(body + GET_HEALTH)
         assert it.response()[0] == 200
 
 
@@ -173,7 +138,7 @@ TOO_MUCH = {
     "body": (CHAT + b"Content-Length: %d\r\n\r\n" % len(LARGE) + LARGE, 413),
     "chunked body": (CHAT + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n" % (len(LARGE), LARGE), 413),
     "body of a stranger that will not stay": (
-        b"POST /unknown HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(LARGE), LARGE),
+        b"POST /unknown HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(LARGE), LARGE),
         404,
     ),
     "headers": (b"GET / HTTP/1.1\r\nx: " + LARGE, 431),
@@ -211,3 +176,138 @@ def test_a_client_that_leaves_does_not_wait_for_its_pipelined_requests(gateway: 
         assert it.response(with_body=False)[0] == 200
     (ended,) = gateway.engine.ended.values()
     assert ended.wait(20)
+
+
+BROKEN = {
+    "obsolete line folding": b"GET / HTTP/1.1\r\nHost: x\r\na: b\r\n c\r\n\r\n",
+    "bare LF": b"GET / HTTP/1.1\nHost: x\n\n",
+    "bare LF at the end": b"GET / HTTP/1.1\r\nHost: x\r\n\n",
+    "bare CR": b"GET / HTTP/1.1\r\nHost: x\ra: b\r\n\r\n",
+    "space before a colon": b"GET / HTTP/1.1\r\nHost : x\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET / HTTP/1.1\r\nHost: x\r\nHost: x\r\n\r\n",
+    "two hosts, older": b"GET / HTTP/1.0\r\nHost: x\r\nHost: x\r\n\r\n",
+    "two lengths": CHAT + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
+    "length and chunks": CHAT + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "chunks and length": CHAT + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+    "chunks in the middle": CHAT + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+    "gzip and chunks apart": CHAT + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "another version": b"GET / HTTP/2.0\r\nHost: x\r\n\r\n",
+}
+CODINGS = {
+    "gzip and chunks": CHAT + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "gzip": CHAT + b"Transfer-Encoding: gzip\r\n\r\n",
+    "chunks, older": CHAT.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("what", [*BROKEN, *CODINGS])
+def test_what_could_be_read_in_two_ways_is_refused(shared_gateway: Gateway, what: str) -> None:
+    with wire(shared_gateway) as it:
+        it.send({**BROKEN, **CODINGS}[what])
+        status, headers, body = it.response()
+        assert (status, headers["connection"]) == (400 if what in BROKEN else 501, "close")
+        expected = "invalid_http" if what in BROKEN else "unsupported_transfer_encoding"
+        assert json.loads(body)["error"]["code"] == expected
+        assert it.is_closed()
+
+
+BROKEN_CHUNKS = [b"zz\r\n", b"3\r\n{}\n\nmore", b"2\r\n{}0\r\n\r\n", b"2\n{}\r\n0\r\n\r\n", b"fffffffffffffffff\r\n"]
+
+
+@pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/health"])
+@pytest.mark.parametrize("chunks", BROKEN_CHUNKS)
+def test_broken_chunks_are_refused_at_once(shared_gateway: Gateway, path: bytes, chunks: bytes) -> None:
+    method = b"POST" if path != b"/health" else b"GET"
+    head = CHAT.replace(b"POST /v1/chat/completions", method + b" " + path) + b"Transfer-Encoding: chunked\r\n\r\n"
+    with wire(shared_gateway) as it:
+        it.send(head + chunks)
+        status, headers, body = it.response()
+        assert (status, headers["connection"]) == (400, "close")
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+        assert it.is_closed()
+
+
+def test_broken_chunks_are_refused_while_the_body_is_awaited(shared_gateway: Gateway) -> None:
+    with wire(shared_gateway) as it:
+        it.send(CHAT + b"Expect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert it.response()[0] == 100  # so it is
+        it.send(BROKEN_CHUNKS[0])
+        assert it.response()[0] == 400
+        assert it.is_closed()
+
+
+def test_broken_chunks_after_the_answer_end_the_connection(shared_gateway: Gateway) -> None:
+    with wire(shared_gateway) as it:
+        it.send(GET_HEALTH.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n"))
+        assert it.response()[0] == 200
+        it.send(BROKEN_CHUNKS[0])
+        assert it.is_closed()
+
+
+@pytest.mark.parametrize("size", [MAX_HEAD, MAX_HEAD + 1])
+@pytest.mark.parametrize("cut", [None, MAX_HEAD - 3, MAX_HEAD - 1])
+def test_the_limit_of_a_head_is_exact_whatever_packets_it_comes_in(
+    shared_gateway: Gateway, size: int, cut: int | None
+) -> None:
+    before, after = b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\nx:", b"x\r\n\r\n"
+    head = before + b" " * (size - len(before) - len(after)) + after
+    request = head + b"x" * 100_000 + GET_HEALTH
+    with wire(shared_gateway) as it:
+        it.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        it.send(GET_HEALTH + request[:cut])
+        assert it.response()[0] == 200  # so the first part was read
+        it.send(b"" if cut is None else request[cut:])
+        if size > MAX_HEAD:
+            assert it.response()[0] == 431
+        else:
+            assert [it.response()[0] for _ in range(2)] == [200, 200]
+
+
+def test_heads_of_many_small_requests_are_not_added_up(shared_gateway: Gateway) -> None:
+    count = 2 * MAX_HEAD // len(GET_HEALTH)
+    requests = GET_HEALTH * count
+    with wire(shared_gateway) as it:
+        it.send(requests[:-10])
+        assert {it.response()[0] for _ in range(count - 1)} == {200}
+        it.send(requests[-10:])
+        assert it.response()[0] == 200
+
+
+OFFER = b"Upgrade: h2c\r\nConnection: "
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+@pytest.mark.parametrize("method", [b"GET", b"POST"])
+@pytest.mark.parametrize("connection", [b"Upgrade", b"upgrade, close", b"close, Upgrade", b"keep-alive, Upgrade"])
+def test_an_offer_to_speak_another_protocol_changes_nothing(
+    gateway: Gateway, version: bytes, method: bytes, connection: bytes
+) -> None:
+    request = chat(OFFER + connection + b"\r\n", stream=True)
+    if method == b"GET":
+        request = GET_HEALTH.replace(b"\r\n\r\n", b"\r\n" + OFFER + connection + b"\r\n\r\n")
+    stays = b"close" not in connection and (version == b"1.1" or b"keep-alive" in connection)
+    with wire(gateway) as it:
+        it.send(request.replace(b"HTTP/1.1", b"HTTP/" + version))
+        status, headers, _ = it.response()
+        assert status == 200
+        if method == b"POST":
+            assert ("transfer-encoding" in headers) == (version == b"1.1")
+            while it.file.readline() != b"data: [DONE]\n":
+                pass
+            it.file.readline()
+            stays = stays and version == b"1.1"  # otherwise the end of the connection is that of the stream
+            if version == b"1.1":
+                assert it.file.read(7) == b"\r\n0\r\n\r\n"
+        assert ("connection" not in headers) == stays
+        if stays:
+            it.send(GET_HEALTH)
+            assert it.response()[0] == 200
+        else:
+            assert it.is_closed()
+
+
+def test_many_offers_at_once_are_answered(shared_gateway: Gateway) -> None:
+    with wire(shared_gateway) as it:
+        it.send(GET_HEALTH.replace(b"\r\n\r\n", b"\r\n" + OFFER + b"upgrade\r\n\r\n") * 1100)
+        assert {it.response()[0] for _ in range(1100)} == {200}

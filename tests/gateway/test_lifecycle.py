@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -19,9 +20,16 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock import __version__
+from penstock.core.config import Settings
+from penstock.core.errors import StartupError
+from penstock.gateway.app import create_app
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.listener import bind
+from penstock.gateway.server import serve
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang
+from tests.gateway.wire import CHAT as RAW_CHAT
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
@@ -38,8 +46,7 @@ def test_client_that_leaves_ends_its_requests_in_the_engine(gateway: Gateway, st
     gateway.runs(lambda request: [[100], tell, hang])
     content = json.dumps({"model": MODEL, "messages": HI, "stream": stream, "n": n}).encode()
     with socket.create_connection((gateway.host, gateway.port), timeout=20) as connection:
-        head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
-        connection.sendall(head.encode() + content)
+        connection.sendall(RAW_CHAT + b"Content-Length: %d\r\n\r\n" % len(content) + content)
         for _ in range(n):
             assert started.acquire(timeout=20)
         assert not any(ended.is_set() for ended in gateway.engine.ended.values())
@@ -69,6 +76,17 @@ def test_finished_requests_leave_nothing_for_the_garbage_collector(gateway: Gate
         assert sum(type(thing) is Exchange for thing in gc.get_objects()) <= 1
     finally:
         gc.enable()
+
+
+def test_ready_is_when_a_request_would_be_taken(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        assert http.get("/ready").json() == {"status": "ok", "detail": "idle"}
+        gateway.engine.stats = replace(gateway.engine.stats, waiting=4096)
+        full = http.get("/ready")
+        assert (full.status_code, full.json()["status"], http.get("/health").status_code) == (503, "overloaded", 200)
+        gateway.engine.healthy = False
+        assert (http.get("/ready").status_code, http.get("/ready").json()["status"]) == (503, "unhealthy")
+        assert http.get("/version").json() == {"version": __version__}
 
 
 def test_health(gateway: Gateway) -> None:
@@ -154,6 +172,7 @@ def wait_until_draining(url: str) -> None:
     with httpx.Client(base_url=url, timeout=20) as http:
         while http.get("/health").json()["status"] != "draining":
             pass
+        assert http.get("/ready").status_code == 503
 
 
 STREAM = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 3}
@@ -205,13 +224,16 @@ def test_second_signal_exits_at_once() -> None:
 
 
 def test_port_in_use_is_a_clear_error(gateway: Gateway) -> None:
-    import asyncio
+    with pytest.raises(StartupError, match=f"cannot listen on {gateway.host}:{gateway.port}: Address already in use"):
+        bind(gateway.host, gateway.port)
 
-    from penstock.core.config import Settings
-    from penstock.core.errors import StartupError
-    from penstock.gateway.app import create_app
-    from penstock.gateway.server import serve
 
+async def test_two_that_take_an_address_at_once_do_not_share_it(gateway: Gateway) -> None:
+    """An address may be bound twice before anybody listens."""
     app = create_app(gateway.engine, gateway.tokenizer, Settings(), model_names=[MODEL])
-    with pytest.raises(StartupError, match=str(gateway.port)):
-        asyncio.run(serve(app, gateway.host, gateway.port, lambda host, port: None, 0.0))
+    first = bind(gateway.host, 0)
+    second = bind(*first.getsockname())
+    with first:
+        first.listen()
+        with pytest.raises(StartupError, match="cannot listen on"):
+            await serve(app, second, lambda host, port: None, 0.0)

@@ -34,6 +34,7 @@ from tests.gateway.test_bad_input import check_error
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WORDS = "It is a long way down to the harbour, and 12 steps back. "
+JSON = {"Content-Type": "application/json"}
 PADDING = " " * INLINE_BYTES  # between the tokens of JSON, so that a short request counts as a long one
 
 
@@ -177,7 +178,7 @@ def test_a_reader_ends_with_its_gateway() -> None:
     with server:
         assert server.stdout is not None
         with closing(HTTPConnection("127.0.0.1", int(server.stdout.readline()), timeout=20)) as connection:
-            connection.request("POST", "/tokenize", json.dumps({"prompt": WORDS * 100}))
+            connection.request("POST", "/tokenize", json.dumps({"prompt": WORDS * 100}), JSON)
             assert connection.getresponse().status == 200
         (reader,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         ended = os.pidfd_open(int(reader))
@@ -226,7 +227,7 @@ def out_of_descriptors() -> Iterator[HTTPConnection]:
 def test_running_out_of_file_descriptors_is_said_so(padding: str) -> None:
     """Of what needs a file at the first request: a module of Python's for the template, and pipes to the reader."""
     with out_of_descriptors() as connection:
-        connection.request("POST", CHAT, json.dumps(chat("Hi")) + padding)
+        connection.request("POST", CHAT, json.dumps(chat("Hi")) + padding, JSON)
         response = connection.getresponse()
         error = json.loads(response.read())["error"]
     assert response.status == 503, error

@@ -11,7 +11,7 @@ import pytest
 from penstock.core.config import settings_from_mapping
 from penstock.core.engine import EngineStats
 from penstock.core.request import GenerateRequest, Objective
-from penstock.gateway.objectives import derived
+from penstock.gateway.objectives import Objectives, derived
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MODEL
@@ -66,8 +66,15 @@ def test_the_class_is_chosen(
     assert request.tenant == tenant
 
 
+def test_what_classes_are_promised_can_be_asked(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        card = http.get("/v1/models", headers={"authorization": f"Bearer {gateway.key('plain')}"}).json()["data"][0]
+    assert card["classes"]["gold"] == {"ttft_ms": 100.0, "itl_ms": None}
+    assert card["classes"]["standard"] == {"ttft_ms": None, "itl_ms": None}
+
+
 def test_objectives_of_the_settings(gateway: Gateway) -> None:
-    assert submitted(gateway, "vip").objective == Objective("gold", 0.1, None, -1)
+    assert submitted(gateway, "vip").objective == Objective("gold", 0.1, None, -1, paced=True)
     assert submitted(gateway, "plain", service_tier="interactive").objective == Objective("interactive", 0.2, 0.05, 0)
 
 
@@ -120,10 +127,24 @@ def test_the_answer_names_the_tier_that_was_asked_for(gateway: Gateway) -> None:
 
 
 def test_built_in_classes_promise_what_the_machine_can_keep() -> None:
-    unknown, slow = EngineStats(), EngineStats(prefill_tokens_per_second=1024.0, decode_step_seconds=0.1)
-    fast = EngineStats(prefill_tokens_per_second=1e6, decode_step_seconds=0.001)
-    assert derived("interactive", unknown) == Objective("interactive")
+    unknown, slow = EngineStats(), EngineStats(prefill_tokens_per_second=1024.0, loaded_step_seconds=0.1)
+    fast = EngineStats(prefill_tokens_per_second=1e6, loaded_step_seconds=0.001)
+    assert derived("interactive", unknown) == Objective("interactive", paced=True)
     assert derived("interactive", slow) == Objective("interactive", 4.0, 0.4)
     assert derived("interactive", fast) == Objective("interactive", 0.2, 0.05)
-    assert derived("standard", slow) == Objective("standard", None, 1.0)
+    assert derived("standard", slow) == Objective("standard", paced=True)
     assert derived("batch", slow) == Objective("batch", None, None, 1)
+
+
+def test_what_a_built_in_class_promises_stays_when_the_machine_gets_slow() -> None:
+    readings = [
+        EngineStats(),
+        EngineStats(prefill_tokens_per_second=2048.0, loaded_step_seconds=0.02),
+        EngineStats(prefill_tokens_per_second=300.0, loaded_step_seconds=0.2),
+    ]
+    objectives = Objectives({}, None, lambda: readings[0])
+    assert objectives.objective("interactive").ttft is None  # nothing is promised before the speed is known
+    readings.pop(0)
+    assert objectives.objective("interactive") == Objective("interactive", 2.0, 0.08)
+    readings.pop(0)
+    assert objectives.objective("interactive") == Objective("interactive", 2.0, 0.08)

@@ -61,7 +61,18 @@ def test_nothing_without_a_key_but_health(closed: Gateway, path: str) -> None:
         response = http.get(path)
         assert response.headers["www-authenticate"] == "Bearer"
         check_error(response, 401, None)
-        assert http.get("/health").status_code == 200
+        assert {http.get(public).status_code for public in ("/health", "/ready", "/version")} == {200}
+
+
+def test_a_key_may_come_in_either_header(closed: Gateway) -> None:
+    key, other = closed.key("acme"), closed.key("acme")
+    with closed.http() as http:
+        for headers in ({"x-api-key": key}, {"x-api-key": key, **bearer(key)}):
+            assert http.post(CHAT, json=BODY, headers=headers).status_code == 200
+        for headers in ({"x-api-key": other, **bearer(key)}, {"x-api-key": ""}, {"x-api-key": "psk-no"}):
+            check_error(http.post(CHAT, json=BODY, headers=headers), 401, None)
+        check_error(http.get("/v1/models", headers=[("x-api-key", key), ("x-api-key", key)]), 401, None)
+        assert http.get("/admin/keys", headers={"x-api-key": closed.key("")}).status_code == 200
 
 
 def test_admin_and_tenant_keys_are_for_different_doors(closed: Gateway) -> None:

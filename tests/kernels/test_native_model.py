@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -16,7 +18,7 @@ import transformers
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.kernels import native
-from penstock.kernels.native_model import NativeModel, NativeRows, NativeStep
+from penstock.kernels.native_model import ALIGNMENT, NativeModel, NativeRows, NativeStep
 from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies
 from penstock.quantization.scheme import int4_round_trip
@@ -297,8 +299,37 @@ def test_a_packed_file_of_something_else_is_not_used(tmp_path: Path) -> None:
     assert not empty(shape(model), "int8").load_packed(path, "checkpoint-2")
     assert not empty(shape(model), "int4").load_packed(path, "checkpoint-1")
     assert not empty(shape(model), "int8").load_packed(tmp_path / "absent", "checkpoint-1")
-    path.write_bytes(path.read_bytes()[:-1])
-    assert not empty(shape(model), "int8").load_packed(path, "checkpoint-1")
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_a_damaged_packed_file_is_not_used(tmp_path: Path, scheme: native.Scheme) -> None:
+    path = tmp_path / "weights"
+    written = build(reference("llama"), scheme)
+    written.save_packed(path, "checkpoint-1")
+    whole = path.read_bytes()
+    begin, end = ALIGNMENT, ALIGNMENT + written.weight_bytes
+    everywhere = bytearray(whole)
+    everywhere[begin:end] = bytes(byte ^ 0xFF for byte in whole[begin:end])
+    flips = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (begin, (begin + end) // 2, end - 1, end)]
+    for damaged in (whole[:-1], whole[:begin], bytes(everywhere), *flips):
+        path.write_bytes(damaged)
+        loaded = empty(shape(reference("llama")), scheme)
+        with pytest.raises(StartupError, match="damaged: the checksums do not match"):
+            loaded.load_packed(path, "checkpoint-1")
+        loaded.load(arrays_of(reference("llama")))  # which leaves nothing of the damaged file, not even in padding
+        loaded.save_packed(path, "checkpoint-1")
+        assert path.read_bytes() == whole
+
+
+def test_what_killed_processes_left_behind_is_removed(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    path = tmp_path / "weights"
+    ours, theirs = (tmp_path / f"weights.{pid}.partial" for pid in (os.getppid(), dead.pid))
+    for partial in (ours, theirs):
+        partial.touch()
+    build(reference("llama"), "int8").save_packed(path, "checkpoint-1")
+    assert set(tmp_path.iterdir()) == {path, ours}
 
 
 def test_incomplete_or_wrong_checkpoints_are_named() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.source import Checkpoint
+from penstock.checkpoint.gguf import GGUFFile
+from penstock.checkpoint.source import BUILT_IN, Checkpoint, resolve
 from penstock.core.errors import StartupError
-from penstock.models.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling, read_config
+from penstock.models.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling, _from_gguf, read_config
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -118,6 +119,19 @@ def test_layers_with_experts(read: Read) -> None:
 )
 def test_end_tokens_come_from_both_files(read: Read, own: Any, generation: Any, expected: tuple[int, ...]) -> None:
     assert read(generation=generation, eos_token_id=own).eos_ids == expected
+
+
+def test_recommended_sampling_is_read(read: Read) -> None:
+    """`do_sample` says nothing of a server's requests, and what is no number recommends nothing."""
+    generation = {"do_sample": False, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "max_length": 7}
+    assert read(generation=generation).sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+    assert read(generation={}).sampling == {}
+    file = GGUFFile(resolve(BUILT_IN).path)
+    assert _from_gguf(file).sampling == {}
+    keys = {"temp": 0.699999988079071, "top_k": 20, "penalty_repeat": 1.0499999523162842, "sequence": "kpt"}
+    file.metadata |= {f"general.sampling.{name}": value for name, value in keys.items()}
+    assert _from_gguf(file).sampling == {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.05}
+    assert read_config(resolve(BUILT_IN)).sampling == {"temperature": 0.2, "top_p": 0.9}
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,23 @@ def test_int8_kernels_by_default_and_packed_weights_at_the_second_start(
     assert len(list((own_cache / "penstock" / "packed").iterdir())) == 1
 
 
+def test_damaged_packed_weights_are_reported_and_packed_again(
+    own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    executor_of(EngineConfig(**SMALL))  # type: ignore[arg-type]
+    (path,) = (own_cache / "penstock" / "packed").iterdir()
+    whole = path.read_bytes()
+    middle = len(whole) // 2
+    path.write_bytes(whole[:middle] + bytes(byte ^ 0x55 for byte in whole[middle : middle + 200_000]))
+    with path.open("ab") as file:
+        file.write(whole[middle + 200_000 :])
+    caplog.clear()
+    executor_of(EngineConfig(**SMALL))  # type: ignore[arg-type]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warning == (f"the packed weights in {path} are damaged: the checksums do not match; they are packed again")
+    assert path.read_bytes() == whole
+
+
 def test_float32_is_plain_torch() -> None:
     assert runs_on_torch(executor_of(EngineConfig(dtype="float32", **SMALL)))  # type: ignore[arg-type]
 

@@ -239,3 +239,17 @@ async def test_without_redis_limits_are_local_and_spend_is_made_up_for(
     assert (await store.reserve(claim(budget_per_day=9_000))).refused == "day"
     assert [record.getMessage().split(" at ")[0] for record in caplog.records] == ["lost Redis", "Redis"]
     await store.close()
+
+
+async def test_without_a_place_a_server_keeps_all_in_memory_and_says_so_and_commands_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    async with open_store(None) as store:
+        assert type(store) is MemoryStore
+    for words in ("kept in memory", "'penstock keys'", str(tmp_path / "file"), "--state sqlite:///PATH"):
+        assert words in caplog.text
+    with pytest.raises(StartupError, match="XDG_STATE_HOME"):
+        async with open_store(None, lasting=True):
+            pass

@@ -20,9 +20,9 @@ def test_a_stop_string_across_tokens_ends_the_stream(tokenizer: Tokenizer) -> No
     stream = TextStream(tokenizer, SamplingParams(stop=("o thr",)))
     assert stream.push(chunk([one])).text == "one"
     held = stream.push(chunk([two]))
-    assert (held.text, held.token_ids, held.finish_reason) == (" tw", [two], None)
+    assert held == TextDelta(" tw", [two], None, [TokenLogprob(two, -1.0)])
     last = stream.push(chunk([three, four, EOS], "stop"))
-    assert last == TextDelta("", [three], "stop", [TokenLogprob(three, -1.0)], "o thr")
+    assert last == TextDelta("", [three], "stop", [], "o thr"), "nothing of three is shown"
     assert (stream.text, stream.output_tokens) == ("one tw", 3)
     late = stream.push(chunk([four], "abort"))
     assert (late.text, late.token_ids, late.finish_reason) == ("", [], "stop")
@@ -30,11 +30,13 @@ def test_a_stop_string_across_tokens_ends_the_stream(tokenizer: Tokenizer) -> No
 
 
 def test_held_text_is_shown_when_the_stream_ends_otherwise(tokenizer: Tokenizer) -> None:
-    stream = TextStream(tokenizer, SamplingParams(stop=("two three",)))
+    stream = TextStream(tokenizer, SamplingParams(stop=(" two three",)))
     one, two = tokenizer.encode("one two")
-    assert stream.push(chunk([one, two])).text == "one "
+    held = stream.push(chunk([one, two]))
+    assert (held.text, held.logprobs) == ("one", [TokenLogprob(one, -1.0)])
     last = stream.push(chunk([EOS], "stop"))
-    assert (last.text, last.finish_reason, last.stop_matched) == ("two", "stop", None)
+    assert (last.text, last.finish_reason, last.stop_matched) == (" two", "stop", None)
+    assert last.logprobs == [TokenLogprob(two, -1.0), TokenLogprob(EOS, -1.0)]
     assert (stream.text, stream.output_tokens) == ("one two", 3)
 
 
@@ -85,13 +87,19 @@ def test_text_and_count_do_not_depend_on_chunks(
     ids = [*seeds, EOS]
     params = SamplingParams(stop=tuple(stops))
     alone = TextStream(tokenizer, params)
-    deltas = [alone.push(Chunk("r", [i], "stop" if i == EOS else None)) for i in ids]
+    deltas = [alone.push(chunk([i], "stop" if i == EOS else None)) for i in ids]
     chunked = TextStream(tokenizer, params)
     rest = ids
+    scored: list[TokenLogprob] = []
     for step in range(len(ids)):
         size = sizes[step % len(sizes)]
-        chunked.push(Chunk("r", rest[:size], "stop" if len(rest) <= size else None))
+        scored += chunked.push(chunk(rest[:size], "stop" if len(rest) <= size else None)).logprobs or []
         rest = rest[size:]
+    assert scored == [entry for delta in deltas for entry in delta.logprobs or []]
+    assert [entry.token_id for entry in scored] == ids[: len(scored)]
+    if alone.output_tokens < len(ids):  # a stop string ended it: the tokens that are scored cover the text, no fewer do
+        assert len(tokenizer.decode(ids[: len(scored)])) >= len(alone.text)
+        assert not scored or len(tokenizer.decode(ids[: len(scored) - 1])) <= len(alone.text)
     assert "".join(delta.text for delta in deltas) == alone.text == chunked.text
     assert alone.output_tokens == chunked.output_tokens == sum(len(delta.token_ids) for delta in deltas)
     ends = [tokenizer.decode(seeds).find(stop) + len(stop) for stop in stops if stop in tokenizer.decode(seeds)]

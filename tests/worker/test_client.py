@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.engine import EngineInfo
-from penstock.core.errors import Unavailable
+from penstock.core.config import EngineConfig
+from penstock.core.engine import EngineInfo, EngineStats
+from penstock.core.errors import StartupError, Unavailable
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams, TokenLogprob
-from penstock.worker.client import WorkerClient
-from penstock.worker.protocol import Chunks, Hello, frame, frames_of, read_frame, take_frames
+from penstock.worker.client import DEAD_AFTER_BEATS, WorkerClient
+from penstock.worker.protocol import (
+    BEAT_SECONDS,
+    Beat,
+    Chunks,
+    Failed,
+    Hello,
+    Start,
+    frame,
+    frames_of,
+    read_frame,
+    take_frames,
+)
 
-HELLO = frame(Hello(EngineInfo("m", 100, 10)))
+HELLO = frame(Hello(EngineInfo("m", 100, 10), EngineStats()))
+START = Start("m", EngineConfig(), "info")
 REQUEST = GenerateRequest("r", [1], SamplingParams())
 
 
@@ -32,30 +49,35 @@ def test_frames_come_out_whole_however_they_arrive(sizes: list[int], data: st.Da
     assert not buffer
 
 
-async def connect(folder: Path, answer: bytes) -> WorkerClient:
+async def connect(answer: bytes) -> WorkerClient:
     """To a worker that greets, waits for a request, answers with these bytes and goes away."""
+    ours, theirs = socket.socketpair()
 
-    async def converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def converse() -> None:
+        reader, writer = await asyncio.open_unix_connection(sock=theirs)
+        await read_frame(reader)
         writer.write(HELLO)
         await read_frame(reader)
         writer.write(answer)
         writer.close()
 
-    await asyncio.start_unix_server(converse, str(folder / "s"))
-    return await WorkerClient.connect(str(folder / "s"))
+    worker = asyncio.create_task(converse())
+    client = await WorkerClient.connect(ours, START)
+    client.closed.add_done_callback(lambda _: worker.cancel())  # and so it is kept until then
+    return client
 
 
-async def test_long_prompts_are_scored_in_many_frames(tmp_path: Path) -> None:
+async def test_long_prompts_are_scored_in_many_frames() -> None:
     scores = [None, *(TokenLogprob(token, -0.5, ((token, -0.5), (7, -1.0))) for token in range(1000))]
     sent = frames_of([Chunk("r", [5], prompt_logprobs=list(scores)), Chunk("x", [6], prompt_logprobs=scores[:3])])
     assert max(map(len, take_frames(bytearray(), sent))) < 20_000
-    client = await connect(tmp_path, sent + frame(Chunks([Chunk("r", [7], "length")])))
+    client = await connect(sent + frame(Chunks([Chunk("r", [7], "length")])))
     chunks = [chunk async for chunk in client.submit(REQUEST)]
     assert [(chunk.token_ids, chunk.prompt_logprobs) for chunk in chunks] == [([5], scores), ([7], None)]
 
 
-async def test_what_came_before_the_worker_died_is_delivered(tmp_path: Path) -> None:
-    client = await connect(tmp_path, frame(Chunks([Chunk("r", [5]), Chunk("x", [6])])))
+async def test_what_came_before_the_worker_died_is_delivered() -> None:
+    client = await connect(frame(Chunks([Chunk("r", [5]), Chunk("x", [6])])))
     assert client.info.model == "m"
     stream = client.submit(REQUEST)
     assert (await anext(stream)).token_ids == [5]
@@ -68,17 +90,61 @@ async def test_what_came_before_the_worker_died_is_delivered(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("junk", [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00junk", frame(Chunks([]))[:-1]])
-async def test_a_worker_that_talks_nonsense_is_a_dead_one(tmp_path: Path, junk: bytes) -> None:
-    client = await connect(tmp_path, junk)
+async def test_a_worker_that_talks_nonsense_is_a_dead_one(junk: bytes) -> None:
+    client = await connect(junk)
     with pytest.raises(Unavailable, match="died"):
         await anext(client.submit(REQUEST))
     await client.closed
 
 
-async def test_a_worker_that_leaves_without_a_greeting_is_no_connection(tmp_path: Path) -> None:
-    async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.close()
+@pytest.mark.parametrize(("answer", "error"), [(b"", ConnectionError), (frame(Failed("no such model")), StartupError)])
+async def test_a_worker_that_does_not_greet_is_no_connection(answer: bytes, error: type[Exception]) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(answer)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(error):
+            await WorkerClient.connect(ours, START)
 
-    await asyncio.start_unix_server(leave, str(tmp_path / "s"))
-    with pytest.raises(ConnectionError):
-        await WorkerClient.connect(str(tmp_path / "s"))
+
+@contextmanager
+def beating_worker() -> Iterator[socket.socket]:
+    """On a thread of its own, so that it beats whatever this one does. Yields the gateway's end of its socket."""
+    ours, theirs = socket.socketpair()
+    stop = threading.Event()
+
+    def beat() -> None:
+        theirs.sendall(HELLO)
+        steps = 0
+        while not stop.wait(BEAT_SECONDS):
+            steps += 1
+            with suppress(OSError):
+                theirs.sendall(frame(Beat(EngineStats(steps=steps))))
+
+    with theirs:
+        thread = threading.Thread(target=beat)
+        thread.start()
+        yield ours
+        stop.set()
+        thread.join()
+
+
+async def test_a_worker_that_falls_silent_is_a_dead_one() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(HELLO)
+        client = await WorkerClient.connect(ours, START)
+        with pytest.raises(Unavailable, match="died"):
+            await anext(client.submit(REQUEST))
+        assert "nothing heard" in await client.closed
+        assert not client.health().ok
+
+
+async def test_a_gateway_that_was_held_up_does_not_blame_its_worker() -> None:
+    with beating_worker() as connection:
+        client = await WorkerClient.connect(connection, START)
+        time.sleep(1.5 * DEAD_AFTER_BEATS * BEAT_SECONDS)  # noqa: ASYNC251  (the loop is what is held up)
+        known = client.stats.steps
+        while client.stats.steps < known + 2 * DEAD_AFTER_BEATS and not client.closed.done():  # noqa: ASYNC110
+            await asyncio.sleep(BEAT_SECONDS)
+        assert client.health().ok

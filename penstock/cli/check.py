@@ -1,0 +1,114 @@
+"""`penstock check FILE`: whether `penstock serve --config FILE` would accept its settings, and what they come to."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.environment import set_by
+from penstock.cli.settings import file_and_environment
+from penstock.core.config import Settings, settings_from_mapping
+from penstock.core.errors import StartupError
+
+if TYPE_CHECKING:
+    import yaml
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_PASSWORD = re.compile(r"(://[^/@]*:)[^/@]*@")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("check", help="check a settings file and show what it comes to", description=__doc__)
+    parser.add_argument("file", nargs="?", metavar="FILE", help="YAML, as for serve --config; default: variables alone")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    values = file_and_environment(args.file)
+    found, settings = problems(values)
+    if settings is not None:
+        print(as_yaml(settings), end="")
+        return 0
+    for error in found:
+        print(f"{_place(args.file, error.param or '')}: {error.message}", file=sys.stderr)
+    return 1
+
+
+def problems(values: Mapping[str, Any]) -> tuple[list[StartupError], Settings | None]:
+    """Every error that there is: each one found is taken out, and the rest is checked again."""
+    found: list[StartupError] = []
+    rest = dict(values)
+    while True:
+        try:
+            settings = settings_from_mapping(rest)
+        except StartupError as error:
+            found.append(error)
+            path = path_in(rest, error.param or "")
+            if not path:
+                return found, None
+            rest = without(rest, path)
+        else:
+            return found, None if found else settings
+
+
+def path_in(values: Any, name: str) -> list[Any]:
+    """The keys that lead to `engine.max_seqs`, as far as they are there. A tenant's name may have dots of its own."""
+    if not isinstance(values, dict):
+        return []
+    for key, below in values.items():
+        if name == str(key):
+            return [key]
+        if name.startswith(f"{key}."):
+            return [key, *path_in(below, name.removeprefix(f"{key}."))]
+    return []
+
+
+def without(values: Mapping[Any, Any], path: list[Any]) -> dict[Any, Any]:
+    first, *rest = path
+    if not rest:
+        return {key: value for key, value in values.items() if key != first}
+    return {**values, first: without(values[first], rest)}
+
+
+def _place(file: str | None, name: str) -> str:
+    """FILE:LINE of a setting, as editors understand it, or the variable that gives it."""
+    variable = set_by(name)
+    if variable is not None or file is None:
+        return variable or "environment"
+    import yaml
+
+    line = _line(yaml.compose(Path(file).read_text()), name)
+    return file if line is None else f"{file}:{line}"
+
+
+def _line(node: yaml.Node | None, name: str) -> int | None:
+    """Of the key that leads to it, or of the nearest one above."""
+    import yaml
+
+    for key, below in node.value if isinstance(node, yaml.MappingNode) else ():
+        if name == key.value or name.startswith(f"{key.value}."):
+            return _line(below, name.removeprefix(f"{key.value}.")) or int(key.start_mark.line) + 1
+    return None
+
+
+def as_yaml(settings: Settings) -> str:
+    """All settings, with their defaults. What is derived from model and machine is null."""
+    import yaml
+
+    values = _plain(dataclasses.asdict(settings))
+    if settings.state:
+        values["state"] = _PASSWORD.sub(r"\1…@", settings.state)
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(below) for key, below in value.items()}
+    return list(value) if isinstance(value, tuple) else value

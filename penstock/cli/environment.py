@@ -1,0 +1,90 @@
+"""The `PENSTOCK_*` variables, all of which are read here.
+
+Of clients: PENSTOCK_URL and PENSTOCK_API_KEY. Of the server: every setting, by its path in the settings file in capital
+letters with two underscores between the parts, as in PENSTOCK_SERVER__PORT=9000. Lists and mappings are YAML, as in
+PENSTOCK_TENANTS='{acme: {weight: 2}}'. An empty variable counts as none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from penstock.core.config import SECTION_TYPES, Settings
+from penstock.core.errors import StartupError
+from penstock.core.suggest import did_you_mean
+
+PREFIX = "PENSTOCK_"
+URL, API_KEY = "PENSTOCK_URL", "PENSTOCK_API_KEY"
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+_NOT_TEXT = ("int", "float", "bool", "tuple", "Mapping", "Limits")  # in annotations of values that are parsed as YAML
+
+
+def server_url() -> str | None:
+    """Where client commands look for a server, unless it is at the default address."""
+    return os.environ.get(URL) or None
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Of commands that talk to a running server."""
+    parser.add_argument(
+        "--url", default=server_url() or DEFAULT_URL, help=f"root of the server (default: {URL}, else {DEFAULT_URL})"
+    )
+    add_key_argument(parser)
+
+
+def add_key_argument(parser: argparse.ArgumentParser) -> None:
+    key = os.environ.get(API_KEY) or None
+    parser.add_argument("--api-key", metavar="KEY", default=key, help=f"sent as a bearer token (default: {API_KEY})")
+
+
+def settings_from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """As a settings file would hold them. A name that is no setting is reported and ignored: it may be another's, as
+    those that Kubernetes makes of a service called penstock."""
+    known = dict(_names((), Settings))
+    values: dict[str, Any] = {}
+    for name, text in sorted(environ.items()):
+        if not name.startswith(PREFIX) or not text or name in (URL, API_KEY):
+            continue
+        if name not in known:
+            print(f"penstock: {name} is ignored: no such setting{did_you_mean(name, known)}", file=sys.stderr)
+            continue
+        path, annotation = known[name]
+        section = values
+        for part in path[:-1]:
+            section = section.setdefault(part, {})
+        section[path[-1]] = _value(name, text, annotation)
+    return values
+
+
+def set_by(name: str) -> str | None:
+    """The variable that gives a setting, if there is one."""
+    variable = PREFIX + name.replace(".", "__").upper()
+    return variable if os.environ.get(variable) else None
+
+
+def _names(above: tuple[str, ...], cls: type[Any]) -> Iterator[tuple[str, tuple[tuple[str, ...], str]]]:
+    """Each variable with the path of its setting and the annotation there."""
+    for field in dataclasses.fields(cls):
+        path = (*above, field.name)
+        section = SECTION_TYPES.get(".".join(path))
+        if section is None:
+            yield PREFIX + "__".join(path).upper(), (path, str(field.type))
+        else:
+            yield from _names(path, section)
+
+
+def _value(name: str, text: str, annotation: str) -> Any:
+    if not any(word in annotation for word in _NOT_TEXT):
+        return text
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise StartupError(f"{name} is not valid YAML: {error}", param=name) from error

@@ -1,0 +1,32 @@
+"""An argument parser that says what a mistyped flag, command or value was probably meant to be."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, NoReturn
+
+from penstock.core.suggest import did_you_mean
+
+_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)$")
+
+
+class Parser(argparse.ArgumentParser):
+    """Flags have one spelling: an abbreviation would change its meaning when a flag is added."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """A subcommand complains itself about what it does not know, so that its own flags are suggested."""
+        known, rest = super().parse_known_args(args, namespace)
+        if rest:
+            flags = [word.partition("=")[0] for word in rest if word.startswith("-")]
+            hints = (did_you_mean(flag, self._option_string_actions) for flag in flags)
+            self.error(f"unrecognized arguments: {' '.join(rest)}{next(filter(None, hints), '')}")
+        return known, rest
+
+    def error(self, message: str) -> NoReturn:
+        if found := _CHOICE.search(message):
+            message += did_you_mean(found[1], re.findall(r"'([^']*)'", found[2]))
+        super().error(message)

@@ -1,0 +1,42 @@
+"""What the settings need and not every installation has: noticed before a model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from penstock.core.config import Settings
+from penstock.core.errors import StartupError
+
+_GATEWAY = ("httptools", "jinja2", "msgspec", "prometheus_client", "tokenizers")
+
+
+def check_requirements(settings: Settings) -> None:
+    """Raise StartupError for what is missing. Nothing is imported that is not needed anyway: a start should be fast."""
+    for who, module, extra in _modules(settings):
+        if not _is_installed(module):
+            raise StartupError(f"{who} needs {module}, which is not installed; pip install 'penstock[{extra}]'")
+    if settings.cache.enabled and settings.cache.semantic.routes:
+        from penstock.cache.encoder import encoder_folder
+
+        encoder_folder(settings.cache.semantic.encoder)
+
+
+def _modules(settings: Settings) -> Iterator[tuple[str, str, str]]:
+    from penstock.observability.tracing import is_wanted
+
+    yield from (("penstock serve", module, "serve") for module in _GATEWAY)
+    if settings.state is not None and settings.state.startswith(("redis", "unix")):
+        yield "state", "redis", "serve"
+    if settings.jwt is not None:
+        yield "jwt", "jwt", "serve"
+    if is_wanted(settings.observability.otlp_endpoint):
+        yield "otlp_endpoint", "opentelemetry.sdk", "otel"
+        yield "otlp_endpoint", "opentelemetry.exporter.otlp.proto.http", "otel"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False

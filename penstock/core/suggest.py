@@ -1,0 +1,17 @@
+"""The word that somebody probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    found = difflib.get_close_matches(word, list(known), 1)
+    return found[0] if found else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """To be put behind the word in a message; empty if nothing is near."""
+    found = nearest(word, known)
+    return f" (did you mean {found}?)" if found else ""

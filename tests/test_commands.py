@@ -1,0 +1,128 @@
+"""The command line itself: mistakes, completion, settings files, keys."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from penstock.cli.main import main
+from penstock.core.config import Settings, settings_from_mapping
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("serve --prot 9000", "penstock serve: error: unrecognized arguments: --prot (did you mean --port?)"),
+        ("bench serve --concurency=8", "--concurency=8 (did you mean --concurrency?)"),
+        ("serve --por 9000", "(did you mean --port?)"),  # no abbreviations: they would change their meaning
+        ("sreve", "(did you mean serve?)"),
+        ("keys lsit", "(did you mean list?)"),
+        ("serve --device cup", "(did you mean cpu?)"),
+    ],
+)
+def test_mistyped_words_are_recognised(line: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(line.split())
+    assert exit.value.code == 2
+    assert hint in capsys.readouterr().err
+
+
+def complete(script: str, *words: str) -> list[str]:
+    """What bash offers for the last word."""
+    line = " ".join(f"'{word}'" for word in words)
+    ask = f'{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _penstock; echo "${{COMPREPLY[@]}}"'
+    return subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_bash_completes_commands_flags_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert complete(script, "penstock", "ch") == ["chat", "check"]
+    assert complete(script, "penstock", "bench", "") == ["engine", "serve", "--help"]
+    assert complete(script, "penstock", "bench", "serve", "--con") == ["--concurrency"]
+    assert complete(script, "penstock", "serve", "--de") == ["--device"]
+    assert complete(script, "penstock", "serve", "--device", "c") == ["cpu", "cuda"]
+    assert complete(script, "penstock", "serve", "--config", "") == []  # then bash offers files
+    assert complete(script, "penstock", "completion", "") == ["bash", "zsh", "fish", "--help"]
+
+
+def test_every_shell_has_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    scripts = {}
+    for shell in ("bash", "zsh", "fish"):
+        assert main(["completion", shell]) == 0
+        scripts[shell] = capsys.readouterr().out
+    assert scripts["zsh"].endswith(scripts["bash"])
+    assert "-l quantization" in scripts["fish"]
+
+
+def test_check_shows_what_a_file_comes_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text("engine: {max_seqs: 8}\nstate: redis://:secret@127.0.0.1/0\ntenants: {acme: {models: [a]}}\n")
+    assert main(["check", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "secret" not in shown
+    again = settings_from_mapping(yaml.safe_load(shown))
+    assert (again.engine.max_seqs, again.server) == (8, Settings().server)
+    assert again.tenants["acme"].models == ("a",)
+
+
+def test_check_finds_every_error_and_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(
+        "engine:\n  max_sequences: 3\n  dtype: float8\n"
+        "server: {port: 70000}\ntenants:\n  a.b: {weigth: 2}\nstat: memory\n"
+    )
+    monkeypatch.setenv("PENSTOCK_SERVER__HOST", "")
+    monkeypatch.setenv("PENSTOCK_CACHE__MEMORY_MIB", "lots")
+    assert main(["check", str(file)]) == 1
+    captured = capsys.readouterr()
+    errors = dict(line.split(": ", 1) for line in captured.err.splitlines())
+    assert captured.out == ""
+    assert set(errors) == {*(f"{file}:{line}" for line in (2, 3, 4, 6, 7)), "PENSTOCK_CACHE__MEMORY_MIB"}
+    assert errors[f"{file}:2"].startswith("engine.max_sequences is not a setting (did you mean max_seqs?)")
+    assert errors[f"{file}:4"].startswith("server.port must be between")
+    assert errors[f"{file}:6"].startswith("tenants.a.b.weigth is not a setting (did you mean weight?)")
+    assert errors["PENSTOCK_CACHE__MEMORY_MIB"] == "cache.memory_mib must be float, not 'lots'"
+
+
+def test_a_key_that_cannot_be_kept_is_not_printed(tmp_path: Path) -> None:
+    """The state folder would have to be inside a file, which not even root can have."""
+    (tmp_path / "file").touch()
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "file")}
+    command = [sys.executable, "-m", "penstock.cli.main", "keys", "create", "acme"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    for words in (str(tmp_path / "file"), "--state sqlite:///PATH", "XDG_STATE_HOME"):
+        assert words in done.stderr
+    assert "psk-" not in done.stderr
+    kept = subprocess.run([*command, "--state", f"sqlite:///{tmp_path}/keys.db"], env=env, capture_output=True)
+    assert kept.stdout.startswith(b"psk-")
+
+
+def test_keys_say_how_they_are_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = ["--state", f"sqlite:///{tmp_path}/keys.db"]
+    assert main(["keys", "list", *store]) == 0
+    assert "no keys yet. 'penstock keys create NAME'" in capsys.readouterr().err
+    assert main(["keys", "create", "acme", *store]) == 0
+    created = capsys.readouterr()
+    key = created.out.strip()
+    assert "export PENSTOCK_API_KEY=KEY" in created.err, "the key itself is piped away and must not be in a log"
+    assert key not in created.err
+    assert 'curl http://127.0.0.1:8000/v1/models -H "Authorization: Bearer $PENSTOCK_API_KEY"' in created.err
+    assert main(["keys", "list", *store]) == 0
+    assert "acme" in capsys.readouterr().out
+
+
+def test_help_of_every_command_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "chat", "check", "completion", "explain"):
+        with pytest.raises(SystemExit) as exit:
+            main([command, "--help"])
+        assert exit.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: penstock {command}")

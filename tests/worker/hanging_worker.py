@@ -1,0 +1,51 @@
+"""A worker whose engine hangs in its first step: `python -m tests.worker.hanging_worker SOCKET_FD`."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import threading
+from collections.abc import Iterable
+
+from penstock.core.engine import EngineInfo
+from penstock.engine.executor import Step, StepResult
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.step_time import StepShape, StepTimes
+from penstock.worker.main import serve
+from penstock.worker.protocol import read_start
+
+
+class HangingExecutor:
+    num_blocks = 12
+    runs_ahead = False
+    idle_seconds = None
+
+    def padded_tokens(self, tokens: int) -> int:
+        return tokens
+
+    def launch(self, step: Step) -> None:
+        threading.Event().wait()
+
+    def collect(self, handle: None) -> StepResult:
+        raise AssertionError("no step ends")
+
+
+class ImpatientTimes(StepTimes):
+    def patience(self, steps: Iterable[StepShape]) -> float:
+        return 1.0
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    assert read_start(connection) is not None
+    limits = SchedulerLimits(
+        num_blocks=12, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=40, vocab_size=50, eos_ids=frozenset()
+    )
+    scheduler = Scheduler(limits, ImpatientTimes())
+    asyncio.run(serve(connection, scheduler, HangingExecutor(), EngineInfo("m", 40, 50)))
+
+
+if __name__ == "__main__":
+    main()
