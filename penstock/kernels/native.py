@@ -80,7 +80,7 @@ def _load() -> ctypes.CDLL | str:
     signatures: dict[str, tuple[Any, list[Any]]] = {
         "penstock_turn": (None, [pointer, i64, i32, i32, pointer, pointer]),
         "penstock_hadamard": (None, [pointer, i64, i32, i32]),
-        "penstock_matmul": (None, [pointer, pointer, pointer, i32, i32, i32, i32, pointer]),
+        "penstock_matmul": (ctypes.c_double, [pointer, pointer, pointer, *[i32] * 5, pointer]),
         "penstock_attention": (None, [pointer, pointer, pointer, *[i32] * 8, pointer]),
         "penstock_isa": (message, []),
         "penstock_set_isa": (ctypes.c_bool, [message]),
@@ -154,13 +154,19 @@ def transform_blocks(rows: Floats, block: int) -> Floats:
 
 def matmul(x: Floats, w: Floats, scheme: Scheme, bias: Floats | None = None) -> Floats:
     """x wᵀ as a step computes it: w packed by the scheme, x quantised to match."""
+    return timed_matmul(x, w, scheme, bias)[0]
+
+
+def timed_matmul(
+    x: Floats, w: Floats, scheme: Scheme, bias: Floats | None = None, times: int = 1
+) -> tuple[Floats, float]:
+    """`matmul`, and the seconds that one thread needed for the GEMM alone at its fastest."""
     x, w = np.ascontiguousarray(x, dtype=np.float32), np.ascontiguousarray(w, dtype=np.float32)
     y = np.empty((len(x), len(w)), dtype=np.float32)
     bias_at = None if bias is None else np.ascontiguousarray(bias, dtype=np.float32).ctypes.data
-    library().penstock_matmul(
-        x.ctypes.data, w.ctypes.data, bias_at, SCHEMES[scheme], len(x), len(w), x.shape[1], y.ctypes.data
-    )
-    return y
+    sizes = (len(x), len(w), x.shape[1], times)
+    seconds = library().penstock_matmul(x.ctypes.data, w.ctypes.data, bias_at, SCHEMES[scheme], *sizes, y.ctypes.data)
+    return y, float(seconds)
 
 
 def attention(q: Floats, k: Floats, v: Floats, kv: KVFormat, block_size: int = 16, window: int = 0) -> Floats:

@@ -79,6 +79,7 @@ int main() {
     if (__builtin_cpu_supports("avx2")) sets.push_back(&avx2_kernels);
     if (__builtin_cpu_supports("avx512vnni")) sets.push_back(&avx512vnni_kernels);
     if (&avx512bf16_kernels) sets.push_back(&avx512bf16_kernels);
+    if (&amx_kernels) sets.push_back(&amx_kernels);  // emulated
 #endif
     for (const Kernels* kernels : sets)
         for (const auto& [scheme, format] : {std::pair{BF16, KV_BF16}, {BF16, KV_INT8}, {INT8, KV_INT8}, {INT4, KV_BF16}})

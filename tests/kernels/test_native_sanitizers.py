@@ -16,8 +16,10 @@ FLAGS = ["-std=c++20", "-O1", "-g", "-pthread", "-Wno-psabi", f"-I{SOURCES}"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
 LEVELS: dict[str, list[str]] = {"portable": [], "avx2": ["-mavx2", "-mfma"], "avx512vnni": [*AVX512, "-mfma"]}
-if "avx512_bf16" in Path("/proc/cpuinfo").read_text():  # of AMX's loads and stores sanitizers would see nothing
+if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
     LEVELS["avx512bf16"] = [*LEVELS["avx512vnni"], "-mavx512bf16"]
+    # Of real tiles' loads and stores sanitizers would see nothing.
+    LEVELS["amx"] = [*LEVELS["avx512bf16"], "-include", str(DRIVER.with_name("emulated_amx.h"))]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or not native.available(), reason="needs g++")

@@ -6,6 +6,8 @@
 #endif
 
 #include <algorithm>
+#include <chrono>
+#include <cmath>
 #include <cstring>
 #include <exception>
 #include <string>
@@ -112,27 +114,34 @@ PENSTOCK_API void penstock_hadamard(float* rows, int64_t count, int32_t width, i
 }
 
 // One matrix product by itself, for tests: packs w [n, k], quantises x [rows, k] as a step would, gives y [rows, n].
-PENSTOCK_API void penstock_matmul(const float* x, const float* w, const float* bias, int32_t scheme, int32_t rows,
-                                  int32_t n, int32_t k, float* y) {
+// Operands begin with a cache line, as a model's do. Returns the shortest of the times, in seconds, that the product
+// alone took one thread.
+PENSTOCK_API double penstock_matmul(const float* x, const float* w, const float* bias, int32_t scheme, int32_t rows,
+                                    int32_t n, int32_t k, int32_t times, float* y) {
     Matrix m{Scheme(scheme), n, k, int32_t(round_up(k, GROUP)), nullptr, nullptr, nullptr};
     const size_t columns = size_t(m.num_panels()) * PANEL, stride = round_up(k, 64);
-    std::vector<uint8_t> panels(m.num_panels() * m.panel_bytes());
-    std::vector<float> scale(columns), biases(columns), f(rows * stride), row_scale(rows), sum(rows);
+    const Region panels(m.num_panels() * m.panel_bytes()), f(rows * stride * sizeof(float)), q(rows * stride);
+    std::vector<float> scale(columns), biases(columns), row_scale(rows), sum(rows);
     std::vector<float> group_scale(rows * stride / GROUP), group_sum(rows * stride / GROUP);
-    std::vector<int8_t> q(rows * stride);
     m.panels = panels.data();
     m.scale = scale.data();
     m.bias = bias ? biases.data() : nullptr;
     clear(m);
     for (int i = 0; i < n; i++) pack_row(m, i, w + size_t(i) * k, k);
     if (bias) std::copy(bias, bias + n, biases.data());
-    const Activations a{f.data(),   q.data(),           row_scale.data(), sum.data(), group_scale.data(),
-                        group_sum.data(), stride};
+    const Activations a{reinterpret_cast<float*>(f.data()), reinterpret_cast<int8_t*>(q.data()), row_scale.data(),
+                        sum.data(), group_scale.data(), group_sum.data(), stride};
     for (int r = 0; r < rows; r++) {
-        std::copy(x + size_t(r) * k, x + size_t(r + 1) * k, f.data() + r * stride);
+        std::copy(x + size_t(r) * k, x + size_t(r + 1) * k, a.f + r * stride);
         active->quantize_row(a, r, k, Scheme(scheme));
     }
-    active->gemm(m, a, {0, rows}, {0, m.num_panels()}, {STORE, y, size_t(n)});
+    std::chrono::duration<double> shortest{INFINITY};
+    for (int i = 0; i < times; i++) {
+        const auto begin = std::chrono::steady_clock::now();
+        active->gemm(m, a, {0, rows}, {0, m.num_panels()}, {STORE, y, size_t(n)});
+        shortest = std::min<std::chrono::duration<double>>(shortest, std::chrono::steady_clock::now() - begin);
+    }
+    return shortest.count();
 }
 
 // Attention of one sequence by itself, for tests: writes k and v [context, kv_heads, head_dim] to a cache of blocks in

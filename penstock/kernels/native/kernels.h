@@ -35,7 +35,8 @@ struct Matrix {
 
 // The left operand: float rows, and the same rows as int8.
 struct Activations {
-    float* f;            // for BF16 weights: bfloat16 in the first half of a row where there are instructions for it
+    float* f;            // bfloat16 in the first half of a row: for BF16 weights where there are instructions for it, and
+                         // for INT4 weights with AMX
     int8_t* q;
     float* scale;        // for INT8 weights: per row
     float* sum;          // for INT8 weights: of the row's int8 values; undoes the +128 of the weights
@@ -140,9 +141,9 @@ struct Kernels {
 
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
-extern const Kernels avx2_kernels;
-extern const Kernels avx512vnni_kernels;
-extern const Kernels avx512bf16_kernels __attribute__((weak));  // of these two, those the compiler knew
+extern const Kernels avx2_kernels __attribute__((weak));  // of these, those the compiler knew
+extern const Kernels avx512vnni_kernels __attribute__((weak));
+extern const Kernels avx512bf16_kernels __attribute__((weak));
 extern const Kernels amx_kernels __attribute__((weak));
 #endif
 

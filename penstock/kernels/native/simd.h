@@ -117,12 +117,16 @@ PENSTOCK_INLINE uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-#if defined(__AVX512BF16__)
 PENSTOCK_INLINE void store_bf16(uint16_t* p, f32x16 v) {
+#if defined(__AVX512BF16__)
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
     memcpy(p, &rounded, sizeof rounded);
+#else
+    for (int i = 0; i < 16; i++) p[i] = to_bf16(v[i]);
+#endif
 }
 
+#if defined(__AVX512BF16__)
 // acc[i] += the dot product of the two bfloat16 numbers in lane i with the two at `a`.
 PENSTOCK_INLINE f32x16 dot2(f32x16 acc, u32x16 pairs, const uint16_t* a) {
     int32_t two;
@@ -206,5 +210,6 @@ PENSTOCK_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const uint8_t* a) {
 }
 
 PENSTOCK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+PENSTOCK_INLINE void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 }  // namespace PENSTOCK_ISA
