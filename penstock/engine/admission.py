@@ -44,7 +44,7 @@ class Admission:
         own = self._times.chunk_seconds(sequence.prompt_len - sequence.to_compute, sequence.to_compute)
         if own:
             forecast = self._forecast(sequence, own, allowed, load)
-            late = forecast - allowed * (1.0 - self._calibration.margin(objective.name))
+            late = forecast * self._times.slowdown - allowed * (1.0 - self._calibration.margin(objective.name))
             if late > 0:
                 raise Overloaded(
                     f"the first token would come after {forecast:.2f} s, too late to promise {allowed:.2f} s",

@@ -18,6 +18,8 @@ HEADROOM = 1.5  # more machine than the work at hand needs, for what will come b
 ARRIVALS_SECONDS = 10.0  # over which the rate of arriving work is taken
 _CALIBRATION_PACE = 0.05
 _MARGINS = (0.2, 0.6)  # share of a time to first token that admission leaves free at least and at most
+_FIRST_MARGIN = 0.4  # until a class has had so many first tokens:
+_LEARNT_REQUESTS = 64
 _MARGIN_REQUESTS = (8, 32)  # windows and their size: a late first token is remembered for a few hundred
 _REMEMBERED = 64  # different promises; the one not heard of for longest is forgotten
 
@@ -83,8 +85,10 @@ class Calibration:
     def margin(self, objective: str) -> float:
         """The share of its time to first token that a forecast must leave free, as it may be wrong by that much."""
         overrun = self._overruns.get(objective)
+        if overrun is None or overrun.count < _LEARNT_REQUESTS:
+            return _FIRST_MARGIN
         least, most = _MARGINS
-        return least if overrun is None else min(most, max(least, overrun.value))
+        return min(most, max(least, overrun.value))
 
     def learn(self, objective: str, forecast: float, measured: float, allowed: float) -> None:
         """`forecast` includes the factor of that time."""

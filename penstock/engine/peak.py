@@ -14,13 +14,12 @@ class RecentPeak:
     def __init__(self, windows: int, size: int) -> None:
         self._peaks: deque[float] = deque([0.0], maxlen=windows)
         self._size = size
-        self._added = 0
+        self.count = 0  # of values there ever were
 
     def add(self, value: float) -> None:
-        if self._added == self._size:
+        if self.count and self.count % self._size == 0:
             self._peaks.append(0.0)
-            self._added = 0
-        self._added += 1
+        self.count += 1
         self._peaks[-1] = max(self._peaks[-1], value)
 
     @property

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _BEND = 256  # tokens a step from which on arithmetic, not reading weights, takes the time, more or less
 _USUAL_CHUNK = 1024  # tokens of a prompt in one step
 _USUAL_PROMPT = 96
-_PACE = 5.0
+_PACE = 4.0
 _USUAL_BATCH, _USUAL_CONTEXT = 32, 512
 _MEMORY = 0.997  # weight of the past at each observation: about 300 steps
 _REFIT_STEPS = 8
@@ -139,6 +139,7 @@ class StepTimes:
         self._mixed = _Fit(6)
         self._errors: deque[float] = deque(maxlen=200)
         self._overrun = RecentPeak(*_MARGIN_STEPS)  # seconds that steps took longer than predicted
+        self._slowest = RecentPeak(*_MARGIN_STEPS)  # drift of steps with prompts
         self._observed = 0
         if path is not None:
             self._load(path)
@@ -190,6 +191,7 @@ class StepTimes:
             self._observed += 1
             if self._observed > _SETTLED_STEPS:
                 self._overrun.add(seconds - predicted)
+                self._slowest.add(self._mixed.drift)
 
     def plan_within(self, limit: float) -> float:
         """How long a step may be predicted to take if it has to end within `limit` seconds, as predictions err."""
@@ -200,9 +202,14 @@ class StepTimes:
             least = _FIRST_MARGIN
         return limit - min(most * limit, max(least * limit, _HEADROOM * self._overrun.value))
 
+    @property
+    def slowdown(self) -> float:
+        """How many times slower than now this machine has been lately: it may be so again before a promise is due."""
+        return max(1.0, self._slowest.value / self._mixed.drift)
+
     def pace(self, decodes: StepShape) -> float:
-        """How long a step may take beside streams that are promised no gap: so long that decoding takes a fifth of it,
-        or twice as long as one with a usual prompt. A prompt far longer than that is slowed down by a third or so."""
+        """How long a step may take beside streams that are promised no gap: so long that decoding takes a quarter of it,
+        or twice as long as one with a usual prompt. A prompt far longer than that is slowed down by a half or so."""
         if not self.measured:
             return math.inf
         decode = self.predict(decodes.without_prefill())
