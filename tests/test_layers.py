@@ -77,7 +77,7 @@ def test_decisions_and_gateway_do_not_load_torch() -> None:
 
 def test_the_native_cpu_path_does_not_load_torch() -> None:
     """220 MiB of a server that should stay small; what uses torch is imported once it is needed."""
-    modules = ["startup", "native_runner", "packed", "perplexity", "progress"]
+    modules = ["startup", "native_runner", "packed", "quality", "progress"]
     assert "torch" not in loaded_by(["penstock.worker.main", *(f"penstock.runner.{name}" for name in modules)])
 
 

@@ -33,8 +33,8 @@ _DTYPES: dict[str, tuple[str, Callable[[npt.NDArray[Any]], Floats]]] = {
 }
 
 
-def read_tensors(path: Path) -> Iterator[tuple[str, Floats]]:
-    """Every tensor of the file, each as a new array."""
+def read_tensors(path: Path, order: Callable[[str], int] | None = None) -> Iterator[tuple[str, Floats]]:
+    """Every tensor of the file, each as a new array; in an order of their names, or as they lie there."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         header_size = int.from_bytes(data[:8], "little")
         try:
@@ -42,6 +42,8 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Floats]]:
             entries = [(name, *_entry(entry)) for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StartupError(f"cannot read {path}: {error!r}. Download it again.") from error
+        if order is not None:
+            entries.sort(key=lambda entry: order(entry[0]))
         for name, dtype, shape, begin, end in entries:
             if dtype not in _DTYPES:
                 raise StartupError(f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(_DTYPES)}")

@@ -13,9 +13,9 @@ from penstock.core.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.kernels.native import Scheme
     from penstock.kernels.native_model import NativeModel
     from penstock.models.config import ModelConfig
+    from penstock.runner.quality import Quality
     from penstock.text.tokenizer import Tokenizer
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -29,7 +29,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help="as for serve")
     parser.add_argument("--scheme", choices=["int8", "int4"], default="int8")
     parser.add_argument("--output", metavar="FOLDER", help="also write a checkpoint to move and to serve elsewhere")
-    parser.add_argument("--check", metavar="TEXT", help="a text file: report perplexity on it against bfloat16")
+    parser.add_argument(
+        "--check",
+        metavar="TEXT",
+        help="a text file: report perplexity, top-1 agreement and KL divergence on it, against float32",
+    )
     parser.set_defaults(run=run)
 
 
@@ -37,9 +41,10 @@ def run(args: argparse.Namespace) -> int:
     from penstock.checkpoint.source import resolve
     from penstock.core.machine import usable_cpus
     from penstock.models.config import read_config
+    from penstock.models.host_weights import host_weights
     from penstock.runner.packed import fill, native_model
-    from penstock.runner.perplexity import WINDOW, perplexity
     from penstock.runner.progress import LoadProgress
+    from penstock.runner.quality import WINDOW, ExactText
     from penstock.text.tokenizer import load_tokenizer
 
     checkpoint = resolve(args.model)
@@ -49,23 +54,26 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(checkpoint) if args.check or args.output else None
     tokens = _tokens(Path(args.check), tokenizer) if args.check and tokenizer else []
 
-    def packed(scheme: Scheme) -> NativeModel:
-        model = native_model(
-            config, scheme, block_size=BLOCK_SIZE, num_blocks=WINDOW // BLOCK_SIZE, threads=usable_cpus()
-        )
-        path = fill(model, checkpoint, config, LoadProgress(sys.stderr))
-        print(f"{scheme}: {model.weight_bytes / 2**20:.0f} MiB, packed for `penstock serve` in {path}")
-        return model
-
-    quantized = packed(args.scheme)
+    quantized = native_model(
+        config, args.scheme, block_size=BLOCK_SIZE, num_blocks=WINDOW // BLOCK_SIZE, threads=usable_cpus()
+    )
+    path = fill(quantized, checkpoint, config, LoadProgress(sys.stderr))
+    print(f"{args.scheme}: {quantized.weight_bytes / 2**20:.0f} MiB, packed for `penstock serve` in {path}", flush=True)
     if args.output and tokenizer:
         _write(Path(args.output), quantized, config, tokenizer)
     if tokens:
-        print(f"perplexity on {args.check}, {len(tokens)} tokens in windows of {WINDOW}:")
-        exact = perplexity(packed("none"), tokens)
-        rough = perplexity(quantized, tokens)
-        print(f"  bfloat16 {exact:.4f}\n  {args.scheme:8s} {rough:.4f}  ({rough / exact - 1:+.2%})")
+        print(f"against float32 on {args.check}, {len(tokens)} tokens in windows of {WINDOW}:", flush=True)
+        progress = LoadProgress(sys.stderr, "computing in float32", bytes_done=False)
+        exact = ExactText(host_weights(checkpoint, config), config, tokens, progress)
+        _report(exact.compare(quantized, LoadProgress(sys.stderr, f"computing in {args.scheme}", bytes_done=False)))
     return 0
+
+
+def _report(quality: Quality) -> None:
+    exact, rough = quality.exact_perplexity, quality.perplexity
+    print(f"  perplexity       {rough:.4f} instead of {exact:.4f}  ({rough / exact - 1:+.2%})")
+    print(f"  top-1 agreement  {quality.top1:.2%}")
+    print(f"  KL divergence    {quality.kl:.5f}")
 
 
 def _write(folder: Path, model: NativeModel, config: ModelConfig, tokenizer: Tokenizer) -> None:

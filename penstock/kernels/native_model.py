@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.machine import usable_cpus
+from penstock.kernels.decoder_reference import untied
 from penstock.kernels.native import (
     KV_FORMATS,
     SCHEMES,
@@ -143,15 +144,6 @@ def block_bytes(config: ModelShape, block_size: int, kv: KVFormat) -> int:
     """Of one cache block over all layers: keys and values of `block_size` tokens; int8 has a bfloat16 scale each."""
     vector = config.head_dim * 2 if kv == "bf16" else config.head_dim + 2
     return 2 * config.num_layers * config.num_kv_heads * block_size * vector
-
-
-def _untied(weights: Iterator[tuple[str, Floats]]) -> Iterator[tuple[str, Floats]]:
-    """The embedding once more, as the output projection."""
-    for name, tensor in weights:
-        if name != "lm_head.weight":
-            yield name, tensor
-        if name == "model.embed_tokens.weight":
-            yield "lm_head.weight", tensor
 
 
 def tensor_shapes(config: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -309,7 +301,7 @@ class NativeModel:
         """
         missing = set(tensor_shapes(self.config))
         if self.config.tie_embeddings:
-            weights = _untied(weights)
+            weights = untied(weights)
         if self.scheme == "int8":
             turn = NativeTurn(self.config.hidden_size)
             weights = rotated(weights, turn, self._transform_mlp, self._spread_heads)

@@ -30,6 +30,11 @@ def inverse_frequencies(config: ModelConfig) -> Floats:
             return _yarn(base, scaling, dim, theta)
 
 
+def rope_magnitude(config: ModelConfig) -> float:
+    """What YaRN multiplies the rotary cosines and sines by."""
+    return config.rope_scaling.attention_factor if isinstance(config.rope_scaling, YarnScaling) else 1.0
+
+
 def _llama3(base: Floats, scaling: Llama3Scaling) -> Floats:
     turns = np.float32(scaling.original_max_position) * base / np.float32(2 * math.pi)  # within pretraining's context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor

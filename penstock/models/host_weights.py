@@ -14,7 +14,7 @@ from penstock.checkpoint.source import Checkpoint, safetensors_files
 from penstock.core.errors import StartupError
 from penstock.kernels.native_model import tensor_shapes
 from penstock.models.config import ModelConfig
-from penstock.models.names import from_gguf
+from penstock.models.names import from_gguf, layer_number
 
 DUMMY_SCALE = 0.02
 
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def host_weights(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple[str, Floats]]:
-    """Every weight under its Hugging Face name, one at a time, as a float32 array of its own."""
+    """Every weight under its Hugging Face name, one at a time and layer by layer, as float32 arrays of their own."""
     for name, array in _stored(checkpoint, config):
         tied = name == "lm_head.weight" and config.tie_embeddings
         if not tied and not name.endswith("rotary_emb.inv_freq"):
@@ -32,12 +32,12 @@ def host_weights(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple[
 def _stored(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple[str, Floats]]:
     if checkpoint.kind == "gguf":
         file = GGUFFile(checkpoint.path)
-        for gguf_name in file.tensors:
+        for gguf_name in sorted(file.tensors, key=layer_number):
             yield from from_gguf(gguf_name, partial(file.read, gguf_name), config)
     elif checkpoint.kind == "folder":
         for path in safetensors_files(checkpoint.path):
             try:
-                yield from read_tensors(path)
+                yield from read_tensors(path, layer_number)
             except (OSError, ValueError) as error:
                 raise StartupError(f"cannot read {path}: {error}. Download it again.") from error
     elif checkpoint.kind == "dummy":

@@ -46,6 +46,12 @@ LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 GLOBAL_NAME = re.compile(r"(\w+)\.(weight|bias)")
 
 
+def layer_number(name: str) -> int:
+    """Of a tensor in either naming; -1 for those of no layer. Files are sorted by letters: 1, 10, 11, 2."""
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else -1
+
+
 def from_gguf(name: str, read: Callable[[], Array], config: ModelConfig) -> Iterator[tuple[str, Array]]:
     """The Hugging Face tensors that one GGUF tensor holds; a name unknown here is passed on as it is."""
     if name in NOT_WEIGHTS:

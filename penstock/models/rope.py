@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from penstock.models.config import ModelConfig, YarnScaling
-from penstock.models.frequencies import inverse_frequencies
+from penstock.models.config import ModelConfig
+from penstock.models.frequencies import inverse_frequencies, rope_magnitude
 
 
 class Rotary:
@@ -17,7 +17,7 @@ class Rotary:
 
     def __init__(self, config: ModelConfig) -> None:
         self.inverse_frequencies = torch.from_numpy(inverse_frequencies(config))
-        self.magnitude = config.rope_scaling.attention_factor if isinstance(config.rope_scaling, YarnScaling) else 1.0
+        self.magnitude = rope_magnitude(config)
 
     def at(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and signed sin, [T, 1, D] each, to be shared by all heads."""

@@ -17,8 +17,8 @@ from penstock.core.errors import StartupError
 from penstock.core.machine import cache_folder
 from penstock.kernels.native import Floats, KVFormat, Scheme, isa
 from penstock.kernels.native_model import NativeModel, tensor_shapes
-from penstock.models.config import ModelConfig, YarnScaling
-from penstock.models.frequencies import inverse_frequencies
+from penstock.models.config import ModelConfig
+from penstock.models.frequencies import inverse_frequencies, rope_magnitude
 from penstock.models.host_weights import host_weights
 from penstock.models.packed_config import write_packed_config
 
@@ -37,7 +37,6 @@ def usual_kv(scheme: Scheme) -> KVFormat:
 def native_model(
     config: ModelConfig, scheme: Scheme, *, block_size: int, num_blocks: int, threads: int, kv: KVFormat | None = None
 ) -> NativeModel:
-    scaling = config.rope_scaling
     return NativeModel(
         config,
         inverse_frequencies(config),
@@ -46,7 +45,7 @@ def native_model(
         num_blocks=num_blocks,
         threads=threads,
         kv=kv or usual_kv(scheme),
-        rope_magnitude=scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0,
+        rope_magnitude=rope_magnitude(config),
     )
 
 

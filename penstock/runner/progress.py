@@ -9,9 +9,10 @@ _WIDTH = 30
 
 
 class LoadProgress:
-    def __init__(self, stream: TextIO, label: str = "loading weights") -> None:
+    def __init__(self, stream: TextIO, label: str = "loading weights", *, bytes_done: bool = True) -> None:
         self._stream = stream
         self._label = label
+        self._bytes_done = bytes_done
         self._shown = -1
 
     def __call__(self, done: int, total: int) -> None:
@@ -21,8 +22,9 @@ class LoadProgress:
         self._shown = percent
         filled = _WIDTH * percent // 100
         bar = "█" * filled + "░" * (_WIDTH - filled)
+        amount = f"  {done / 2**20:.0f} of {total / 2**20:.0f} MiB" if self._bytes_done else ""
         end = "\n" if done >= total else ""
-        self._stream.write(f"\r{self._label} {bar} {percent:3d}%  {done / 2**20:.0f} of {total / 2**20:.0f} MiB{end}")
+        self._stream.write(f"\r{self._label} {bar} {percent:3d}%{amount}{end}")
         self._stream.flush()
 
 

@@ -14,14 +14,19 @@ from penstock import LLM, SamplingParams
 from penstock.core.errors import StartupError
 from tests.conftest import Server, start_server
 
+MOBY_DICK = Path(__file__).parents[1] / "data" / "moby-dick.txt"
 MESSAGES = [{"role": "user", "content": "Name three colours."}]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("quantized") / "smol-int4"
+    text = target.with_suffix(".txt")
+    text.write_text(MOBY_DICK.read_text()[:2000])
     command = [sys.executable, "-m", "penstock.cli.main", "quantize", "--scheme", "int4", "--output", str(target)]
-    assert "serve it with" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run([*command, "--check", str(text)], capture_output=True, text=True, check=True).stdout
+    assert "serve it with" in said
+    assert all(measure in said for measure in ("perplexity  ", "top-1 agreement", "KL divergence"))
     return target
 
 

@@ -18,7 +18,8 @@ import transformers
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.kernels import native
-from penstock.kernels.native_model import ALIGNMENT, NativeModel, NativeRows, NativeStep
+from penstock.kernels.decoder_reference import ReferenceDecoder, stages, untied
+from penstock.kernels.native_model import ALIGNMENT, NativeModel, NativeRows, NativeStep, tensor_shapes
 from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies
 from penstock.quantization.scheme import int4_round_trip
@@ -166,6 +167,24 @@ def test_logits_match_transformers(kind: str, scheme: native.Scheme) -> None:
     logits, argmax = build(model, scheme).forward(*step([(tokens, 0, [9, 3, 7, 1, 4])]))
     assert relative_error(logits, expected(model, tokens)) < (limit() if scheme == "none" else 0.06)
     assert (argmax == logits.argmax(axis=1)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_decoder_matches_transformers(kind: str) -> None:
+    """Whatever the order in which a checkpoint holds its tensors."""
+    model = reference(kind)
+    config, tokens = shape(model), np.random.default_rng(7).integers(0, VOCAB, 75)
+    decoder = ReferenceDecoder(config, inverse_frequencies(config))
+    weights = sorted(arrays_of(model), key=lambda named: named[0], reverse=True)
+    found = stages(untied(iter(weights)) if config.tie_embeddings else iter(weights), tensor_shapes(config))
+    x = next(found)[1]["model.embed_tokens.weight"][tokens]
+    for number in range(config.num_layers):
+        prefix, tensors = next(found)
+        assert prefix == f"model.layers.{number}."
+        x, _ = decoder.layer(number, tensors, x)
+    _, output = next(found)
+    logits = decoder.normed(x) * output["model.norm.weight"] @ output["lm_head.weight"].T
+    assert relative_error(logits, expected(model, tokens)) < 1e-5
 
 
 @pytest.mark.parametrize("scheme", ["none", "int8", "int4"])
