@@ -25,8 +25,8 @@ ODD = [(1, 33, 100), (7, 40, 160), (16, 32, 64), (17, 100, 96), (47, 70, 577), (
 SECONDS = 0.05  # spent on each figure, at the least
 TOLERANCE = 1e-3  # a fused multiply rounds a rare activation to the int8 value beside the reference's: some 1e-4
 
-WEIGHTS = {"none": scheme.round_bfloat16, "int8": scheme.int8_round_trip, "int4": scheme.int4_round_trip}
-INPUTS = {"int8": scheme.int8_round_trip, "int4": scheme.int8_group_round_trip}
+WEIGHTS = {"none": scheme.round_bfloat16, "int8": scheme.int8_affine_round_trip, "int4": scheme.int4_round_trip}
+INPUTS = {"int8": scheme.int8_affine_round_trip, "int4": scheme.int8_group_round_trip}
 ROUNDS_INPUTS = ("avx512bf16", "amx")  # to bfloat16, beside weights in it
 INT4_ROWS = 64  # of gemm_amx.h: from here on AMX multiplies int4 weights in bfloat16
 

@@ -40,9 +40,11 @@ class DecoderShape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What the four matrices of a layer read; qkv and gate_up before the weights of the norm in front of them."""
+    """What is multiplied in a layer: the inputs of its four matrices, before norm weights, and queries and keys."""
 
     qkv_TC: Floats
+    q_HTD: Floats
+    k_KTD: Floats
     o_TC: Floats
     gate_up_TC: Floats
     down_TI: Floats
@@ -55,23 +57,25 @@ class ReferenceDecoder:
 
     def normed(self, x_TC: Floats) -> Floats:
         squares = np.square(x_TC).mean(axis=-1, keepdims=True)
-        return x_TC / np.sqrt(squares + np.float32(self.shape.norm_eps))
+        normed: Floats = x_TC / np.sqrt(squares + np.float32(self.shape.norm_eps))
+        return normed
 
     def layer(self, number: int, tensors: Tensors, x_TC: Floats) -> tuple[Floats, LayerInputs]:
         """The hidden states of one sequence after a layer, from those before it."""
         qkv_TC = self.normed(x_TC)
-        o_TC = self._attention(number, tensors, qkv_TC * tensors["input_layernorm.weight"])
+        normed = qkv_TC * tensors["input_layernorm.weight"]
+        q_HTD, k_KTD, v_KTD = (self._heads(tensors, name, normed) for name in "qkv")
+        o_TC = self._attention(number, q_HTD, k_KTD, v_KTD)
         x_TC = x_TC + _linear(tensors, "self_attn.o_proj", o_TC)
         gate_up_TC = self.normed(x_TC)
         given = gate_up_TC * tensors["post_attention_layernorm.weight"]
         gate_TI, up_TI = _linear(tensors, "mlp.gate_proj", given), _linear(tensors, "mlp.up_proj", given)
         down_TI = gate_TI / (1 + np.exp(-gate_TI)) * up_TI
         x_TC = x_TC + _linear(tensors, "mlp.down_proj", down_TI)
-        return x_TC, LayerInputs(qkv_TC, o_TC, gate_up_TC, down_TI)
+        return x_TC, LayerInputs(qkv_TC, q_HTD, k_KTD, o_TC, gate_up_TC, down_TI)
 
-    def _attention(self, number: int, tensors: Tensors, x_TC: Floats) -> Floats:
-        q_HTD, k_KTD, v_KTD = (self._heads(tensors, name, x_TC) for name in "qkv")
-        group, tokens = len(q_HTD) // len(k_KTD), len(x_TC)
+    def _attention(self, number: int, q_HTD: Floats, k_KTD: Floats, v_KTD: Floats) -> Floats:
+        group, tokens = len(q_HTD) // len(k_KTD), q_HTD.shape[1]
         age = np.arange(tokens)[:, None] - np.arange(tokens)
         hidden = (age < 0) | (age >= (self.shape.windows[number] or tokens))
         scores = q_HTD @ np.repeat(k_KTD, group, axis=0).swapaxes(1, 2) * np.float32(self.shape.head_dim**-0.5)

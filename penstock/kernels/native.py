@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.errors import StartupError
-from penstock.quantization.rotation import Rotation
 
 Scheme = Literal["none", "int8", "int4"]
 KVFormat = Literal["bf16", "int8"]
@@ -34,9 +33,9 @@ class Spec(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
-        *((name, ctypes.c_int32) for name in ("vocab", "qk_norm", "attention_bias", "output_bias", "mlp_bias")),
+        *((name, ctypes.c_int32) for name in ("vocab", "qk_norm", "attention_bias", "output_bias", "mlp_bias", "tied")),
         *((name, ctypes.c_int32) for name in ("scheme", "block_size", "num_blocks", "threads", "kv_format")),
-        ("mlp_rotation", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("hidden_transform", "mlp_transform")),
         ("norm_eps", ctypes.c_float),
         ("rope_magnitude", ctypes.c_float),
     ]
@@ -78,7 +77,6 @@ def _load() -> ctypes.CDLL | str:
     pointer, message = ctypes.c_void_p, ctypes.c_char_p
     i32, i64 = ctypes.c_int32, ctypes.c_int64
     signatures: dict[str, tuple[Any, list[Any]]] = {
-        "penstock_turn": (None, [pointer, i64, i32, i32, pointer, pointer]),
         "penstock_hadamard": (None, [pointer, i64, i32, i32]),
         "penstock_matmul": (ctypes.c_double, [pointer, pointer, pointer, *[i32] * 5, pointer]),
         "penstock_attention": (None, [pointer, pointer, pointer, *[i32] * 8, pointer]),
@@ -130,23 +128,11 @@ def set_isa(name: Isa) -> None:
         raise StartupError(f"this CPU or build has no {name} kernels", param="isa")
 
 
-class NativeTurn:
-    """`Rotation` at the speed of memory, in place where the rows are contiguous float32."""
-
-    def __init__(self, size: int) -> None:
-        self.rotation = Rotation(size)
-
-    def __call__(self, rows: Floats) -> Floats:
-        out = np.ascontiguousarray(rows, dtype=np.float32)
-        signs, mix = self.rotation.signs, self.rotation.mix
-        library().penstock_turn(
-            out.ctypes.data, len(out), out.shape[1], self.rotation.block, signs.ctypes.data, mix.ctypes.data
-        )
-        return out
-
-
 def transform_blocks(rows: Floats, block: int) -> Floats:
-    """The Hadamard transform of each run of `block` values, a power of two from 16, in each row; in place as above."""
+    """The Hadamard transform of each run of `block` values, a power of two from 16, in each row.
+
+    In place where the rows are contiguous float32.
+    """
     out = np.ascontiguousarray(rows, dtype=np.float32)
     library().penstock_hadamard(out.ctypes.data, len(out), out.shape[1], block)
     return out

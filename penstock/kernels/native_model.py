@@ -8,7 +8,7 @@ import os
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
@@ -20,24 +20,23 @@ import numpy.typing as npt
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.machine import usable_cpus
-from penstock.kernels.decoder_reference import untied
+from penstock.kernels.calibration import EXACT_NORM, balanced
+from penstock.kernels.decoder_reference import ReferenceDecoder, untied
 from penstock.kernels.native import (
     KV_FORMATS,
     SCHEMES,
     Floats,
     Ints,
     KVFormat,
-    NativeTurn,
     Scheme,
     Spec,
     Step,
     library,
-    transform_blocks,
     unavailable_reason,
 )
-from penstock.quantization.rotation import hadamard_block, rotated, split_name
+from penstock.quantization.rotation import hadamard_block, split_name
 
-LAYOUT_VERSION = 4  # of packed files; raise it whenever the order or packing of weights changes
+LAYOUT_VERSION = 5  # of packed files; raise it whenever the order or packing of weights changes
 MAGIC = b"PENSTOCK"
 ALIGNMENT = 4096  # of the weights in a packed file, so that they can be mapped
 PIECE = 4 * 2**20  # bytes of weights for which a packed file has a checksum
@@ -65,6 +64,7 @@ TENSORS = (
     "mlp.gate_proj.bias",
     "mlp.up_proj.bias",
     "mlp.down_proj.bias",
+    EXACT_NORM,
 )
 
 
@@ -180,6 +180,17 @@ def tensor_shapes(config: ModelShape) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _checked(
+    weights: Iterator[tuple[str, Floats]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Floats]]:
+    for name, tensor in weights:
+        if name not in shapes:
+            raise StartupError(f"tensor {name} is not part of a model with this configuration")
+        if tensor.shape != shapes[name]:
+            raise StartupError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shapes[name])}")
+        yield name, tensor
+
+
 @dataclass(frozen=True, slots=True)
 class NativeStep:
     """Tokens of several sequences, one after the other; a list has an entry per sequence where nothing else is said."""
@@ -231,7 +242,6 @@ class NativeModel:
         self.block_size, self.num_blocks = block_size, num_blocks
         self.block_bytes = block_bytes(config, block_size, kv)
         self.call_began = self.call_ended = 0.0  # of the last native step, by time.perf_counter
-        self._mlp_rotation = hadamard_block(config.intermediate_size) if scheme == "int8" else 0
         spec = Spec(
             layers=config.num_layers,
             hidden=config.hidden_size,
@@ -244,12 +254,14 @@ class NativeModel:
             attention_bias=config.attention_bias,
             output_bias=config.output_bias,
             mlp_bias=config.mlp_bias,
+            tied=config.tie_embeddings,
             scheme=SCHEMES[scheme],
             block_size=block_size,
             num_blocks=num_blocks,
             threads=threads or usable_cpus(),
             kv_format=KV_FORMATS[kv],
-            mlp_rotation=self._mlp_rotation,
+            hidden_transform=hadamard_block(config.hidden_size) if scheme == "int8" else 0,
+            mlp_transform=hadamard_block(config.intermediate_size) if scheme == "int8" else 0,
             norm_eps=config.norm_eps,
             rope_magnitude=rope_magnitude,
         )
@@ -257,6 +269,7 @@ class NativeModel:
         frequencies = np.ascontiguousarray(inverse_frequencies, dtype=np.float32)
         if frequencies.shape != (config.head_dim // 2,):
             raise StartupError(f"{config.head_dim // 2} rotary frequencies are needed, not {frequencies.shape}")
+        self._decoder = ReferenceDecoder(config, frequencies, rope_magnitude)
         self._frequencies = frequencies
         self._allocate()
 
@@ -299,16 +312,13 @@ class NativeModel:
 
         They may be overwritten.
         """
-        missing = set(tensor_shapes(self.config))
-        if self.config.tie_embeddings:
-            weights = untied(weights)
+        shapes = tensor_shapes(self.config)
+        missing = set(shapes)
+        weights = _checked(untied(weights) if self.config.tie_embeddings else weights, shapes)
         if self.scheme == "int8":
-            turn = NativeTurn(self.config.hidden_size)
-            weights = rotated(weights, turn, self._transform_mlp, self._spread_heads)
+            weights = balanced(weights, self._decoder, shapes)
         for name, tensor in weights:
             layer, part = split_name(name)
-            if part not in TENSORS:
-                raise StartupError(f"tensor {name} is not part of a dense Llama-family model")
             number = int(layer.split(".")[2]) if layer else 0
             values = np.ascontiguousarray(tensor, dtype=np.float32)
             rows, columns = values.shape if values.ndim == 2 else (values.shape[0], 1)
@@ -384,13 +394,6 @@ class NativeModel:
         if rows > len(self._logits):
             self._logits = np.empty((rows, self.config.vocab_size), dtype=np.float32)
         return self._logits[:rows]
-
-    def _spread_heads(self, rows: Floats) -> Floats:
-        block = hadamard_block(self.config.head_dim)
-        return transform_blocks(rows, block) if block else rows
-
-    def _transform_mlp(self, rows: Floats) -> Floats:
-        return transform_blocks(rows, self._mlp_rotation) if self._mlp_rotation else rows
 
     def forward(self, step: NativeStep, rows: NativeRows, *, logits: bool = True) -> tuple[Floats, list[int]]:
         """Logits of the wanted rows, [R, V], valid until the next call, and the token of the largest in each.

@@ -1,32 +1,32 @@
-"""Turn a model's hidden space so that no channel stands out, without changing what the model computes.
+"""Make weights and activations easy to round to int8, without changing what the model computes.
 
 A few channels of a language model carry values a hundred times the rest, and one int8 scale per token then leaves the
-rest only a few levels. An orthogonal matrix R spreads them out: RMSNorm commutes with R once its weights are
-multiplied into the matrices behind it, so R is folded into the checkpoint and costs nothing at run time.
+rest only a few levels. Two things are done to the input x of a matrix W, and undone in its columns:
+
+- Each channel is multiplied by a number. The rounding of W and that of x each add an error in proportion to |W| |x|
+  (norms over channels), which is least where channel j's number is (|W_j| / |x_j|)^(1/2): then a channel that is large
+  in x and hardly read by W takes no precision from the others.
+- An orthogonal Hadamard transform, with random signs, spreads what is left over blocks of channels.
+
+The numbers are the weights of the norm in front, or are multiplied into the rows of the value and up projections, so
+they cost nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
+Rows = Callable[[Floats], Floats]  # a linear map of each row of a matrix, its own inverse; may overwrite its argument
 
-# The norm in front of each matrix that reads the hidden space.
-NORM_OF = {
-    "lm_head.weight": "model.norm.weight",
-    "self_attn.q_proj.weight": "input_layernorm.weight",
-    "self_attn.k_proj.weight": "input_layernorm.weight",
-    "self_attn.v_proj.weight": "input_layernorm.weight",
-    "mlp.gate_proj.weight": "post_attention_layernorm.weight",
-    "mlp.up_proj.weight": "post_attention_layernorm.weight",
-}
-
-
-Rows = Callable[[Floats], Floats]  # a linear map of each row of a matrix; may overwrite its argument
+SEED = 1  # of signs and tokens: the best of eight by `penstock quantize --check` on the built-in model
+LEAST = np.float32(
+    1e-6
+)  # of a channel's energy, relative to the mean: also one that is never used gets a finite number
 
 
 def hadamard_block(size: int) -> int:
@@ -43,76 +43,74 @@ def hadamard(n: int) -> Floats:
     return matrix / np.float32(math.sqrt(n))
 
 
-def hartley(n: int) -> Floats:
-    """Orthonormal and symmetric for any n, and no entry much above the others: a random rotation has some."""
-    angles = 2 * np.pi * np.outer(np.arange(n), np.arange(n)) / n
-    return ((np.cos(angles) + np.sin(angles)) / math.sqrt(n)).astype(np.float32)
-
-
-class Rotation:
-    """R of size m * block: random signs, a Hadamard transform within each block, a Hartley transform across blocks."""
-
-    def __init__(self, size: int) -> None:
-        self.block = hadamard_block(size) or 1
-        random = np.random.Generator(np.random.PCG64(0))
-        self.signs: Floats = random.integers(0, 2, size).astype(np.float32) * 2 - 1
-        self.mix = hartley(size // self.block)
-
-    def __call__(self, rows: Floats) -> Floats:
-        """x R for each row x; the plain reference of the native one."""
-        spread = transform_blocks(rows * self.signs, self.block)
-        blocks = spread.reshape(len(rows), len(self.mix), self.block)
-        turned: Floats = np.matmul(self.mix, blocks).reshape(rows.shape)
-        return turned
-
-
 def transform_blocks(rows: Floats, block: int) -> Floats:
     """The Hadamard transform of each run of `block` values in each row; it is its own inverse."""
     return (rows.reshape(-1, block) @ hadamard(block)).reshape(rows.shape)
 
 
-def rotated(
-    weights: Iterator[tuple[str, Floats]], turn: Rows, transform: Rows, spread_heads: Rows
-) -> Iterator[tuple[str, Floats]]:
-    """The same model in a hidden space turned by R, under the same names; its norms have weights of one.
+def balance(matrices: Sequence[Floats], inputs: Floats) -> Floats:
+    """What to multiply each channel by that these matrices read; `inputs` are examples, a row each."""
+    read = np.square(inputs).mean(axis=0)
+    weight = np.sum([np.square(matrix).sum(axis=0) for matrix in matrices], axis=0)
+    numbers = ((weight + LEAST * weight.mean()) / (read + LEAST * read.mean())) ** 0.25
+    signs = np.random.Generator(np.random.PCG64(SEED)).integers(0, 2, len(numbers)) * 2 - 1
+    balanced: Floats = (signs * numbers / numbers.mean()).astype(np.float32)
+    return balanced
 
-    `turn` multiplies rows by R. `transform` is its own inverse, and what the inputs of the down projections will have
-    undergone at run time. `spread_heads`, also its own inverse, mixes the values within each head: attention is linear
-    in them, so what the value projection does the output projection undoes. The head must be given as such: once the
-    norm is folded in, it differs from the embedding.
+
+def behind_norm(
+    norm: Floats, matrices: Mapping[str, Floats], inputs: Floats, transform: Rows
+) -> tuple[Floats, dict[str, Floats]]:
+    """The weights of a norm and the matrices that read it; `inputs` are what the norm gives before its weights."""
+    folded = {name: matrix * norm for name, matrix in matrices.items()}
+    numbers = balance(list(folded.values()), inputs)
+    return numbers, {name: transform(np.divide(matrix, numbers, out=matrix)) for name, matrix in folded.items()}
+
+
+def balanced_mlp(up: Sequence[Floats], down: Floats, inputs: Floats, transform: Rows) -> tuple[list[Floats], Floats]:
+    """Rows (weight, and bias where there is one) of the up projection, and the down projection; `inputs` are its."""
+    numbers = balance([down], inputs)
+    return [(rows.T * numbers).T for rows in up], transform(down / numbers)
+
+
+def balanced_keys(
+    query: Sequence[Floats], key: Sequence[Floats], q_HTD: Floats, k_KTD: Floats
+) -> tuple[list[Floats], list[Floats]]:
+    """Rows (weight, and bias where there is one) of the query and key projections, by examples of what they give.
+
+    Rotary embedding mixes the values of a pair, half a head apart, so they share a number.
     """
+    kv_heads, _, dim = k_KTD.shape
 
-    def folded(part: str, weight: Floats, norm: Floats) -> Floats:
-        matrix = turn(weight * norm)
-        return spread_heads(np.ascontiguousarray(matrix.T)).T if part == "self_attn.v_proj.weight" else matrix
+    def by_pair(heads: Floats) -> Floats:
+        """What belongs to the same pair of keys in the same column."""
+        return heads.reshape(kv_heads, -1, dim // 2).swapaxes(0, 1).reshape(-1, kv_heads * dim // 2)
 
-    norms: dict[str, Floats] = {}
-    waiting: dict[str, list[tuple[str, Floats]]] = {}  # by the norm in front of them, which is yet to come
-    for name, tensor in weights:
-        layer, part = split_name(name)
-        if part in NORM_OF:
-            norm = layer + NORM_OF[part]
-            if norm in norms:
-                yield name, folded(part, tensor, norms[norm])
-            else:
-                waiting.setdefault(norm, []).append((name, tensor))
-        elif part in NORM_OF.values():
-            norms[name] = tensor
-            yield name, np.ones_like(tensor)
-            for reader, weight in waiting.pop(name, ()):
-                yield reader, folded(split_name(reader)[1], weight, tensor)
-        elif part == "model.embed_tokens.weight":
-            yield name, turn(tensor.copy())
-        elif part == "self_attn.o_proj.weight":
-            yield name, turn(np.ascontiguousarray(spread_heads(tensor.copy()).T)).T
-        elif part == "self_attn.v_proj.bias":
-            yield name, spread_heads(tensor[None].copy())[0]
-        elif part == "mlp.down_proj.weight":
-            yield name, turn(np.ascontiguousarray(transform(tensor.copy()).T)).T
-        elif part in ("self_attn.o_proj.bias", "mlp.down_proj.bias"):
-            yield name, turn(tensor[None].copy())[0]
-        else:
-            yield name, tensor
+    numbers = np.tile(balance([by_pair(q_HTD)], by_pair(k_KTD)).reshape(kv_heads, 1, dim // 2), (1, 2, 1))
+    asked = np.repeat(numbers.reshape(kv_heads, 1, dim), len(q_HTD) // kv_heads, axis=1)
+    return [(rows.T / asked.reshape(-1)).T for rows in query], [(rows.T * numbers.reshape(-1)).T for rows in key]
+
+
+def balanced_values(
+    value: Sequence[Floats], output: Floats, inputs: Floats, head_dim: int, transform: Rows
+) -> tuple[list[Floats], Floats]:
+    """Rows (weight, and bias where there is one) of the value projection, and the output projection; `inputs` are its.
+
+    Attention is linear in the values, so what is done to those of a head can be undone behind all the query heads that
+    read them.
+    """
+    width = len(value[0])
+
+    def by_value(rows: Floats) -> Floats:
+        """What belongs to the same value in the same column."""
+        heads = rows.reshape(len(rows), width // head_dim, -1, head_dim)
+        return heads.swapaxes(1, 2).reshape(-1, width)
+
+    numbers = balance([by_value(output)], by_value(inputs))
+    rows = [(rows.T * numbers).T.reshape(width, -1) for rows in value]
+    mixed = [transform(np.ascontiguousarray(r.T)).T.reshape(v.shape) for r, v in zip(rows, value, strict=True)]
+    repeated = np.repeat(numbers.reshape(-1, 1, head_dim), output.shape[1] // width, axis=1).reshape(-1)
+    return mixed, transform(output / repeated)
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -1,6 +1,6 @@
 """Number formats of the native kernels, in numpy: the plain reference of what native/pack.cpp and native/ops.h do fast.
 
-int8  weights symmetric with one scale per output, activations symmetric with one scale per token
+int8  weights as scale * (q - zero), q and zero in 0..255, per output; activations likewise per token
 int4  weights as minimum + scale * q, q in 0..15, per 32 inputs; activations symmetric int8 per 32 values
 KV    keys and values in bfloat16, or in symmetric int8 with a bfloat16 scale per token and head
 """
@@ -26,6 +26,16 @@ def int8_round_trip(x: Floats) -> Floats:
     peak = np.abs(x).max(axis=-1, keepdims=True)
     inverse = np.divide(np.float32(127), peak, out=np.zeros_like(peak), where=peak > 0)
     restored: Floats = np.rint(x * inverse) * (peak / np.float32(127))
+    return restored
+
+
+def int8_affine_round_trip(x: Floats) -> Floats:
+    """Each row as it survives 256 levels between its smallest and its largest value and 0, one of which is 0."""
+    low, high = np.minimum(x.min(axis=-1, keepdims=True), 0), np.maximum(x.max(axis=-1, keepdims=True), 0)
+    scale = (high - low) / np.float32(255)
+    inverse = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    zero = np.rint(-low * inverse)
+    restored: Floats = (np.clip(np.rint(x * inverse) + zero, 0, 255) - zero) * scale
     return restored
 
 

@@ -31,8 +31,8 @@ def test_an_unknown_isa_is_refused() -> None:
         native.set_isa("avx1024")  # type: ignore[arg-type]
 
 
-WEIGHTS = {"none": scheme.round_bfloat16, "int8": scheme.int8_round_trip, "int4": scheme.int4_round_trip}
-INPUTS = {"none": lambda x: x, "int8": scheme.int8_round_trip, "int4": scheme.int8_group_round_trip}
+WEIGHTS = {"none": scheme.round_bfloat16, "int8": scheme.int8_affine_round_trip, "int4": scheme.int4_round_trip}
+INPUTS = {"none": lambda x: x, "int8": scheme.int8_affine_round_trip, "int4": scheme.int8_group_round_trip}
 INT4_ROWS = 64  # of gemm_amx.h: from here on AMX multiplies int4 weights in bfloat16
 
 
@@ -161,14 +161,6 @@ def test_one_dominant_key_leaves_the_others_their_share(isa: str) -> None:
     v = rng.standard_normal((1000, 1, 64), dtype=np.float32) + 5
     expected = attention_reference(q, scheme.int8_cache_round_trip(k), scheme.int8_cache_round_trip(v), 0)
     np.testing.assert_allclose(native.attention(q, k, v, "int8"), expected, rtol=1e-3)
-
-
-@pytest.mark.parametrize("size", [64, 96, 36, 7, 576, 1536])
-def test_turn(isa: str, size: int) -> None:
-    x = np.random.default_rng(size).standard_normal((5, size), dtype=np.float32)
-    turned = native.NativeTurn(size)(x.copy())
-    np.testing.assert_allclose(turned, rotation.Rotation(size)(x), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(np.linalg.norm(turned, axis=1), np.linalg.norm(x, axis=1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("size", "block"), [(16, 16), (96, 32), (1536, 512)])

@@ -140,6 +140,6 @@ def test_what_quantised_weights_cost() -> None:
     assert nearly_exact.top1 > 0.97
     assert nearly_exact.kl < 0.002
     assert int8.perplexity == pytest.approx(int8.exact_perplexity, rel=0.01)
-    assert int8.top1 > 0.93
-    assert int8.kl < 0.01
+    assert int8.top1 > 0.955
+    assert int8.kl < 0.004
     assert int4.perplexity == pytest.approx(int4.exact_perplexity, rel=0.04)

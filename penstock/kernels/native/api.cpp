@@ -102,13 +102,7 @@ PENSTOCK_API bool penstock_set_isa(const char* name) {
     return false;
 }
 
-// Both work in place on contiguous rows.
-PENSTOCK_API void penstock_turn(float* rows, int64_t count, int32_t width, int32_t block, const float* signs,
-                                const float* mix) {
-    std::vector<float> spare(width);
-    for (int64_t i = 0; i < count; i++) active->turn(rows + i * width, width, block, signs, mix, spare.data());
-}
-
+// In place, on contiguous rows.
 PENSTOCK_API void penstock_hadamard(float* rows, int64_t count, int32_t width, int32_t block) {
     for (int64_t i = 0; i < count; i++) active->hadamard(rows + i * width, width, block);
 }
@@ -118,19 +112,18 @@ PENSTOCK_API void penstock_hadamard(float* rows, int64_t count, int32_t width, i
 // alone took one thread.
 PENSTOCK_API double penstock_matmul(const float* x, const float* w, const float* bias, int32_t scheme, int32_t rows,
                                     int32_t n, int32_t k, int32_t times, float* y) {
-    Matrix m{Scheme(scheme), n, k, int32_t(round_up(k, GROUP)), nullptr, nullptr, nullptr};
+    Matrix m{Scheme(scheme), n, k, int32_t(round_up(k, GROUP)), nullptr, nullptr};
     const size_t columns = size_t(m.num_panels()) * PANEL, stride = round_up(k, 64);
     const Region panels(m.num_panels() * m.panel_bytes()), f(rows * stride * sizeof(float)), q(rows * stride);
-    std::vector<float> scale(columns), biases(columns), row_scale(rows), sum(rows);
+    std::vector<float> biases(columns), row_scale(rows), sum(rows), middle(rows);
     std::vector<float> group_scale(rows * stride / GROUP), group_sum(rows * stride / GROUP);
     m.panels = panels.data();
-    m.scale = scale.data();
     m.bias = bias ? biases.data() : nullptr;
     clear(m);
     for (int i = 0; i < n; i++) pack_row(m, i, w + size_t(i) * k, k);
     if (bias) std::copy(bias, bias + n, biases.data());
     const Activations a{reinterpret_cast<float*>(f.data()), reinterpret_cast<int8_t*>(q.data()), row_scale.data(),
-                        sum.data(), group_scale.data(), group_sum.data(), stride};
+                        sum.data(), middle.data(), group_scale.data(), group_sum.data(), stride};
     for (int r = 0; r < rows; r++) {
         std::copy(x + size_t(r) * k, x + size_t(r + 1) * k, a.f + r * stride);
         active->quantize_row(a, r, k, Scheme(scheme));

@@ -110,9 +110,7 @@ PENSTOCK_INLINE void finish_sums(const uint8_t* sums, const Matrix& m, int panel
             acc[0] = dot4(acc[0], load<u8x64>(w + size_t(k) * PANEL), four);
             acc[1] = dot4(acc[1], load<u8x64>(w + size_t(k) * PANEL + 64), four);
         }
-        const float offset = 128.f * x.sum[row], scale = x.scale[row];
-        for (int j = 0; j < 2; j++)
-            y[0][j] = (to_float(acc[j]) - offset) * load<f32x16>(m.scale + panel * PANEL + 16 * j) * scale;
+        for (int j = 0; j < 2; j++) y[0][j] = finish_int8(m.levels(panel) + 64 * j, x, row, acc[j]);
     }
 }
 

@@ -1,12 +1,21 @@
-// int8 weights times int8 activations, exact in int32: y = (sum (w+128) a - 128 sum a) * scale_w * scale_a.
+// int8 weights times int8 activations, with sums of products that are exact in int32. Both spread the range from their
+// smallest to their largest value over all 256 levels: w = scale_w (u - zero) and a = scale_a q + middle, so
+//   y = scale_w (scale_a (sum u q - zero sum q) + middle sum (u - zero))
 //
-// The offset of 128 makes weights the unsigned operand of vpdpbusd and leaves the broadcast activations signed.
+// Weights are the unsigned operand of vpdpbusd, the broadcast activations the signed one.
 // 12 rows x 32 columns keep 24 accumulators in registers; per 4 inputs they need 2 weight loads and 12 broadcasts.
 #pragma once
 
 #include "gemm.h"
 
 namespace PENSTOCK_ISA {
+
+// What the integer sums of 16 outputs of a panel are, in units of the output; `levels` are of the first of these.
+PENSTOCK_INLINE f32x16 finish_int8(const uint8_t* levels, const Activations& x, int row, i32x16 acc) {
+    const i32x16 both = load<i32x16>(levels + 4 * PANEL);
+    const f32x16 zero = to_float(both & 255), total = to_float(both >> 8);
+    return (to_float(acc) * x.scale[row] + (total * x.middle[row] - zero * x.sum[row])) * load<f32x16>(levels);
+}
 
 struct Int8Tile {
 #if defined(__AVX512VNNI__)
@@ -44,17 +53,15 @@ struct Int8Tile {
             }
         }
         for (int p = 0; p < NP; p++) {
-            const float* scales = m.scale + (panel + p) * PANEL;
-            const f32x16 scale0 = load<f32x16>(scales), scale1 = load<f32x16>(scales + 16);
+            for (int line = 0; line < 8 * PANEL; line += 64) prefetch(ahead.at + p * stream + line);  // for the levels
+            const uint8_t* levels = m.levels(panel + p);
             f32x16 y[MR][2];
             for (int r = 0; r < MR; r++) {
                 for (int c = 1; c < CHAINS; c++) {
                     acc[0][p][r][0] += acc[c][p][r][0];
                     acc[0][p][r][1] += acc[c][p][r][1];
                 }
-                const float offset = 128.f * x.sum[row + r], scale = x.scale[row + r];
-                y[r][0] = (to_float(acc[0][p][r][0]) - offset) * scale0 * scale;
-                y[r][1] = (to_float(acc[0][p][r][1]) - offset) * scale1 * scale;
+                for (int j = 0; j < 2; j++) y[r][j] = finish_int8(levels + 64 * j, x, row + r, acc[0][p][r][j]);
             }
             finish_tile<MR>(m, panel + p, y, row, out);
         }

@@ -16,7 +16,8 @@ constexpr int GROUP = 32;  // inputs that share one int4 scale; inputs are padde
 constexpr size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
 // y = W x for W [n, k], stored as panels of 32 outputs so that one thread streams its bytes in order:
-//   INT8  k/4 steps of [32 outputs][4 inputs] bytes holding w + 128, and a float scale per output
+//   INT8  k/4 steps of [32 outputs][4 inputs] bytes q in 0..255, where w = scale * (q - zero); then [32 outputs] float
+//         scale and [32 outputs] zero | total << 8, total being the sum of q - zero over the inputs
 //   INT4  k/32 groups of [32 outputs](scale, minimum) bfloat16 pairs, then 4 x [32 outputs][4 inputs] bytes
 //         whose low nibbles are inputs 8j..8j+3 and high nibbles inputs 8j+4..8j+7
 //   BF16  k/2 steps of [32 outputs][2 inputs] bfloat16
@@ -24,12 +25,14 @@ struct Matrix {
     Scheme scheme;
     int32_t n, k, padded_k;
     uint8_t* panels;
-    float* scale;  // per output, padded to whole panels; INT8 only
-    float* bias;   // per output, padded; null when the layer has none
+    float* bias;  // per output, padded to whole panels; null when the layer has none
     size_t panel_bytes() const {
         const size_t weights = size_t(PANEL) * padded_k;
-        return scheme == BF16 ? weights * 2 : scheme == INT8 ? weights : weights / 2 + weights / GROUP * 4;
+        if (scheme == INT8) return weights + 8 * PANEL;
+        return scheme == BF16 ? weights * 2 : weights / 2 + weights / GROUP * 4;
     }
+    // Scale, zero and total of a panel; they lie behind its weights, where the stream of these has brought them in.
+    uint8_t* levels(int panel) const { return panels + panel * panel_bytes() + size_t(PANEL) * padded_k; }
     int num_panels() const { return int(round_up(n, PANEL) / PANEL); }
 };
 
@@ -38,15 +41,17 @@ struct Activations {
     float* f;            // bfloat16 in the first half of a row: for BF16 weights where there are instructions for it, and
                          // for INT4 weights with AMX
     int8_t* q;
-    float* scale;        // for INT8 weights: per row
-    float* sum;          // for INT8 weights: of the row's int8 values; undoes the +128 of the weights
+    float* scale;        // for INT8 weights, as the next two: per row, whose values are scale * q + middle
+    float* sum;          // of the row's int8 values, times scale; multiplies the zero of the weights
+    float* middle;       // multiplies the total of the weights
     float* group_scale;  // for INT4 weights: per 32 values, [row][stride / 32]
     float* group_sum;    // for INT4 weights: of 32 int8 values times their scale; multiplies the minimum
     size_t stride;       // elements per row, a multiple of 64, zero beyond the width
 
     Activations from(size_t row) const {
         const size_t groups = row * (stride / GROUP);
-        return {f + row * stride, q + row * stride, scale + row, sum + row, group_scale + groups, group_sum + groups, stride};
+        return {f + row * stride, q + row * stride,     scale + row,        sum + row,
+                middle + row,     group_scale + groups, group_sum + groups, stride};
     }
 };
 
@@ -57,7 +62,7 @@ enum Epilogue : int32_t {
     CHOOSE = 3,    // keep the largest y of each row in `best`, and out = y unless data is null
 };
 
-// The largest of what one thread has seen of a row, still spread over 16 lanes.
+// The largest of what one run of panels gave of a row, still spread over 16 lanes.
 struct alignas(64) Best {
     float value[16];
     int32_t column[16];
@@ -71,7 +76,7 @@ struct Output {
     Epilogue epilogue;
     float* data;
     size_t stride;
-    Best* best = nullptr;  // per row, of this thread; CHOOSE only
+    Best* best = nullptr;  // per row, of this run of panels; CHOOSE only
 };
 
 enum KVFormat : int32_t { KV_BF16 = 0, KV_INT8 = 1 };
@@ -125,7 +130,6 @@ struct Kernels {
     void (*gemm)(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out);
     void (*quantize_row)(const Activations& x, int row, int width, Scheme scheme);
     void (*hadamard)(float* x, int width, int block);
-    void (*turn)(float* x, int width, int block, const float* signs, const float* mix, float* spare);
     void (*rms_norm)(const float* x, const float* weight, float eps, int width, float* out);
     void (*rotate)(float* head, const float* cos_sin, int head_dim, float scale);
     void (*write_cache)(const Cache& cache, int head, int32_t slot, const float* key, const float* value);
@@ -133,6 +137,8 @@ struct Kernels {
     void (*attend)(const Cache& cache, int kv_head, const AttentionTask& task, const AttentionBuffers& buffers);
     void (*merge_partials)(const float* partials, int count, int heads, int head_dim, float* out);
     int32_t (*best_column)(const Best* parts, size_t step, int count);  // over parts 0, step, 2 step …
+    int32_t (*best_exactly)(const Best* parts, size_t step, int count, const float* x, const uint16_t* table, int width,
+                            float* logits, int n);
     float (*scale_logits)(const float* logits, int n, float temperature, float* out);
     float (*total_mass)(const float* v, int n, float peak);
     int (*at_least)(const float* v, int n, float threshold, int32_t* out);

@@ -86,7 +86,7 @@ void Model::reserve(const Step& step) {
     const size_t cos_sin = round_up(spec_.head_dim, 16);
 
     size_t bytes = n * 4 * (hidden_stride_ + qkv_stride_ + cos_sin);
-    for (size_t width : widths) bytes += n * (width * 5 + width / GROUP * 8 + 8) + 6 * 64;
+    for (size_t width : widths) bytes += n * (width * 5 + width / GROUP * 8 + 12) + 7 * 64;
     buffers_ = Region(bytes + 1024);
     uint8_t* at = buffers_.data();
     const auto take = [&](size_t size) { return std::exchange(at, at + round_up(size, 64)); };
@@ -101,6 +101,7 @@ void Model::reserve(const Step& step) {
         a.q = reinterpret_cast<int8_t*>(take(n * a.stride));
         a.scale = reinterpret_cast<float*>(take(n * 4));
         a.sum = reinterpret_cast<float*>(take(n * 4));
+        a.middle = reinterpret_cast<float*>(take(n * 4));
         a.group_scale = reinterpret_cast<float*>(take(n * (a.stride / GROUP) * 4));
         a.group_sum = reinterpret_cast<float*>(take(n * (a.stride / GROUP) * 4));
     }
@@ -234,7 +235,7 @@ std::string Model::forward(const Step& step) {
     reserve(step);
     expand(step);
     plan_attention();
-    best_.assign(size_t(step.num_logits) * pool_.size(), NO_BEST);
+    best_.assign(size_t(step.num_logits) * runs_of(head_, step.num_logits), NO_BEST);
     for (WorkCounter& counter : counters_) counter.reset();
     pool_.run([&](int thread) { run(step, thread); });
     return "";
@@ -281,17 +282,30 @@ void Model::run(const Step& step, int thread) {
                  [&](int row, int to) { normalize(layer.post_norm, layer.gate_up.scheme, row, to); });
         multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, thread, number, [&](int row, int to) {
             copy_row(mlp_, row, to, spec_.intermediate);
-            quantize(mlp_, to, spec_.intermediate, spec_.mlp_rotation);
+            quantize(mlp_, to, spec_.intermediate, spec_.mlp_transform);
         });
     }
-    Best* best = best_.data() + size_t(thread) * step.num_logits;
-    multiply(head_, hidden_, step.num_logits, {CHOOSE, step.logits, size_t(spec_.vocab), best}, thread, number,
+    multiply(head_, hidden_, step.num_logits, {CHOOSE, step.logits, size_t(spec_.vocab), best_.data()}, thread, number,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
     by_rows(number, step.num_logits, [&](int row) {
         const int token = step.logit_rows[row];
-        step.argmax[row] = kernels_->best_column(best_.data() + row, step.num_logits, pool_.size());
+        step.argmax[row] = choose(step, row);
         if (batch_.last_of[token] >= 0) step.last_tokens[batch_.last_of[token]] = step.argmax[row];
     });
+}
+
+// The token of a row's largest logit. Rounded to int8, an output projection that is the embedding only says which tokens
+// come near it.
+int Model::choose(const Step& step, int row) {
+    const Best* parts = best_.data() + row;
+    const int count = runs_of(head_, step.num_logits);
+    if (!spec_.tied || head_.scheme == BF16) return kernels_->best_column(parts, step.num_logits, count);
+    float* normed = hidden_.f + row * hidden_.stride;  // no longer needed as it was
+    const float* from = x_ + size_t(step.logit_rows[row]) * hidden_stride_;
+    kernels_->rms_norm(from, exact_norm_, spec_.norm_eps, spec_.hidden, normed);
+    float* logits = step.logits ? step.logits + size_t(row) * spec_.vocab : nullptr;
+    return kernels_->best_exactly(parts, step.num_logits, count, normed, embedding_, spec_.hidden, logits,
+                                  spec_.vocab);
 }
 
 void Model::embed(int token) {
@@ -309,7 +323,9 @@ void Model::embed(int token) {
 // Norm a row of x_ into one of hidden_, and quantise it while it is in L1.
 void Model::normalize(const float* weight, Scheme scheme, int row, int to) {
     const float* from = x_ + size_t(row) * hidden_stride_;
-    kernels_->rms_norm(from, weight, spec_.norm_eps, spec_.hidden, hidden_.f + to * hidden_.stride);
+    float* normed = hidden_.f + to * hidden_.stride;
+    kernels_->rms_norm(from, weight, spec_.norm_eps, spec_.hidden, normed);
+    if (spec_.hidden_transform) kernels_->hadamard(normed, spec_.hidden, spec_.hidden_transform);
     kernels_->quantize_row(hidden_, to, spec_.hidden, scheme);
 }
 
@@ -317,9 +333,16 @@ void Model::copy_row(const Activations& x, int row, int to, int width) {
     if (row != to) std::copy_n(x.f + row * x.stride, width, x.f + to * x.stride);
 }
 
-void Model::quantize(const Activations& x, int row, int width, int rotation) {
-    if (rotation) kernels_->hadamard(x.f + row * x.stride, width, rotation);
+void Model::quantize(const Activations& x, int row, int width, int transform) {
+    if (transform) kernels_->hadamard(x.f + row * x.stride, width, transform);
     kernels_->quantize_row(x, row, width, Scheme(spec_.scheme));
+}
+
+// Into how many runs of panels a product is cut.
+int Model::runs_of(const Matrix& w, int rows) const {
+    const int panels = w.num_panels();
+    const int streams = int(round_up((panels + RUN_PANELS - 1) / RUN_PANELS, pool_.size()));
+    return std::min(panels, rows <= STREAMING_ROWS ? streams : 8 * pool_.size());
 }
 
 // prepare(row, to) makes row `to` of the operand. Many rows are prepared by all threads together; of a few, each thread
@@ -330,13 +353,13 @@ void Model::multiply(const Matrix& w, const Activations& x, int rows, const Outp
     const int copies = rows <= OWN_ROWS ? (thread + 1) * rows : 0;
     if (!copies) by_rows(number, rows, [&](int row) { prepare(row, row); });
     bool prepared = !copies;
-    const int panels = w.num_panels(), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-    const int streams = int(round_up((panels + RUN_PANELS - 1) / RUN_PANELS, pool_.size()));
-    const int runs = std::min(panels, rows <= STREAMING_ROWS ? streams : 8 * pool_.size());
+    const int runs = runs_of(w, rows), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     phase(number, blocks * runs, [&](int i) {
         for (int row = 0; !prepared && row < rows; row++) prepare(row, copies + row);
         prepared = true;
-        kernels_->gemm(w, x.from(copies), share(rows, i / runs, blocks), share(panels, i % runs, runs), out);
+        Output mine = out;
+        if (out.best) mine.best += size_t(i % runs) * rows;
+        kernels_->gemm(w, x.from(copies), share(rows, i / runs, blocks), share(w.num_panels(), i % runs, runs), mine);
     });
 }
 

@@ -13,11 +13,13 @@ namespace penstock {
 // The C ABI's view of a model; mirrored field by field in native.py.
 struct ModelSpec {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab;
-    int32_t qk_norm, attention_bias, output_bias, mlp_bias;
+    int32_t qk_norm, attention_bias, output_bias, mlp_bias, tied;
     int32_t scheme;       // of the layers; the output projection is int8 where this is int4
     int32_t block_size, num_blocks, threads;
     int32_t kv_format;
-    int32_t mlp_rotation;  // block of the Hadamard transform that the down projection's weights expect; 0 for none
+    // Blocks of the Hadamard transform that matrices expect of what they read, the hidden space behind a norm and the
+    // down projection's input; 0 for none.
+    int32_t hidden_transform, mlp_transform;
     float norm_eps;
     float rope_magnitude;
 };
@@ -25,6 +27,7 @@ struct ModelSpec {
 enum Tensor : int32_t {
     EMBEDDING, HEAD, FINAL_NORM, INPUT_NORM, POST_NORM, Q, K, V, O, GATE, UP, DOWN,
     Q_NORM, K_NORM, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
+    EXACT_NORM,  // FINAL_NORM as the embedding, read as an output projection, expects it; of INT8 models
 };
 
 // One step: tokens of several sequences, one after the other. All arrays belong to the caller. A sequence has a row in
@@ -108,6 +111,7 @@ class Model {
     std::pair<int, int> shared_run(int first) const;
     void plan_attention();
 
+    int runs_of(const Matrix& w, int rows) const;
     template <class Work>
     void phase(int& number, int items, const Work& work);
     template <class Work>
@@ -117,10 +121,11 @@ class Model {
                   const Prepare& prepare);
 
     void run(const Step& step, int thread);
+    int choose(const Step& step, int row);
     void embed(int token);
     void normalize(const float* weight, Scheme scheme, int row, int to);
     void copy_row(const Activations& x, int row, int to, int width);
-    void quantize(const Activations& x, int row, int width, int rotation);
+    void quantize(const Activations& x, int row, int width, int transform);
     void rotate_and_cache(const Layer& layer, const Cache& cache, int token, int head);
     void attend(const Layer& layer, const Cache& cache, int thread, int& number);
     void merge_attention(int token, int to);
@@ -131,7 +136,7 @@ class Model {
     std::vector<float> inverse_frequencies_;
     std::vector<Layer> layers_;
     Matrix head_;
-    float* final_norm_ = nullptr;
+    float *final_norm_ = nullptr, *exact_norm_ = nullptr;
     uint16_t* embedding_ = nullptr;
     Region weights_, cache_, buffers_, scratch_;
 
@@ -150,7 +155,7 @@ class Model {
     };
     std::vector<Merge> merges_;  // by token
     std::vector<WorkCounter> counters_;
-    std::vector<Best> best_;                    // [thread][logit row]
+    std::vector<Best> best_;                    // [run of panels][logit row]
     std::vector<std::vector<float>> scaled_;    // per thread: logits over temperature
     std::vector<std::vector<int32_t>> likely_;  // per thread: candidates
 };

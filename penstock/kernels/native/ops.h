@@ -34,7 +34,36 @@ PENSTOCK_INLINE float peak_of(const float* f, int count) {
     return maximum(largest);
 }
 
-// Symmetric int8: one scale per row for INT8 weights, one per 32 values for INT4 weights. For BF16 weights a row of
+// 256 levels between the smallest and the largest of a row and 0, one of which is 0. Padding becomes q = 0: the weights
+// there are no zeros.
+static void quantize_affine(const Activations& x, int row, int width, int padded) {
+    const float* f = x.f + row * x.stride;
+    int8_t* q = x.q + row * x.stride;
+    f32x16 low = {}, high = {};
+    for (int i = 0; i < padded; i += 16) {
+        low = vmax(low, -load<f32x16>(f + i));
+        high = vmax(high, load<f32x16>(f + i));
+    }
+    const float scale = (maximum(high) + maximum(low)) / 255.f, inverse = scale > 0 ? 1.f / scale : 0.f;
+    const float middle = 128.f - __builtin_rintf(maximum(low) * inverse);
+    i32x16 total = {};
+    for (int i = 0; i < padded; i += 16) {
+        const f32x16 level = load<f32x16>(f + i) * inverse - middle;
+        const i32x16 rounded = round_to_int(vmax(-vmax(-level, splat(-127.f)), splat(-128.f)));
+        store(q + i, __builtin_convertvector(rounded, i8x16));
+        total += rounded;
+    }
+    float sum_of_row = sum(to_float(total));
+    for (int i = width; i < padded; i++) {
+        sum_of_row -= q[i];
+        q[i] = 0;
+    }
+    x.scale[row] = scale;
+    x.sum[row] = sum_of_row * scale;
+    x.middle[row] = middle * scale;
+}
+
+// int8: one scale per row for INT8 weights, for INT4 weights symmetric with one per 32 values. For BF16 weights a row of
 // bfloat16 takes the place of the first half of the floats where there are instructions for it, and nothing is to do else.
 // With AMX, INT4 weights get both: few rows are multiplied in int8, many in bfloat16.
 static void quantize_row(const Activations& x, int row, int width, Scheme scheme) {
@@ -48,12 +77,7 @@ static void quantize_row(const Activations& x, int row, int width, Scheme scheme
 #endif
         return;
     }
-    if (scheme == INT8) {
-        const float peak = peak_of(f, padded);
-        x.scale[row] = peak / 127.f;
-        x.sum[row] = quantize_span(f, q, peak > 0 ? 127.f / peak : 0.f, padded);
-        return;
-    }
+    if (scheme == INT8) return quantize_affine(x, row, width, padded);
     float* scale = x.group_scale + row * (x.stride / GROUP);
     float* group_sum = x.group_sum + row * (x.stride / GROUP);
     for (int i = 0; i < padded; i += GROUP) {
@@ -67,44 +91,52 @@ static void quantize_row(const Activations& x, int row, int width, Scheme scheme
     }
 }
 
-// In place, on each run of `block` values (a power of two from 16): the orthonormal Walsh-Hadamard transform. It spreads
-// a lone outlier over its block, which is what keeps int8 activations precise.
-static void hadamard(float* x, int width, int block) {
+// The last stages of the transform below, on COUNT vectors that follow each other.
+template <int COUNT>
+PENSTOCK_INLINE void hadamard_vectors(float* x, float scale) {
     const f32x16 signs[4] = {{1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
                              {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
                              {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
                              {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1}};
+    f32x16 v[COUNT];
+    for (int i = 0; i < COUNT; i++) v[i] = load<f32x16>(x + 16 * i) * scale;
+#pragma GCC unroll 2
+    for (int half = COUNT / 2; half > 0; half /= 2)
+#pragma GCC unroll 4
+        for (int i = 0; i < COUNT; i++) {
+            if (i & half) continue;
+            const f32x16 a = v[i], b = v[i + half];
+            v[i] = a + b;
+            v[i + half] = a - b;
+        }
+    for (int i = 0; i < COUNT; i++) {
+        v[i] = swap_halves(v[i], 8) + v[i] * signs[0];
+        v[i] = swap_halves(v[i], 4) + v[i] * signs[1];
+        v[i] = swap_halves(v[i], 2) + v[i] * signs[2];
+        v[i] = swap_halves(v[i], 1) + v[i] * signs[3];
+        store(x + 16 * i, v[i]);
+    }
+}
+
+// In place, on each run of `block` values (a power of two from 16): the orthonormal Walsh-Hadamard transform. It spreads
+// a lone outlier over its block, which is what keeps int8 activations precise.
+static void hadamard(float* x, int width, int block) {
     const float scale = 1.f / __builtin_sqrtf(float(block));
-    for (float* run = x; run < x + width; run += block) {
-        for (int half = block / 2; half >= 16; half /= 2)
+    for (float* run = x; run < x + width; run += block)
+        for (int half = block / 2; half >= 64; half /= 2)
             for (int i = 0; i < block; i += 2 * half)
                 for (int j = i; j < i + half; j += 16) {
                     const f32x16 a = load<f32x16>(run + j), b = load<f32x16>(run + j + half);
                     store(run + j, a + b);
                     store(run + j + half, a - b);
                 }
-        for (int i = 0; i < block; i += 16) {
-            f32x16 v = load<f32x16>(run + i) * scale;
-            v = swap_halves(v, 8) + v * signs[0];
-            v = swap_halves(v, 4) + v * signs[1];
-            v = swap_halves(v, 2) + v * signs[2];
-            v = swap_halves(v, 1) + v * signs[3];
-            store(run + i, v);
-        }
+    if (block == 16) {
+        for (int i = 0; i < width; i += 16) hadamard_vectors<1>(x + i, scale);
+    } else if (block == 32) {
+        for (int i = 0; i < width; i += 32) hadamard_vectors<2>(x + i, scale);
+    } else {
+        for (int i = 0; i < width; i += 64) hadamard_vectors<4>(x + i, scale);
     }
-}
-
-// x R in place, as in quantization/rotation.py: signs, the transform within blocks, then a rotation across the blocks.
-// `spare` holds width floats.
-static void turn(float* x, int width, int block, const float* signs, const float* mix, float* spare) {
-    const int blocks = width / block;
-    for (int i = 0; i < width; i++) x[i] *= signs[i];
-    if (block > 1) hadamard(x, width, block);
-    memset(spare, 0, width * sizeof(float));
-    for (int i = 0; i < blocks; i++)
-        for (int j = 0; j < blocks; j++)
-            for (int k = 0; k < block; k++) spare[i * block + k] += mix[i * blocks + j] * x[j * block + k];
-    memcpy(x, spare, width * sizeof(float));
 }
 
 // Rotary embedding, half-split pairs (i, i + head_dim/2). cos_sin: head_dim/2 cosines, then as many sines.
@@ -127,7 +159,7 @@ static void rotate(float* head, const float* cos_sin, int head_dim, float scale)
     }
 }
 
-// The column of the largest value among what several threads kept of a row.
+// The column of the largest value among what several runs of panels kept of a row.
 static int32_t best_column(const Best* parts, size_t step, int count) {
     f32x16 best = load<f32x16>(parts->value);
     i32x16 column = load<i32x16>(parts->column);
@@ -139,6 +171,46 @@ static int32_t best_column(const Best* parts, size_t step, int count) {
         column = better ? other : column;
     }
     return index_of_best(best, column);
+}
+
+PENSTOCK_INLINE float dot_bf16(const float* x, const uint16_t* w, int width) {
+    f32x16 total = {};
+    int i = 0;
+    for (; i + 16 <= width; i += 16) total += load<f32x16>(x + i) * from_bf16(w + i);
+    float rest = 0;
+    for (; i < width; i++) rest += x[i] * bf16_to_float(w[i]);
+    return sum(total) + rest;
+}
+
+// The same, after those that come near the largest have been computed again from the rows of a bfloat16 table: in int8
+// one of two near equals often wins that would not have. Where the logits of the row were stored, all of them count and
+// are put right; without them only the largest of each lane.
+static int32_t best_exactly(const Best* parts, size_t step, int count, const float* x, const uint16_t* table, int width,
+                            float* logits, int n) {
+    constexpr float NEAR = 2;  // many times the error of a logit in int8
+    f32x16 largest = load<f32x16>(parts->value);
+    for (int i = 1; i < count; i++) largest = vmax(largest, load<f32x16>(parts[i * step].value));
+    const float limit = maximum(largest) - NEAR;
+    float best = -__builtin_inff();
+    int32_t chosen = 0;
+    const auto consider = [&](int32_t column) {
+        const float exact = dot_bf16(x, table + size_t(column) * width, width);
+        if (exact > best || (exact == best && column < chosen)) best = exact, chosen = column;
+        return exact;
+    };
+    for (int i = 0; !logits && i < count; i++) {
+        const Best& part = parts[i * step];
+        if (!any_above(load<f32x16>(part.value), limit)) continue;
+        for (int lane = 0; lane < 16; lane++)
+            if (part.value[lane] > limit) consider(part.column[lane]);
+    }
+    for (int begin = 0; logits && begin < n; begin += 16) {
+        const int lanes = n - begin < 16 ? n - begin : 16;
+        if (lanes == 16 && !any_above(load<f32x16>(logits + begin), limit)) continue;
+        for (int i = begin; i < begin + lanes; i++)
+            if (logits[i] > limit) logits[i] = consider(i);
+    }
+    return chosen;
 }
 
 }  // namespace PENSTOCK_ISA

@@ -30,12 +30,21 @@ int nearest(float x) {
 }
 
 void pack_int8(const Matrix& m, int column, const float* row, int width) {
-    float peak = 0;
-    for (int k = 0; k < width; k++) peak = std::max(peak, std::fabs(row[k]));
-    const float inverse = peak > 0 ? 127.f / peak : 0.f;
-    m.scale[column] = peak / 127.f;
+    float low = 0, high = 0;
+    for (int k = 0; k < width; k++) low = std::min(low, row[k]), high = std::max(high, row[k]);
+    const float scale = (high - low) / 255.f, inverse = scale > 0 ? 1.f / scale : 0.f;
+    const int zero = nearest(-low * inverse);
     uint8_t* to = m.panels + column / PANEL * m.panel_bytes() + column % PANEL * 4;
-    for (int k = 0; k < width; k++) to[k / 4 * (PANEL * 4) + k % 4] = uint8_t(nearest(row[k] * inverse) + 128);
+    int64_t total = 0;
+    for (int k = 0; k < width; k++) {
+        const int q = std::clamp(nearest(row[k] * inverse) + zero, 0, 255);
+        to[k / 4 * (PANEL * 4) + k % 4] = uint8_t(q);
+        total += q - zero;
+    }
+    const int32_t both = zero | int32_t(std::clamp<int64_t>(total, -(1 << 23), (1 << 23) - 1)) << 8;
+    uint8_t* levels = m.levels(column / PANEL) + column % PANEL * 4;
+    std::memcpy(levels, &scale, 4);
+    std::memcpy(levels + 4 * PANEL, &both, 4);
 }
 
 void pack_int4(const Matrix& m, int column, const float* row, int width) {
@@ -77,8 +86,7 @@ void pack_row(const Matrix& m, int column, const float* row, int width) {
 }
 
 void clear(const Matrix& m) {
-    std::memset(m.panels, m.scheme == INT8 ? 128 : 0, m.num_panels() * m.panel_bytes());
-    if (m.scale) std::memset(m.scale, 0, m.num_panels() * PANEL * sizeof(float));
+    std::memset(m.panels, 0, m.num_panels() * m.panel_bytes());
     if (m.bias) std::memset(m.bias, 0, m.num_panels() * PANEL * sizeof(float));
 }
 

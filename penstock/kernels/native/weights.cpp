@@ -46,9 +46,8 @@ struct Cursor {
     }
 
     Matrix matrix(int32_t scheme, int n, int k, bool bias) {
-        Matrix m{Scheme(scheme), n, k, int32_t(round_up(k, GROUP)), nullptr, nullptr, nullptr};
+        Matrix m{Scheme(scheme), n, k, int32_t(round_up(k, GROUP)), nullptr, nullptr};
         const size_t columns = size_t(m.num_panels()) * PANEL;
-        if (scheme == INT8) m.scale = take<float>(columns);
         if (bias) m.bias = take<float>(columns);
         m.panels = take<uint8_t>(m.num_panels() * m.panel_bytes());
         if (base) clear(m);
@@ -73,6 +72,7 @@ size_t Model::lay_out(uint8_t* base) {
         layer.down = cursor.matrix(s.scheme, s.hidden, s.intermediate, s.mlp_bias);
     }
     final_norm_ = cursor.take<float>(hidden);
+    exact_norm_ = s.scheme == INT8 ? cursor.take<float>(hidden) : final_norm_;
     head_ = cursor.matrix(s.scheme == INT4 ? INT8 : s.scheme, s.vocab, s.hidden, false);
     embedding_ = cursor.take<uint16_t>(size_t(s.vocab) * s.hidden);
     return cursor.used;
@@ -117,6 +117,7 @@ Model::Place Model::place_of(Tensor kind, int index) {
         case GATE_BIAS: return bias(s.intermediate, layer.gate_up, 0, true);
         case UP_BIAS: return bias(s.intermediate, layer.gate_up, 16, true);
         case DOWN_BIAS: return bias(s.hidden, layer.down, 0);
+        case EXACT_NORM: return {s.hidden, 1, nullptr, 0, false, exact_norm_};
     }
     return {-1, -1};
 }
