@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.machine import usable_cpus
-from penstock.kernels.calibration import EXACT_NORM, balanced
+from penstock.kernels.balancing import EXACT_NORM, balanced
 from penstock.kernels.decoder_reference import ReferenceDecoder, untied
 from penstock.kernels.native import (
     KV_FORMATS,
