@@ -53,15 +53,18 @@ struct Int8Tile {
             }
         }
         for (int p = 0; p < NP; p++) {
-            for (int line = 0; line < 8 * PANEL; line += 64) prefetch(ahead.at + p * stream + line);  // for the levels
+            if constexpr (MR <= 8)  // which use up what was asked for: for the next levels too
+                for (int line = 0; line < 8 * PANEL; line += 64) prefetch(ahead.at + p * stream + line);
             const uint8_t* levels = m.levels(panel + p);
             f32x16 y[MR][2];
-            for (int r = 0; r < MR; r++) {
+#pragma GCC unroll 12
+            for (int r = 0; r < MR; r++) {  // else the sums live in memory, which has to be cleared
                 for (int c = 1; c < CHAINS; c++) {
                     acc[0][p][r][0] += acc[c][p][r][0];
                     acc[0][p][r][1] += acc[c][p][r][1];
                 }
-                for (int j = 0; j < 2; j++) y[r][j] = finish_int8(levels + 64 * j, x, row + r, acc[0][p][r][j]);
+                y[r][0] = finish_int8(levels, x, row + r, acc[0][p][r][0]);
+                y[r][1] = finish_int8(levels + 64, x, row + r, acc[0][p][r][1]);
             }
             finish_tile<MR>(m, panel + p, y, row, out);
         }
