@@ -27,9 +27,11 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 
 @pytest.fixture
 def home(tmp_path: Path) -> dict[str, str]:
-    """The environment of a user with an empty home and a terminal that answers no cursor queries."""
+    """The environment of a user with an empty home and a terminal that answers no cursor queries. The terminal says how
+    wide it is: readline, once imported, has its own idea and puts it into the environment."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     own = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "PENSTOCK_API_KEY": "psk-mine"}
-    return {**os.environ, **own, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    return {**inherited, **own, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
 
 
 @pytest.fixture
