@@ -30,6 +30,7 @@ LEVELS: dict[str, list[str]] = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):
     LEVELS["portable"] = ["-O2"]  # for CPUs from before 2013; no slower, and -O3 takes GCC 13 s instead of 5
     LEVELS["avx2"] = ["-mavx2", "-mfma"]
+    LEVELS["avxvnni"] = [*LEVELS["avx2"], "-mavxvnni"]
     LEVELS["avx512vnni"] = [*AVX512, "-mfma", "-mprefer-vector-width=512"]
     LEVELS["avx512bf16"] = [*LEVELS["avx512vnni"], "-mavx512bf16"]
     LEVELS["amx"] = [*LEVELS["avx512bf16"], "-mamx-tile", "-mamx-int8", "-mamx-bf16"]

@@ -19,7 +19,7 @@ from penstock.core.errors import StartupError
 
 Scheme = Literal["none", "int8", "int4"]
 KVFormat = Literal["bf16", "int8"]
-Isa = Literal["portable", "avx2", "avx512vnni", "avx512bf16", "amx"]
+Isa = Literal["portable", "avx2", "avxvnni", "avx512vnni", "avx512bf16", "amx"]
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 

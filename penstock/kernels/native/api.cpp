@@ -1,6 +1,8 @@
 // The C ABI that native.py loads. Pointers are opaque; every function that can fail returns a message or null.
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -28,6 +30,12 @@ bool has_avx512vnni() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
 
+// VNNI on registers of 256 bits, as laptops have it; not all compilers know its name.
+bool has_avxvnni() {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+}
+
 // The CPU has tiles, the system saves them, and lets this process have them.
 bool has_amx() {
 #if defined(__linux__)
@@ -50,15 +58,16 @@ const Kernels* usable(int index) {
         case 0: return &portable_kernels;
 #if defined(__x86_64__)
         case 1: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? &avx2_kernels : nullptr;
-        case 2: return has_avx512vnni() ? &avx512vnni_kernels : nullptr;
-        case 3: return has_avx512vnni() && __builtin_cpu_supports("avx512bf16") ? &avx512bf16_kernels : nullptr;
-        case 4: return usable(3) && has_amx() ? &amx_kernels : nullptr;
+        case 2: return usable(1) && has_avxvnni() ? &avxvnni_kernels : nullptr;
+        case 3: return has_avx512vnni() ? &avx512vnni_kernels : nullptr;
+        case 4: return has_avx512vnni() && __builtin_cpu_supports("avx512bf16") ? &avx512bf16_kernels : nullptr;
+        case 5: return usable(4) && has_amx() ? &amx_kernels : nullptr;
 #endif
         default: return nullptr;
     }
 }
 
-constexpr int LEVELS = 5;
+constexpr int LEVELS = 6;
 
 // On Intel's cores the bfloat16 dot product takes longer than the two fused multiplies it replaces (measured on Emerald
 // Rapids: 0.74 times the speed).

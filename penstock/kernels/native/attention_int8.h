@@ -53,8 +53,8 @@ struct Chunk {
     __attribute__((noinline)) WeightScale weights_of_part(int lo, int hi) const {
         f32x16 largest = {};
         for (int i = 0; i < CHUNK / 16; i++) {
-            const i32x16 index = LANES + 16 * i;
-            largest = vmax(largest, (index >= lo) & (index < hi) ? value_scale[i] : f32x16{});
+            const i32x16 index = lane_numbers() + 16 * i;
+            largest = vmax(largest, select((index >= lo) & (index < hi), value_scale[i], f32x16{}));
         }
         return WeightScale(maximum(largest));
     }
@@ -79,9 +79,9 @@ static void write_int8(const Cache& cache, int head, int32_t block, int offset, 
         const i32x16 keys = round_to_int(load<f32x16>(key + d) * key_inverse) + 128;
         const i32x16 values = round_to_int(load<f32x16>(value + d) * value_inverse);
         uint8_t bytes[16];
-        store(bytes, __builtin_convertvector(keys, u8x16));
+        store_bytes(bytes, keys);
         for (int i = 0; i < 16; i += 4) memcpy(k + size_t(d + i) * cache.block_size, bytes + i, 4);
-        store(bytes, __builtin_convertvector(values, i8x16));
+        store_bytes(bytes, values);
         for (int i = 0; i < 16; i++) v[4 * (d + i)] = bytes[i];
     }
 }
@@ -99,7 +99,7 @@ PENSTOCK_INLINE Chunk chunk_at(const Cache& cache, int head, const AttentionTask
         c.values[i] = reinterpret_cast<const int8_t*>(cache.values(block, head)) + size_t(offset) * cache.head_dim;
         c.key_scale[i] = from_bf16(cache.key_scales(block, head) + offset);
         const f32x16 scale = from_bf16(cache.value_scales(block, head) + offset);
-        c.value_scale[i] = LANES + 16 * i < c.count ? scale : f32x16{};  // that of an unwritten slot may be NaN
+        c.value_scale[i] = select(lane_numbers() + 16 * i < c.count, scale, f32x16{});  // that of an unwritten slot may be NaN
         largest = vmax(largest, c.value_scale[i]);
     }
     c.weights = WeightScale(maximum(largest));
@@ -160,7 +160,7 @@ PENSTOCK_INLINE void blend_int8(const Cache& cache, const Chunk& c, int d, float
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int v = 0; v < NV; v++) acc[r][v] <<= 8;
+        for (int v = 0; v < NV; v++) acc[r][v] = acc[r][v] << 8;
     add_products<R, NV>(cache, c, d, w.weights + CHUNK, acc);
 #pragma GCC unroll 6
     for (int r = 0; r < R; r++)
@@ -184,8 +184,8 @@ static __attribute__((noinline)) void attend_tile(const Cache& cache, const Chun
         q.weight_scale[row + r] = weights.scale;
         soften(w, row + r, w.scores + r * CHUNK, lo, hi, [&](int i, f32x16 p) {
             const i32x16 rounded = round_to_int(p * (c.value_scale[i] * weights.inverse));
-            store(high + 16 * i, __builtin_convertvector(rounded >> 8, u8x16));
-            store(high + CHUNK + 16 * i, __builtin_convertvector(rounded, u8x16));
+            store_bytes(high + 16 * i, rounded >> 8);
+            store_bytes(high + CHUNK + 16 * i, rounded);
         });
     }
     float *sums = w.sums + row * dim, *decay = w.decay + row, *scale = q.weight_scale + row;

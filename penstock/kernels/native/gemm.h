@@ -33,11 +33,11 @@ PENSTOCK_INLINE void put(float* to, f32x16 v, int columns, bool add) {
 }
 
 PENSTOCK_INLINE void keep_best(Best& best, f32x16 y, int column, int columns) {
-    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const i32x16 lanes = lane_numbers();
     const f32x16 before = load<f32x16>(best.value);
     const i32x16 better = (y > before) & (lanes < columns);
-    store(best.value, better ? y : before);
-    store(best.column, better ? lanes + column : load<i32x16>(best.column));
+    store(best.value, select(better, y, before));
+    store(best.column, select(better, lanes + column, load<i32x16>(best.column)));
 }
 
 template <int MR>

@@ -10,13 +10,14 @@ struct FloatTile {
 #if defined(__AVX512F__)
     static constexpr int ROWS = 12;
 #else
-    static constexpr int ROWS = 2;
+    static constexpr int ROWS = 3;
 #endif
 
     template <int MR, int NP>
     static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
                                               const Output& out, Ahead ahead) {
-        [[maybe_unused]] constexpr bool TWO_CHAINS = MR * NP <= 4;  // hide the latency when sums are few
+        // Two chains hide the latency when sums are few.
+        [[maybe_unused]] constexpr bool TWO_CHAINS = MR * NP <= (REGISTER == 64 ? 4 : 1);
         const size_t stream = m.panel_bytes();
         const uint8_t* w = m.panels + size_t(panel) * stream;
         const float* a = x.f + row * x.stride;

@@ -14,7 +14,7 @@ struct Int4Tile {
 #if defined(__AVX512VNNI__)
     static constexpr int ROWS = 6;
 #else
-    static constexpr int ROWS = 1;
+    static constexpr int ROWS = 2;
 #endif
 
     template <int MR, int NP>
@@ -42,10 +42,10 @@ struct Int4Tile {
 #pragma GCC unroll 6
                     for (int r = 0; r < MR; r++) {
                         const int8_t* eight = a + r * x.stride + group * GROUP + 8 * j;
-                        acc[r][0] = dot4(acc[r][0], packed0 & 15, eight);
-                        acc[r][1] = dot4(acc[r][1], packed1 & 15, eight);
-                        acc[r][0] = dot4(acc[r][0], packed0 >> 4, eight + 4);
-                        acc[r][1] = dot4(acc[r][1], packed1 >> 4, eight + 4);
+                        acc[r][0] = dot4_small(acc[r][0], packed0 & 15, eight);
+                        acc[r][1] = dot4_small(acc[r][1], packed1 & 15, eight);
+                        acc[r][0] = dot4_small(acc[r][0], packed0 >> 4, eight + 4);
+                        acc[r][1] = dot4_small(acc[r][1], packed1 >> 4, eight + 4);
                     }
                 }
 #pragma GCC unroll 6

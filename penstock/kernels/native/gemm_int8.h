@@ -21,7 +21,7 @@ struct Int8Tile {
 #if defined(__AVX512VNNI__)
     static constexpr int ROWS = 12;
 #else
-    static constexpr int ROWS = 2;
+    static constexpr int ROWS = 3;
 #endif
 
     template <int MR, int NP>

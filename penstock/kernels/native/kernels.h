@@ -148,6 +148,7 @@ struct Kernels {
 extern const Kernels portable_kernels;
 #if defined(__x86_64__)
 extern const Kernels avx2_kernels __attribute__((weak));  // of these, those the compiler knew
+extern const Kernels avxvnni_kernels __attribute__((weak));
 extern const Kernels avx512vnni_kernels __attribute__((weak));
 extern const Kernels avx512bf16_kernels __attribute__((weak));
 extern const Kernels amx_kernels __attribute__((weak));

@@ -22,7 +22,7 @@ PENSTOCK_INLINE float quantize_span(const float* f, int8_t* q, float inverse, in
     i32x16 total = {};
     for (int i = 0; i < count; i += 16) {
         const i32x16 rounded = round_to_int(load<f32x16>(f + i) * inverse);
-        store(q + i, __builtin_convertvector(rounded, i8x16));
+        store_bytes(q + i, rounded);
         total += rounded;
     }
     return sum(to_float(total));
@@ -50,7 +50,7 @@ static void quantize_affine(const Activations& x, int row, int width, int padded
     for (int i = 0; i < padded; i += 16) {
         const f32x16 level = load<f32x16>(f + i) * inverse - middle;
         const i32x16 rounded = round_to_int(vmax(-vmax(-level, splat(-127.f)), splat(-128.f)));
-        store(q + i, __builtin_convertvector(rounded, i8x16));
+        store_bytes(q + i, rounded);
         total += rounded;
     }
     float sum_of_row = sum(to_float(total));
@@ -94,7 +94,7 @@ static void quantize_row(const Activations& x, int row, int width, Scheme scheme
 // The last stages of the transform below, on COUNT vectors that follow each other.
 template <int COUNT>
 PENSTOCK_INLINE void hadamard_vectors(float* x, float scale) {
-    const f32x16 signs[4] = {{1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
+    alignas(64) static constexpr float SIGNS[4][16] = {{1, 1, 1, 1, 1, 1, 1, 1, -1, -1, -1, -1, -1, -1, -1, -1},
                              {1, 1, 1, 1, -1, -1, -1, -1, 1, 1, 1, 1, -1, -1, -1, -1},
                              {1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1},
                              {1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1}};
@@ -110,10 +110,10 @@ PENSTOCK_INLINE void hadamard_vectors(float* x, float scale) {
             v[i + half] = a - b;
         }
     for (int i = 0; i < COUNT; i++) {
-        v[i] = swap_halves(v[i], 8) + v[i] * signs[0];
-        v[i] = swap_halves(v[i], 4) + v[i] * signs[1];
-        v[i] = swap_halves(v[i], 2) + v[i] * signs[2];
-        v[i] = swap_halves(v[i], 1) + v[i] * signs[3];
+        v[i] = swap_halves<8>(v[i]) + v[i] * load<f32x16>(SIGNS[0]);
+        v[i] = swap_halves<4>(v[i]) + v[i] * load<f32x16>(SIGNS[1]);
+        v[i] = swap_halves<2>(v[i]) + v[i] * load<f32x16>(SIGNS[2]);
+        v[i] = swap_halves<1>(v[i]) + v[i] * load<f32x16>(SIGNS[3]);
         store(x + 16 * i, v[i]);
     }
 }
@@ -167,8 +167,8 @@ static int32_t best_column(const Best* parts, size_t step, int count) {
         const f32x16 value = load<f32x16>(parts[i * step].value);
         const i32x16 other = load<i32x16>(parts[i * step].column);
         const i32x16 better = (value > best) | ((value == best) & (other < column));
-        best = better ? value : best;
-        column = better ? other : column;
+        best = select(better, value, best);
+        column = select(better, other, column);
     }
     return index_of_best(best, column);
 }

@@ -9,8 +9,6 @@ namespace PENSTOCK_ISA {
 
 using namespace penstock;
 
-typedef uint64_t u64x8 __attribute__((vector_size(64)));
-
 // Natural logarithm of positive normal numbers, relative error below 2e-7 also near 1.
 PENSTOCK_INLINE f32x16 log(f32x16 v) {
     const i32x16 bits = (i32x16)v;
@@ -31,18 +29,42 @@ PENSTOCK_INLINE f32x16 log(f32x16 v) {
 }
 
 // Products of the low 32 bits of each 64-bit lane.
-PENSTOCK_INLINE u64x8 multiply_low(u64x8 a, uint64_t b) {
+PENSTOCK_INLINE u64xr multiply_low(u64xr a, uint64_t b) {
 #if defined(__AVX512F__)
-    return (u64x8)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64(int64_t(b)));
+    return (u64xr)_mm512_maskz_mul_epu32(0xff, (__m512i)a, _mm512_set1_epi64(int64_t(b)));
+#elif defined(__AVX2__)
+    return (u64xr)_mm256_mul_epu32((__m256i)a, _mm256_set1_epi64x(int64_t(b)));
 #else
     return (a & 0xffffffffu) * b;
 #endif
 }
 
+template <class H>
+PENSTOCK_INLINE Halves<H> multiply_low(const Halves<H>& a, uint64_t b) {
+    return {multiply_low(a.lo, b), multiply_low(a.hi, b)};
+}
+
+// Lanes of a and b by turns, those of their lower or of their upper halves.
+template <bool UPPER, class V>
+PENSTOCK_INLINE V interleave(V a, V b) {
+    if constexpr (sizeof(V) > REGISTER) {
+        const auto &x = UPPER ? a.hi : a.lo, &y = UPPER ? b.hi : b.lo;
+        return {interleave<false>(x, y), interleave<true>(x, y)};
+    } else {
+        constexpr int N = sizeof(V) / 8, O = UPPER ? N / 2 : 0;
+        if constexpr (N == 8)
+            return __builtin_shufflevector(a, b, O, O + N, O + 1, O + 1 + N, O + 2, O + 2 + N, O + 3, O + 3 + N);
+        else if constexpr (N == 4)
+            return __builtin_shufflevector(a, b, O, O + N, O + 1, O + 1 + N);
+        else
+            return __builtin_shufflevector(a, b, O, O + N);
+    }
+}
+
 // The noise of tokens 32 g … 32 g + 31.
 PENSTOCK_INLINE void gumbel(uint64_t seed, uint32_t position, int g, f32x16 (&noise)[2]) {
-    const u64x8 lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-    u64x8 c0 = lanes + uint64_t(8 * g), c1 = u64x8{} + uint64_t(position), c2 = {}, c3 = {};
+    alignas(64) static constexpr uint64_t NUMBERS[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    u64x8 c0 = load<u64x8>(NUMBERS) + uint64_t(8 * g), c1 = u64x8{} + uint64_t(position), c2 = {}, c3 = {};
     uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
 #pragma GCC unroll 10
     for (int round = 0; round < 10; round++) {
@@ -55,8 +77,7 @@ PENSTOCK_INLINE void gumbel(uint64_t seed, uint32_t position, int g, f32x16 (&no
         key1 += 0xBB67AE85u;
     }
     const u64x8 first = c0 | c1 << 32, second = c2 | c3 << 32;
-    const u64x8 words[2] = {__builtin_shufflevector(first, second, 0, 8, 1, 9, 2, 10, 3, 11),
-                            __builtin_shufflevector(first, second, 4, 12, 5, 13, 6, 14, 7, 15)};
+    const u64x8 words[2] = {interleave<false>(first, second), interleave<true>(first, second)};
     for (int half = 0; half < 2; half++) {
         const f32x16 uniform = (to_float((i32x16)((u32x16)words[half] >> 9)) + 0.5f) * 0x1p-23f;
         noise[half] = -log(-log(uniform));
@@ -106,7 +127,7 @@ static int at_least(const float* v, int n, float threshold, int32_t* out) {
 
 // The token of the largest v + noise.
 static int32_t draw(const float* v, int n, uint64_t seed, uint32_t position) {
-    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const i32x16 lanes = lane_numbers();
     f32x16 best = splat(-__builtin_inff());
     i32x16 index = {};
     for (int i = 0; i < n; i += 32) {
@@ -118,11 +139,14 @@ static int32_t draw(const float* v, int n, uint64_t seed, uint32_t position) {
             if (left >= 16) {
                 score = load<f32x16>(v + first) + noise[half];
             } else {
-                for (int j = 0; j < left; j++) score[j] = v[first + j] + noise[half][j];
+                float scores[16];
+                store(scores, score);
+                for (int j = 0; j < left; j++) scores[j] = v[first + j] + noise[half][j];
+                score = load<f32x16>(scores);
             }
             const i32x16 better = score > best;
-            best = better ? score : best;
-            index = better ? lanes + first : index;
+            best = select(better, score, best);
+            index = select(better, lanes + first, index);
         }
     }
     return index_of_best(best, index);

@@ -13,57 +13,128 @@
 #include <immintrin.h>
 #endif
 
+#include "halves.h"
+
 namespace PENSTOCK_ISA {
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint8_t u8x64 __attribute__((vector_size(64)));
-typedef int8_t i8x64 __attribute__((vector_size(64)));
-typedef int8_t i8x16 __attribute__((vector_size(16)));
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+constexpr int REGISTER = 64;  // bytes
+#elif defined(__AVX2__)
+constexpr int REGISTER = 32;
+#else
+constexpr int REGISTER = 16;
+#endif
 
-#define PENSTOCK_INLINE static inline __attribute__((always_inline))
+template <class T, int BYTES>
+struct Vector {
+    typedef Halves<typename Vector<T, BYTES / 2>::type> type;
+};
+
+template <class T>
+struct Vector<T, REGISTER> {
+    typedef T type __attribute__((vector_size(REGISTER)));
+};
+
+typedef Vector<float, 64>::type f32x16;
+typedef Vector<int32_t, 64>::type i32x16;
+typedef Vector<uint32_t, 64>::type u32x16;
+typedef Vector<uint64_t, 64>::type u64x8;
+typedef Vector<uint8_t, 64>::type u8x64;
+typedef Vector<int8_t, 64>::type i8x64;
+
+// What a register holds, for the few operations that differ between instruction sets.
+typedef Vector<float, REGISTER>::type f32xr;
+typedef Vector<int32_t, REGISTER>::type i32xr;
+typedef Vector<uint32_t, REGISTER>::type u32xr;
+typedef Vector<uint64_t, REGISTER>::type u64xr;
+typedef Vector<uint8_t, REGISTER>::type u8xr;
+typedef Vector<int8_t, REGISTER>::type i8xr;
 
 template <class V>
 PENSTOCK_INLINE V load(const void* p) {
-    V v;
-    memcpy(&v, p, sizeof v);
-    return v;
+    if constexpr (sizeof(V) > REGISTER) {
+        typedef decltype(V{}.lo) H;
+        return {load<H>(p), load<H>(static_cast<const char*>(p) + sizeof(H))};
+    } else {
+        V v;
+        memcpy(&v, p, sizeof v);
+        return v;
+    }
 }
 
 template <class V>
 PENSTOCK_INLINE void store(void* p, V v) {
-    memcpy(p, &v, sizeof v);
+    if constexpr (sizeof(V) > REGISTER) {
+        store(p, v.lo);
+        store(static_cast<char*>(p) + sizeof v.lo, v.hi);
+    } else {
+        memcpy(p, &v, sizeof v);
+    }
 }
 
 PENSTOCK_INLINE f32x16 splat(float x) { return x - f32x16{}; }  // unlike x + 0, x - 0 is always x: no instruction
 
-PENSTOCK_INLINE f32x16 to_float(i32x16 v) { return __builtin_convertvector(v, f32x16); }
+// 0, 1, …, 15
+PENSTOCK_INLINE i32x16 lane_numbers() {
+    alignas(64) static constexpr int32_t NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return load<i32x16>(NUMBERS);
+}
 
-PENSTOCK_INLINE f32x16 vmax(f32x16 a, f32x16 b) { return a > b ? a : b; }
+// Where a lane of the mask is set that of a, elsewhere that of b.
+template <class M, class V>
+PENSTOCK_INLINE V select(M mask, V a, V b) {
+    if constexpr (sizeof(V) > REGISTER)
+        return {select(mask.lo, a.lo, b.lo), select(mask.hi, a.hi, b.hi)};
+    else
+        return mask ? a : b;
+}
+
+PENSTOCK_INLINE f32xr to_float(i32xr v) { return __builtin_convertvector(v, f32xr); }
+
+template <class H>
+PENSTOCK_INLINE auto to_float(const Halves<H>& v) {
+    return halves(to_float(v.lo), to_float(v.hi));
+}
+
+template <class V>
+PENSTOCK_INLINE V vmax(V a, V b) {
+    return select(a > b, a, b);
+}
 
 PENSTOCK_INLINE f32x16 vabs(f32x16 v) { return (f32x16)((u32x16)v & 0x7fffffffu); }
 
-PENSTOCK_INLINE f32x16 swap_halves(f32x16 v, int width) {
-    switch (width) {
-        case 8: return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-        case 4: return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-        case 2: return __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-        default: return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+// Exchange the halves of every run of 2 WIDTH lanes.
+template <int WIDTH, class V>
+PENSTOCK_INLINE V swap_halves(V v) {
+    if constexpr (sizeof(V) == 8 * WIDTH && sizeof(V) > REGISTER)
+        return {v.hi, v.lo};
+    else if constexpr (sizeof(V) > REGISTER)
+        return {swap_halves<WIDTH>(v.lo), swap_halves<WIDTH>(v.hi)};
+    else {
+        constexpr auto from = [](int lane) { return lane ^ WIDTH; };
+        if constexpr (sizeof(V) == 64)
+            return __builtin_shufflevector(v, v, from(0), from(1), from(2), from(3), from(4), from(5), from(6), from(7),
+                                           from(8), from(9), from(10), from(11), from(12), from(13), from(14), from(15));
+        else if constexpr (sizeof(V) == 32)
+            return __builtin_shufflevector(v, v, from(0), from(1), from(2), from(3), from(4), from(5), from(6), from(7));
+        else
+            return __builtin_shufflevector(v, v, from(0), from(1), from(2), from(3));
     }
 }
 
 PENSTOCK_INLINE float sum(f32x16 v) {
-#pragma GCC unroll 4
-    for (int width = 8; width > 0; width /= 2) v += swap_halves(v, width);
+    v += swap_halves<8>(v);
+    v += swap_halves<4>(v);
+    v += swap_halves<2>(v);
+    v += swap_halves<1>(v);
     return v[0];
 }
 
 PENSTOCK_INLINE float maximum(f32x16 v) {
-#pragma GCC unroll 4
-    for (int width = 8; width > 0; width /= 2) v = vmax(v, swap_halves(v, width));
+    v = vmax(v, swap_halves<8>(v));
+    v = vmax(v, swap_halves<4>(v));
+    v = vmax(v, swap_halves<2>(v));
+    v = vmax(v, swap_halves<1>(v));
     return v[0];
 }
 
@@ -95,7 +166,7 @@ PENSTOCK_INLINE f32x16 exp2(f32x16 v) {
     p = p * f + 6.931472028550421e-1f;
     p = p * f + 1.f;
     const f32x16 scaled = (f32x16)((i32x16)p + (whole << 23));
-    return v < -126.f ? f32x16{} : scaled;
+    return select(v < -126.f, f32x16{}, scaled);
 }
 
 PENSTOCK_INLINE f32x16 silu(f32x16 v) {
@@ -107,8 +178,39 @@ PENSTOCK_INLINE f32x16 silu(f32x16 v) {
 PENSTOCK_INLINE f32x16 low_bf16(u32x16 pair) { return (f32x16)(pair << 16); }
 PENSTOCK_INLINE f32x16 high_bf16(u32x16 pair) { return (f32x16)(pair & 0xffff0000u); }
 
-PENSTOCK_INLINE f32x16 from_bf16(const uint16_t* p) {
-    return (f32x16)(__builtin_convertvector(load<u16x16>(p), u32x16) << 16);
+template <class V = u32x16>
+PENSTOCK_INLINE V widened(const uint16_t* p) {
+    if constexpr (sizeof(V) > REGISTER) {
+        typedef decltype(V{}.lo) H;
+        return {widened<H>(p), widened<H>(p + sizeof(H) / 4)};
+    } else {
+        typedef uint16_t narrow __attribute__((vector_size(REGISTER / 2)));
+        narrow v;
+        memcpy(&v, p, sizeof v);
+        return __builtin_convertvector(v, V);
+    }
+}
+
+PENSTOCK_INLINE f32x16 from_bf16(const uint16_t* p) { return (f32x16)(widened(p) << 16); }
+
+// The lowest byte of each lane.
+template <class V>
+PENSTOCK_INLINE void store_bytes(void* p, V v) {
+    if constexpr (sizeof(V) > REGISTER) {
+        store_bytes(p, v.lo);
+        store_bytes(static_cast<char*>(p) + sizeof v.lo / 4, v.hi);
+    } else {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        const __m256i order = _mm256_set1_epi32(0x0c080400);
+        const __m256i four = _mm256_shuffle_epi8((__m256i)v, order);
+        const __m128i eight = _mm_unpacklo_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
+        memcpy(p, &eight, 8);
+#else
+        typedef int8_t bytes __attribute__((vector_size(REGISTER / 4)));
+        const bytes narrow = __builtin_convertvector(v, bytes);
+        memcpy(p, &narrow, sizeof narrow);
+#endif
+    }
 }
 
 PENSTOCK_INLINE uint16_t to_bf16(float x) {
@@ -122,7 +224,10 @@ PENSTOCK_INLINE void store_bf16(uint16_t* p, f32x16 v) {
     const __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
     memcpy(p, &rounded, sizeof rounded);
 #else
-    for (int i = 0; i < 16; i++) p[i] = to_bf16(v[i]);
+    const u32x16 bits = (u32x16)v, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    uint32_t wide[16];
+    store(wide, rounded);
+    for (int i = 0; i < 16; i++) p[i] = uint16_t(wide[i]);
 #endif
 }
 
@@ -143,37 +248,20 @@ PENSTOCK_INLINE float bf16_to_float(uint16_t x) {
     return f;
 }
 
-PENSTOCK_INLINE bool any_above(f32x16 v, float limit) {
+template <class V>
+PENSTOCK_INLINE bool any_above(V v, float limit) {
+    if constexpr (sizeof(V) > REGISTER) {
+        return any_above(v.lo, limit) | any_above(v.hi, limit);
+    } else {
 #if defined(__AVX512F__)
-    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+        return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#elif defined(__AVX2__)
+        return _mm256_movemask_ps((__m256)(v > limit)) != 0;
 #else
-    bool any = false;
-    for (int i = 0; i < 16; i++) any |= v[i] > limit;
-    return any;
+        return (v[0] > limit) | (v[1] > limit) | (v[2] > limit) | (v[3] > limit);
 #endif
-}
-
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
-// acc + the sums of 4 adjacent products. maddubs would saturate on 255 * 127 * 2, so bytes come widened to 16 bits, the
-// even and the odd ones apart: those of the vector by the functions, the 4 repeated ones by the caller.
-template <class Even, class Odd>
-PENSTOCK_INLINE i32x16 dot4_widened(i32x16 acc, const void* vector, Even even, Odd odd, __m256i a_even, __m256i a_odd) {
-    __m256i half[2], sums[2];
-    memcpy(half, vector, 64);
-    memcpy(sums, &acc, 64);
-    for (int h = 0; h < 2; h++) {
-        const __m256i e = _mm256_madd_epi16(even(half[h]), a_even), o = _mm256_madd_epi16(odd(half[h]), a_odd);
-        sums[h] = _mm256_add_epi32(sums[h], _mm256_add_epi32(e, o));
     }
-    memcpy(&acc, sums, 64);
-    return acc;
 }
-
-PENSTOCK_INLINE __m256i even_unsigned(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }
-PENSTOCK_INLINE __m256i odd_unsigned(__m256i v) { return _mm256_srli_epi16(v, 8); }
-PENSTOCK_INLINE __m256i even_signed(__m256i v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
-PENSTOCK_INLINE __m256i odd_signed(__m256i v) { return _mm256_srai_epi16(v, 8); }
-#endif
 
 PENSTOCK_INLINE int32_t four_bytes(const void* p) {
     int32_t four;
@@ -181,32 +269,72 @@ PENSTOCK_INLINE int32_t four_bytes(const void* p) {
     return four;
 }
 
-// acc[i] += the dot product of four unsigned weights w[4i..4i+3] with the four signed activations at `a`.
-PENSTOCK_INLINE i32x16 dot4(i32x16 acc, u8x64 w, const int8_t* a) {
-#if defined(__AVX512VNNI__)
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four_bytes(a)));
-#elif defined(__AVX2__)
-    const __m256i four = _mm256_set1_epi32(four_bytes(a));
-    return dot4_widened(acc, &w, even_unsigned, odd_unsigned, even_signed(four), odd_signed(four));
-#else
-    for (int i = 0; i < 16; i++)
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+// maddubs would saturate on 255 * 127 * 2, so bytes are widened to 16 bits, the even and the odd ones apart.
+PENSTOCK_INLINE __m256i even_unsigned(__m256i v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }
+PENSTOCK_INLINE __m256i odd_unsigned(__m256i v) { return _mm256_srli_epi16(v, 8); }
+PENSTOCK_INLINE __m256i even_signed(__m256i v) { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
+PENSTOCK_INLINE __m256i odd_signed(__m256i v) { return _mm256_srai_epi16(v, 8); }
+
+PENSTOCK_INLINE i32xr add_pairs(i32xr acc, __m256i w_even, __m256i a_even, __m256i w_odd, __m256i a_odd) {
+    const __m256i even = _mm256_madd_epi16(w_even, a_even), odd = _mm256_madd_epi16(w_odd, a_odd);
+    return (i32xr)_mm256_add_epi32((__m256i)acc, _mm256_add_epi32(even, odd));
+}
+#elif !defined(__AVX2__)
+template <class W, class A>
+PENSTOCK_INLINE i32xr dot4_by_lanes(i32xr acc, W w, const A* a) {
+    for (int i = 0; i < REGISTER / 4; i++)
         acc[i] += w[4 * i] * a[0] + w[4 * i + 1] * a[1] + w[4 * i + 2] * a[2] + w[4 * i + 3] * a[3];
     return acc;
+}
+#endif
+
+// acc[i] += the dot product of four unsigned weights w[4i..4i+3] with the four signed activations at `a`.
+PENSTOCK_INLINE i32xr dot4(i32xr acc, u8xr w, const int8_t* a) {
+#if defined(__AVX512VNNI__)
+    return (i32xr)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(four_bytes(a)));
+#elif defined(__AVXVNNI__)
+    return (i32xr)_mm256_dpbusd_avx_epi32((__m256i)acc, (__m256i)w, _mm256_set1_epi32(four_bytes(a)));
+#elif defined(__AVX2__)
+    const __m256i v = (__m256i)w, four = _mm256_set1_epi32(four_bytes(a));
+    return add_pairs(acc, even_unsigned(v), even_signed(four), odd_unsigned(v), odd_signed(four));
+#else
+    return dot4_by_lanes(acc, w, a);
 #endif
 }
 
-// The same with the signs the other way round.
-PENSTOCK_INLINE i32x16 dot4(i32x16 acc, i8x64 w, const uint8_t* a) {
-#if defined(__AVX512VNNI__)
-    return (i32x16)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four_bytes(a)), (__m512i)w);
-#elif defined(__AVX2__)
-    const __m256i four = _mm256_set1_epi32(four_bytes(a));
-    return dot4_widened(acc, &w, even_signed, odd_signed, even_unsigned(four), odd_unsigned(four));
+// The same for weights up to 127, whose sums of two products fit into 16 bits.
+PENSTOCK_INLINE i32xr dot4_small(i32xr acc, u8xr w, const int8_t* a) {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(four_bytes(a)));
+    return (i32xr)_mm256_add_epi32((__m256i)acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 #else
-    for (int i = 0; i < 16; i++)
-        acc[i] += w[4 * i] * a[0] + w[4 * i + 1] * a[1] + w[4 * i + 2] * a[2] + w[4 * i + 3] * a[3];
-    return acc;
+    return dot4(acc, w, a);
 #endif
+}
+
+template <class H, class W>
+PENSTOCK_INLINE Halves<H> dot4_small(const Halves<H>& acc, const Halves<W>& w, const int8_t* a) {
+    return {dot4_small(acc.lo, w.lo, a), dot4_small(acc.hi, w.hi, a)};
+}
+
+// dot4 with the signs the other way round.
+PENSTOCK_INLINE i32xr dot4(i32xr acc, i8xr w, const uint8_t* a) {
+#if defined(__AVX512VNNI__)
+    return (i32xr)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(four_bytes(a)), (__m512i)w);
+#elif defined(__AVXVNNI__)
+    return (i32xr)_mm256_dpbusd_avx_epi32((__m256i)acc, _mm256_set1_epi32(four_bytes(a)), (__m256i)w);
+#elif defined(__AVX2__)
+    const __m256i v = (__m256i)w, four = _mm256_set1_epi32(four_bytes(a));
+    return add_pairs(acc, even_signed(v), even_unsigned(four), odd_signed(v), odd_unsigned(four));
+#else
+    return dot4_by_lanes(acc, w, a);
+#endif
+}
+
+template <class H, class W, class A>
+PENSTOCK_INLINE Halves<H> dot4(const Halves<H>& acc, const Halves<W>& w, const A* a) {
+    return {dot4(acc.lo, w.lo, a), dot4(acc.hi, w.hi, a)};
 }
 
 PENSTOCK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }

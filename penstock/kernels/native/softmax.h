@@ -13,7 +13,6 @@ using namespace penstock;
 constexpr int CHUNK = KEY_CHUNK, MAX_ROWS = MAX_QUERY_ROWS;
 constexpr int SCORE_ROWS = 8;  // rows whose scores exist at a time
 constexpr float NOTHING = -__builtin_inff();
-constexpr i32x16 LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_VECTORS = 4;
@@ -52,8 +51,8 @@ PENSTOCK_INLINE void soften(const Workspace& w, int row, const float* s, int lo,
     if (lo > 0 || hi < CHUNK) {
 #pragma GCC unroll 4
         for (int i = 0; i < CHUNK / 16; i++) {
-            const i32x16 index = LANES + 16 * i;
-            v[i] = (index >= lo) & (index < hi) ? v[i] : splat(NOTHING);
+            const i32x16 index = lane_numbers() + 16 * i;
+            v[i] = select((index >= lo) & (index < hi), v[i], splat(NOTHING));
         }
     }
     const f32x16 highest = vmax(vmax(v[0], v[1]), vmax(v[2], v[3]));
