@@ -66,7 +66,7 @@ def set_by(name: str) -> str | None:
     return variable if os.environ.get(variable) else None
 
 
-def _names(above: tuple[str, ...], cls: type[Any]) -> Iterator[tuple[str, tuple[tuple[str, ...], Any]]]:
+def _names(above: tuple[str, ...], cls: type) -> Iterator[tuple[str, tuple[tuple[str, ...], Any]]]:
     """Each variable with the path of its setting and the type there."""
     for name, (_, kind) in section_fields(cls).items():
         path = (*above, name)

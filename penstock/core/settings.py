@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import Field, fields, is_dataclass
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -21,7 +22,7 @@ T = TypeVar("T")
 def check(condition: bool, name: str, message: str) -> None:
     """Raise StartupError about the setting `name` unless the condition holds."""
     if not condition:
-        raise StartupError(f"{name} {message}", param=name)
+        raise _error(name, message)
 
 
 def check_choice(value: str, choices: Any, name: str) -> None:
@@ -32,10 +33,11 @@ def check_choice(value: str, choices: Any, name: str) -> None:
 def convert_section(cls: type[T], where: str, values: Any) -> T:
     """Convert a mapping to a dataclass. `where` is the path of the section, which is empty for all settings."""
     check(isinstance(values, dict), where, "must be a mapping")
-    known = section_fields(cls)
+    known = section_fields(cls)  # type: ignore[arg-type]
     for key in values:
-        hint = did_you_mean(str(key), known)
-        check(key in known, _path(where, key), f"is not a setting{hint}; known: {', '.join(known)}")
+        if key not in known:
+            hint = did_you_mean(str(key), known)
+            raise _error(_path(where, key), f"is not a setting{hint}; known: {', '.join(known)}")
     typed = {name: _convert(*known[name], _path(where, name), value) for name, value in values.items()}
     try:
         return cls(**typed)
@@ -43,13 +45,14 @@ def convert_section(cls: type[T], where: str, values: Any) -> T:
         raise StartupError(_path(where, error.message), param=_path(where, error.param)) from None
 
 
-def section_fields(cls: type[Any]) -> dict[str, tuple[Field[Any], Any]]:
+@cache
+def section_fields(cls: type) -> dict[str, tuple[Field[Any], Any]]:
     """The fields of a section by name, each with its type."""
     types = get_type_hints(cls)
     return {field.name: (field, types[field.name]) for field in fields(cls)}
 
 
-def section_type(kind: Any) -> type[Any] | None:
+def section_type(kind: Any) -> type | None:
     """The dataclass of a field that holds a section, which may be optional."""
     return next((option for option in _options(kind) if is_dataclass(option)), None)  # type: ignore[return-value]
 
@@ -107,7 +110,11 @@ def _unexpected(field: Field[Any], kind: Any, where: str, value: Any) -> Startup
         message = f"must be a list of names, not {value!r}"
     else:
         message = f"must be {field.type}, not {value!r}"
-    return StartupError(f"{where} {message}", param=where)
+    return _error(where, message)
+
+
+def _error(name: str, message: str) -> StartupError:
+    return StartupError(f"{name} {message}", param=name)
 
 
 def _path(where: str, name: Any) -> str:
