@@ -84,3 +84,8 @@ def test_the_native_cpu_path_does_not_load_torch() -> None:
 
 def test_engine_half_needs_no_server_packages() -> None:
     assert not loaded_by([name for layer in ENGINE_HALF for name in modules_of(layer)]) & SERVER_ONLY
+
+
+def test_commands_are_parsed_without_server_packages() -> None:
+    """`penstock bench engine` runs where only the engine is installed."""
+    assert not loaded_by(["penstock.cli.main"]) & SERVER_ONLY
