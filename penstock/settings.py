@@ -36,8 +36,9 @@ class Settings:
     )
     default_class: str | None = None  # of requests that name none; default: standard
     cache: CacheConfig = field(default_factory=CacheConfig)
-    # Default: SQLite in the state folder.
-    state: str | None = field(default=None, metadata={"expected": state_settings.EXPECTED})
+    state: str | None = field(  # default: SQLite in the state folder
+        default=None, metadata={"expected": state_settings.EXPECTED}
+    )
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     tenant_defaults: TenantConfig = field(default_factory=TenantConfig)  # also of requests in open mode
     jwt: JwtConfig | None = None

@@ -29,8 +29,8 @@ class SemanticConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """Answers kept for identical requests. Redis joins as a tier when `state` is a Redis. And whose prompts may begin
-    with the same blocks in the engine's KV cache."""
+    """Which answers are kept for identical requests, and whose prompts may share blocks of the engine's KV cache. A
+    `state` that is a Redis is also a tier of the cache."""
 
     enabled: bool = True
     memory_mib: float = 64.0
@@ -38,7 +38,7 @@ class CacheConfig:
     disk_path: str | None = None  # default: answers.sqlite in the cache folder
     scope: CacheScope = "tenant"  # shared: tenants get each other's answers
     ttl_seconds: float = 86_400.0
-    sampled: bool = False  # also answers sampled without a seed: the first one is everybody's
+    sampled: bool = False  # also keep answers sampled without a seed: whoever asks again gets the first one
     share_prefixes: bool = False  # tenants share the KV cache: one can find out what another has sent
     shared_prefixes: tuple[str, ...] | None = None  # system prompts that all tenants share; @FILE: the text of a file
     semantic: SemanticConfig = field(default_factory=SemanticConfig)

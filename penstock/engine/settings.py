@@ -33,7 +33,7 @@ class EngineConfig:
     prefix_caching: bool = True
     scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored
     max_waiting: int = 4096  # requests queued in the engine; more are refused
-    # Of requests that do not say: fields of `RECOMMENDED`; those not given are as the model's authors recommend.
+    # For requests that do not set them: fields of `RECOMMENDED`; the others are as the model's authors recommend.
     sampling_defaults: Mapping[str, Any] = field(
         default_factory=dict, metadata={"expected": "a mapping such as {temperature: 1, top_p: 1}"}
     )

@@ -21,14 +21,14 @@ _HOST_NAME = re.compile(r"\*|[\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """The HTTP side."""
+    """Where the HTTP server listens, and which requests it accepts."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     served_model_name: str | None = None  # default: the model's short name
     max_body_mib: float = 16.0
     body_seconds: float = 30.0  # how long a client may take to send the body of a request
-    open: bool = False  # serve anybody, on whatever host, while no tenant is configured
+    open: bool = False  # need no key, on whatever host, while no tenant is configured
     allowed_hosts: tuple[str, ...] | None = None  # names for use without keys, beside localhost and host; *: any
     cors: tuple[str, ...] | None = None  # origins of web pages that may use the server, as https://example.com; *: any
     drain_seconds: float = 30.0  # how long running requests may finish after SIGTERM
@@ -64,7 +64,7 @@ class ClassConfig:
 
 @dataclass(frozen=True, slots=True)
 class LimitConfig:
-    """What is counted for each tenant and model. None: without limit."""
+    """Limits that are counted for each tenant and model. None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt plus output
@@ -96,7 +96,7 @@ class TenantConfig(LimitConfig):
     timeout_seconds: float | None = None  # work on a request stops after this; a shorter deadline_ms wins
 
     def limits_of(self, names: Sequence[str]) -> LimitConfig:
-        """Of a model, by the first of its names that has limits of its own; what they leave open is as for all."""
+        """The limits of a model, by the first of its names that has its own; what those leave open is as for all."""
         for name in names:
             if (own := self.model_limits.get(name)) is not None:
                 general = {f.name: getattr(self, f.name) for f in fields(LimitConfig)}
@@ -106,7 +106,7 @@ class TenantConfig(LimitConfig):
 
 @dataclass(frozen=True, slots=True)
 class PriceConfig:
-    """Of a million tokens. Cached ones are prompt tokens whose KV was there."""
+    """Prices of a million tokens. Cached tokens are prompt tokens whose KV was in the prefix cache."""
 
     input: float = 0.0
     output: float = 0.0
