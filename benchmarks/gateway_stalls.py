@@ -38,11 +38,11 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 async def serve_gateway(max_model_len: int) -> int:
     from penstock.checkpoint.source import BUILT_IN, resolve
-    from penstock.core.config import Settings
     from penstock.core.engine import EngineInfo, EngineStats, Health
     from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
     from penstock.gateway.app import create_app
     from penstock.gateway.server import serve, tune_interpreter
+    from penstock.settings import Settings
     from penstock.text.tokenizer import load_tokenizer
 
     class Metronome:

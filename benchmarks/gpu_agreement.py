@@ -27,10 +27,10 @@ import torch
 
 from penstock.bench.architectures import ARCHITECTURES, write_architecture
 from penstock.checkpoint.source import Checkpoint, resolve
-from penstock.core.config import EngineConfig
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.executor import RowSetup, Step
 from penstock.engine.loop import EngineLoop
+from penstock.engine.settings import EngineConfig
 from penstock.kernels.attention_reference import ReferenceAttention
 from penstock.kernels.decode_inputs_triton import DecodeInputs
 from penstock.models.base import CausalLM

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from penstock.bench.architectures import write_architecture
-from penstock.core.config import EngineConfig
 from penstock.core.errors import StartupError
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.loop import EngineLoop
+from penstock.engine.settings import EngineConfig
 from penstock.runner.startup import start
 
 GIB = 2**30

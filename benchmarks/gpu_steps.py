@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from penstock.bench.architectures import ARCHITECTURES, write_architecture
-from penstock.core.config import EngineConfig
+from penstock.engine.settings import EngineConfig
 from penstock.kernels import linear as linear_layers
 from penstock.kernels.hopper.decode import StreamConfig, stream_config
 from penstock.kernels.hopper.gated_product import Tiling

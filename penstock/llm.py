@@ -16,8 +16,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.checkpoint.source import resolve
-from penstock.core.config import DEFAULT_MODEL, EngineConfig
+from penstock.checkpoint.source import DEFAULT_MODEL, resolve
 from penstock.core.errors import EngineFailure, InvalidRequest
 from penstock.core.request import (
     Chunk,
@@ -28,6 +27,7 @@ from penstock.core.request import (
     choice_seed,
 )
 from penstock.engine.local import LocalEngine
+from penstock.engine.settings import EngineConfig
 from penstock.runner.progress import LoadProgress, TokenProgress
 from penstock.runner.startup import start
 from penstock.text.chat_template import ChatTemplate

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from penstock.cli.main import main
-from penstock.core.config import Settings, settings_from_mapping
+from penstock.settings import Settings, settings_from_mapping
 
 
 @pytest.mark.parametrize(

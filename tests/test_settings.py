@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 import pytest
 
 from penstock.cli import serve
-from penstock.core.config import SECTION_TYPES, LimitConfig, Settings, settings_from_mapping
+from penstock.cli.environment import settings_from_environment
 from penstock.core.errors import StartupError
+from penstock.engine.settings import EngineConfig
+from penstock.gateway.settings import LimitConfig
+from penstock.settings import Settings, settings_from_mapping
+from penstock.worker.protocol import Start, decode_to_worker, frame
 
 
 def parse(*arguments: str) -> Settings:
@@ -30,8 +33,27 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 
 
 def test_every_section_has_variables() -> None:
-    sections = {f.name for f in dataclasses.fields(Settings) if str(f.type).removesuffix(" | None").endswith("Config")}
-    assert sections == {name for name in SECTION_TYPES if "." not in name}
+    """A section is given field by field, also one that is optional or inside another; what has names that users choose
+    is given as a whole."""
+    given = {
+        "PENSTOCK_OBSERVABILITY__OTLP_ENDPOINT": "http://127.0.0.1:4318",
+        "PENSTOCK_JWT__ALGORITHMS": "[ES256]",
+        "PENSTOCK_CACHE__SEMANTIC__THRESHOLD": "0.9",
+        "PENSTOCK_TENANT_DEFAULTS__MODEL_LIMITS": "{big: {concurrent: 1}}",
+        "PENSTOCK_ENGINE__SAMPLING_DEFAULTS": "{top_k: 20}",
+        "PENSTOCK_CLASSES": "{fast: {ttft_ms: 100}}",
+        "PENSTOCK_SERVER__LOG_LEVEL": "error",
+        "PENSTOCK_SERVER__HOST": "1.5",
+    }
+    assert settings_from_environment(given) == {
+        "observability": {"otlp_endpoint": "http://127.0.0.1:4318"},
+        "jwt": {"algorithms": ["ES256"]},
+        "cache": {"semantic": {"threshold": 0.9}},
+        "tenant_defaults": {"model_limits": {"big": {"concurrent": 1}}},
+        "engine": {"sampling_defaults": {"top_k": 20}},
+        "classes": {"fast": {"ttft_ms": 100}},
+        "server": {"log_level": "error", "host": "1.5"},
+    }
 
 
 def test_environment_stands_between_flags_and_the_file(
@@ -98,6 +120,43 @@ def test_environment_stands_between_flags_and_the_file(
         ),
         ({"tenants": {"a": {"model_limits": {"m": None}}}}, r"tenants\.a\.model_limits\.m must be a mapping"),
         ([], "must be a mapping"),
+        ({"engine": {1: 2}}, r"engine\.1 is not a setting; known: device"),
+        ({"engine": {"device": 0}}, r"engine\.device must be one of auto, cpu, cuda, not 0$"),
+        ({"engine": {"max_seqs": 8.0}}, r"engine\.max_seqs must be int, not 8\.0$"),
+        ({"engine": {"max_model_len": "1k"}}, r"engine\.max_model_len must be int \| None, not '1k'$"),
+        ({"engine": {"kv_memory_gib": True}}, r"engine\.kv_memory_gib must be float \| None, not True$"),
+        ({"engine": {"sampling_defaults": {"top_k": "x"}}}, "sampling_defaults needs a number for top_k, not 'x'$"),
+        ({"server": {"host": 1}}, r"server\.host must be str, not 1$"),
+        (
+            {"server": {"log_level": "loud"}},
+            "log_level must be one of debug, info, warning, error, not 'loud'$",
+        ),
+        ({"server": {"cors": []}}, r"server\.cors must be a list of names, not \[\]$"),
+        ({"server": {"cors": "*"}}, r"server\.cors must be a list of names, not '\*'$"),
+        ({"server": {"cors": [1]}}, r"server\.cors must be a list of names, not \[1\]$"),
+        ({"cache": {"ttl_seconds": 0}}, r"^cache\.ttl_seconds must be between 1 and"),
+        ({"cache": {"semantic": []}}, r"^cache\.semantic must be a mapping$"),
+        ({"cache": {"semantic": {"treshold": 1}}}, r"^cache\.semantic\.treshold is not .* mean threshold\?\)"),
+        ({"observability": {"otlp_endpoint": "host"}}, r"^observability\.otlp_endpoint must look like http"),
+        ({"jwt": {}}, r"^jwt\.issuer must be given$"),
+        ({"model": 7}, "^model must be a name or a path, not 7$"),
+        ({"state": "rediss"}, "^state must be memory, sqlite:///PATH or redis://HOST:PORT/DB$"),
+        ({"state": 1}, "^state must be memory, sqlite:///PATH or redis://HOST:PORT/DB, not 1$"),
+        ({"machine_per_hour": 0}, "^machine_per_hour must be above 0$"),
+        ({"classes": ["fast"]}, "^classes must be a mapping of names to objectives"),
+        ({"classes": {1: {}}}, "^classes must be named by words, not 1$"),
+        ({"classes": {"fast": {"ttft_ms": 0}}}, r"^classes\.fast\.ttft_ms must be above 0$"),
+        ({"default_class": "fast"}, "^default_class must be one of interactive, standard, batch$"),
+        ({"classes": {"fast": None}, "default_class": "batch"}, "^default_class must be one of fast$"),
+        ({"tenants": ["acme"]}, "^tenants must be a mapping of names to limits"),
+        ({"tenants": {"a b": {}}}, r"^tenants\.a b must be named by up to 64"),
+        ({"tenants": {"acme": 1}}, r"^tenants\.acme must be a mapping$"),
+        ({"tenants": {"acme": {"default_class": "x"}}}, r"^tenants\.acme\.default_class must be one of interactive"),
+        ({"tenant_defaults": {"default_class": "x"}}, r"^tenant_defaults\.default_class must be one of interactive"),
+        ({"tenant_defaults": {"wait": 1}, "tenants": {"acme": {}}}, r"^tenant_defaults\.wait is not a setting"),
+        ({"tenant_defaults": {"model_limits": {1: {}}}}, r"^tenant_defaults\.model_limits must be by names of models"),
+        ({"prices": 1}, "^prices must be a mapping of model names to prices"),
+        ({"prices": {"m": {"input": -1}}}, r"^prices\.m\.input must be between 0 and 1,000,000$"),
     ],
 )
 def test_errors_name_the_setting(values: object, message: str) -> None:
@@ -115,6 +174,26 @@ def test_a_models_limits_win_over_the_general_ones() -> None:
     assert acme.limits_of(["third"]).concurrent == 9
     assert other.limits_of(["big"]) == LimitConfig(concurrent=1)
     assert settings.tenant_defaults.limits_of(["small"]) == LimitConfig(concurrent=5), "of requests in open mode"
+
+
+def test_an_empty_section_has_its_defaults() -> None:
+    empty = dict.fromkeys(("engine", "server", "classes", "cache", "tenants", "tenant_defaults", "jwt", "prices"))
+    assert settings_from_mapping(empty) == Settings()
+    settings = settings_from_mapping({"cache": {"semantic": None}, "classes": {"fast": None}, "prices": {7: None}})
+    assert settings.cache == Settings().cache
+    assert (settings.classes["fast"].rank, settings.default_class) == (0, "fast")
+    assert settings.prices["7"].output == 0
+
+
+def test_a_password_in_a_mistyped_url_is_not_shown() -> None:
+    with pytest.raises(StartupError) as error:
+        settings_from_mapping({"state": "reddis://:secret@127.0.0.1/0"})
+    assert "secret" not in error.value.message
+
+
+def test_sampling_defaults_reach_the_worker_as_they_are() -> None:
+    start = Start("m", EngineConfig(sampling_defaults={"top_k": 20, "temperature": 1}), "info")
+    assert decode_to_worker(frame(start)[4:]) == start
 
 
 def test_broken_yaml(tmp_path: Path) -> None:

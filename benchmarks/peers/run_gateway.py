@@ -15,13 +15,13 @@ import uvloop
 
 from penstock.cache.build import open_cache
 from penstock.checkpoint.source import BUILT_IN, resolve
-from penstock.core.config import Settings, settings_from_mapping
 from penstock.gateway.app import create_app
 from penstock.gateway.keys import create_key
 from penstock.gateway.listener import bind
 from penstock.gateway.server import serve, tune_interpreter
 from penstock.gateway.tenants import open_directory
 from penstock.observability.logging import configure_logging
+from penstock.settings import Settings, settings_from_mapping
 from penstock.state.open import open_store
 from penstock.text.tokenizer import load_tokenizer
 from penstock.worker.client import WorkerClient
@@ -37,7 +37,8 @@ async def main(address: str, settings: Settings) -> int:
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address)
         worker = await WorkerClient.connect(connection, Start("trivial", settings.engine, "info"))
-        engine, collectors = await stack.enter_async_context(open_cache(worker, tokenizer, settings))
+        caching = open_cache(worker, tokenizer, settings.cache, settings.state)
+        engine, collectors = await stack.enter_async_context(caching)
         app = create_app(
             engine, tokenizer, settings, model_names=["trivial"], directory=directory, collectors=collectors
         )

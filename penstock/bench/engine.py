@@ -20,11 +20,11 @@ from penstock.bench.report import Result, announce, print_report, spoken_capacit
 from penstock.bench.runs import LoadedEngine, Run, better_run, pooled
 from penstock.bench.targets import COLD_START_GOALS, DeviceKind, find_target
 from penstock.bench.workloads import MIXES, Workload, find_workload
-from penstock.core.config import EngineConfig, Scheduling
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import InvalidRequest
 from penstock.engine.executor import Executor
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.settings import EngineConfig, Scheduling
 
 DEFAULT_WORKLOADS = "cpu_single,cpu_prefill,cpu_clients8"
 CLOSED_SEEDS, OPEN_SEEDS = 3, 1

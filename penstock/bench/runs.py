@@ -13,12 +13,12 @@ from penstock.bench.driver import ClosedLoop, OpenLoop
 from penstock.bench.measure import Summary, Timeline, better, summarise
 from penstock.bench.progress import Progress
 from penstock.bench.workloads import VOCAB, Job, Metric, Workload
-from penstock.core.config import Scheduling
 from penstock.core.engine import EngineInfo
 from penstock.core.request import Objective
 from penstock.engine.executor import Executor
 from penstock.engine.local import LocalEngine
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.settings import Scheduling
 
 WARM_UP_REQUESTS = 32
 WARM_UP_OUTPUT = 16

@@ -6,5 +6,6 @@ memory.py, redis_tier.py, disk_tier.py (tier.py)   where answers are kept, neare
 flight.py      one computation, any number of listeners
 engine.py      `CachedEngine`, which puts these together
 similar.py, encoder.py   prompts by their meaning, where an operator allows it
+settings.py    the `cache` section of the settings
 metrics.py     what Prometheus sees of it
 """

@@ -11,9 +11,9 @@ from prometheus_client.registry import Collector
 
 from penstock.cache.disk_tier import DiskTier
 from penstock.cache.engine import CachedEngine
+from penstock.cache.settings import CacheConfig, SemanticConfig
 from penstock.cache.similar import SimilarPrompts
 from penstock.cache.tier import Tier
-from penstock.core.config import CacheConfig, SemanticConfig, Settings
 from penstock.core.engine import ServedEngine
 from penstock.core.machine import cache_folder
 from penstock.text.tokenizer import Tokenizer
@@ -21,16 +21,16 @@ from penstock.text.tokenizer import Tokenizer
 
 @asynccontextmanager
 async def open_cache(
-    engine: ServedEngine, tokenizer: Tokenizer, settings: Settings
+    engine: ServedEngine, tokenizer: Tokenizer, config: CacheConfig, state: str | None
 ) -> AsyncIterator[tuple[ServedEngine, Sequence[Collector]]]:
-    """The engine behind a cache, and its metrics; or the engine as it is, where the cache is switched off."""
-    config = settings.cache
+    """The engine behind a cache, and its metrics; or the engine as it is, where the cache is switched off. The `state`
+    of the gateways holds answers too if it is a Redis."""
     if not config.enabled:
         yield engine, ()
         return
     tiers: list[Tier] = []
-    if settings.state is not None and settings.state.startswith(("redis", "unix")):
-        tiers.append(_redis(settings.state))
+    if state is not None and state.startswith(("redis", "unix")):
+        tiers.append(_redis(state))
     if config.disk_mib > 0:
         tiers.append(await asyncio.to_thread(_disk, config))
     similar = await asyncio.to_thread(_similar, config.semantic) if config.semantic.routes else None

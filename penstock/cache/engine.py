@@ -14,9 +14,9 @@ from penstock.cache.flight import Flight
 from penstock.cache.key import answer_key, bucket_key, is_deterministic
 from penstock.cache.memory import MemoryTier
 from penstock.cache.metrics import CacheMetrics
+from penstock.cache.settings import CacheConfig
 from penstock.cache.similar import Place, SimilarPrompts
 from penstock.cache.tier import Reading, Tier
-from penstock.core.config import CacheConfig
 from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
 from penstock.core.errors import NotCached
 from penstock.core.ledger import Ledger

@@ -13,7 +13,7 @@ from hashlib import blake2b
 import msgspec
 
 from penstock import __version__
-from penstock.core.config import CacheScope
+from penstock.cache.settings import CacheScope
 from penstock.core.engine import EngineInfo
 from penstock.core.request import GenerateRequest, SamplingParams, SimilarPrompt
 

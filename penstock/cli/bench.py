@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, get_args
 
+from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.cli.environment import add_server_arguments
-from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Scheduling
+from penstock.engine.settings import Device, Dtype, KVDtype, Quantization, Scheduling
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

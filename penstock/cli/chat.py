@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import IO, TYPE_CHECKING
 
+from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.cli.conversation import Conversation, Turn, parse_parameter
 from penstock.cli.environment import DEFAULT_URL, URL, add_key_argument, server_url
 from penstock.cli.terminal import PlainAnswer, Terminal
-from penstock.core.config import DEFAULT_MODEL
 from penstock.core.errors import InvalidRequest, StartupError, Unauthorized, Unavailable
 from penstock.http_client import HttpClient, first_model, openai_base
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.environment import set_by
 from penstock.cli.settings import file_and_environment
-from penstock.core.config import Settings, settings_from_mapping
 from penstock.core.errors import StartupError
+from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
     import yaml

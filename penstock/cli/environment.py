@@ -8,21 +8,19 @@ PENSTOCK_TENANTS='{acme: {weight: 2}}'. An empty variable counts as none.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from penstock.core.config import SECTION_TYPES, Settings
 from penstock.core.errors import StartupError
+from penstock.core.settings import is_text, section_fields, section_type
 from penstock.core.suggest import did_you_mean
+from penstock.settings import Settings
 
 PREFIX = "PENSTOCK_"
 URL, API_KEY = "PENSTOCK_URL", "PENSTOCK_API_KEY"
 DEFAULT_URL = "http://127.0.0.1:8000"
-
-_NOT_TEXT = ("int", "float", "bool", "tuple", "Mapping", "Limits")  # in annotations of values that are parsed as YAML
 
 
 def server_url() -> str | None:
@@ -54,11 +52,11 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
         if name not in known:
             print(f"penstock: {name} is ignored: no such setting{did_you_mean(name, known)}", file=sys.stderr)
             continue
-        path, annotation = known[name]
+        path, kind = known[name]
         section = values
         for part in path[:-1]:
             section = section.setdefault(part, {})
-        section[path[-1]] = _value(name, text, annotation)
+        section[path[-1]] = _value(name, text, kind)
     return values
 
 
@@ -68,19 +66,19 @@ def set_by(name: str) -> str | None:
     return variable if os.environ.get(variable) else None
 
 
-def _names(above: tuple[str, ...], cls: type[Any]) -> Iterator[tuple[str, tuple[tuple[str, ...], str]]]:
-    """Each variable with the path of its setting and the annotation there."""
-    for field in dataclasses.fields(cls):
-        path = (*above, field.name)
-        section = SECTION_TYPES.get(".".join(path))
+def _names(above: tuple[str, ...], cls: type) -> Iterator[tuple[str, tuple[tuple[str, ...], Any]]]:
+    """Each variable with the path of its setting and the type there."""
+    for name, (_, kind) in section_fields(cls).items():
+        path = (*above, name)
+        section = section_type(kind)
         if section is None:
-            yield PREFIX + "__".join(path).upper(), (path, str(field.type))
+            yield PREFIX + "__".join(path).upper(), (path, kind)
         else:
             yield from _names(path, section)
 
 
-def _value(name: str, text: str, annotation: str) -> Any:
-    if not any(word in annotation for word in _NOT_TEXT):
+def _value(name: str, text: str, kind: Any) -> Any:
+    if is_text(kind):
         return text
     import yaml
 

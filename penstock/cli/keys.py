@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from penstock.cli.environment import API_KEY
 from penstock.cli.settings import file_and_environment
-from penstock.core.config import Settings, settings_from_mapping, tenant_config
 from penstock.core.errors import StartupError
+from penstock.gateway.settings import tenant_config
+from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
     from penstock.state.store import Store

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.core.config import DEFAULT_MODEL
+from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.core.errors import StartupError
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from penstock.core.config import Settings
 from penstock.core.errors import StartupError
+from penstock.settings import Settings
 
 _GATEWAY = ("httptools", "jinja2", "msgspec", "prometheus_client", "tokenizers")
 

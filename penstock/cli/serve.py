@@ -12,9 +12,11 @@ import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, get_args
 
+from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.cli.environment import API_KEY
 from penstock.cli.settings import file_and_environment
-from penstock.core.config import DEFAULT_MODEL, Device, Dtype, KVDtype, Quantization, Settings, settings_from_mapping
+from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
+from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
     from penstock.worker.supervisor import SupervisedWorker
@@ -101,12 +103,13 @@ def read_settings(args: argparse.Namespace) -> Settings:
 async def _serve(settings: Settings) -> int:
     from penstock.cli.requirements import check_requirements
     from penstock.gateway.listener import bind
+    from penstock.worker.protocol import Start
     from penstock.worker.supervisor import SupervisedWorker
 
     server = settings.server
     check_requirements(settings)
     listener = bind(server.host, server.port)
-    worker = SupervisedWorker(settings)
+    worker = SupervisedWorker(Start(settings.model, settings.engine, server.log_level))
     _end_at_signals(worker)
     starting = asyncio.create_task(worker.start())  # the longest part of a cold start, so all else is done meanwhile
     await asyncio.sleep(0)
@@ -125,7 +128,8 @@ async def _serve(settings: Settings) -> int:
             checkpoint = await asyncio.to_thread(resolve, settings.model)
             tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint)
             name = server.served_model_name or checkpoint.name
-            engine, collectors = await stack.enter_async_context(open_cache(worker, tokenizer, settings))
+            caching = open_cache(worker, tokenizer, settings.cache, settings.state)
+            engine, collectors = await stack.enter_async_context(caching)
             app = create_app(
                 engine, tokenizer, settings, model_names=[name], directory=directory, collectors=collectors
             )

@@ -11,7 +11,7 @@ from penstock.core.errors import StartupError
 
 
 def file_and_environment(path: str | None) -> dict[str, Any]:
-    """To be put into `settings_from_mapping`, with flags on top."""
+    """The values that `settings_from_mapping` converts, once flags are put on top."""
     return merged(read_yaml(path), settings_from_environment())
 
 

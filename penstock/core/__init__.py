@@ -1,1 +1,1 @@
-"""Plain data shared by every layer: requests, errors, settings and the `Engine` seam. No dependencies."""
+"""Plain data shared by every layer: requests, errors, converted settings and the `Engine` seam. No dependencies."""

@@ -2,6 +2,7 @@
 
 loop.py         schedule, launch, collect the previous step, emit
 scheduler.py    what the next step computes; preemption, completion
+settings.py     the `engine` section of the settings
 limits.py       what a scheduler may use, and which requests could never run
 admission.py    whether a promise can be kept, decided on arrival
 forecast.py     the arithmetic of that, and how long a step may be

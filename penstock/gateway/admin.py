@@ -8,7 +8,6 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from penstock.core.config import check_class, tenant_config
 from penstock.core.errors import InvalidRequest, NotFound, StartupError
 from penstock.gateway import keys, tenants
 from penstock.gateway.budgets import COLUMNS, as_csv, day_range, rows
@@ -16,6 +15,7 @@ from penstock.gateway.errors import require
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.keys import KeyRecord
 from penstock.gateway.serving import Serving, encode_json
+from penstock.gateway.settings import check_class, tenant_config
 from penstock.gateway.tenants import Directory, Tenant, given_fields
 
 _CSV = (b"content-type", b"text/csv; charset=utf-8")

@@ -9,7 +9,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from penstock import __version__
-from penstock.core.config import JwtConfig, Settings
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import StartupError
 from penstock.core.request import RECOMMENDED
@@ -35,6 +34,7 @@ from penstock.gateway.prefixes import Prefixes
 from penstock.gateway.reading import LongRequests
 from penstock.gateway.requests import RequestEndpoints
 from penstock.gateway.serving import Serving, encode_json
+from penstock.gateway.settings import GatewaySettings, JwtConfig
 from penstock.gateway.tenants import Directory
 from penstock.gateway.text_endpoints import TextEndpoints
 from penstock.observability.metrics import GatewayMetrics
@@ -53,7 +53,7 @@ Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GE
 def create_app(
     engine: ServedEngine,
     tokenizer: Tokenizer,
-    settings: Settings,
+    settings: GatewaySettings,
     *,
     model_names: Sequence[str],
     directory: Directory | None = None,
@@ -128,7 +128,7 @@ def create_app(
     return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, tracing)
 
 
-def _warn_of_other_models(settings: Settings, model_names: Sequence[str]) -> None:
+def _warn_of_other_models(settings: GatewaySettings, model_names: Sequence[str]) -> None:
     """No mistake where gateways of several models share their settings, but a misspelt limit would limit nothing."""
     limited = {
         model for tenant in (settings.tenant_defaults, *settings.tenants.values()) for model in tenant.model_limits

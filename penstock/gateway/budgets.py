@@ -12,10 +12,10 @@ from datetime import date, datetime, timedelta
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.core.config import PriceConfig, Settings
 from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.errors import require
+from penstock.gateway.settings import GatewaySettings, PriceConfig
 from penstock.state.store import Usage, UsageKey
 
 MAX_DAYS = 400  # of usage in one answer
@@ -53,7 +53,7 @@ def machine_price(per_hour: float, stats: EngineStats) -> Price:
 
 
 class Prices:
-    def __init__(self, settings: Settings, model: str, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, settings: GatewaySettings, model: str, stats: Callable[[], EngineStats]) -> None:
         given = settings.prices.get(model)
         self._listed = None if given is None else listed_price(given)
         self._per_hour = settings.machine_per_hour

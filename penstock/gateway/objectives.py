@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 
 from msgspec import UNSET, UnsetType
 
-from penstock.core.config import BUILT_IN_CLASSES, ClassConfig
 from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Objective
 from penstock.gateway.errors import require
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.openai_types import SamplingFields
+from penstock.gateway.settings import BUILT_IN_CLASSES, ClassConfig
 from penstock.observability.logging import log
 
 logger = logging.getLogger("penstock.gateway")

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 
 from penstock import __version__
-from penstock.core.config import TenantConfig
 from penstock.core.request import MAX_CHOICES, MAX_LOGPROBS
 from penstock.gateway import openai_types as types
 from penstock.gateway.admin import Deleted, KeyView, NewKey
@@ -22,6 +21,7 @@ from penstock.gateway.exchange import Exchange
 from penstock.gateway.objectives import OPENAI_TIERS
 from penstock.gateway.requests import DEFAULT_LIMIT, MAX_LIMIT
 from penstock.gateway.serving import Serving, encode_json
+from penstock.gateway.settings import TenantConfig
 from penstock.observability.account import Account
 
 Schema = dict[str, Any]

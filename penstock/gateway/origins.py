@@ -11,9 +11,9 @@ import ipaddress
 import re
 from functools import lru_cache
 
-from penstock.core.config import ServerConfig
 from penstock.core.errors import Forbidden
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.settings import ServerConfig
 from penstock.gateway.tenants import is_loopback
 
 MAX_HOST = 261  # bytes: a name of 255, a colon and a port

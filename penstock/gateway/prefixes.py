@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.core.config import CacheConfig
+from penstock.cache.settings import CacheConfig
 from penstock.core.errors import InvalidRequest, StartupError
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer

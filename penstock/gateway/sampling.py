@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from penstock.core.config import TenantConfig
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import ContextTooLong
 from penstock.core.request import SamplingParams
 from penstock.gateway.errors import require
 from penstock.gateway.openai_types import SamplingFields
+from penstock.gateway.settings import TenantConfig
 
 # Requests differ in little but their messages, and checking all of it is not free.
 _checked = lru_cache(1024)(SamplingParams)

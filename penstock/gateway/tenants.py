@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.config import Settings, TenantConfig, tenant_config
 from penstock.core.errors import PenstockError, StartupError
 from penstock.gateway import keys
 from penstock.gateway.keys import KeyRecord
+from penstock.gateway.settings import GatewaySettings, TenantConfig, tenant_config
 from penstock.state.store import Store
 
 logger = logging.getLogger("penstock.gateway")
@@ -50,7 +50,7 @@ def given_fields(config: TenantConfig) -> dict[str, Any]:
 class Directory:
     """Tenants and keys as of the last reload. Those in the settings cannot be changed while the server runs."""
 
-    def __init__(self, settings: Settings, store: Store) -> None:
+    def __init__(self, settings: GatewaySettings, store: Store) -> None:
         self.settings = settings
         self.store = store
         self.keys: dict[str, KeyRecord] = {}
@@ -113,7 +113,7 @@ class Directory:
 
 
 @asynccontextmanager
-async def open_directory(settings: Settings, store: Store) -> AsyncIterator[Directory]:
+async def open_directory(settings: GatewaySettings, store: Store) -> AsyncIterator[Directory]:
     directory = Directory(settings, store)
     await directory.reload()
     directory.check_open()

@@ -10,9 +10,9 @@ from typing import Any
 
 import jwt
 
-from penstock.core.config import JwtConfig
 from penstock.core.errors import StartupError, Unauthorized
 from penstock.gateway.issuer_keys import KINDS, IssuerKeys
+from penstock.gateway.settings import JwtConfig
 
 REMEMBERED_TOKENS = 4096
 

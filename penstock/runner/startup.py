@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from penstock.checkpoint.revision import revision
 from penstock.checkpoint.source import Checkpoint, resolve
-from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus
@@ -21,6 +20,7 @@ from penstock.core.request import SamplingParams
 from penstock.engine.executor import Executor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.settings import EngineConfig
 from penstock.engine.step_time import kept_step_times
 from penstock.kernels.native import KVFormat, Scheme
 from penstock.kernels.native_model import block_bytes, unsupported_reason
@@ -139,7 +139,7 @@ def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: Engin
     if not 0 <= values.get("top_k", 0) < model.vocab_size:  # -1 is a common spelling of "all tokens"
         values["top_k"] = 0
     try:
-        return SamplingParams(**values)  # type: ignore[arg-type]
+        return SamplingParams(**values)
     except InvalidRequest as error:
         raise StartupError(
             f"{checkpoint.name} recommends a {error.message}; say another in engine.sampling_defaults",

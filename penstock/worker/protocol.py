@@ -16,9 +16,9 @@ import struct
 import msgspec
 
 from penstock.core import errors
-from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo, EngineStats
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
+from penstock.engine.settings import EngineConfig
 
 BEAT_SECONDS = 0.25
 MAX_FRAME = 256 * 2**20

@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import AsyncGenerator
 
-from penstock.core.config import Settings
 from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import StartupError, Unavailable
 from penstock.core.ledger import Ledger
@@ -26,8 +25,8 @@ _EXIT_SECONDS = 1.0  # for a process whose socket has ended
 
 
 class SupervisedWorker:
-    def __init__(self, settings: Settings) -> None:
-        self._wanted = Start(settings.model, settings.engine, settings.server.log_level)
+    def __init__(self, start: Start) -> None:
+        self._start = start
         self._process: asyncio.subprocess.Process | None = None
         self._client: WorkerClient | None = None
         self._keeper: asyncio.Task[None] | None = None
@@ -53,7 +52,7 @@ class SupervisedWorker:
                 start_new_session=True,
             )
         try:
-            return await WorkerClient.connect(ours, self._wanted)
+            return await WorkerClient.connect(ours, self._start)
         except ConnectionError as error:
             code = await self._reap(_EXIT_SECONDS)
             raise StartupError(f"the worker ended with exit code {code} while starting") from error

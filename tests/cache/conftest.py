@@ -11,7 +11,7 @@ import pytest
 from penstock.cache import engine as cached_engine
 from penstock.cache import redis_tier
 from penstock.cache.engine import CachedEngine
-from penstock.core.config import CacheConfig
+from penstock.cache.settings import CacheConfig
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer

@@ -13,9 +13,10 @@ import pytest
 from penstock.cache.answer import decode_answer, encode_answer
 from penstock.cache.build import open_cache
 from penstock.cache.engine import CachedEngine
-from penstock.core.config import CacheConfig, Settings
+from penstock.cache.settings import CacheConfig
 from penstock.core.errors import DeadlineExceeded, EngineFailure, NotCached, Overloaded
 from penstock.core.request import CacheControl, Chunk, GenerateRequest, Objective, SamplingParams, choice_seed
+from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer
 from tests.cache.conftest import GREEDY, answer, request, state, text_of
 from tests.gateway.scripted_engine import ScriptedEngine, says
@@ -300,7 +301,7 @@ async def test_answers_come_back_from_redis_and_from_disk(
     asked = {"prompt": [1, 4, 9]}
 
     async def ask(settings: Settings, times: int = 1) -> list[str]:
-        async with open_cache(engine, tokenizer, settings) as (cached, _):
+        async with open_cache(engine, tokenizer, settings.cache, settings.state) as (cached, _):
             assert isinstance(cached, CachedEngine)
             answers = [await answer(cached, request(**asked)) for _ in range(times)]
             return [f"{a[0].cache.state} {a[0].cache.tier}".strip() for a in answers if a[0].cache]
@@ -318,7 +319,7 @@ async def test_answers_come_back_from_redis_and_from_disk(
 async def test_a_damaged_answer_is_computed_again(
     engine: ScriptedEngine, tokenizer: Tokenizer, redis_process: RedisServer
 ) -> None:
-    async with open_cache(engine, tokenizer, Settings(state=redis_process.url)) as (cached, _):
+    async with open_cache(engine, tokenizer, CacheConfig(), redis_process.url) as (cached, _):
         assert isinstance(cached, CachedEngine)
         await answer(cached, request(prompt=[7, 7]))
         await asyncio.gather(*cached._writes)

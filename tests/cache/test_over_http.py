@@ -13,8 +13,10 @@ import httpx
 import openai
 import pytest
 
-from penstock.core.config import CacheConfig, SemanticConfig, ServerConfig, Settings
+from penstock.cache.settings import CacheConfig, SemanticConfig
 from penstock.core.request import SamplingParams
+from penstock.gateway.settings import ServerConfig
+from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server
 from tests.gateway.conftest import Gateway, serving

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from penstock.cache.encoder import SentenceEncoder, encoder_folder
 from penstock.cache.engine import CachedEngine
+from penstock.cache.settings import CacheConfig
 from penstock.cache.similar import Array, SimilarPrompts, may_mean_the_same
-from penstock.core.config import CacheConfig
 from penstock.core.errors import StartupError
 from penstock.core.request import CacheControl, GenerateRequest, SamplingParams
 from penstock.gateway.openai_types import ChatRequest

@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import httpx
 import openai
@@ -12,14 +12,16 @@ import pytest
 import uvloop
 
 from penstock.cache.build import open_cache
-from penstock.core.config import CacheConfig, ServerConfig, Settings
+from penstock.cache.settings import CacheConfig
 from penstock.core.request import GenerateRequest
 from penstock.gateway.app import create_app
 from penstock.gateway.edge import Edge
 from penstock.gateway.keys import create_key
 from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
+from penstock.gateway.settings import ServerConfig
 from penstock.gateway.tenants import Directory, open_directory
+from penstock.settings import Settings
 from penstock.state.open import open_store
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.scripted_engine import MODEL, ScriptedEngine, Step, load_built_in_tokenizer, says
@@ -85,11 +87,11 @@ def serving(tokenizer: Tokenizer, settings: Settings | None = None, *, cached: b
         ready.set()
 
     async def run() -> None:
-        before = settings if cached else replace(settings, cache=CacheConfig(enabled=False))
+        cache = settings.cache if cached else CacheConfig(enabled=False)
         async with (
             open_store(settings.state or "memory") as store,
             open_directory(settings, store) as directory,
-            open_cache(engine, tokenizer, before) as (served, collectors),
+            open_cache(engine, tokenizer, cache, settings.state) as (served, collectors),
         ):
             gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
             app = create_app(

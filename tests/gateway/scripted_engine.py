@@ -9,13 +9,13 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from penstock.checkpoint.source import BUILT_IN, resolve
-from penstock.core.config import Settings
 from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.gateway.app import create_app
 from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
+from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 MODEL = "scripted"

@@ -8,12 +8,12 @@ import sys
 
 import uvloop
 
-from penstock.core.config import Settings, settings_from_mapping
 from penstock.gateway.app import create_app
 from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
 from penstock.gateway.tenants import open_directory
 from penstock.observability.logging import configure_logging
+from penstock.settings import Settings, settings_from_mapping
 from penstock.state import redis
 from penstock.state.open import open_store
 from tests.gateway.scripted_engine import MODEL, ScriptedEngine, load_built_in_tokenizer, says

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.cli.main import main
-from penstock.core.config import Settings, TenantConfig
 from penstock.core.errors import EngineFailure
 from penstock.gateway.exchange import Exchange
+from penstock.gateway.settings import TenantConfig
 from penstock.observability.account import Account
 from penstock.observability.request_log import RequestLog
+from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MODEL, hang

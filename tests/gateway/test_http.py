@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from penstock.core.config import ServerConfig, Settings
 from penstock.gateway.http import MAX_HEAD
+from penstock.gateway.settings import ServerConfig
+from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import hang

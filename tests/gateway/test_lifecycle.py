@@ -21,12 +21,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import __version__
-from penstock.core.config import Settings
 from penstock.core.errors import StartupError
 from penstock.gateway.app import create_app
 from penstock.gateway.exchange import Exchange
 from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
+from penstock.settings import Settings
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang
 from tests.gateway.wire import CHAT as RAW_CHAT

@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.core.config import settings_from_mapping
 from penstock.core.engine import EngineStats
 from penstock.core.errors import DeadlineExceeded
 from penstock.gateway.budgets import BILLION, Prices, machine_price
+from penstock.settings import settings_from_mapping
 from penstock.state.memory import MemoryStore
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving

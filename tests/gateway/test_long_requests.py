@@ -22,11 +22,12 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.core.config import ServerConfig, Settings
 from penstock.gateway import reading
 from penstock.gateway.chat import ChatReader
 from penstock.gateway.completions import CompletionReader
 from penstock.gateway.reading import INLINE_BYTES, Bounds
+from penstock.gateway.settings import ServerConfig
+from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL

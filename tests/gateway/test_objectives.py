@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from penstock.core.config import settings_from_mapping
 from penstock.core.engine import EngineStats
 from penstock.core.request import GenerateRequest, Objective
 from penstock.gateway.objectives import Objectives, derived
+from penstock.settings import settings_from_mapping
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MODEL

@@ -8,8 +8,9 @@ from contextlib import ExitStack
 import httpx
 import pytest
 
-from penstock.core.config import ServerConfig, Settings, TenantConfig, settings_from_mapping
 from penstock.core.errors import StartupError
+from penstock.gateway.settings import ServerConfig, TenantConfig
+from penstock.settings import Settings, settings_from_mapping
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MODEL

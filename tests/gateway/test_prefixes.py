@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.core.config import settings_from_mapping
 from penstock.core.errors import StartupError
+from penstock.settings import settings_from_mapping
 from penstock.text.tokenizer import Tokenizer
 from tests.engine.test_scheduler import Harness, limits
 from tests.gateway.conftest import Gateway, serving

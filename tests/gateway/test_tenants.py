@@ -23,10 +23,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
-from penstock.core.config import Settings, settings_from_mapping
 from penstock.core.errors import StartupError
 from penstock.gateway import issuer_keys
 from penstock.gateway.tenants import Directory
+from penstock.settings import Settings, settings_from_mapping
 from penstock.state.memory import MemoryStore
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving

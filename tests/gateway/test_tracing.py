@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from penstock.core.config import ObservabilityConfig, Settings
 from penstock.core.errors import EngineFailure, StartupError
+from penstock.observability.settings import ObservabilityConfig
 from penstock.observability.tracing import start_tracing
+from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MODEL

@@ -11,8 +11,8 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import ChatCompletionStreamOptionsParam
 from openai.types.chat import completion_create_params as chat_params
 
-from penstock.core.config import settings_from_mapping
 from penstock.gateway.openai_types import IGNORED, ChatRequest, CompletionRequest, StreamOptions
+from penstock.settings import settings_from_mapping
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.scripted_engine import MODEL

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from penstock.checkpoint.source import resolve
-from penstock.core.config import EngineConfig
 from penstock.core.errors import StartupError
+from penstock.engine.settings import EngineConfig
 from penstock.kernels import native
 from penstock.models.config import read_config
 from penstock.models.host_weights import host_weights

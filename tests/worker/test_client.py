@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo, EngineStats
 from penstock.core.errors import StartupError, Unavailable
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams, TokenLogprob
+from penstock.engine.settings import EngineConfig
 from penstock.worker.client import DEAD_AFTER_BEATS, WorkerClient
 from penstock.worker.protocol import (
     BEAT_SECONDS,

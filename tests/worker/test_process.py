@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock.core.config import EngineConfig, Settings, TenantConfig
 from penstock.core.errors import Unavailable
 from penstock.core.request import GenerateRequest, SamplingParams
+from penstock.engine.settings import EngineConfig
+from penstock.gateway.settings import TenantConfig
+from penstock.settings import Settings
 from penstock.worker.client import WorkerClient
 from penstock.worker.protocol import Start
 from penstock.worker.supervisor import SupervisedWorker
@@ -26,7 +28,7 @@ async def test_a_worker_gets_no_secret_of_the_gateway(monkeypatch: pytest.Monkey
         state=f"redis://:{SECRET}@127.0.0.1/0",
         tenants={SECRET: TenantConfig()},
     )
-    worker = SupervisedWorker(settings)
+    worker = SupervisedWorker(Start(settings.model, settings.engine, settings.server.log_level))
     try:
         await worker.start()
         assert worker._process is not None

@@ -1,0 +1,65 @@
+"""The `engine` section of the settings, which are the keyword arguments of `LLM` too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from penstock.core.errors import InvalidRequest, StartupError
+from penstock.core.request import RECOMMENDED, SamplingParams
+from penstock.core.settings import check, check_choice
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
+KVDtype = Literal["auto", "bf16", "int8", "fp8"]
+Scheduling = Literal["deadline", "fcfs"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Where the model runs and how much it holds at once. None means: derived from the model and the machine."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    quantization: Quantization = "auto"  # of the weights; auto: int8 on CPU where its kernels are there, none on CUDA
+    max_model_len: int | None = None  # prompt plus output of one request; default: the model's own limit
+    max_seqs: int = 256  # sequences in one step
+    max_step_tokens: int | None = None  # tokens in one step; default: 256 on CPU, 8192 on CUDA
+    kv_memory_gib: float | None = None  # default: most of the free memory
+    kv_dtype: KVDtype = "auto"  # of the KV cache; auto: int8 beside quantised weights on CPU, bf16 on CUDA
+    block_size: int = 16
+    prefix_caching: bool = True
+    scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored
+    max_waiting: int = 4096  # requests queued in the engine; more are refused
+    # For requests that do not set them: fields of `RECOMMENDED`; the others are as the model's authors recommend.
+    sampling_defaults: Mapping[str, Any] = field(
+        default_factory=dict, metadata={"expected": "a mapping such as {temperature: 1, top_p: 1}"}
+    )
+
+    def __post_init__(self) -> None:
+        check_choice(self.device, Device, "device")
+        check_choice(self.dtype, Dtype, "dtype")
+        check_choice(self.quantization, Quantization, "quantization")
+        check(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "must be at least 2")
+        check(1 <= self.max_seqs <= 4096, "max_seqs", "must be between 1 and 4096")
+        check(self.max_step_tokens is None or self.max_step_tokens >= 1, "max_step_tokens", "must be at least 1")
+        check_choice(self.kv_dtype, KVDtype, "kv_dtype")
+        check(self.kv_memory_gib is None or self.kv_memory_gib > 0, "kv_memory_gib", "must be above 0")
+        power_of_two = 1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0
+        check(power_of_two, "block_size", "must be a power of two up to 256")
+        check_choice(self.scheduling, Scheduling, "scheduling")
+        check(self.max_waiting >= 1, "max_waiting", "must be at least 1")
+        _check_sampling_defaults(self.sampling_defaults)
+
+
+def _check_sampling_defaults(given: Mapping[str, Any]) -> None:
+    for name, value in given.items():
+        check(name in RECOMMENDED, "sampling_defaults", f"takes {', '.join(RECOMMENDED)}, not {name}")
+        number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
+        check(number, "sampling_defaults", f"needs a number for {name}, not {value!r}")
+    try:
+        SamplingParams(**given)
+    except InvalidRequest as error:
+        raise StartupError(f"sampling_defaults.{error.message}", param="sampling_defaults") from None
