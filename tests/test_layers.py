@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "penstock"
 
-# Each layer with those it may import. What stands at the top level of the package (llm.py, http_client.py) composes.
+# Each layer with those it may import. What stands at the top level of the package (llm.py) composes.
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "checkpoint": {"core"},
@@ -25,9 +25,10 @@ BELOW: dict[str, set[str]] = {
     "observability": {"core"},
     "state": {"core"},
     "cache": {"core", "text"},
+    "client": {"core"},
     "worker": {"core", "engine", "runner", "observability"},
-    "gateway": {"core", "text", "observability", "state", "http_client"},
-    "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "http_client"},
+    "gateway": {"core", "text", "observability", "state", "client"},
+    "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "client"},
 }
 WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway")
 ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")

@@ -19,9 +19,9 @@ from typing import IO, TYPE_CHECKING
 from penstock.cli.conversation import Conversation, Turn, parse_parameter
 from penstock.cli.environment import DEFAULT_URL, URL, add_key_argument, server_url
 from penstock.cli.terminal import PlainAnswer, Terminal
+from penstock.client.http import HttpClient, first_model, openai_base
 from penstock.core.config import DEFAULT_MODEL
 from penstock.core.errors import InvalidRequest, StartupError, Unauthorized, Unavailable
-from penstock.http_client import HttpClient, first_model, openai_base
 
 if TYPE_CHECKING:
     from rich.console import Console

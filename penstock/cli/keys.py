@@ -60,8 +60,8 @@ def run_on_store(args: argparse.Namespace, work: Callable[[Settings, Store], Awa
 
 
 async def _create(args: argparse.Namespace, settings: Settings, store: Store) -> int:
-    from penstock.gateway import tenants
-    from penstock.gateway.keys import create_key
+    from penstock.gateway.tenancy import tenants
+    from penstock.gateway.tenancy.keys import create_key
 
     if args.admin == bool(args.tenant):
         raise StartupError("name a tenant, or say --admin", param="tenant")
@@ -85,7 +85,7 @@ async def _create(args: argparse.Namespace, settings: Settings, store: Store) ->
 
 
 async def _list(store: Store) -> int:
-    from penstock.gateway.keys import stored_keys
+    from penstock.gateway.tenancy.keys import stored_keys
 
     found = await stored_keys(store)
     if not found:
@@ -97,7 +97,7 @@ async def _list(store: Store) -> int:
 
 
 async def _revoke(id: str, store: Store) -> int:
-    from penstock.gateway.keys import KIND
+    from penstock.gateway.tenancy.keys import KIND
 
     if not await store.delete(KIND, id.removeprefix("psk-")[:12]):
         raise StartupError(f"no key {id!r}; 'penstock keys list' shows their ids", param="id")

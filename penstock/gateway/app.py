@@ -13,30 +13,30 @@ from penstock.core.config import JwtConfig, Settings
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import StartupError
 from penstock.core.request import RECOMMENDED
-from penstock.gateway.admin import AdminEndpoints
-from penstock.gateway.auth import Door, Verifier
-from penstock.gateway.budgets import Prices, SpendMetrics
-from penstock.gateway.chat import ChatCompletions
-from penstock.gateway.completions import Completions
-from penstock.gateway.edge import Edge, Enter, Handler, Route, Routes, anybody
-from penstock.gateway.exchange import Exchange, Traffic
-from penstock.gateway.limits import Metering
-from penstock.gateway.objectives import Objectives, milliseconds
-from penstock.gateway.openai_types import (
+from penstock.gateway.api.chat import ChatCompletions
+from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.objectives import Objectives, milliseconds
+from penstock.gateway.api.openai_types import (
     ClassCard,
     HealthReport,
     ModelCard,
     ModelList,
     Version,
 )
-from penstock.gateway.openapi import OpenApi
-from penstock.gateway.origins import Origins
-from penstock.gateway.prefixes import Prefixes
-from penstock.gateway.reading import LongRequests
-from penstock.gateway.requests import RequestEndpoints
-from penstock.gateway.serving import Serving, encode_json
-from penstock.gateway.tenants import Directory
-from penstock.gateway.text_endpoints import TextEndpoints
+from penstock.gateway.api.openapi import OpenApi
+from penstock.gateway.api.reading import LongRequests
+from penstock.gateway.api.requests import RequestEndpoints
+from penstock.gateway.api.serving import Serving, encode_json
+from penstock.gateway.api.text_endpoints import TextEndpoints
+from penstock.gateway.edge import Edge, Enter, Handler, Route, Routes, anybody
+from penstock.gateway.http.exchange import Exchange, Traffic
+from penstock.gateway.http.origins import Origins
+from penstock.gateway.tenancy.admin import AdminEndpoints
+from penstock.gateway.tenancy.auth import Door, Verifier
+from penstock.gateway.tenancy.budgets import Prices, SpendMetrics
+from penstock.gateway.tenancy.limits import Metering
+from penstock.gateway.tenancy.prefixes import Prefixes
+from penstock.gateway.tenancy.tenants import Directory
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
 from penstock.observability.tracing import start_tracing
@@ -142,7 +142,7 @@ def _warn_of_other_models(settings: Settings, model_names: Sequence[str]) -> Non
 def _verifier(config: JwtConfig | None) -> Verifier | None:
     if config is None:
         return None
-    from penstock.gateway.web_tokens import TokenVerifier  # its cryptography takes a while to load
+    from penstock.gateway.tenancy.web_tokens import TokenVerifier  # its cryptography takes a while to load
 
     return TokenVerifier(config)
 

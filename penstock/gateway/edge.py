@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import NotFound, PenstockError
+from penstock.gateway.api.reading import LongRequests
 from penstock.gateway.errors import ClientGone, MethodNotAllowed
-from penstock.gateway.exchange import Exchange, Traffic
-from penstock.gateway.keys import redacted
-from penstock.gateway.origins import Origins
-from penstock.gateway.reading import LongRequests
+from penstock.gateway.http.exchange import Exchange, Traffic
+from penstock.gateway.http.origins import Origins
+from penstock.gateway.tenancy.keys import redacted
 from penstock.observability.account import Account
 from penstock.observability.logging import log
 from penstock.observability.metrics import GatewayMetrics

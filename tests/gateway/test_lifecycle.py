@@ -24,9 +24,9 @@ from penstock import __version__
 from penstock.core.config import Settings
 from penstock.core.errors import StartupError
 from penstock.gateway.app import create_app
-from penstock.gateway.exchange import Exchange
-from penstock.gateway.listener import bind
-from penstock.gateway.server import serve
+from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.listener import bind
+from penstock.gateway.http.server import serve
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang
 from tests.gateway.wire import CHAT as RAW_CHAT
