@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.core.request import CacheControl, CacheStatus
-from penstock.gateway.http.exchange import Exchange, Header
+from penstock.gateway.http.request import Header, Request
 
 NAME = b"x-penstock-cache"
 
 _LEAST_CACHED = ("miss", "bypass", "shared", "similar", "hit")
 
 
-def cache_control(exchange: Exchange) -> CacheControl | None:
+def cache_control(request: Request) -> CacheControl | None:
     """None: nothing was said. Directives this cache does not know are left alone, as HTTP wants it."""
-    given = [value for name, value in exchange.given_headers if name == b"cache-control"]
+    given = [value for name, value in request.raw_headers if name == b"cache-control"]
     if not given:
         return None
     directives = dict(_directive(part) for part in b",".join(given).decode("latin-1").split(","))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -33,7 +33,10 @@ from penstock.gateway.api.semantic import similar_chat
 from penstock.gateway.api.serving import DONE, Serving, check_values, encode_json, event
 from penstock.gateway.api.slices import shaped
 from penstock.gateway.errors import require
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.tenancy.limits import Reservation
+from penstock.gateway.tenancy.tenants import Tenant
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.stream import TextDelta
 from penstock.text.template_sandbox import RESERVED_NAMES
@@ -109,22 +112,19 @@ class ChatReader:
 
 
 class ChatCompletions:
+    endpoint = "/v1/chat/completions"
+
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
         self.reader = ChatReader(serving.tokenizer)
 
-    async def __call__(self, exchange: Exchange) -> None:
-        body, (prompt,) = await self.serving.accept(exchange, self.reader)
-        generation = await self._start(exchange, body, prompt)
-        if body.stream:
-            await self._stream(exchange, body, generation)
-        else:
-            await self._answer(exchange, body, generation)
-
-    async def _start(self, exchange: Exchange, body: ChatRequest, prompt: Prompt) -> Generation:
-        info = self.serving.engine.info
+    async def __call__(
+        self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
+    ) -> ChatAnswer:
+        serving, info = self.serving, self.serving.engine.info
+        context, body, (prompt,) = await serving.accept(request, tenant, reservation, self.endpoint, self.reader)
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        asked, tenant = getattr(body, param), exchange.tenant
+        asked = getattr(body, param)
         if (keep := body.truncate_prompt_tokens) is not None:
             prompt = replace(prompt, token_ids=truncated(prompt.token_ids, keep, asked, info, tenant))
         length = len(prompt.token_ids)
@@ -132,31 +132,48 @@ class ChatCompletions:
         params = sampling_params(
             body, info, max_tokens=limit, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs
         )
-        choices = await build_choices(exchange, self.serving.tokenizer, body, [(prompt, params)], self.serving.prefixes)
-        return Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
+        prompts = [(prompt, params)]
+        choices = await build_choices(request, context, serving.tokenizer, body, prompts, serving.prefixes)
+        generation = Generation(serving.engine, serving.metrics, reservation, response, context, choices)
+        return ChatAnswer(serving.tokenizer, body, generation, response)
 
-    async def _answer(self, exchange: Exchange, body: ChatRequest, generation: Generation) -> None:
+
+class ChatAnswer:
+    """Sends what is generated for a chat, whole or as a stream of chunks."""
+
+    __slots__ = ("body", "generation", "response", "tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer, body: ChatRequest, generation: Generation, response: Response) -> None:
+        self.tokenizer = tokenizer
+        self.body = body
+        self.generation = generation
+        self.response = response
+
+    def respond(self) -> Awaitable[None]:
+        return self._stream() if self.body.stream else self._send()
+
+    async def _send(self) -> None:
+        body, generation = self.body, self.generation
         await generation.collect()
         answer = ChatCompletion(
-            id=f"chatcmpl-{exchange.unique}",
+            id=f"chatcmpl-{generation.context.id}",
             created=int(time.time()),
             model=body.model,
-            choices=[await self._choice(choice, body) for choice in generation.choices],
+            choices=[await self._choice(choice) for choice in generation.choices],
             usage=generation.reported_usage(),
             service_tier=reported_tier(body.service_tier),
         )
         if body.prompt_logprobs is not None:
             entries, top = generation.choices[0].prompt_logprobs or [], body.prompt_logprobs
-            answer.prompt_logprobs = await shaped(
-                entries, lambda some: prompt_logprobs(self.serving.tokenizer, some, top)
-            )
+            answer.prompt_logprobs = await shaped(entries, lambda some: prompt_logprobs(self.tokenizer, some, top))
         if body.return_token_ids:
             answer.prompt_token_ids = generation.choices[0].prompt.token_ids
-        await exchange.send(200, encode_json(answer))
+        await self.response.send(200, encode_json(answer))
 
-    async def _choice(self, choice: Choice, body: ChatRequest) -> ChatChoice:
+    async def _choice(self, choice: Choice) -> ChatChoice:
         assert choice.finish_reason is not None
-        by_id, tokenizer = bool(body.return_tokens_as_token_ids), self.serving.tokenizer
+        body, tokenizer = self.body, self.tokenizer
+        by_id = bool(body.return_tokens_as_token_ids)
         logprobs = None
         if body.logprobs:
             content = await shaped(choice.logprobs, lambda some: chat_logprobs(tokenizer, some, by_id).content)
@@ -165,11 +182,12 @@ class ChatCompletions:
         token_ids = choice.token_ids if body.return_token_ids else UNSET
         return ChatChoice(choice.index, message, logprobs, choice.finish_reason, choice.stop_reason, token_ids)
 
-    async def _stream(self, exchange: Exchange, body: ChatRequest, generation: Generation) -> None:
-        completion_id, created, model = f"chatcmpl-{exchange.unique}", int(time.time()), body.model
+    async def _stream(self) -> None:
+        body, generation, response = self.body, self.generation, self.response
+        completion_id, created, model = f"chatcmpl-{generation.context.id}", int(time.time()), body.model
         usage_so_far = generation.usage_in_chunks(body)
         tier = reported_tier(body.service_tier)
-        tokenizer, by_id = self.serving.tokenizer, bool(body.return_tokens_as_token_ids)
+        tokenizer, by_id = self.tokenizer, bool(body.return_tokens_as_token_ids)
         with_ids = bool(body.return_token_ids)
 
         def one(choice: ChatChunkChoice, prompt: Sequence[int] | UnsetType = UNSET) -> bytes:
@@ -189,13 +207,13 @@ class ChatCompletions:
             if delta.finish_reason is not None:
                 events += one(ChatChunkChoice(index, ChatDelta(), None, delta.finish_reason, delta.stop_matched))
             if events:
-                await exchange.send_events(events)
+                await response.send_events(events)
 
         await generation.run(emit)
         reported = generation.reported_usage()
         with_last = usage_so_far() is not UNSET or reported.ledger is not UNSET
         last = event(ChatChunk(completion_id, created, model, [], reported, tier)) if with_last else b""
-        await exchange.end_events(last + DONE)
+        await response.end_events(last + DONE)
 
 
 def _check(body: ChatRequest) -> None:

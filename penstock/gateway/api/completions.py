@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
@@ -30,7 +30,10 @@ from penstock.gateway.api.semantic import similar_completion
 from penstock.gateway.api.serving import DONE, Serving, check_token_ids, check_values, encode_json, event
 from penstock.gateway.api.slices import joined, shaped, slices
 from penstock.gateway.errors import require
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.tenancy.limits import Reservation
+from penstock.gateway.tenancy.tenants import Tenant
 from penstock.text.offsets import TextOffsets
 from penstock.text.stream import TextDelta
 from penstock.text.tokenizer import Tokenizer
@@ -85,35 +88,36 @@ class CompletionReader:
 
 
 class Completions:
+    endpoint = "/v1/completions"
+
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
         self.reader = CompletionReader(serving.tokenizer)
 
-    async def __call__(self, exchange: Exchange) -> None:
-        body, found = await self.serving.accept(exchange, self.reader)
+    async def __call__(
+        self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
+    ) -> CompletionAnswer:
+        serving = self.serving
+        context, body, found = await serving.accept(request, tenant, reservation, self.endpoint, self.reader)
         prompts = []
-        async for some in slices([self._cut(exchange, body, prompt) for prompt in found]):
-            prompts += [(prompt, self._params(exchange, body, prompt)) for prompt in some]
+        async for some in slices([self._cut(tenant, body, prompt) for prompt in found]):
+            prompts += [(prompt, self._params(tenant, body, prompt)) for prompt in some]
         prompt_only = body.max_tokens == 0
         choices = await build_choices(
-            exchange, self.serving.tokenizer, body, prompts, self.serving.prefixes, prompt_only=prompt_only
+            request, context, serving.tokenizer, body, prompts, serving.prefixes, prompt_only=prompt_only
         )
-        generation = Generation(self.serving.engine, self.serving.metrics, self.serving.metering, exchange, choices)
-        shape = _Shape(self.serving, body, exchange)
-        if body.stream:
-            await _stream(exchange, generation, shape)
-        else:
-            await _answer(exchange, generation, shape)
+        generation = Generation(serving.engine, serving.metrics, reservation, response, context, choices)
+        return CompletionAnswer(serving.tokenizer, body, generation, response)
 
-    def _cut(self, exchange: Exchange, body: CompletionRequest, prompt: Prompt) -> Prompt:
+    def _cut(self, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> Prompt:
         """To what `truncate_prompt_tokens` leaves of it."""
         if (keep := body.truncate_prompt_tokens) is None:
             return prompt
         output = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        kept = truncated(prompt.token_ids, keep, output, self.serving.engine.info, exchange.tenant)
+        kept = truncated(prompt.token_ids, keep, output, self.serving.engine.info, tenant)
         return prompt if len(kept) == len(prompt.token_ids) else replace(prompt, token_ids=kept, text=None)
 
-    def _params(self, exchange: Exchange, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
+    def _params(self, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
         info = self.serving.engine.info
         requested = 1 if body.max_tokens == 0 else body.max_tokens  # scoring a prompt still takes a step
         limit = output_limit(
@@ -121,7 +125,7 @@ class Completions:
             DEFAULT_MAX_TOKENS,
             len(prompt.token_ids),
             info,
-            exchange.tenant,
+            tenant,
             prompt_param="prompt",
             param="max_tokens",
         )
@@ -131,21 +135,59 @@ class Completions:
         )
 
 
-class _Shape:
-    """Turns what was generated into the JSON of choices, whole or piece by piece."""
+class CompletionAnswer:
+    """Sends what is generated for a completion request, whole or as a stream of pieces."""
 
-    def __init__(self, serving: Serving, body: CompletionRequest, exchange: Exchange) -> None:
-        self.tokenizer = serving.tokenizer
+    __slots__ = ("body", "created", "generation", "id", "offsets", "response", "tier", "tokenizer")
+
+    def __init__(
+        self, tokenizer: Tokenizer, body: CompletionRequest, generation: Generation, response: Response
+    ) -> None:
+        self.tokenizer = tokenizer
         self.body = body
-        self.id = f"cmpl-{exchange.unique}"
+        self.generation = generation
+        self.response = response
+        self.id = f"cmpl-{generation.context.id}"
         self.tier = reported_tier(body.service_tier)
         self.created = int(time.time())
         self.offsets: dict[int, TextOffsets] = {}  # by choice
 
-    def completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
+    def respond(self) -> Awaitable[None]:
+        return self._stream() if self.body.stream else self._send()
+
+    async def _send(self) -> None:
+        await self.generation.collect()
+        choices, top = [], self.body.prompt_logprobs
+        for choice in self.generation.choices:
+            choices.append(await self._choice(choice, choice.stream.text, choice.token_ids, choice.logprobs))
+            if top is not None:
+                entries = choice.prompt_logprobs or []
+                choices[-1].prompt_logprobs = await shaped(
+                    entries, lambda some: prompt_logprobs(self.tokenizer, some, top)
+                )
+        await self.response.send(200, encode_json(self._completion(choices, self.generation.reported_usage())))
+
+    async def _stream(self) -> None:
+        body, generation, response = self.body, self.generation, self.response
+        usage_so_far = generation.usage_in_chunks(body)
+        with_ids = bool(body.return_token_ids)
+
+        async def emit(choice: Choice, delta: TextDelta) -> None:
+            opens = bool(body.echo) and not choice.opened
+            if delta.text or delta.logprobs or delta.finish_reason is not None or opens or with_ids:
+                piece = await self._choice(choice, delta.text, delta.token_ids, delta.logprobs or ())
+                await response.send_events(event(self._completion([piece], usage_so_far())))
+
+        await generation.run(emit)
+        reported = generation.reported_usage()
+        with_last = usage_so_far() is not UNSET or reported.ledger is not UNSET
+        last = event(self._completion([], reported)) if with_last else b""
+        await response.end_events(last + DONE)
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.id, self.created, self.body.model, choices, usage, service_tier=self.tier)
 
-    async def choice(
+    async def _choice(
         self, choice: Choice, text: str, token_ids: list[int], logprobs: Sequence[TokenLogprob]
     ) -> CompletionChoice:
         """The next piece of a choice; its first one begins with the prompt when echo was asked for."""
@@ -190,37 +232,6 @@ class _Shape:
         if prompt.text is not None:
             return prompt.text
         return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
-
-
-async def _answer(exchange: Exchange, generation: Generation, shape: _Shape) -> None:
-    await generation.collect()
-    choices = []
-    for choice in generation.choices:
-        choices.append(await shape.choice(choice, choice.stream.text, choice.token_ids, choice.logprobs))
-        if shape.body.prompt_logprobs is not None:
-            entries, top = choice.prompt_logprobs or [], shape.body.prompt_logprobs
-            choices[-1].prompt_logprobs = await shaped(
-                entries,
-                lambda some, top=top: prompt_logprobs(shape.tokenizer, some, top),  # type: ignore[misc]
-            )
-    await exchange.send(200, encode_json(shape.completion(choices, generation.reported_usage())))
-
-
-async def _stream(exchange: Exchange, generation: Generation, shape: _Shape) -> None:
-    usage_so_far = generation.usage_in_chunks(shape.body)
-    with_ids = bool(shape.body.return_token_ids)
-
-    async def emit(choice: Choice, delta: TextDelta) -> None:
-        opens = bool(shape.body.echo) and not choice.opened
-        if delta.text or delta.logprobs or delta.finish_reason is not None or opens or with_ids:
-            piece = await shape.choice(choice, delta.text, delta.token_ids, delta.logprobs or ())
-            await exchange.send_events(event(shape.completion([piece], usage_so_far())))
-
-    await generation.run(emit)
-    reported = generation.reported_usage()
-    with_last = usage_so_far() is not UNSET or reported.ledger is not UNSET
-    last = event(shape.completion([], reported)) if with_last else b""
-    await exchange.end_events(last + DONE)
 
 
 def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | TokenIds]:

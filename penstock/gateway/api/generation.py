@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
@@ -24,12 +25,14 @@ from penstock.core.request import (
     choice_seed,
 )
 from penstock.gateway.api.cache_control import cache_control, cache_header
+from penstock.gateway.api.context import Context
 from penstock.gateway.api.openai_types import PromptTokensDetails, SamplingFields, Usage
 from penstock.gateway.api.reading import Prompt
 from penstock.gateway.api.slices import SLICE, slices
 from penstock.gateway.errors import ClientGone, require
-from penstock.gateway.http.exchange import Exchange
-from penstock.gateway.tenancy.limits import Metering
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.prefixes import Prefixes
 from penstock.observability.account import Account, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
@@ -78,7 +81,8 @@ Emit = Callable[[Choice, TextDelta], Awaitable[None]]
 
 
 async def build_choices(
-    exchange: Exchange,
+    request: Request,
+    context: Context,
     tokenizer: Tokenizer,
     body: SamplingFields,
     prompts: Sequence[tuple[Prompt, SamplingParams]],
@@ -87,10 +91,8 @@ async def build_choices(
     prompt_only: bool = False,
 ) -> list[Choice]:
     """`n` choices of each prompt, in the order OpenAI numbers them."""
-    exchange.model = body.model
-    exchange.output_asked = (body.max_tokens, getattr(body, "max_completion_tokens", None)) != (None, None)
-    deadline = exchange.remaining()
-    control = cache_control(exchange)
+    deadline, tenant = context.remaining(), context.tenant
+    control = cache_control(request)
     choices: list[Choice] = []
     scores = 0
     for position, (prompt, params) in enumerate(prompts):
@@ -102,58 +104,64 @@ async def build_choices(
             require(scores <= MAX_SCORES, "prompt_logprobs", TOO_MANY_SCORES)
         common_tokens = prefixes.common_tokens(prompt.token_ids)
         for number in range(params.n):
-            request = GenerateRequest(
-                id=f"{exchange.unique}-{len(choices)}",
+            wanted = GenerateRequest(
+                id=f"{context.id}-{len(choices)}",
                 prompt=prompt.token_ids,
                 params=params,
                 seed=choice_seed(params.seed, number),
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
-                prefix_scope=prefixes.scope(exchange.tenant.name),
+                prefix_scope=prefixes.scope(tenant.name),
                 common_tokens=common_tokens,
-                objective=exchange.objective,
+                objective=context.objective,
                 deadline=deadline,
-                tenant=exchange.tenant.name,
-                weight=exchange.tenant.weight,
+                tenant=tenant.name,
+                weight=tenant.weight,
                 cache=cache,
             )
             stream = TextStream(tokenizer, params)
-            choices.append(Choice(len(choices), prompt, request, stream, number == 0, prompt_only))
+            choices.append(Choice(len(choices), prompt, wanted, stream, number == 0, prompt_only))
     return choices
 
 
 class Generation:
+    """`run` or `collect` must be called: they settle or release the reservation."""
+
     def __init__(
         self,
         engine: ServedEngine,
         metrics: GatewayMetrics,
-        metering: Metering,
-        exchange: Exchange,
+        reservation: Reservation,
+        response: Response,
+        context: Context,
         choices: list[Choice],
     ) -> None:
         self.engine = engine
         self.metrics = metrics
-        self.metering = metering
-        self.exchange = exchange
+        self.reservation = reservation
+        self.request = response.request
+        self.response = response
+        self.context = context
         self.choices = choices
         self.final_usage: Usage | None = None  # when all has been generated
-        exchange.account = self.account
 
     async def run(self, emit: Emit) -> None:
         """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine."""
-        exchange = self.exchange
-        if exchange.gone:
-            raise ClientGone("client left before the work began")
-        with exchange.ending_with_client():
-            await self.metering.admit(exchange, *self._expected_tokens())
-            try:
-                if len(self.choices) == 1:
-                    await self._run_choice(self.choices[0], emit)
-                else:
-                    await self._run_all(emit)
-            finally:
-                self._record()
-                self._settle()
+        try:
+            if self.request.disconnected:
+                raise ClientGone("client left before the work began")
+            with self.request.cancelling_on_disconnect():
+                await self.reservation.admit(*self._expected_tokens())
+                try:
+                    if len(self.choices) == 1:
+                        await self._run_choice(self.choices[0], emit)
+                    else:
+                        await self._run_all(emit)
+                finally:
+                    self._record()
+                    self._settle()
+        finally:
+            self.reservation.release()
 
     async def collect(self) -> None:
         """Run without passing anything on: the choices hold what was generated."""
@@ -197,18 +205,19 @@ class Generation:
         finally:
             choice.ended = time.monotonic()
             await chunks.aclose()
-            if self.exchange.gone and choice.computed and choice.ledger is None:  # nobody waits for the answer any more
+            # A client that has left does not wait, so there is time to ask what was computed for it.
+            if self.request.disconnected and choice.computed and choice.ledger is None:
                 choice.ledger = await self.engine.aborted(choice.request.id)
 
     def _first_chunk(self, choice: Choice, chunk: Chunk, now: float) -> None:
         choice.first = now
-        self.metrics.first_token.observe(now - self.exchange.arrived)
+        self.metrics.first_token.observe(now - self.context.arrived)
         if chunk.cache is None or chunk.cache.computed:
             self.metrics.queue_time.observe(chunk.queue_seconds)
         if chunk.cache is not None:
             choice.cache = chunk.cache
             name, value = cache_header(known.cache for known in self.choices if known.cache is not None)
-            self.exchange.headers[name] = value
+            self.response.headers[name] = value
         choice.cached_tokens = chunk.cached_tokens
         choice.prompt_logprobs = chunk.prompt_logprobs
 
@@ -222,14 +231,15 @@ class Generation:
         self.metrics.prompt_tokens += usage.prompt_tokens
         self.metrics.cached_tokens += usage.prompt_tokens_details.cached_tokens
         self.metrics.output_tokens += usage.completion_tokens
-        self.metrics.request_time.observe(time.monotonic() - self.exchange.arrived)
+        self.metrics.request_time.observe(time.monotonic() - self.context.arrived)
 
     def _expected_tokens(self) -> tuple[int, int]:
         """Of the prompts and of the output."""
-        tenant, asked = self.exchange.tenant.name, self.exchange.output_asked
+        tenant, asked = self.context.tenant.name, self.context.output_asked
+        expected = self.reservation.metering.expected_output
         prompt_tokens = output_tokens = 0
         for choice in self.choices:
-            output_tokens += self.metering.expected_output(tenant, choice.request.params.max_tokens or 0, asked)
+            output_tokens += expected(tenant, choice.request.params.max_tokens or 0, asked)
             if choice.first_of_prompt:
                 prompt_tokens += len(choice.prompt.token_ids)
         return prompt_tokens, output_tokens
@@ -237,7 +247,7 @@ class Generation:
     def _settle(self) -> None:
         """What was not computed for this request is not charged."""
         computed = [choice for choice in self.choices if choice.first is not None and choice.computed]
-        self.metering.settle(self.exchange, *_count(computed))
+        self.reservation.settle(*_count(computed))
 
     def usage(self) -> Usage:
         prompt_tokens, cached, outputs = _count(self.choices)
@@ -254,28 +264,27 @@ class Generation:
     def reported_usage(self) -> Usage:
         """What the response says, with the account so far when the client asked for it."""
         usage = self.final_usage or self.usage()
-        if self.exchange.header(b"x-penstock-ledger", _TRUE) is not None:
+        if self.request.header(b"x-penstock-ledger", _TRUE) is not None:
             usage.ledger = self.account(200, None)
         return usage
 
     def account(self, status: int, error: str | None) -> Account:
         """Up to the end of the answer, or to now while there is none."""
-        exchange, usage = self.exchange, self.final_usage or self.usage()
-        total = exchange.elapsed()
+        context, usage = self.context, self.final_usage or self.usage()
+        total = self.response.elapsed()
         firsts = [choice.first for choice in self.choices if choice.first is not None]
-        request = self.choices[0].request
         return Account(
-            id=exchange.unique,
-            request_id=exchange.id,
-            tenant=request.tenant,
-            objective=request.objective.name,
-            endpoint=exchange.endpoint,
-            model=exchange.model,
+            id=context.id,
+            request_id=context.request_id,
+            tenant=context.tenant.name,
+            objective=context.objective.name,
+            endpoint=context.endpoint,
+            model=context.model,
             status=status,
             error=error,
-            arrived=time.time() - (time.monotonic() - exchange.arrived),
+            arrived=time.time() - (time.monotonic() - context.arrived),
             total=total,
-            ttft=min(firsts) - exchange.arrived if firsts else None,
+            ttft=min(firsts) - context.arrived if firsts else None,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
             output_tokens=usage.completion_tokens,
@@ -283,10 +292,11 @@ class Generation:
         )
 
     def _choice_account(self, choice: Choice, total: float) -> ChoiceAccount:
-        end = self.exchange.arrived + total
+        arrived = self.context.arrived
+        end = arrived + total
         submitted = end if choice.submitted is None else choice.submitted
         answered = (choice.ended or end) - submitted
-        parts = parts_of(total, submitted - self.exchange.arrived, answered, choice.ledger)
+        parts = parts_of(total, submitted - arrived, answered, choice.ledger)
         return ChoiceAccount(
             index=choice.index,
             parts=parts,
@@ -294,6 +304,16 @@ class Generation:
             cache=None if choice.cache is None else choice.cache.state,
             engine=choice.ledger,
         )
+
+
+class Answer(Protocol):
+    """What an endpoint makes of a request to generate, before it sends anything."""
+
+    generation: Generation
+
+    def respond(self) -> Awaitable[None]:
+        """Generate, and send what is generated in the endpoint's format."""
+        ...
 
 
 def _count(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:

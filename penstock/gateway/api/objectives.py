@@ -14,7 +14,8 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.request import Objective
 from penstock.gateway.api.openai_types import SamplingFields
 from penstock.gateway.errors import require
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.request import Request
+from penstock.gateway.tenancy.tenants import Tenant
 from penstock.observability.logging import log
 
 logger = logging.getLogger("penstock.gateway")
@@ -47,10 +48,10 @@ class Objectives:
         self.default = default_class or "standard"
         self._stats = stats
 
-    def assign(self, exchange: Exchange, body: SamplingFields) -> None:
-        """Give an exchange its objective and its deadline."""
-        exchange.objective = self.objective(self._chosen(exchange, body.service_tier))
-        exchange.deadline = _deadline(exchange, body.deadline_ms)
+    def classify(self, request: Request, tenant: Tenant, body: SamplingFields) -> tuple[Objective, float | None]:
+        """The objective of a request, and its deadline in seconds after arrival."""
+        objective = self.objective(self._chosen(request, tenant, body.service_tier))
+        return objective, _deadline(request, tenant, body.deadline_ms)
 
     def objective(self, name: str) -> Objective:
         return self.all()[name]
@@ -69,15 +70,15 @@ class Objectives:
                 log(logger, logging.INFO, "class", name=name, ttft_ms=ttft_ms, itl_ms=itl_ms)
         return built_in
 
-    def _chosen(self, exchange: Exchange, tier: str | None) -> str:
+    def _chosen(self, request: Request, tenant: Tenant, tier: str | None) -> str:
         """OpenAI's `auto` leaves it to the other ways of choosing."""
         if tier == "default":
             return self.default
         if tier is not None and tier != "auto":
             return self._check(tier if tier in self.known else OPENAI_TIERS.get(tier, tier), "service_tier")
-        if b"x-penstock-class" in exchange.received:
-            return self._check(exchange.header(b"x-penstock-class", _NAME) or "", "x-penstock-class")
-        of_tenant = exchange.tenant.default_class  # of a stored tenant: perhaps from before the classes changed
+        if b"x-penstock-class" in request.headers:
+            return self._check(request.header(b"x-penstock-class", _NAME) or "", "x-penstock-class")
+        of_tenant = tenant.default_class  # of a stored tenant: perhaps from before the classes changed
         return of_tenant if of_tenant in self.known else self.default
 
     def _check(self, name: str, param: str) -> str:
@@ -103,16 +104,16 @@ def reported_tier(asked: str | None) -> str | UnsetType:
     return "default" if asked == "auto" else asked
 
 
-def _deadline(exchange: Exchange, asked_ms: float | None) -> float | None:
+def _deadline(request: Request, tenant: Tenant, asked_ms: float | None) -> float | None:
     """Seconds after arrival: what the request asks for or what its tenant is allowed, whichever is shorter."""
     param = "deadline_ms"
-    if asked_ms is None and b"x-penstock-deadline-ms" in exchange.received:
+    if asked_ms is None and b"x-penstock-deadline-ms" in request.headers:
         param = "x-penstock-deadline-ms"
-        asked_ms = float(exchange.header(b"x-penstock-deadline-ms", _MILLISECONDS) or 0)
+        asked_ms = float(request.header(b"x-penstock-deadline-ms", _MILLISECONDS) or 0)
     asked = _seconds(asked_ms)
     if asked_ms is not None:
         require(0 < asked_ms <= MAX_DEADLINE_MS, param, f"must be above 0 and at most {MAX_DEADLINE_MS}")
-    allowed = exchange.tenant.timeout_seconds
+    allowed = tenant.timeout_seconds
     if asked is None or allowed is None:
         return allowed if asked is None else asked
     return min(asked, allowed)

@@ -20,8 +20,10 @@ from penstock.gateway.api.objectives import OPENAI_TIERS
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT
 from penstock.gateway.api.serving import Serving, encode_json
 from penstock.gateway.errors import ErrorBody
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.admin import Deleted, KeyView, NewKey
+from penstock.gateway.tenancy.tenants import Tenant
 from penstock.observability.account import Account
 
 Schema = dict[str, Any]
@@ -190,12 +192,12 @@ class OpenApi:
         self._serving = serving
         self._body: bytes | None = None
 
-    async def __call__(self, exchange: Exchange) -> None:
+    async def __call__(self, request: Request, response: Response, tenant: Tenant) -> None:
         if self._body is None:
             serving = self._serving
             classes = serving.objectives.known
             self._body = encode_json(document(serving.model_names, serving.engine.info.vocab_size, classes))
-        await exchange.send(200, self._body)
+        await response.send(200, self._body)
 
 
 def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]) -> Schema:

@@ -10,7 +10,9 @@ from msgspec import Raw, Struct
 from penstock.core.errors import NotFound
 from penstock.gateway.api.serving import encode_json
 from penstock.gateway.errors import require
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.tenancy.tenants import Tenant
 from penstock.observability.request_log import RequestLog
 
 DEFAULT_LIMIT = 20
@@ -26,9 +28,9 @@ class RequestEndpoints:
     def __init__(self, requests: RequestLog) -> None:
         self.requests = requests
 
-    async def one(self, exchange: Exchange) -> None:
-        id = exchange.path_params["id"]
-        found = self.requests.find(exchange.tenant.name, id)
+    async def one(self, request: Request, response: Response, tenant: Tenant) -> None:
+        id = request.path_params["id"]
+        found = self.requests.find(tenant.name, id)
         if found is None:
             raise NotFound(
                 f"no request {id[:200]!r} among the last {len(self.requests)}: it may still run, be too old, "
@@ -36,12 +38,12 @@ class RequestEndpoints:
                 param="id",
                 code="request_not_found",
             )
-        await exchange.send(200, found)
+        await response.send(200, found)
 
-    async def slowest(self, exchange: Exchange) -> None:
-        limit = _limit(exchange.query)
-        found = self.requests.slowest(exchange.tenant.name, limit)
-        await exchange.send(200, encode_json(AccountList([Raw(body) for body in found])))
+    async def slowest(self, request: Request, response: Response, tenant: Tenant) -> None:
+        limit = _limit(request.query)
+        found = self.requests.slowest(tenant.name, limit)
+        await response.send(200, encode_json(AccountList([Raw(body) for body in found])))
 
 
 def _limit(query: bytes) -> int:

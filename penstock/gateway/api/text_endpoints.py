@@ -10,7 +10,9 @@ from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.openai_types import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from penstock.gateway.api.reading import Bounds, Prompt, Reader, blamed_on
 from penstock.gateway.api.serving import Serving, check_token_ids, encode_json
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.tenancy.tenants import Tenant
 from penstock.text.tokenizer import Tokenizer
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
@@ -62,14 +64,15 @@ class TextEndpoints:
         self._tokenize = TokenizeReader(serving.tokenizer)
         self._detokenize = DetokenizeReader(serving.tokenizer)
 
-    async def tokenize(self, exchange: Exchange) -> None:
-        await self._answer(exchange, self._tokenize)
+    async def tokenize(self, request: Request, response: Response, tenant: Tenant) -> None:
+        await self._answer(request, response, tenant, self._tokenize)
 
-    async def detokenize(self, exchange: Exchange) -> None:
-        await self._answer(exchange, self._detokenize)
+    async def detokenize(self, request: Request, response: Response, tenant: Tenant) -> None:
+        await self._answer(request, response, tenant, self._detokenize)
 
-    async def _answer(self, exchange: Exchange, reader: Reader[Answer]) -> None:
-        (model, answer), _ = await self.serving.parse(exchange, await self.serving.body(exchange), reader)
+    async def _answer(self, request: Request, response: Response, tenant: Tenant, reader: Reader[Answer]) -> None:
+        body = await self.serving.body(request, tenant)
+        (model, answer), _ = await self.serving.parse(request, tenant, body, reader)
         if model is not None:
-            self.serving.check_model(exchange, model)
-        await exchange.send(200, answer)
+            self.serving.check_model(tenant, model)
+        await response.send(200, answer)

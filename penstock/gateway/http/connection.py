@@ -1,4 +1,4 @@
-"""HTTP/1.1 on a socket: bytes in, exchanges one after another, bytes out.
+"""HTTP/1.1 on a socket: bytes in, requests answered one after another, bytes out.
 
 A protocol of our own rather than a general server under a general framework: a request begins where its bytes arrive,
 its client's leaving is known at once, and an answer is one write.
@@ -7,17 +7,18 @@ its client's leaving is known at once, and an answer is one write.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
 from urllib.parse import unquote
 
 import httptools
 
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.gateway.errors import HeadersTooLarge, UnsupportedCoding
-from penstock.gateway.http.exchange import Exchange, Header
+from penstock.gateway.http.request import Header, Request
+from penstock.gateway.http.response import Response
 
-if TYPE_CHECKING:
-    from penstock.gateway.edge import Edge
+Answer = Callable[[Request, Response], Coroutine[Any, Any, None]]
 
 MAX_HEAD = 65_536  # bytes of a request line and its headers
 HEAD_SECONDS = 30.0  # for a client to send them in
@@ -32,13 +33,13 @@ _EMPTY_LINE = b"\r\n\r\n"
 
 
 class Connection(asyncio.Protocol):
-    """One client's. Requests that it sends ahead stay bytes until it has taken the answers before them."""
+    """To one client. Requests that it sends ahead stay bytes until it has taken the answers before them."""
 
     transport: asyncio.Transport
 
-    def __init__(self, edge: Edge, connections: set[Connection]) -> None:
+    def __init__(self, answer: Answer, connections: set[Connection]) -> None:
         self.paused = False  # the client does not take what was written
-        self._edge = edge
+        self._answer = answer
         self._connections = connections
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
@@ -51,8 +52,8 @@ class Connection(asyncio.Protocol):
         self._position = 0  # up to which the parser has it
         self._head_bytes = 0  # of a head that is not complete
         self._body_left = 0  # bytes of a body of known length
-        self._current: Exchange | None = None  # being answered
-        self._receiving: Exchange | None = None  # its body is not complete
+        self._current: Response | None = None  # not complete
+        self._receiving: Request | None = None  # its body is not complete
         self._reading = True
         self._last = False  # no request is read any more
         self._lingering = False  # the last answer is out, the client may still be sending
@@ -74,7 +75,7 @@ class Connection(asyncio.Protocol):
         self.paused = False
         self._resumed.set()
         if self._current is not None:
-            self._current.lose_client()
+            self._current.request.disconnect()
         self._current = self._receiving = None
         del self._parser  # it refers back to this
 
@@ -218,19 +219,18 @@ class Connection(asyncio.Protocol):
         self._head_bytes = 0
         target = httptools.parse_url(self._target)
         path = (target.path or b"/").decode("ascii")
-        exchange = Exchange(
+        request = Request(
             self,
             method.decode("ascii"),
             unquote(path) if "%" in path else path,
             target.query or b"",
             self._headers,
-            keep_alive=parser.should_keep_alive(),
-            chunked=version == "1.1",
+            http_1_1=version == "1.1",
         )
-        _check_head(exchange, version)
-        self._body_left = int(exchange.received.get(b"content-length", 0))
-        self._receiving = exchange
-        self._begin(exchange)
+        _check_head(request, version)
+        self._body_left = int(request.headers.get(b"content-length", 0))
+        self._receiving = request
+        self._begin(request, keep_alive=parser.should_keep_alive())
 
     def on_body(self, part: bytes) -> None:
         if self._receiving is not None:
@@ -238,25 +238,25 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._receiving is not None:
-            self._receiving.received_all()
+            self._receiving.receive_end()
             self._receiving = None
 
-    # ------------------------------------------------------------ exchanges
+    # ------------------------------------------------------------ requests and their responses
 
-    def _begin(self, exchange: Exchange) -> None:
-        self._current = exchange
-        exchange.task = self._loop.create_task(self._edge.answer(exchange))
+    def _begin(self, request: Request, *, keep_alive: bool) -> None:
+        self._current = Response(self, request, keep_alive=keep_alive)
+        request.task = self._loop.create_task(self._answer(request, self._current))
 
-    def ended(self, exchange: Exchange) -> None:
-        """Its response is complete."""
-        if exchange is not self._current:
+    def finish(self, response: Response) -> None:
+        """The response is complete; the next request may be read."""
+        if response is not self._current:
             return
         self._current = None
         self._since = self._loop.time()
-        if exchange.keep_alive:
+        if response.keep_alive:
             if self._input or not self._reading:
                 self._parse()
-        elif exchange.body_complete:
+        elif response.request.body_complete:
             self._close()
         else:
             self._linger()
@@ -273,8 +273,9 @@ class Connection(asyncio.Protocol):
         self._read_no_more()
         broken, self._receiving = self._receiving, None
         if broken is None:
-            self._begin(Exchange.refused(self, error))
-        elif broken is self._current:
+            self._begin(Request(self, "-", "-", b"", [], error=error), keep_alive=False)
+        elif self._current is not None and broken is self._current.request:
+            self._current.keep_alive = False
             broken.fail(error)
         else:  # it was answered before
             self._close()
@@ -311,18 +312,18 @@ def _invalid(message: str) -> InvalidRequest:
     return InvalidRequest(message, code="invalid_http")
 
 
-def _check_head(exchange: Exchange, version: str) -> None:
+def _check_head(request: Request, version: str) -> None:
     """What the parser lets pass, though servers behind each other might read it differently."""
-    given, received = exchange.given_headers, exchange.received
+    headers = request.headers
     if version not in ("1.0", "1.1"):
         raise _invalid(f"HTTP/{version} is not spoken here; use HTTP/1.1")
-    if b"host" not in received and version == "1.1":
+    if b"host" not in headers and version == "1.1":
         raise _invalid("the request has no Host header")
-    if len(received) < len(given):
-        names = [name for name, _ in given]
+    if len(headers) < len(request.raw_headers):
+        names = [name for name, _ in request.raw_headers]
         for name in (b"host", b"transfer-encoding"):
             if names.count(name) > 1:
                 raise _invalid(f"the request has more than one {name.decode()} header")
-    coding = received.get(b"transfer-encoding")
+    coding = headers.get(b"transfer-encoding")
     if coding is not None and (coding.strip().lower() != b"chunked" or version == "1.0"):
         raise UnsupportedCoding("Transfer-Encoding must be chunked and nothing else, and the version HTTP/1.1")

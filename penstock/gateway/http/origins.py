@@ -13,8 +13,7 @@ from functools import lru_cache
 
 from penstock.core.config import ServerConfig
 from penstock.core.errors import Forbidden
-from penstock.gateway.http.exchange import Exchange
-from penstock.gateway.tenancy.tenants import is_loopback
+from penstock.gateway.http.request import Request
 
 MAX_HOST = 261  # bytes: a name of 255, a colon and a port
 PREFLIGHT_SECONDS = 600  # for which a browser need not ask again
@@ -30,9 +29,9 @@ class Origins:
         self.private = is_loopback(server.host)  # whether nobody but this machine can connect
         self._is_ours = lru_cache(256)(self._names_this_server)
 
-    def check(self, exchange: Exchange) -> None:
+    def check(self, request: Request) -> None:
         """Refuse what a page of somebody else may have sent."""
-        host = exchange.received.get(b"host", b"localhost")  # only clients older than browsers send none
+        host = request.headers.get(b"host", b"localhost")  # only clients older than browsers send none
         if len(host) > MAX_HOST or not self._is_ours(host):
             raise Forbidden(
                 f"Host is {_shown(host)}, which is not known as a name of this server: add it to server.allowed_hosts, "
@@ -40,7 +39,7 @@ class Origins:
                 param="host",
                 code="host_not_allowed",
             )
-        origin = exchange.received.get(b"origin")
+        origin = request.headers.get(b"origin")
         if origin is None or self._may_read(origin) or origin.lower().partition(b"://")[2] == host.lower():
             return
         raise Forbidden(
@@ -50,19 +49,18 @@ class Origins:
             code="origin_not_allowed",
         )
 
-    def tell_browser(self, exchange: Exchange) -> None:
-        """That the page may read the answer, whatever that will be, and send what it asks leave for."""
-        origin = exchange.received.get(b"origin")
+    def add_cors_headers(self, request: Request, headers: dict[bytes, bytes]) -> None:
+        """Let the page read the response, whatever that will be, and send what its preflight asks for."""
+        origin = request.headers.get(b"origin")
         if origin is None or not self._may_read(origin):
             return
-        headers = exchange.headers
         headers[b"access-control-allow-origin"] = b"*" if b"*" in self._readers else origin
         headers[b"vary"] = b"Origin"
         headers[b"access-control-expose-headers"] = b"*"
-        method = exchange.received.get(b"access-control-request-method")
-        if exchange.method == "OPTIONS" and method is not None:
+        method = request.headers.get(b"access-control-request-method")
+        if request.method == "OPTIONS" and method is not None:
             headers[b"access-control-allow-methods"] = b"GET, HEAD, POST, PUT, DELETE"
-            wanted = exchange.received.get(b"access-control-request-headers", b"")
+            wanted = request.headers.get(b"access-control-request-headers", b"")
             if _HEADER_NAMES.fullmatch(wanted):
                 headers[b"access-control-allow-headers"] = wanted
             headers[b"access-control-max-age"] = b"%d" % PREFLIGHT_SECONDS
@@ -77,6 +75,13 @@ class Origins:
             return False
         name = found["v6"] or found["name"]
         return not self._names.isdisjoint(("*", name)) or is_loopback(name) or (not self.private and _is_address(name))
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _is_address(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""The gateway on a socket: listening, and signals that drain."""
+"""A server on a socket: listening, and signals that drain."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
-from penstock.gateway.edge import Edge
 from penstock.gateway.http.connection import Connection
 from penstock.gateway.http.listener import cannot_listen
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.http.traffic import Traffic
 from penstock.observability.logging import log
 
 logger = logging.getLogger("penstock.gateway")
@@ -29,6 +32,16 @@ CLOSE_SECONDS = 1.0  # after draining, all that is left to do is closing
 OnReady = Callable[[str, int], None]  # host, port
 
 
+class Application(Protocol):
+    @property
+    def traffic(self) -> Traffic: ...
+
+    async def answer(self, request: Request, response: Response) -> None: ...
+
+    async def close(self) -> None:
+        """When no request is in flight any more."""
+
+
 def tune_interpreter() -> None:
     """For a process that does nothing but serve, once all is loaded."""
     gc.collect()
@@ -37,7 +50,7 @@ def tune_interpreter() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-async def serve(edge: Edge, listener: socket.socket, on_ready: OnReady, drain_seconds: float) -> int:
+async def serve(app: Application, listener: socket.socket, on_ready: OnReady, drain_seconds: float) -> int:
     """Serve until a signal, and return the exit status of the process.
 
     The first SIGTERM or SIGINT drains: new requests are refused while those in flight may take `drain_seconds`;
@@ -45,22 +58,20 @@ async def serve(edge: Edge, listener: socket.socket, on_ready: OnReady, drain_se
     Run it on uvloop (`asyncio.Runner(loop_factory=uvloop.new_event_loop)`), which is twice as fast.
     """
     with listener:
-        server = _Server(edge, drain_seconds)
+        server = _Server(app, drain_seconds)
         try:
             await server.listen(listener)
             on_ready(*listener.getsockname()[:2])
             return await server.stopped
         finally:
             await server.close()
-            await edge.long_requests.close()
-            if edge.tracing is not None:
-                await asyncio.to_thread(edge.tracing.close)
+            await app.close()
 
 
 class _Server:
-    def __init__(self, edge: Edge, drain_seconds: float) -> None:
-        self._edge = edge
-        self._traffic = edge.traffic
+    def __init__(self, app: Application, drain_seconds: float) -> None:
+        self._app = app
+        self._traffic = app.traffic
         self._drain_seconds = drain_seconds
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
@@ -72,7 +83,7 @@ class _Server:
     async def listen(self, listener: socket.socket) -> None:
         try:
             self._listening = await self._loop.create_server(
-                lambda: Connection(self._edge, self._connections), sock=listener, backlog=BACKLOG
+                lambda: Connection(self._app.answer, self._connections), sock=listener, backlog=BACKLOG
             )
         except OSError as error:  # two that took the address at once, before either listened
             host, port = listener.getsockname()[:2]
@@ -91,7 +102,7 @@ class _Server:
     def _on_signal(self, sig: signal.Signals) -> None:
         if not self._draining:
             self._draining = True
-            log(logger, logging.INFO, "draining", signal=sig.name, in_flight=len(self._traffic.exchanges))
+            log(logger, logging.INFO, "draining", signal=sig.name, in_flight=len(self._traffic.requests))
             self._tasks.append(self._loop.create_task(self._drain()))
         else:
             self._traffic.abort()
@@ -103,7 +114,7 @@ class _Server:
             async with asyncio.timeout(self._drain_seconds):
                 await self._traffic.idle()
         except TimeoutError:
-            log(logger, logging.WARNING, "drain time is over", aborted=len(self._traffic.exchanges))
+            log(logger, logging.WARNING, "drain time is over", aborted=len(self._traffic.requests))
             self._traffic.abort()
         self._stop(0)
 

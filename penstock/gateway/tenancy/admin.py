@@ -12,7 +12,8 @@ from penstock.core.config import check_class, tenant_config
 from penstock.core.errors import InvalidRequest, NotFound, StartupError
 from penstock.gateway.api.serving import Serving, encode_json
 from penstock.gateway.errors import require
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy import keys, tenants
 from penstock.gateway.tenancy.budgets import COLUMNS, as_csv, day_range, rows
 from penstock.gateway.tenancy.keys import KeyRecord
@@ -59,17 +60,17 @@ class AdminEndpoints:
         self.directory = directory
         self.store = directory.store
 
-    async def tenants(self, exchange: Exchange) -> None:
+    async def tenants(self, request: Request, response: Response, tenant: Tenant) -> None:
         found = [self._view(tenant) for tenant in self.directory.tenants.values()]
-        await exchange.send(200, encode_json(List(found)))
+        await response.send(200, encode_json(List(found)))
 
     def _view(self, tenant: Tenant) -> dict[str, Any]:
         source = "settings" if tenant.name in self.directory.settings.tenants else "store"
         return {"name": tenant.name, "source": source, **given_fields(tenant)}
 
-    async def put_tenant(self, exchange: Exchange) -> None:
-        name = self._changeable(exchange)
-        given = await self.serving.read(exchange, _fields_decoder)
+    async def put_tenant(self, request: Request, response: Response, tenant: Tenant) -> None:
+        name = self._changeable(request)
+        given = await self.serving.read(request, _fields_decoder)
         try:
             config = tenant_config(name, given, {})
             check_class("default_class", config.default_class, self.directory.settings.classes)
@@ -77,11 +78,11 @@ class AdminEndpoints:
             raise InvalidRequest(error.message, param=error.param) from None
         await self.store.put(tenants.KIND, name, encode_json(given_fields(config)).decode())
         await self.directory.reload()
-        await exchange.send(200, encode_json(self._view(self.directory.tenants[name])))
+        await response.send(200, encode_json(self._view(self.directory.tenants[name])))
 
-    async def delete_tenant(self, exchange: Exchange) -> None:
+    async def delete_tenant(self, request: Request, response: Response, tenant: Tenant) -> None:
         """And all its keys."""
-        name = self._changeable(exchange)
+        name = self._changeable(request)
         for record in await keys.stored_keys(self.store):
             if record.tenant == name:
                 await self.store.delete(keys.KIND, record.id)
@@ -89,20 +90,20 @@ class AdminEndpoints:
         await self.directory.reload()
         if not found:
             raise NotFound(f"no tenant {name!r}", param="name", code="tenant_not_found")
-        await exchange.send(200, encode_json(Deleted(name)))
+        await response.send(200, encode_json(Deleted(name)))
 
-    def _changeable(self, exchange: Exchange) -> str:
-        name = exchange.path_params["name"]
+    def _changeable(self, request: Request) -> str:
+        name = request.path_params["name"]
         if name in self.directory.settings.tenants:
             raise InvalidRequest(f"tenant {name!r} is in the settings file: change it there", param="name")
         return name
 
-    async def keys(self, exchange: Exchange) -> None:
+    async def keys(self, request: Request, response: Response, tenant: Tenant) -> None:
         found = [_key_view(record) for record in await keys.stored_keys(self.store)]
-        await exchange.send(200, encode_json(List(found)))
+        await response.send(200, encode_json(List(found)))
 
-    async def create_key(self, exchange: Exchange) -> None:
-        body = await self.serving.read(exchange, _new_key_decoder)
+    async def create_key(self, request: Request, response: Response, tenant: Tenant) -> None:
+        body = await self.serving.read(request, _new_key_decoder)
         require(body.admin != bool(body.tenant), "tenant", "must be given, or admin be true, but not both")
         known = ", ".join(self.directory.tenants) or "those of /admin/tenants, where there is none yet"
         require(body.admin or body.tenant in self.directory.tenants, "tenant", f"must be one of {known}")
@@ -111,25 +112,25 @@ class AdminEndpoints:
         await self.directory.reload()
         view = _key_view(record)
         view.key = key
-        await exchange.send(201, encode_json(view))
+        await response.send(201, encode_json(view))
 
-    async def revoke_key(self, exchange: Exchange) -> None:
-        id = exchange.path_params["id"]
+    async def revoke_key(self, request: Request, response: Response, tenant: Tenant) -> None:
+        id = request.path_params["id"]
         found = await self.store.delete(keys.KIND, id)
         await self.directory.reload()
         if not found:
             raise NotFound("no key has this id", param="id", code="key_not_found")
-        await exchange.send(200, encode_json(Deleted(id)))
+        await response.send(200, encode_json(Deleted(id)))
 
-    async def usage(self, exchange: Exchange) -> None:
-        query = dict(parse_qsl(exchange.query.decode("latin-1"), keep_blank_values=True))
+    async def usage(self, request: Request, response: Response, tenant: Tenant) -> None:
+        query = dict(parse_qsl(request.query.decode("latin-1"), keep_blank_values=True))
         today = time.strftime("%Y-%m-%d", time.gmtime())
         since, until = query.get("since", today[:7] + "-01"), query.get("until", today)
         found = rows(await self.store.usage(*day_range(since, until)), query.get("tenant"))
         if query.get("format") == "csv":
-            await exchange.send(200, as_csv(found).encode(), _CSV)
+            await response.send(200, as_csv(found).encode(), _CSV)
         else:
-            await exchange.send(200, encode_json(List([dict(zip(COLUMNS, row, strict=True)) for row in found])))
+            await response.send(200, encode_json(List([dict(zip(COLUMNS, row, strict=True)) for row in found])))
 
 
 def _key_view(record: KeyRecord) -> KeyView:

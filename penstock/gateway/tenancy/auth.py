@@ -1,4 +1,4 @@
-"""The door: a bearer token in, a tenant out. No message and no log line ever holds a token."""
+"""Authentication: a bearer token in, a tenant out. No message and no log line ever holds a token."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from typing import Protocol
 
 from penstock.core.errors import Forbidden, Unauthorized
-from penstock.gateway.http.exchange import Exchange
 from penstock.gateway.http.origins import Origins
+from penstock.gateway.http.request import Request
 from penstock.gateway.tenancy.keys import find_key, looks_like_key
-from penstock.gateway.tenancy.tenants import Directory, Tenant
+from penstock.gateway.tenancy.tenants import OPEN, Directory, Tenant
 
 _HOW = "the operator of this server makes one with 'penstock keys create NAME'"
 _PATTERNS = {
@@ -25,19 +25,23 @@ class Verifier(Protocol):
         ...
 
 
-class Door:
+async def public(request: Request) -> Tenant:
+    """For endpoints that need no key."""
+    return OPEN
+
+
+class Authenticator:
     def __init__(self, directory: Directory, verifier: Verifier | None, origins: Origins) -> None:
         self.directory = directory
         self.verifier = verifier
         self.origins = origins
 
-    async def enter(self, exchange: Exchange) -> None:
+    async def authenticate(self, request: Request) -> Tenant:
         """Find the tenant of a request, or refuse it."""
         if self.directory.open:
-            self.origins.check(exchange)
-            exchange.tenant = self.directory.anybody
-        else:
-            exchange.tenant = await self._tenant(bearer(exchange))
+            self.origins.check(request)
+            return self.directory.public
+        return await self._tenant(bearer(request))
 
     async def _tenant(self, token: bytes) -> Tenant:
         directory = self.directory
@@ -55,27 +59,29 @@ class Door:
             raise Forbidden("the token is valid, but the tenant it names is not configured here", code="unknown_tenant")
         return tenant
 
-    async def enter_admin(self, exchange: Exchange) -> None:
-        """Also where tenants need no key."""
-        record = find_key(self.directory.keys, bearer(exchange))
+    async def authenticate_admin(self, request: Request) -> Tenant:
+        """An admin key is needed also where tenants need none."""
+        record = find_key(self.directory.keys, bearer(request))
         if record is None:
             raise Unauthorized("this needs an admin key: 'penstock keys create --admin' makes one")
         if not record.admin:
             raise Forbidden("a tenant's key does not open this; use an admin key", code="not_admin")
+        return OPEN
 
-    async def enter_metrics(self, exchange: Exchange) -> None:
+    async def authenticate_metrics(self, request: Request) -> Tenant:
         """Metrics name tenants and their spend, so once there are tenants they are for administrators. Before, a
         Prometheus elsewhere may know the server by any name."""
         if not self.directory.open:
-            await self.enter_admin(exchange)
-        elif self.origins.private:
-            self.origins.check(exchange)
+            return await self.authenticate_admin(request)
+        if self.origins.private:
+            self.origins.check(request)
+        return OPEN
 
 
-def bearer(exchange: Exchange) -> bytes:
+def bearer(request: Request) -> bytes:
     """The token of either header; both may be sent if they agree."""
     found: dict[bytes, bytes] = {}
-    for name, value in exchange.given_headers:
+    for name, value in request.raw_headers:
         if name in _PATTERNS:
             if name in found:
                 raise Unauthorized(f"the header {name.decode()} came twice; send the API key once")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from penstock.core.errors import BudgetSpent, LimitReached, RequestTooLarge
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.budgets import BILLION, Prices, SpendMetrics, money
+from penstock.gateway.tenancy.tenants import Tenant
 from penstock.state.store import Claim, Grant, Store, Usage
 
 FIRST_GUESS = 256  # output tokens of a request that sets no limit, before any has been seen
 BUSY_RETRY_SECONDS = 1.0  # nobody knows when one of the running requests will end
 
-Handler = Callable[[Exchange], Awaitable[None]]
+T = TypeVar("T")
 
 
 class Metering:
@@ -30,26 +33,50 @@ class Metering:
         """Of one choice. A limit the client set is taken at its word."""
         return most if asked else min(most, round(self._typical.get(tenant, FIRST_GUESS)))
 
-    def around(self, handle: Handler) -> Handler:
-        """A handler after which nothing stays reserved."""
+    def observe(self, tenant: str, outputs: list[int]) -> None:
+        """Learn from the output tokens of each choice of a request."""
+        typical = self._typical.get(tenant)
+        for count in outputs:
+            typical = count if typical is None else 0.9 * typical + 0.1 * count
+            self._typical[tenant] = typical
 
-        async def metered(exchange: Exchange) -> None:
+    def metered(
+        self, handle: Callable[[Request, Response, Tenant, Reservation], Awaitable[T]]
+    ) -> Callable[[Request, Response, Tenant], Awaitable[T]]:
+        """Hand a reservation to a handler. If it fails nothing stays reserved; otherwise what it returns has to settle
+        or to release it."""
+
+        async def handle_metered(request: Request, response: Response, tenant: Tenant) -> T:
+            reservation = Reservation(self, request.unique, tenant, response.headers)
             try:
-                await handle(exchange)
-            finally:
-                for grant in exchange.grants:  # it has failed before the work began
-                    self.store.settle(grant, Usage())
+                return await handle(request, response, tenant, reservation)
+            except BaseException:
+                reservation.release()
+                raise
 
-        return metered
+        return handle_metered
 
-    async def enter(self, exchange: Exchange) -> None:
+
+class Reservation:
+    """What one request holds of its tenant's limits, until it is settled or released."""
+
+    __slots__ = ("_grants", "_id", "_response_headers", "_tenant", "metering")
+
+    def __init__(self, metering: Metering, id: str, tenant: Tenant, response_headers: dict[bytes, bytes]) -> None:
+        self.metering = metering
+        self._id = id
+        self._tenant = tenant
+        self._response_headers = response_headers  # they tell the client what is left of each limit
+        self._grants: list[Grant] = []
+
+    async def enter(self) -> None:
         """Admit a request of which nobody knows the tokens yet: it counts as a request, and has one at least."""
-        await self._reserve(exchange, tokens=1, cost=0)
+        await self._reserve(tokens=1, cost=0)
 
-    async def admit(self, exchange: Exchange, prompt_tokens: int, output_tokens: int) -> None:
-        """Raises when a limit has no room for what is expected; tells the client what is left of each."""
-        tenant = exchange.tenant
-        tokens, limit = prompt_tokens + output_tokens, tenant.limits_of(self.names).tokens_per_minute
+    async def admit(self, prompt_tokens: int, output_tokens: int) -> None:
+        """Raises when a limit has no room for what is expected."""
+        tenant = self._tenant
+        tokens, limit = prompt_tokens + output_tokens, tenant.limits_of(self.metering.names).tokens_per_minute
         if limit is not None and tokens > limit:
             raise RequestTooLarge(
                 f"the request needs {tokens} tokens, prompt and max_tokens together, but tenant {tenant.name} has "
@@ -57,17 +84,17 @@ class Metering:
                 param="max_tokens",
                 code="rate_limit_exceeded",
             )
-        cost = self.prices.now().cost(prompt_tokens, 0, output_tokens)
-        await self._reserve(exchange, tokens - sum(grant.claim.tokens for grant in exchange.grants), cost)
+        cost = self.metering.prices.now().cost(prompt_tokens, 0, output_tokens)
+        await self._reserve(tokens - sum(grant.claim.tokens for grant in self._grants), cost)
 
-    async def _reserve(self, exchange: Exchange, tokens: int, cost: int) -> None:
-        tenant = exchange.tenant
-        limits = tenant.limits_of(self.names)
-        entered = bool(exchange.grants)
+    async def _reserve(self, tokens: int, cost: int) -> None:
+        metering, tenant = self.metering, self._tenant
+        limits = tenant.limits_of(metering.names)
+        entered = bool(self._grants)
         claim = Claim(
-            exchange.unique,
+            self._id,
             tenant.name,
-            self.model,
+            metering.model,
             tokens,
             None if entered else limits.requests_per_minute,
             limits.tokens_per_minute,
@@ -77,28 +104,31 @@ class Metering:
             cost=cost,
             requests=0 if entered else 1,
         )
-        grant = await self.store.reserve(claim)
-        _set_headers(exchange.headers, claim, grant)
+        grant = await metering.store.reserve(claim)
+        _set_headers(self._response_headers, claim, grant)
         if grant.refused is not None:
-            self.metrics.refuse(tenant.name, grant.refused)
+            metering.metrics.refuse(tenant.name, grant.refused)
             raise _refusal(grant)
-        exchange.grants.append(grant)
+        self._grants.append(grant)
 
-    def settle(self, exchange: Exchange, prompt_tokens: int, cached_tokens: int, outputs: list[int]) -> None:
+    def settle(self, prompt_tokens: int, cached_tokens: int, outputs: list[int]) -> None:
         """`outputs` of each choice. Nothing at all, where the engine never began, costs nothing."""
-        tenant, output_tokens = exchange.tenant.name, sum(outputs)
-        cost = self.prices.now().cost(prompt_tokens, cached_tokens, output_tokens)
+        metering, tenant, output_tokens = self.metering, self._tenant.name, sum(outputs)
+        cost = metering.prices.now().cost(prompt_tokens, cached_tokens, output_tokens)
         used = Usage(1, prompt_tokens, cached_tokens, output_tokens, cost)
-        *entries, last = exchange.grants
-        exchange.grants = []
+        *entries, last = self._grants
+        self._grants = []
         for grant in entries:
-            self.store.settle(grant, Usage(grant.claim.requests))
-        self.store.settle(last, used._replace(requests=last.claim.requests))
-        self.metrics.add(tenant, self.model, used)
-        typical = self._typical.get(tenant)
-        for count in outputs:
-            typical = count if typical is None else 0.9 * typical + 0.1 * count
-            self._typical[tenant] = typical
+            metering.store.settle(grant, Usage(grant.claim.requests))
+        metering.store.settle(last, used._replace(requests=last.claim.requests))
+        metering.metrics.add(tenant, metering.model, used)
+        metering.observe(tenant, outputs)
+
+    def release(self) -> None:
+        """Give back what is not settled, of a request that failed before the work began."""
+        for grant in self._grants:
+            self.metering.store.settle(grant, Usage())
+        self._grants.clear()
 
 
 def _billionths(amount: float | None) -> int | None:

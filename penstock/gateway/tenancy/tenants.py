@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import ipaddress
 import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ import msgspec
 
 from penstock.core.config import Settings, TenantConfig, tenant_config
 from penstock.core.errors import PenstockError, StartupError
+from penstock.gateway.http.origins import is_loopback
 from penstock.gateway.tenancy import keys
 from penstock.gateway.tenancy.keys import KeyRecord
 from penstock.state.store import Store
@@ -55,7 +55,7 @@ class Directory:
         self.store = store
         self.keys: dict[str, KeyRecord] = {}
         self.tenants: dict[str, Tenant] = {}
-        self.anybody = named("", settings.tenant_defaults)
+        self.public = named("", settings.tenant_defaults)
         self._trusts_everybody = settings.server.open or is_loopback(settings.server.host)
         self._was_closed = settings.jwt is not None
         self._version = -1
@@ -122,10 +122,3 @@ async def open_directory(settings: Settings, store: Store) -> AsyncIterator[Dire
         yield directory
     finally:
         watching.cancel()
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -18,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.cli.main import main
 from penstock.core.config import Settings, TenantConfig
 from penstock.core.errors import EngineFailure
-from penstock.gateway.http.exchange import Exchange
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
 from penstock.observability.account import Account
 from penstock.observability.request_log import RequestLog
 from penstock.text.tokenizer import Tokenizer
@@ -45,10 +46,13 @@ def ask(http: httpx.Client, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("end", [lambda it: it.send(200, b"{}"), lambda it: it.end_events(b"data: [DONE]\n\n")])
 def test_time_of_an_answer_ends_before_its_client_can_have_it(end: Any) -> None:
     sent: list[float] = []
-    connection: Any = SimpleNamespace(paused=False, write=lambda _: sent.append(time.monotonic()), ended=lambda _: None)
-    exchange = Exchange(connection, "POST", CHAT, b"", [], keep_alive=True, chunked=True)
-    asyncio.run(end(exchange))
-    assert exchange.elapsed() <= sent[0] - exchange.arrived
+    connection: Any = SimpleNamespace(
+        paused=False, write=lambda _: sent.append(time.monotonic()), finish=lambda _: None
+    )
+    request = Request(connection, "POST", CHAT, b"", [])
+    response = Response(connection, request, keep_alive=True)
+    asyncio.run(end(response))
+    assert response.elapsed() <= sent[0] - request.arrived
 
 
 @pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}])

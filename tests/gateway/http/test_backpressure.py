@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from penstock.gateway.edge import Edge
 from penstock.gateway.http import connection as http
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
@@ -84,8 +83,8 @@ def watched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[W
     made: list[http.Connection] = []
     is_made = threading.Event()
 
-    def make(edge: Edge, connections: set[http.Connection]) -> http.Connection:
-        made.append(http.Connection(edge, connections))
+    def make(answer: http.Answer, connections: set[http.Connection]) -> http.Connection:
+        made.append(http.Connection(answer, connections))
         is_made.set()
         return made[0]
 
