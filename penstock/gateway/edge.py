@@ -131,7 +131,8 @@ class Edge:
             self.metrics.in_flight -= 1
             self.traffic.leave(request)
             # An error in mid-stream is counted by its own status, though the response began with 200.
-            status, why = (response.status, None) if error is None else (error.status, error.message)
+            status = response.status if error is None else error.status
+            why = None if error is None else error.message
             account = None if answer is None else answer.generation.account(status, why)
             self._record(endpoint, status, account)
             if self.tracing is not None and span is not None:
@@ -139,6 +140,7 @@ class Edge:
             if not quiet:
                 _log(request, tenant, status, why, response.elapsed(), account)
             request.close()
+            error = None  # its traceback refers to this frame, and so to all of the request
 
     def _record(self, endpoint: str, status: int, account: Account | None) -> None:
         self.metrics.requests[endpoint, status] += 1

@@ -77,6 +77,7 @@ def test_finished_requests_leave_nothing_for_the_garbage_collector(gateway: Gate
         with gateway.http() as http:
             for stream in (False, True) * 5:
                 http.post(CHAT, json={"model": MODEL, "messages": HI, "stream": stream}).raise_for_status()
+                assert http.post(CHAT, json={"model": "unknown", "messages": HI, "stream": stream}).status_code == 404
             http.get("/health")
         left = Counter(type(thing) for thing in gc.get_objects())
         for kind in (Request, Response, Reservation, Generation, Context):

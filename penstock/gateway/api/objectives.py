@@ -12,7 +12,6 @@ from penstock.core.config import BUILT_IN_CLASSES, ClassConfig
 from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Objective
-from penstock.gateway.api.openai_types import SamplingFields
 from penstock.gateway.errors import require
 from penstock.gateway.http.request import Request
 from penstock.gateway.tenancy.tenants import Tenant
@@ -48,10 +47,9 @@ class Objectives:
         self.default = default_class or "standard"
         self._stats = stats
 
-    def classify(self, request: Request, tenant: Tenant, body: SamplingFields) -> tuple[Objective, float | None]:
-        """The objective of a request, and its deadline in seconds after arrival."""
-        objective = self.objective(self._chosen(request, tenant, body.service_tier))
-        return objective, _deadline(request, tenant, body.deadline_ms)
+    def classify(self, request: Request, tenant: Tenant, tier: str | None) -> Objective:
+        """The objective of the class that a request belongs to; `tier` is its `service_tier`."""
+        return self.objective(self._chosen(request, tenant, tier))
 
     def objective(self, name: str) -> Objective:
         return self.all()[name]
@@ -104,7 +102,7 @@ def reported_tier(asked: str | None) -> str | UnsetType:
     return "default" if asked == "auto" else asked
 
 
-def _deadline(request: Request, tenant: Tenant, asked_ms: float | None) -> float | None:
+def deadline(request: Request, tenant: Tenant, asked_ms: float | None) -> float | None:
     """Seconds after arrival: what the request asks for or what its tenant is allowed, whichever is shorter."""
     param = "deadline_ms"
     if asked_ms is None and b"x-penstock-deadline-ms" in request.headers:

@@ -14,7 +14,7 @@ from penstock.core.engine import ServedEngine
 from penstock.core.errors import NotFound
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.objectives import Objectives
+from penstock.gateway.api.objectives import Objectives, deadline
 from penstock.gateway.api.openai_types import SUPPORTED_VALUES, SamplingFields
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds, LongRequests, Prompt, Reader
 from penstock.gateway.errors import UnsupportedMediaType, require
@@ -63,7 +63,6 @@ class Serving:
         semantic = endpoint in self.semantic_routes
         options, prompts = await self.parse(request, tenant, body, reader, semantic=semantic)
         self.check_model(tenant, options.model)
-        objective, deadline = self.objectives.classify(request, tenant, options)
         context = Context(
             id=request.unique,
             request_id=request.id,
@@ -71,8 +70,8 @@ class Serving:
             endpoint=endpoint,
             tenant=tenant,
             model=options.model,
-            objective=objective,
-            deadline=deadline,
+            objective=self.objectives.classify(request, tenant, options.service_tier),
+            deadline=deadline(request, tenant, options.deadline_ms),
             output_asked=options.max_tokens is not None or getattr(options, "max_completion_tokens", None) is not None,
         )
         return context, options, prompts

@@ -21,6 +21,8 @@ from penstock.gateway.http.response import Response
 Answer = Callable[[Request, Response], Coroutine[Any, Any, None]]
 
 MAX_HEAD = 65_536  # bytes of a request line and its headers
+MAX_FRAMING = 65_536  # bytes of a chunked body that are no content: chunk extensions and trailers
+CHUNK_FRAMING = 32  # bytes around the content of each chunk that do not count
 HEAD_SECONDS = 30.0  # for a client to send them in
 KEEP_ALIVE_SECONDS = 75.0  # longer than what load balancers keep an idle connection for
 DRAIN_SECONDS = 60.0  # for a client to take any of what was written
@@ -52,6 +54,7 @@ class Connection(asyncio.Protocol):
         self._position = 0  # up to which the parser has it
         self._head_bytes = 0  # of a head that is not complete
         self._body_left = 0  # bytes of a body of known length
+        self._framing = 0  # bytes of a chunked body that are no content
         self._current: Response | None = None  # not complete
         self._receiving: Request | None = None  # its body is not complete
         self._reading = True
@@ -174,7 +177,17 @@ class Connection(asyncio.Protocol):
     def _feed_body(self, piece: bytes) -> None:
         if self._body_left:
             self._body_left -= len(piece)
+            self._parser.feed_data(piece)
+            return
+        self._framing += len(piece)  # the parser's calls subtract what is content
         self._parser.feed_data(piece)
+        self._check_framing()
+        self._framing = max(0, self._framing)
+
+    def _check_framing(self) -> None:
+        """The parser keeps a trailer in memory until it is complete, and none of this counts as content."""
+        if self._framing > MAX_FRAMING:
+            raise HeadersTooLarge(f"chunk extensions and trailers are larger than {MAX_FRAMING} bytes")
 
     def _without_offer(self) -> bytes:
         """The latest head again, without its offer to speak another protocol: the parser took it up and would skip the
@@ -228,16 +241,22 @@ class Connection(asyncio.Protocol):
             http_1_1=version == "1.1",
         )
         _check_head(request, version)
+        self._framing = 0
         self._body_left = int(request.headers.get(b"content-length", 0))
         self._receiving = request
         self._begin(request, keep_alive=parser.should_keep_alive())
 
+    def on_chunk_header(self) -> None:
+        self._framing -= CHUNK_FRAMING
+
     def on_body(self, part: bytes) -> None:
+        self._framing -= len(part)
         if self._receiving is not None:
             self._receiving.receive(part)
 
     def on_message_complete(self) -> None:
         if self._receiving is not None:
+            self._check_framing()
             self._receiving.receive_end()
             self._receiving = None
 

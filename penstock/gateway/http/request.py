@@ -176,9 +176,9 @@ class Request:
         return None
 
     def close(self) -> None:
-        """Drop the reference to the task, which refers to this request: without the cycle both are freed at once, and
-        the garbage collector does not hold up streams."""
-        self.task = None
+        """Drop what refers back to this request, so that all is freed at once: a pause of the garbage collector would
+        hold up every stream."""
+        self.task = self.error = None
 
 
 def _too_large(limit: int) -> RequestTooLarge:

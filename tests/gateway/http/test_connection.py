@@ -178,40 +178,6 @@ def test_a_client_that_leaves_does_not_wait_for_its_pipelined_requests(gateway: 
     assert ended.wait(20)
 
 
-BROKEN = {
-    "obsolete line folding": b"GET / HTTP/1.1\r\nHost: x\r\na: b\r\n c\r\n\r\n",
-    "bare LF": b"GET / HTTP/1.1\nHost: x\n\n",
-    "bare LF at the end": b"GET / HTTP/1.1\r\nHost: x\r\n\n",
-    "bare CR": b"GET / HTTP/1.1\r\nHost: x\ra: b\r\n\r\n",
-    "space before a colon": b"GET / HTTP/1.1\r\nHost : x\r\n\r\n",
-    "no host": b"GET / HTTP/1.1\r\n\r\n",
-    "two hosts": b"GET / HTTP/1.1\r\nHost: x\r\nHost: x\r\n\r\n",
-    "two hosts, older": b"GET / HTTP/1.0\r\nHost: x\r\nHost: x\r\n\r\n",
-    "two lengths": CHAT + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}",
-    "length and chunks": CHAT + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "chunks and length": CHAT + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
-    "chunks in the middle": CHAT + b"Transfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
-    "gzip and chunks apart": CHAT + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-    "another version": b"GET / HTTP/2.0\r\nHost: x\r\n\r\n",
-}
-CODINGS = {
-    "gzip and chunks": CHAT + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
-    "gzip": CHAT + b"Transfer-Encoding: gzip\r\n\r\n",
-    "chunks, older": CHAT.replace(b"1.1", b"1.0") + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("what", [*BROKEN, *CODINGS])
-def test_what_could_be_read_in_two_ways_is_refused(shared_gateway: Gateway, what: str) -> None:
-    with wire(shared_gateway) as it:
-        it.send({**BROKEN, **CODINGS}[what])
-        status, headers, body = it.response()
-        assert (status, headers["connection"]) == (400 if what in BROKEN else 501, "close")
-        expected = "invalid_http" if what in BROKEN else "unsupported_transfer_encoding"
-        assert json.loads(body)["error"]["code"] == expected
-        assert it.is_closed()
-
-
 BROKEN_CHUNKS = [b"zz\r\n", b"3\r\n{}\n\nmore", b"2\r\n{}0\r\n\r\n", b"2\n{}\r\n0\r\n\r\n", b"fffffffffffffffff\r\n"]
 
 
