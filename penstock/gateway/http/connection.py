@@ -35,7 +35,7 @@ _EMPTY_LINE = b"\r\n\r\n"
 
 
 class Connection(asyncio.Protocol):
-    """To one client. Requests that it sends ahead stay bytes until it has taken the answers before them."""
+    """One client's connection. Requests that it sends ahead stay bytes until it has taken the answers before them."""
 
     transport: asyncio.Transport
 
