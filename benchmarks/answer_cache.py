@@ -23,7 +23,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from penstock.http_client import HttpClient
+from penstock.client.http import HttpClient
 
 REQUESTS = 1000
 QUESTION = "How do I water a lemon tree in winter?"

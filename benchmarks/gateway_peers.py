@@ -27,8 +27,8 @@ from peers.process import PeerError, PeerProcess, free_port, running
 from peers.workshop import InstallError, Workshop
 
 from penstock.bench.report import describe_machine
+from penstock.client.http import HttpClient
 from penstock.core.errors import PenstockError
-from penstock.http_client import HttpClient
 
 PEERS_DIR = Path("~/.cache/penstock/peers")
 LITELLM = "litellm[proxy]==1.106.2"

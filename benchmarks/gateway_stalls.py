@@ -41,7 +41,7 @@ async def serve_gateway(max_model_len: int) -> int:
     from penstock.core.engine import EngineInfo, EngineStats, Health
     from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
     from penstock.gateway.app import create_app
-    from penstock.gateway.server import serve, tune_interpreter
+    from penstock.gateway.http.server import serve, tune_interpreter
     from penstock.settings import Settings
     from penstock.text.tokenizer import load_tokenizer
 

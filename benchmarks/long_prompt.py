@@ -20,7 +20,7 @@ from penstock.bench.measure import Percentiles, Timeline
 from penstock.bench.prompts import words_prompt
 from penstock.bench.server import Call, Server, connect
 from penstock.bench.workloads import Job
-from penstock.http_client import HttpClient, openai_base
+from penstock.client.http import HttpClient, openai_base
 
 
 class Crowd:

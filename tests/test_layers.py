@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "penstock"
 
 # Each layer with those, or the modules of those, that it may import. What stands at the top level of the package
-# (llm.py, settings.py, http_client.py) composes.
+# (llm.py, settings.py) composes.
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "checkpoint": {"core"},
@@ -26,10 +27,13 @@ BELOW: dict[str, set[str]] = {
     "observability": {"core"},
     "state": {"core"},
     "cache": {"core", "text"},
+    "client": {"core"},
     "worker": {"core", "engine", "runner", "observability"},
-    "gateway": {"core", "text", "observability", "state", "http_client", "cache.settings", "engine.settings"},
-    "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "http_client"},
+    "gateway": {"core", "text", "observability", "state", "client", "cache.settings", "engine.settings"},
+    "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "client"},
 }
+# The gateway's protocol server could serve anything: neither tenants nor models are known there.
+HTTP_SERVER = {"core", "observability", "gateway.errors", "gateway.http", "gateway.settings"}
 WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway")
 ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")
 SERVER_ONLY = {
@@ -53,6 +57,35 @@ def test_imports_point_down(layer: str) -> None:
             parts = name.split(".")
             if parts[0] == "penstock" and len(parts) > 1 and parts[1] != layer:
                 assert {parts[1], ".".join(parts[1:3])} & BELOW[layer], f"{path.relative_to(PACKAGE)} imports {name}"
+
+
+def test_the_http_server_knows_neither_tenants_nor_models() -> None:
+    allowed = tuple(f"penstock.{name}" for name in HTTP_SERVER)
+    for path in (PACKAGE / "gateway" / "http").rglob("*.py"):
+        for name in imports(path):
+            assert not name.startswith("penstock") or name.startswith(allowed), f"{path.name} imports {name}"
+
+
+def test_no_import_cycle() -> None:
+    modules = {".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts): p for p in PACKAGE.rglob("*.py")}
+    files = {name.removesuffix(".__init__"): path for name, path in modules.items()}
+    graph = {name: {used for used in imported_at_load(path) if used in files} for name, path in files.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules
+
+
+def imported_at_load(path: Path) -> Iterator[str]:
+    """Without what functions import, and without what only type checkers see."""
+    nodes: list[ast.AST] = [ast.parse(path.read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            nodes += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            nodes += ast.iter_child_nodes(node)
 
 
 def test_every_folder_has_a_layer() -> None:

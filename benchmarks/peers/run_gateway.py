@@ -16,10 +16,10 @@ import uvloop
 from penstock.cache.build import open_cache
 from penstock.checkpoint.source import BUILT_IN, resolve
 from penstock.gateway.app import create_app
-from penstock.gateway.keys import create_key
-from penstock.gateway.listener import bind
-from penstock.gateway.server import serve, tune_interpreter
-from penstock.gateway.tenants import open_directory
+from penstock.gateway.http.listener import bind
+from penstock.gateway.http.server import serve, tune_interpreter
+from penstock.gateway.tenancy.keys import create_key
+from penstock.gateway.tenancy.tenants import open_directory
 from penstock.observability.logging import configure_logging
 from penstock.settings import Settings, settings_from_mapping
 from penstock.state.open import open_store

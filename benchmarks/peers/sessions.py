@@ -16,8 +16,8 @@ from penstock.bench.serve import Load, measure, plan
 from penstock.bench.server import Call, Server, connect
 from penstock.bench.workloads import Job
 from penstock.checkpoint.source import BUILT_IN
+from penstock.client.http import HttpClient
 from penstock.core.errors import PenstockError
-from penstock.http_client import HttpClient
 
 START_SECONDS = 900.0
 POLL_SECONDS = 0.02

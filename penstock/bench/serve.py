@@ -27,9 +27,9 @@ from penstock.bench.report import Result, announce, print_report, spoken_capacit
 from penstock.bench.server import Call, Prompt, Server, connect, promised_objectives
 from penstock.bench.targets import find_target
 from penstock.bench.workloads import MIXES, Job, Workload, find_workload, uniform_workload
+from penstock.client.http import HttpClient, openai_base
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Objective
-from penstock.http_client import HttpClient, openai_base
 
 IDS_VOCAB = 30_000  # within every common vocabulary
 DEFAULT_CONCURRENCY = 8

@@ -12,10 +12,10 @@ from typing import Any
 from penstock.bench.measure import Timeline
 from penstock.bench.prompts import PROBE_WORDS, Calibration, probe_prompt
 from penstock.bench.workloads import Job
+from penstock.client.http import HttpClient, failure, first_model
 from penstock.core.errors import Unavailable
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
 from penstock.core.request import Objective
-from penstock.http_client import HttpClient, failure, first_model
 
 Prompt = str | list[int] | list[dict[str, Any]]  # text, token ids, or the messages of a chat
 

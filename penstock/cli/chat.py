@@ -20,8 +20,8 @@ from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.cli.conversation import Conversation, Turn, parse_parameter
 from penstock.cli.environment import DEFAULT_URL, URL, add_key_argument, server_url
 from penstock.cli.terminal import PlainAnswer, Terminal
+from penstock.client.http import HttpClient, first_model, openai_base
 from penstock.core.errors import InvalidRequest, StartupError, Unauthorized, Unavailable
-from penstock.http_client import HttpClient, first_model, openai_base
 
 if TYPE_CHECKING:
     from rich.console import Console

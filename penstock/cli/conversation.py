@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.client.http import HttpClient, failure
 from penstock.core.errors import InvalidRequest, Unavailable
 from penstock.core.request import SamplingParams
 from penstock.core.suggest import did_you_mean
-from penstock.http_client import HttpClient, failure
 
 # What a conversation may set; where nothing is set, the server decides.
 PARAMETERS: dict[str, type[float] | type[int] | type[str]] = {

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from penstock.cli.environment import add_server_arguments
+from penstock.client.http import HttpClient, Response, failure, openai_base
 from penstock.core.errors import NotFound
-from penstock.http_client import HttpClient, Response, failure, openai_base
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

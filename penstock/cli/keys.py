@@ -61,8 +61,8 @@ def run_on_store(args: argparse.Namespace, work: Callable[[Settings, Store], Awa
 
 
 async def _create(args: argparse.Namespace, settings: Settings, store: Store) -> int:
-    from penstock.gateway import tenants
-    from penstock.gateway.keys import create_key
+    from penstock.gateway.tenancy import tenants
+    from penstock.gateway.tenancy.keys import create_key
 
     if args.admin == bool(args.tenant):
         raise StartupError("name a tenant, or say --admin", param="tenant")
@@ -86,7 +86,7 @@ async def _create(args: argparse.Namespace, settings: Settings, store: Store) ->
 
 
 async def _list(store: Store) -> int:
-    from penstock.gateway.keys import stored_keys
+    from penstock.gateway.tenancy.keys import stored_keys
 
     found = await stored_keys(store)
     if not found:
@@ -98,7 +98,7 @@ async def _list(store: Store) -> int:
 
 
 async def _revoke(id: str, store: Store) -> int:
-    from penstock.gateway.keys import KIND
+    from penstock.gateway.tenancy.keys import KIND
 
     if not await store.delete(KIND, id.removeprefix("psk-")[:12]):
         raise StartupError(f"no key {id!r}; 'penstock keys list' shows their ids", param="id")

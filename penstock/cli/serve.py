@@ -102,7 +102,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 async def _serve(settings: Settings) -> int:
     from penstock.cli.requirements import check_requirements
-    from penstock.gateway.listener import bind
+    from penstock.gateway.http.listener import bind
     from penstock.worker.protocol import Start
     from penstock.worker.supervisor import SupervisedWorker
 
@@ -117,8 +117,8 @@ async def _serve(settings: Settings) -> int:
         from penstock.cache.build import open_cache
         from penstock.checkpoint.source import resolve
         from penstock.gateway.app import create_app
-        from penstock.gateway.server import serve, tune_interpreter
-        from penstock.gateway.tenants import open_directory
+        from penstock.gateway.http.server import serve, tune_interpreter
+        from penstock.gateway.tenancy.tenants import open_directory
         from penstock.state.open import open_store
         from penstock.text.tokenizer import load_tokenizer
 

@@ -26,7 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 async def _show(args: argparse.Namespace, store: Store) -> int:
-    from penstock.gateway.budgets import COLUMNS, as_csv, day_range, rows
+    from penstock.gateway.tenancy.budgets import COLUMNS, as_csv, day_range, rows
 
     found = rows(await store.usage(*day_range(args.since, args.until)), args.tenant)
     if args.csv:

@@ -1,1 +1,1 @@
-"""The HTTP side: OpenAI endpoints over any `ServedEngine`, health, metrics, draining."""
+"""The HTTP side of serving: OpenAI's endpoints over any `ServedEngine`, tenants and their limits, metrics, draining."""

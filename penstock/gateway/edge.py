@@ -1,20 +1,26 @@
-"""The outermost layer: every exchange is routed, let in at its door, answered, counted and logged here."""
+"""The outermost layer: every request is routed, authenticated, answered, counted and logged here."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.core.errors import NotFound, PenstockError
-from penstock.gateway.errors import ClientGone, MethodNotAllowed
-from penstock.gateway.exchange import Exchange, Traffic
-from penstock.gateway.keys import redacted
-from penstock.gateway.origins import Origins
-from penstock.gateway.reading import LongRequests
+from penstock.core.errors import NotFound, PenstockError, Unavailable
+from penstock.gateway.api.generation import Answer
+from penstock.gateway.api.reading import LongRequests
+from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
+from penstock.gateway.http.origins import Origins
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.http.traffic import Traffic
+from penstock.gateway.tenancy.auth import public
+from penstock.gateway.tenancy.keys import redacted
+from penstock.gateway.tenancy.tenants import OPEN, Tenant
 from penstock.observability.account import Account
 from penstock.observability.logging import log
 from penstock.observability.metrics import GatewayMetrics
@@ -23,15 +29,12 @@ from penstock.observability.tracing import Tracing
 
 logger = logging.getLogger("penstock.gateway")
 
-Handler = Callable[[Exchange], Awaitable[None]]
-Enter = Callable[[Exchange], Awaitable[None]]  # finds out who asks, or refuses
+# Sends a response itself, or returns the answer to a request to generate.
+Handler = Callable[[Request, Response, Tenant], Awaitable[Answer | None]]
+Authenticate = Callable[[Request], Awaitable[Tenant]]  # raises when the request is refused
 
 _QUIET = frozenset(("/health", "/metrics", "/ready"))  # polled every few seconds; not worth a log line
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
-
-
-async def anybody(exchange: Exchange) -> None:
-    """For endpoints that need no key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class Route:
     method: str
     path: str  # "{name}" stands for one segment, "{name:path}" for all the rest
     handle: Handler
-    enter: Enter
+    authenticate: Authenticate
 
 
 class Routes:
@@ -54,22 +57,22 @@ class Routes:
                 self._plain.setdefault(route.path, {})[route.method] = route
         for methods in (*self._plain.values(), *self._patterns.values()):
             path = next(iter(methods.values())).path
-            methods["OPTIONS"] = Route("OPTIONS", path, _Options(_allowed([*methods, "OPTIONS"])), anybody)
+            methods["OPTIONS"] = Route("OPTIONS", path, _Options(_allowed([*methods, "OPTIONS"])), public)
 
-    def find(self, exchange: Exchange) -> Route:
-        method, path = exchange.method, exchange.path
-        methods = self._plain.get(path) or self._plain.get(path.removesuffix("/")) or self._match(exchange)
+    def find(self, request: Request) -> Route:
+        method, path = request.method, request.path
+        methods = self._plain.get(path) or self._plain.get(path.removesuffix("/")) or self._match(request)
         route = methods.get("GET" if method == "HEAD" else method)
         if route is None:
             raise MethodNotAllowed(f"{method} is not allowed on {path}", allow=_allowed(methods))
         return route
 
-    def _match(self, exchange: Exchange) -> dict[str, Route]:
+    def _match(self, request: Request) -> dict[str, Route]:
         for pattern, methods in self._patterns.items():
-            if (match := pattern.fullmatch(exchange.path.removesuffix("/"))) is not None:
-                exchange.path_params = match.groupdict()
+            if (match := pattern.fullmatch(request.path.removesuffix("/"))) is not None:
+                request.path_params = match.groupdict()
                 return methods
-        raise NotFound(f"unknown path: {exchange.method} {exchange.path}", code="unknown_path")
+        raise NotFound(f"unknown path: {request.method} {request.path}", code="unknown_path")
 
 
 def _allowed(methods: Iterable[str]) -> str:
@@ -79,12 +82,12 @@ def _allowed(methods: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """What a path allows; a browser that asks for a page gets its leave from `Origins`."""
+    """Says which methods a path allows; `Origins` adds what a browser's preflight asks for."""
 
     allow: str
 
-    async def __call__(self, exchange: Exchange) -> None:
-        await exchange.send(204, b"", (b"allow", self.allow.encode()))
+    async def __call__(self, request: Request, response: Response, tenant: Tenant) -> None:
+        await response.send(204, b"", (b"allow", self.allow.encode()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,55 +103,91 @@ class Edge:
     long_requests: LongRequests
     tracing: Tracing | None = None
 
-    async def answer(self, exchange: Exchange) -> None:
-        if self.tracing is not None and exchange.path not in _QUIET:
-            self.tracing.begin(exchange)
-        self.traffic.enter(exchange)
+    async def answer(self, request: Request, response: Response) -> None:
+        quiet = request.path in _QUIET
+        span = None
+        if self.tracing is not None and not quiet:
+            span = self.tracing.begin(request.raw_headers, response.headers)
+        self.traffic.enter(request)
         self.metrics.in_flight += 1
-        reason: PenstockError | None = None
+        endpoint, tenant = "other", OPEN
+        answer: Answer | None = None
+        error: PenstockError | None = None
         try:
-            self.origins.tell_browser(exchange)
-            if exchange.error is not None:
-                raise exchange.error
-            route = self.routes.find(exchange)
-            exchange.endpoint = route.path
-            await route.enter(exchange)
-            await route.handle(exchange)
-        except (Exception, asyncio.CancelledError) as error:
-            reason = exchange.reason(error)
-            if not isinstance(reason, ClientGone):
-                await exchange.send_error(reason)
+            self.origins.add_cors_headers(request, response.headers)
+            if request.error is not None:
+                raise request.error
+            route = self.routes.find(request)
+            endpoint = route.path
+            tenant = await route.authenticate(request)
+            answer = await route.handle(request, response, tenant)
+            if answer is not None:
+                await answer.respond()
+        except (Exception, asyncio.CancelledError) as raised:
+            error = _error_for_client(request, raised)
+            if not isinstance(error, ClientGone):
+                await response.send_error(error)
         finally:
             self.metrics.in_flight -= 1
-            self.traffic.leave(exchange)
-            self._record(exchange, reason)
-            exchange.close()
+            self.traffic.leave(request)
+            # An error in mid-stream is counted by its own status, though the response began with 200.
+            status = response.status if error is None else error.status
+            why = None if error is None else error.message
+            account = None if answer is None else answer.generation.account(status, why)
+            self._record(endpoint, status, account)
+            if self.tracing is not None and span is not None:
+                self.tracing.end(span, request.method, endpoint, status, why, account)
+            if not quiet:
+                _log(request, tenant, status, why, response.elapsed(), account)
+            request.close()
+            error = None  # its traceback refers to this frame, and so to all of the request
 
-    def _record(self, exchange: Exchange, reason: PenstockError | None) -> None:
-        """An error in mid-stream is counted by its own status, though the response began with 200."""
-        status = exchange.status if reason is None else reason.status
-        why = None if reason is None else reason.message
-        self.metrics.requests[exchange.endpoint, status] += 1
-        account = None if exchange.account is None else exchange.account(status, why)
+    def _record(self, endpoint: str, status: int, account: Account | None) -> None:
+        self.metrics.requests[endpoint, status] += 1
         if account is not None:
             self.metrics.settle(account)
             self.requests.add(account)
+
+    async def close(self) -> None:
+        await self.long_requests.close()
         if self.tracing is not None:
-            self.tracing.end(exchange, status, why, account)
-        if exchange.path not in _QUIET:
-            log(
-                logger,
-                logging.INFO,
-                "request",
-                method=exchange.method,
-                path=redacted(exchange.path),
-                status=status,
-                ms=exchange.elapsed() * 1000,
-                tenant=exchange.tenant.name or None,
-                **_log_fields(account),
-                id=redacted(exchange.id),
-                why=why and redacted(why),
-            )
+            await asyncio.to_thread(self.tracing.close)
+
+
+def _error_for_client(request: Request, error: BaseException) -> PenstockError:
+    """Why the request failed, in terms a client may see."""
+    if isinstance(error, asyncio.CancelledError):
+        reason = request.catch_cancellation()
+        if reason is None:
+            raise error
+        return reason
+    if isinstance(error, PenstockError):
+        return error
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        log(logger, logging.ERROR, "out of file descriptors", id=request.id, path=request.path)
+        return Unavailable(
+            "the server is out of file descriptors; raise its limit (ulimit -n)", code="out_of_file_descriptors"
+        )
+    log(logger, logging.ERROR, "unexpected error", id=request.id, path=request.path, error=error)
+    return InternalError(f"internal error; the log has details under request id {request.id}")
+
+
+def _log(
+    request: Request, tenant: Tenant, status: int, why: str | None, seconds: float, account: Account | None
+) -> None:
+    log(
+        logger,
+        logging.INFO,
+        "request",
+        method=request.method,
+        path=redacted(request.path),
+        status=status,
+        ms=seconds * 1000,
+        tenant=tenant.name or None,
+        **_log_fields(account),
+        id=redacted(request.id),
+        why=why and redacted(why),
+    )
 
 
 def _log_fields(account: Account | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.core.errors import StartupError
 from penstock.core.ledger import Ledger
@@ -53,16 +53,6 @@ def start_tracing(endpoint: str | None) -> Tracing | None:
     return Tracing(provider)
 
 
-class Traced(Protocol):
-    """What tracing needs to know of an exchange."""
-
-    method: str
-    endpoint: str
-    given_headers: list[tuple[bytes, bytes]]
-    headers: dict[bytes, bytes]
-    span: Any
-
-
 class Tracing:
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import trace
@@ -73,21 +63,23 @@ class Tracing:
         self._tracer = provider.get_tracer("penstock")
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, exchange: Traced) -> None:
-        """It belongs to the trace that its W3C headers name, if any; its response names it too."""
-        carrier = {k.decode(): v.decode("latin-1") for k, v in exchange.given_headers if k in _W3C}
+    def begin(self, request_headers: list[tuple[bytes, bytes]], response_headers: dict[bytes, bytes]) -> Span:
+        """The span of a request, for `end`. It belongs to the trace that the W3C headers of the request name, if any;
+        the response names it too."""
+        carrier = {k.decode(): v.decode("latin-1") for k, v in request_headers if k in _W3C}
         parent = self._propagator.extract(carrier)
-        exchange.span = self._tracer.start_span("request", context=parent, kind=self._trace.SpanKind.SERVER)
-        context = exchange.span.get_span_context()
+        span = self._tracer.start_span("request", context=parent, kind=self._trace.SpanKind.SERVER)
+        context = span.get_span_context()
         ids = b"00-%032x-%016x-%02x" % (context.trace_id, context.span_id, context.trace_flags)
-        exchange.headers[b"traceparent"] = ids
+        response_headers[b"traceparent"] = ids
+        return span
 
-    def end(self, exchange: Traced, status: int, error: str | None, account: Account | None) -> None:
-        span = exchange.span
-        if span is None or not span.is_recording():
+    def end(
+        self, span: Span, method: str, endpoint: str, status: int, error: str | None, account: Account | None
+    ) -> None:
+        if not span.is_recording():
             return
         now = time.time_ns()
-        method, endpoint = exchange.method, exchange.endpoint
         span.update_name(f"{method} {endpoint}")
         span.set_attributes(
             {"http.request.method": method, "http.route": endpoint, "http.response.status_code": status}

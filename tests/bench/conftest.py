@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_server import ScriptedServer, serving
+from scripted_server import ScriptedServer
 from starlette.applications import Starlette
 from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.client.web_server import serving
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,11 +45,6 @@ def tiny_model(tmp_path: Path) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     return folder
-
-
-@pytest.fixture
-def serve() -> Callable[[Starlette], AbstractContextManager[str]]:
-    return serving
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from penstock.bench.serve import Load, closed_loop, measure, open_loop
 from penstock.bench.server import Call, Server, connect
 from penstock.bench.workloads import Job, uniform_workload
 from penstock.cli.main import main
+from penstock.client.http import HttpClient
 from penstock.core.errors import Unavailable
-from penstock.http_client import HttpClient
 
 
 def bench(server: ScriptedServer, folder: Path, *options: str) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from penstock.cache.settings import CacheConfig
 from penstock.cache.similar import Array, SimilarPrompts, may_mean_the_same
 from penstock.core.errors import StartupError
 from penstock.core.request import CacheControl, GenerateRequest, SamplingParams
-from penstock.gateway.openai_types import ChatRequest
-from penstock.gateway.semantic import similar_chat
+from penstock.gateway.api.openai_types import ChatRequest
+from penstock.gateway.api.semantic import similar_chat
 from penstock.text.tokenizer import Tokenizer
 from tests.cache.conftest import answer, request, state, text_of
 from tests.gateway.scripted_engine import ScriptedEngine, says

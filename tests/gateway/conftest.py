@@ -16,11 +16,11 @@ from penstock.cache.settings import CacheConfig
 from penstock.core.request import GenerateRequest
 from penstock.gateway.app import create_app
 from penstock.gateway.edge import Edge
-from penstock.gateway.keys import create_key
-from penstock.gateway.listener import bind
-from penstock.gateway.server import serve
+from penstock.gateway.http.listener import bind
+from penstock.gateway.http.server import serve
 from penstock.gateway.settings import ServerConfig
-from penstock.gateway.tenants import Directory, open_directory
+from penstock.gateway.tenancy.keys import create_key
+from penstock.gateway.tenancy.tenants import Directory, open_directory
 from penstock.settings import Settings
 from penstock.state.open import open_store
 from penstock.text.tokenizer import Tokenizer

@@ -13,8 +13,8 @@ from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.gateway.app import create_app
-from penstock.gateway.listener import bind
-from penstock.gateway.server import serve
+from penstock.gateway.http.listener import bind
+from penstock.gateway.http.server import serve
 from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 

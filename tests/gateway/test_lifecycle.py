@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,10 +23,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import __version__
 from penstock.core.errors import StartupError
+from penstock.gateway.api.context import Context
+from penstock.gateway.api.generation import Generation
 from penstock.gateway.app import create_app
-from penstock.gateway.exchange import Exchange
-from penstock.gateway.listener import bind
-from penstock.gateway.server import serve
+from penstock.gateway.http.listener import bind
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.http.server import serve
+from penstock.gateway.tenancy.limits import Reservation
 from penstock.settings import Settings
 from tests.gateway.conftest import Gateway
 from tests.gateway.scripted_engine import MODEL, hang
@@ -64,7 +69,7 @@ def test_closing_an_openai_stream_ends_it_in_the_engine(gateway: Gateway) -> Non
 
 
 def test_finished_requests_leave_nothing_for_the_garbage_collector(gateway: Gateway) -> None:
-    """Its pauses would hold up every stream. The last exchange may not have been left yet when its answer arrives."""
+    """Its pauses would hold up every stream. The last request may not have ended yet when its answer arrives."""
     gateway.answers("fine")
     gc.collect()
     gc.disable()
@@ -72,8 +77,11 @@ def test_finished_requests_leave_nothing_for_the_garbage_collector(gateway: Gate
         with gateway.http() as http:
             for stream in (False, True) * 5:
                 http.post(CHAT, json={"model": MODEL, "messages": HI, "stream": stream}).raise_for_status()
+                assert http.post(CHAT, json={"model": "unknown", "messages": HI, "stream": stream}).status_code == 404
             http.get("/health")
-        assert sum(type(thing) is Exchange for thing in gc.get_objects()) <= 1
+        left = Counter(type(thing) for thing in gc.get_objects())
+        for kind in (Request, Response, Reservation, Generation, Context):
+            assert left[kind] <= 1, kind
     finally:
         gc.enable()
 

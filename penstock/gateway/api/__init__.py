@@ -1,0 +1,1 @@
+"""OpenAI's endpoints: from the bytes of a request to a generation and back."""

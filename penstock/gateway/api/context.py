@@ -1,0 +1,32 @@
+"""Who asks for a generation, for what and how soon: known once a request is authenticated, read and classified."""
+
+from __future__ import annotations
+
+import time
+
+from msgspec import Struct
+
+from penstock.core.errors import DeadlineExceeded
+from penstock.core.request import Objective
+from penstock.gateway.tenancy.tenants import Tenant
+
+
+class Context(Struct, frozen=True, kw_only=True):
+    id: str  # ours; the client's own is `request_id`
+    request_id: str
+    arrived: float  # time.monotonic()
+    endpoint: str
+    tenant: Tenant
+    model: str
+    objective: Objective
+    deadline: float | None  # seconds after arrival
+    output_asked: bool  # whether the client said how many tokens it wants
+
+    def remaining(self) -> float | None:
+        """Seconds from now to the deadline; raises when it has passed."""
+        if self.deadline is None:
+            return None
+        left = self.arrived + self.deadline - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"the deadline of {self.deadline * 1000:.0f} ms passed before the work began")
+        return left

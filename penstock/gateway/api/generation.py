@@ -1,0 +1,335 @@
+"""Run the choices of one request on an engine, all at once, and hand on each chunk as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from msgspec import UNSET, UnsetType
+
+from penstock.core.engine import ServedEngine
+from penstock.core.errors import DeadlineExceeded, EngineFailure, Unavailable
+from penstock.core.ledger import Ledger
+from penstock.core.request import (
+    CacheControl,
+    CacheStatus,
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenLogprob,
+    choice_seed,
+)
+from penstock.gateway.api.cache_control import cache_control, cache_header
+from penstock.gateway.api.context import Context
+from penstock.gateway.api.openai_types import PromptTokensDetails, SamplingFields, Usage
+from penstock.gateway.api.reading import Prompt
+from penstock.gateway.api.slices import SLICE, slices
+from penstock.gateway.errors import ClientGone, require
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.tenancy.limits import Reservation
+from penstock.gateway.tenancy.prefixes import Prefixes
+from penstock.observability.account import Account, ChoiceAccount, parts_of
+from penstock.observability.metrics import GatewayMetrics
+from penstock.text.stream import TextDelta, TextStream
+from penstock.text.tokenizer import Tokenizer
+
+MAX_SCORES = 2**18  # log-probabilities of prompts in one answer, which are some 15 MB of JSON
+TOO_MANY_SCORES = (
+    f"(or logprobs with echo) asks for more than {MAX_SCORES} values, over all prompts and choices; ask for fewer "
+    "alternatives, or score the text in parts"
+)
+
+_TRUE = re.compile(rb"true|1", re.IGNORECASE)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer in the making."""
+
+    index: int
+    prompt: Prompt
+    request: GenerateRequest
+    stream: TextStream
+    first_of_prompt: bool  # several choices share a prompt, whose tokens are billed once
+    prompt_only: bool  # only the prompt's log-probabilities are wanted; the step they cost samples a token to drop
+    opened: bool = False  # something was sent for it
+    cached_tokens: int = 0
+    cache: CacheStatus | None = None  # None: nothing has come, or there is no result cache
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    token_ids: list[int] = field(default_factory=list)  # these two: when it is collected, not streamed
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token that ended it
+    submitted: float | None = None  # these three: time.monotonic()
+    first: float | None = None
+    ended: float | None = None
+    ledger: Ledger | None = None  # None as well: the engine computed the answer for another request
+
+    @property
+    def computed(self) -> bool:
+        """Whether the engine worked for it; otherwise a result cache had the answer or shared another's."""
+        return self.cache is None or self.cache.computed
+
+
+Emit = Callable[[Choice, TextDelta], Awaitable[None]]
+
+
+async def build_choices(
+    request: Request,
+    context: Context,
+    tokenizer: Tokenizer,
+    body: SamplingFields,
+    prompts: Sequence[tuple[Prompt, SamplingParams]],
+    prefixes: Prefixes,
+    *,
+    prompt_only: bool = False,
+) -> list[Choice]:
+    """`n` choices of each prompt, in the order OpenAI numbers them."""
+    deadline, tenant = context.remaining(), context.tenant
+    control = cache_control(request)
+    choices: list[Choice] = []
+    scores = 0
+    for position, (prompt, params) in enumerate(prompts):
+        if position % SLICE == SLICE - 1:
+            await asyncio.sleep(0)
+        cache = control if prompt.similar is None else replace(control or CacheControl(), similar=prompt.similar)
+        if params.prompt_logprobs is not None:
+            scores += len(prompt.token_ids) * (1 + params.prompt_logprobs) * params.n
+            require(scores <= MAX_SCORES, "prompt_logprobs", TOO_MANY_SCORES)
+        common_tokens = prefixes.common_tokens(prompt.token_ids)
+        for number in range(params.n):
+            wanted = GenerateRequest(
+                id=f"{context.id}-{len(choices)}",
+                prompt=prompt.token_ids,
+                params=params,
+                seed=choice_seed(params.seed, number),
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                prefix_scope=prefixes.scope(tenant.name),
+                common_tokens=common_tokens,
+                objective=context.objective,
+                deadline=deadline,
+                tenant=tenant.name,
+                weight=tenant.weight,
+                cache=cache,
+            )
+            stream = TextStream(tokenizer, params)
+            choices.append(Choice(len(choices), prompt, wanted, stream, number == 0, prompt_only))
+    return choices
+
+
+class Generation:
+    """`run` or `collect` must be called: they settle or release the reservation."""
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        metrics: GatewayMetrics,
+        reservation: Reservation,
+        response: Response,
+        context: Context,
+        choices: list[Choice],
+    ) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.reservation = reservation
+        self.request = response.request
+        self.response = response
+        self.context = context
+        self.choices = choices
+        self.final_usage: Usage | None = None  # when all has been generated
+
+    async def run(self, emit: Emit) -> None:
+        """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine."""
+        try:
+            if self.request.disconnected:
+                raise ClientGone("client left before the work began")
+            with self.request.cancelling_on_disconnect():
+                await self.reservation.admit(*self._expected_tokens())
+                try:
+                    if len(self.choices) == 1:
+                        await self._run_choice(self.choices[0], emit)
+                    else:
+                        await self._run_all(emit)
+                finally:
+                    self._record()
+                    self._settle()
+        finally:
+            self.reservation.release()
+
+    async def collect(self) -> None:
+        """Run without passing anything on: the choices hold what was generated."""
+
+        async def keep(choice: Choice, delta: TextDelta) -> None:
+            choice.token_ids += delta.token_ids
+            choice.logprobs += delta.logprobs or ()
+
+        await self.run(keep)
+
+    async def _run_all(self, emit: Emit) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async for some in slices(self.choices):
+                    for choice in some:
+                        tasks.create_task(self._run_choice(choice, emit))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _run_choice(self, choice: Choice, emit: Emit) -> None:
+        choice.submitted = time.monotonic()
+        chunks = self.engine.submit(choice.request)
+        push = choice.stream.push
+        last: float | None = None
+        try:
+            async for chunk in chunks:
+                if chunk.finish_reason is not None:
+                    self._last_chunk(choice, chunk)
+                now = time.monotonic()
+                if last is None:
+                    self._first_chunk(choice, chunk, now)
+                elif (count := len(chunk.token_ids)) and choice.computed:
+                    self.metrics.token_gap.observe((now - last) / count, count)
+                last = now
+                delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
+                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_matched
+                await emit(choice, delta)
+                if delta.finish_reason is not None:
+                    return
+            raise EngineFailure("the engine ended the stream without a finish reason")
+        finally:
+            choice.ended = time.monotonic()
+            await chunks.aclose()
+            # A client that has left does not wait, so there is time to ask what was computed for it.
+            if self.request.disconnected and choice.computed and choice.ledger is None:
+                choice.ledger = await self.engine.aborted(choice.request.id)
+
+    def _first_chunk(self, choice: Choice, chunk: Chunk, now: float) -> None:
+        choice.first = now
+        self.metrics.first_token.observe(now - self.context.arrived)
+        if chunk.cache is None or chunk.cache.computed:
+            self.metrics.queue_time.observe(chunk.queue_seconds)
+        if chunk.cache is not None:
+            choice.cache = chunk.cache
+            name, value = cache_header(known.cache for known in self.choices if known.cache is not None)
+            self.response.headers[name] = value
+        choice.cached_tokens = chunk.cached_tokens
+        choice.prompt_logprobs = chunk.prompt_logprobs
+
+    def _last_chunk(self, choice: Choice, chunk: Chunk) -> None:
+        if chunk.ledger is not None and chunk.ledger.request_id == choice.request.id:
+            choice.ledger = chunk.ledger
+        _raise_failure(chunk)
+
+    def _record(self) -> None:
+        usage = self.final_usage = self.usage()
+        self.metrics.prompt_tokens += usage.prompt_tokens
+        self.metrics.cached_tokens += usage.prompt_tokens_details.cached_tokens
+        self.metrics.output_tokens += usage.completion_tokens
+        self.metrics.request_time.observe(time.monotonic() - self.context.arrived)
+
+    def _expected_tokens(self) -> tuple[int, int]:
+        """Of the prompts and of the output."""
+        tenant, asked = self.context.tenant.name, self.context.output_asked
+        expected = self.reservation.metering.expected_output
+        prompt_tokens = output_tokens = 0
+        for choice in self.choices:
+            output_tokens += expected(tenant, choice.request.params.max_tokens or 0, asked)
+            if choice.first_of_prompt:
+                prompt_tokens += len(choice.prompt.token_ids)
+        return prompt_tokens, output_tokens
+
+    def _settle(self) -> None:
+        """What was not computed for this request is not charged."""
+        computed = [choice for choice in self.choices if choice.first is not None and choice.computed]
+        self.reservation.settle(*_count(computed))
+
+    def usage(self) -> Usage:
+        prompt_tokens, cached, outputs = _count(self.choices)
+        output_tokens = sum(outputs)
+        return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached))
+
+    def usage_in_chunks(self, body: SamplingFields) -> Callable[[], Usage | UnsetType | None]:
+        """What each chunk of a stream says of usage: nothing, null when it comes at the end, or what it is so far."""
+        options = body.stream_options
+        if options is None or not options.include_usage:
+            return lambda: UNSET
+        return self.usage if options.continuous_usage_stats else lambda: None
+
+    def reported_usage(self) -> Usage:
+        """What the response says, with the account so far when the client asked for it."""
+        usage = self.final_usage or self.usage()
+        if self.request.header(b"x-penstock-ledger", _TRUE) is not None:
+            usage.ledger = self.account(200, None)
+        return usage
+
+    def account(self, status: int, error: str | None) -> Account:
+        """Up to the end of the answer, or to now while there is none."""
+        context, usage = self.context, self.final_usage or self.usage()
+        total = self.response.elapsed()
+        firsts = [choice.first for choice in self.choices if choice.first is not None]
+        return Account(
+            id=context.id,
+            request_id=context.request_id,
+            tenant=context.tenant.name,
+            objective=context.objective.name,
+            endpoint=context.endpoint,
+            model=context.model,
+            status=status,
+            error=error,
+            arrived=time.time() - (time.monotonic() - context.arrived),
+            total=total,
+            ttft=min(firsts) - context.arrived if firsts else None,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            choices=[self._choice_account(choice, total) for choice in self.choices],
+        )
+
+    def _choice_account(self, choice: Choice, total: float) -> ChoiceAccount:
+        arrived = self.context.arrived
+        end = arrived + total
+        submitted = end if choice.submitted is None else choice.submitted
+        answered = (choice.ended or end) - submitted
+        parts = parts_of(total, submitted - arrived, answered, choice.ledger)
+        return ChoiceAccount(
+            index=choice.index,
+            parts=parts,
+            finish_reason=choice.finish_reason,
+            cache=None if choice.cache is None else choice.cache.state,
+            engine=choice.ledger,
+        )
+
+
+class Answer(Protocol):
+    """What an endpoint makes of a request to generate, before it sends anything."""
+
+    generation: Generation
+
+    def respond(self) -> Awaitable[None]:
+        """Generate, and send what is generated in the endpoint's format."""
+        ...
+
+
+def _count(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:
+    """Tokens of the prompts, those of them that were cached, and the output of each choice."""
+    prompt_tokens = cached_tokens = 0
+    for choice in choices:
+        if choice.first_of_prompt:
+            prompt_tokens += len(choice.prompt.token_ids)
+            cached_tokens += choice.cached_tokens
+    return prompt_tokens, cached_tokens, [choice.stream.output_tokens for choice in choices]
+
+
+def _raise_failure(chunk: Chunk) -> None:
+    if chunk.finish_reason == "error":
+        raise EngineFailure(chunk.error or "the engine could not finish the request")
+    if chunk.finish_reason == "deadline":
+        raise DeadlineExceeded(chunk.error or "the deadline passed before the answer was finished")
+    if chunk.finish_reason == "abort":
+        raise Unavailable("the engine aborted the request", code="aborted")

@@ -1,0 +1,65 @@
+"""The process that reads long requests, for `reading.LongRequests`: bodies on its standard input, what they hold on its
+standard output. It ends with its standard input, so with the gateway."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pickle
+import sys
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from penstock.core.errors import PenstockError
+from penstock.gateway.api.chat import ChatReader
+from penstock.gateway.api.completions import CompletionReader
+from penstock.gateway.api.reading import LENGTH, Bounds, Prompt, Reader
+from penstock.gateway.api.text_endpoints import DetokenizeReader, TokenizeReader
+from penstock.observability.logging import configure_logging
+from penstock.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("penstock.gateway")
+
+GC_THRESHOLDS = (100_000, 50, 100)  # a body may hold millions of lists, and none of them in a cycle
+
+
+def main(requests: BinaryIO, answers: BinaryIO) -> None:
+    tokenizer: Tokenizer = pickle.loads(_frame(requests))
+    kinds = (ChatReader, CompletionReader, TokenizeReader, DetokenizeReader)
+    readers: dict[str, Reader[Any]] = {kind.name: kind(tokenizer) for kind in kinds}
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+    while header := _frame(requests):
+        name, bounds = pickle.loads(header)
+        ok, head, prompts = _read(readers[name], _frame(requests), bounds)
+        for part in ((ok, head, len(prompts)), *prompts):
+            data = pickle.dumps(part)
+            answers.write(LENGTH.pack(len(data)))
+            answers.write(data)
+        answers.flush()
+
+
+def _read(reader: Reader[Any], body: bytes, bounds: Bounds) -> tuple[bool, Any, list[Prompt]]:
+    try:
+        return True, *reader.read(body, bounds)
+    except PenstockError as error:
+        return False, error, []
+    except Exception as error:
+        logger.exception("a request could not be read")
+        return False, RuntimeError(str(error)), []
+
+
+def _frame(requests: BinaryIO) -> bytes:
+    """Empty at the end, also in the middle of one."""
+    header = requests.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return b""
+    (length,) = LENGTH.unpack(header)
+    data = requests.read(length)
+    return data if len(data) == length else b""
+
+
+if __name__ == "__main__":
+    configure_logging("info")
+    with suppress(BrokenPipeError):  # the gateway has gone
+        main(sys.stdin.buffer, sys.stdout.buffer)

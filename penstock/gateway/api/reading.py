@@ -1,0 +1,226 @@
+"""Requests from bytes to tokens: short ones where they arrive, long ones in a process of their own.
+
+JSON, the chat template and tokenising take time with the size of a request and hold the GIL meanwhile: on whatever
+thread of this process, a long request would hold up every stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import pickle
+import struct
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from penstock.core.errors import ContextTooLong, InvalidRequest, PenstockError, Unavailable
+from penstock.core.request import SimilarPrompt
+from penstock.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("penstock.gateway")
+
+INLINE_BYTES = 2048  # a body up to this takes about a millisecond at worst
+LANES = (131_072, 2**62)  # bytes of a body: those of moderate size do not wait behind the largest
+MAX_OPTION = 65_536  # bytes of a field that is not part of the prompt
+MAX_COUNTED = 65_536  # tokens of a text that need not fit, or
+COUNTED_CONTEXTS = 4  # times what the model holds, if that is more: enough to see where to cut it
+PIECE = 262_144  # bytes written at once
+LENGTH = struct.Struct("<I")
+
+Head = TypeVar("Head")
+Head_co = TypeVar("Head_co", covariant=True)
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None = None  # as the client sent it, where the answer repeats it
+    similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
+
+
+class Bounds(NamedTuple):
+    """What a reader must know of the engine and the tenant."""
+
+    prompt_tokens: int  # of one prompt, at most
+    max_model_len: int
+    vocab_size: int
+    semantic: bool = False  # whether prompts of the same meaning may share an answer
+    ignore_unknown: bool = False  # fields that nobody here knows
+
+    @property
+    def countable(self) -> int:
+        """Tokens of a text that is cut down, or only counted."""
+        return max(MAX_COUNTED, COUNTED_CONTEXTS * self.max_model_len)
+
+    def too_long(self, param: str, count: str = "") -> ContextTooLong:
+        count = count or f"more than {self.prompt_tokens}"
+        if self.prompt_tokens < self.max_model_len - 1:
+            why = f"this tenant is limited to {self.prompt_tokens}"
+        else:
+            why = f"max_model_len is {self.max_model_len} and at least one token must be left for the output"
+        return ContextTooLong(f"{param}: the prompt has {count} tokens, but {why}; shorten the prompt", param=param)
+
+
+class Reader(Protocol[Head_co]):
+    """Makes of a body what the gateway goes on with: something small, and prompts."""
+
+    name: str
+
+    def read(self, body: bytes, bounds: Bounds) -> tuple[Head_co, list[Prompt]]: ...
+
+
+@contextlib.contextmanager
+def blamed_on(param: str, bounds: Bounds) -> Iterator[None]:
+    """What fails in here is due to this field."""
+    try:
+        yield
+    except ContextTooLong:
+        raise bounds.too_long(param) from None
+    except InvalidRequest as error:
+        error.param = error.param or param
+        raise
+    except RecursionError:
+        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+
+
+def checked_options(body: S, **prompt: Any) -> S:
+    """The body without its prompt, which others need not carry along, if what is left of it is small."""
+    options = msgspec.structs.replace(body, **prompt)
+    for name in options.__struct_fields__:
+        if len(pickle.dumps(getattr(options, name))) > MAX_OPTION:
+            raise InvalidRequest(f"{name} is larger than {MAX_OPTION} bytes", param=name)
+    return options
+
+
+class LongRequests:
+    """Hands bodies to processes that read them. Each is started when it is first needed, and again after its death."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        setup = pickle.dumps(tokenizer)  # once: for a large vocabulary it takes a while
+        self._lanes = [(size, _Lane(setup)) for size in LANES]
+
+    async def warm_up(self) -> None:
+        """Have one ready before it is needed."""
+        with contextlib.suppress(PenstockError):  # said again to whoever needs it
+            await self.read("tokenize", [b'{"prompt": ""}'], Bounds(1, 1, 1))
+
+    async def read(self, name: str, body: list[bytes], bounds: Bounds) -> tuple[Any, list[Prompt]]:
+        lane = next(lane for size, lane in self._lanes if sum(map(len, body)) <= size)
+        return await lane.read(name, body, bounds)
+
+    async def close(self) -> None:
+        for _, lane in self._lanes:
+            await lane.close()
+
+
+class _Lane:
+    """One process, which reads one body after another."""
+
+    def __init__(self, setup: bytes) -> None:
+        self._setup = setup
+        self._process: asyncio.subprocess.Process | None = None
+        self._jobs: deque[tuple[asyncio.Future[tuple[Any, list[Prompt]]], str, list[bytes], Bounds]] = deque()
+        self._worker: asyncio.Task[None] | None = None
+
+    async def read(self, name: str, body: list[bytes], bounds: Bounds) -> tuple[Any, list[Prompt]]:
+        answer: asyncio.Future[tuple[Any, list[Prompt]]] = asyncio.get_running_loop().create_future()
+        self._jobs.append((answer, name, body, bounds))
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        return await answer
+
+    async def _work(self) -> None:
+        while self._jobs:
+            answer, name, body, bounds = self._jobs.popleft()
+            if answer.done():  # its client has left
+                continue
+            try:
+                found = await self._ask(name, body, bounds)
+                if not answer.done():
+                    answer.set_result(found)
+            except BaseException as error:
+                if not answer.done():
+                    answer.set_exception(error if isinstance(error, Exception) else _gone())
+                if not isinstance(error, Exception):
+                    raise
+        self._worker = None
+
+    async def _ask(self, name: str, body: list[bytes], bounds: Bounds) -> tuple[Any, list[Prompt]]:
+        try:
+            process = await self._start()
+            assert process.stdin is not None
+            await _write(process.stdin, [pickle.dumps((name, bounds))])
+            await _write(process.stdin, body)
+            ok, head, count = pickle.loads(await self._frame(process))
+            prompts = []
+            for _ in range(count):
+                prompts.append(pickle.loads(await self._frame(process)))
+                await asyncio.sleep(0)
+        except PenstockError:
+            raise
+        except Exception as error:  # whatever it is, nobody knows what comes next from there
+            logger.error("lost the process that reads long requests, another follows with the next one: %r", error)
+            await self._forget()
+            raise _gone() from error
+        if not ok:
+            raise head
+        return head, prompts
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        if self._process is None:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "penstock.gateway.api.reader_process"),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    start_new_session=True,  # a Ctrl-C in the terminal is not for it: it ends with its standard input
+                )
+            except OSError as error:
+                raise Unavailable(
+                    f"cannot start the process that reads long requests ({error}): the server may be out of file "
+                    "descriptors (ulimit -n) or of memory"
+                ) from error
+            assert self._process.stdin is not None
+            await _write(self._process.stdin, [self._setup])
+        return self._process
+
+    async def _frame(self, process: asyncio.subprocess.Process) -> bytes:
+        assert process.stdout is not None
+        (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+        return await process.stdout.readexactly(length)
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        await self._forget()
+
+    async def _forget(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+async def _write(writer: asyncio.StreamWriter, parts: list[bytes]) -> None:
+    """One frame. Other work goes on while the process takes it in."""
+    writer.write(LENGTH.pack(sum(map(len, parts))))
+    for part in parts:
+        view = memoryview(part)
+        for start in range(0, len(part), PIECE):
+            writer.write(view[start : start + PIECE])
+            await writer.drain()
+
+
+def _gone() -> PenstockError:
+    return Unavailable("the process that reads long requests ended; send the request again")

@@ -1,0 +1,107 @@
+"""From the fields of a request to `SamplingParams`, output limits and seeds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from penstock.core.engine import EngineInfo
+from penstock.core.errors import ContextTooLong
+from penstock.core.request import SamplingParams
+from penstock.gateway.api.openai_types import SamplingFields
+from penstock.gateway.errors import require
+from penstock.gateway.settings import TenantConfig
+
+# Requests differ in little but their messages, and checking all of it is not free.
+_checked = lru_cache(1024)(SamplingParams)
+
+
+def sampling_params(
+    body: SamplingFields, info: EngineInfo, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    stop_ids = body.stop_token_ids or []
+    for position, token in enumerate(stop_ids):
+        require(0 <= token < info.vocab_size, f"stop_token_ids[{position}]", f"must be below {info.vocab_size}")
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    default, penalty = info.sampling_defaults, body.repetition_penalty
+    params = _checked(
+        temperature=default.temperature if body.temperature is None else body.temperature,
+        top_p=default.top_p if body.top_p is None else body.top_p,
+        top_k=default.top_k if body.top_k is None else _top_k(body.top_k, info.vocab_size),
+        min_p=default.min_p if body.min_p is None else body.min_p,
+        repetition_penalty=default.repetition_penalty if penalty is None else penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        seed=body.seed,
+        max_tokens=max_tokens,
+        min_tokens=body.min_tokens or 0,
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=bool(body.ignore_eos),
+        n=1 if body.n is None else body.n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    return replace(params, logit_bias=_logit_bias(body.logit_bias, info.vocab_size)) if body.logit_bias else params
+
+
+def _top_k(value: int, vocab_size: int) -> int:
+    """-1 is a common spelling of "all tokens"; more than the vocabulary means the same."""
+    return 0 if value == -1 or value >= vocab_size else value
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        token = int(key) if key.isascii() and key.isdigit() and len(key) < 12 else -1
+        require(0 <= token < vocab_size, "logit_bias", f"keys must be token ids below {vocab_size}, not {key[:40]!r}")
+        bias[token] = value
+    return bias
+
+
+def truncated(token_ids: list[int], keep: int, output: int | None, info: EngineInfo, tenant: TenantConfig) -> list[int]:
+    """The last tokens of a prompt, so many as the request wants to keep; -1: as many as leave room for the output."""
+    param, most = "truncate_prompt_tokens", info.max_model_len
+    require(keep != 0 and keep <= most, param, f"must be between 1 and {most}, or -1 for as many tokens as fit")
+    if keep < 0:
+        room = max(most - max(output or 1, 1), 1)
+        keep = room if tenant.max_prompt_tokens is None else min(room, tenant.max_prompt_tokens)
+    return token_ids[-keep:]
+
+
+def output_limit(
+    requested: int | None,
+    default: int | None,
+    prompt_tokens: int,
+    info: EngineInfo,
+    tenant: TenantConfig,
+    *,
+    prompt_param: str,
+    param: str,
+) -> int:
+    """How many tokens a prompt may be answered with. What was asked for explicitly must fit the model; a default is
+    clamped, and so is everything to what the tenant may have."""
+    if tenant.max_prompt_tokens is not None and prompt_tokens > tenant.max_prompt_tokens:
+        raise ContextTooLong(
+            f"{prompt_param}: the prompt has {prompt_tokens} tokens, and this tenant is limited to "
+            f"{tenant.max_prompt_tokens}; shorten the prompt",
+            param=prompt_param,
+        )
+    room = info.max_model_len - prompt_tokens
+    if room < 1:
+        raise ContextTooLong(
+            f"{prompt_param}: the prompt has {prompt_tokens} tokens, but max_model_len is {info.max_model_len} "
+            "and at least one token must be left for the output; shorten the prompt",
+            param=prompt_param,
+        )
+    ceiling = room if tenant.max_tokens is None else min(tenant.max_tokens, room)
+    if requested is None:
+        return ceiling if default is None else min(default, ceiling)
+    require(requested >= 1, param, "must be at least 1")
+    if requested > room:
+        raise ContextTooLong(
+            f"the prompt has {prompt_tokens} tokens and {param} is {requested}, but max_model_len is "
+            f"{info.max_model_len}; shorten the prompt or ask for at most {room} tokens",
+            param=param,
+        )
+    return min(requested, ceiling)

@@ -1,0 +1,71 @@
+"""What is served here and how it is doing: models, health, readiness, version and metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from penstock import __version__
+from penstock.core.request import RECOMMENDED
+from penstock.gateway.api.objectives import milliseconds
+from penstock.gateway.api.openai_types import ClassCard, HealthReport, ModelCard, ModelList, Version
+from penstock.gateway.api.serving import Serving, encode_json
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.tenancy.tenants import Tenant
+
+HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
+Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GET /metrics.
+"""
+
+
+class StatusEndpoints:
+    def __init__(self, serving: Serving, max_waiting: int) -> None:
+        self.serving = serving
+        self.max_waiting = max_waiting
+
+    def _card(self, name: str) -> ModelCard:
+        info = self.serving.engine.info
+        defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
+        classes = {
+            objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.gap))
+            for objective in self.serving.objectives.all().values()
+        }
+        return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes)
+
+    async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
+        cards = [self._card(name) for name in self.serving.models_of(tenant)]
+        await response.send(200, encode_json(ModelList(cards)))
+
+    async def model(self, request: Request, response: Response, tenant: Tenant) -> None:
+        name = request.path_params["id"]
+        self.serving.check_model(tenant, name)
+        await response.send(200, encode_json(self._card(name)))
+
+    async def health(self, request: Request, response: Response, tenant: Tenant) -> None:
+        await self._send(response, self._health())
+
+    async def ready(self, request: Request, response: Response, tenant: Tenant) -> None:
+        """Whether a request that came now would be taken: also no when the engine's queue is full."""
+        report = self._health()
+        if report.status == "ok" and (waiting := self.serving.engine.stats.waiting) >= self.max_waiting:
+            report = HealthReport("overloaded", f"{waiting} requests wait, and no more are taken")
+        await self._send(response, report)
+
+    def _health(self) -> HealthReport:
+        if self.serving.traffic.draining:
+            return HealthReport("draining", "the server is shutting down")
+        health = self.serving.engine.health()
+        return HealthReport("ok" if health.ok else "unhealthy", health.detail)
+
+    async def _send(self, response: Response, report: HealthReport) -> None:
+        await response.send(200 if report.status == "ok" else 503, encode_json(report))
+
+    async def version(self, request: Request, response: Response, tenant: Tenant) -> None:
+        await response.send(200, encode_json(Version(__version__)))
+
+    async def metrics(self, request: Request, response: Response, tenant: Tenant) -> None:
+        content_type = (b"content-type", CONTENT_TYPE_LATEST.encode())
+        await response.send(200, self.serving.metrics.exposition(), content_type)
+
+    async def hint(self, request: Request, response: Response, tenant: Tenant) -> None:
+        await response.send(200, HINT, (b"content-type", b"text/plain; charset=utf-8"))

@@ -1,0 +1,185 @@
+"""One HTTP request as it arrived, and its way to be cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import PenstockError, RequestTimeout, RequestTooLarge
+from penstock.gateway.errors import ClientGone
+
+if TYPE_CHECKING:
+    from penstock.gateway.http.connection import Connection
+
+Header = tuple[bytes, bytes]
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+_LENGTH = re.compile(rb"[0-9]{1,18}")
+_NO_PARAMS: Mapping[str, str] = {}
+
+
+class Request:
+    """Its head is complete; its body may still be arriving."""
+
+    __slots__ = (
+        "_awaited",
+        "_body",
+        "_cancelled_by",
+        "_connection",
+        "answered",
+        "arrived",
+        "body_complete",
+        "body_size",
+        "cancelled_on_disconnect",
+        "disconnected",
+        "error",
+        "headers",
+        "http_1_1",
+        "id",
+        "method",
+        "path",
+        "path_params",
+        "query",
+        "raw_headers",
+        "task",
+        "unique",
+    )
+
+    def __init__(
+        self,
+        connection: Connection,
+        method: str,
+        path: str,
+        query: bytes,
+        raw_headers: list[Header],
+        *,
+        http_1_1: bool = True,
+        error: PenstockError | None = None,
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.query = query
+        self.path_params = _NO_PARAMS  # what stands in the places of the route's path
+        self.raw_headers = raw_headers  # names in lower case; one may come twice
+        self.headers = dict(raw_headers)
+        self.http_1_1 = http_1_1  # otherwise HTTP/1.0, which knows no chunks
+        self.arrived = time.monotonic()
+        # A client may send the same x-request-id twice; this is ours alone. It opens nothing, so it is no secret.
+        self.unique = f"{random.getrandbits(96):024x}"
+        self.id = self.header(b"x-request-id", _REQUEST_ID) or self.unique
+        self.error = error  # it could not be read
+        self.body_size = 0
+        self.body_complete = False
+        self.answered = False  # the response has begun, so nobody asks for the body any more
+        self.disconnected = False  # its client has left
+        self.cancelled_on_disconnect = False
+        self.task: asyncio.Task[None] | None = None  # which answers it
+        self._connection = connection
+        self._body: list[bytes] = []
+        self._awaited: asyncio.Future[None] | None = None  # more of the body
+        self._cancelled_by: PenstockError | None = None
+
+    def header(self, name: bytes, pattern: re.Pattern[bytes]) -> str | None:
+        """None as well if the value is of another form."""
+        value = self.headers.get(name)
+        return value.decode("ascii") if value is not None and pattern.fullmatch(value) else None
+
+    # ------------------------------------------------------------ the body
+
+    def receive(self, part: bytes) -> None:
+        """The connection has more of the body."""
+        if not self.answered:
+            self._body.append(part)
+            self.body_size += len(part)
+            self._wake()
+
+    def receive_end(self) -> None:
+        self.body_complete = True
+        self._wake()
+
+    def unread(self) -> int:
+        """How many bytes of the body lie here that nobody has asked for yet."""
+        return self.body_size if self._awaited is None and not self.answered else 0
+
+    def fail(self, error: PenstockError) -> None:
+        """The body cannot be read to its end."""
+        self.error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
+
+    async def body(self, limit: int, seconds: float) -> list[bytes]:
+        """The whole body in the parts in which it arrived: joining much of it would take a while. It is refused at its
+        Content-Length, as soon as a chunked one outgrows the limit, or if it is too slow."""
+        length = self.header(b"content-length", _LENGTH)
+        if length is not None and int(length) > limit:
+            raise _too_large(limit)
+        if not self.body_complete:
+            if self.http_1_1 and self.headers.get(b"expect", b"").lower() == b"100-continue":
+                self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._rest_of_body(limit)
+            except TimeoutError:
+                raise RequestTimeout(f"the body did not arrive within {seconds:g} s") from None
+        if self.body_size > limit:
+            raise _too_large(limit)
+        parts, self._body = self._body, []
+        return parts
+
+    async def _rest_of_body(self, limit: int) -> None:
+        while not self.body_complete and self.body_size <= limit:
+            if self.disconnected:
+                raise ClientGone("client left while sending the body")
+            if self.error is not None:
+                raise self.error
+            self._awaited = asyncio.get_running_loop().create_future()
+            self._connection.steer_reading()
+            await self._awaited
+
+    # ------------------------------------------------------------ its end
+
+    @contextmanager
+    def cancelling_on_disconnect(self) -> Iterator[None]:
+        """What is awaited in here is cancelled when the client leaves."""
+        self.cancelled_on_disconnect = True
+        try:
+            yield
+        finally:
+            self.cancelled_on_disconnect = False
+
+    def disconnect(self) -> None:
+        """The client has left."""
+        self.disconnected = True
+        self._wake()
+        if self.cancelled_on_disconnect:
+            self.cancel(ClientGone("client closed the connection"))
+
+    def cancel(self, reason: PenstockError) -> None:
+        """Stop the work on this request from outside; it ends with `reason`."""
+        if self._cancelled_by is None and self.task is not None:
+            self._cancelled_by = reason
+            self.task.cancel()
+
+    def catch_cancellation(self) -> PenstockError | None:
+        """The reason given to `cancel`, in the task that it has cancelled; None if something else cancelled that."""
+        if self._cancelled_by is not None and self.task is not None:
+            self.task.uncancel()
+            return self._cancelled_by
+        return None
+
+    def close(self) -> None:
+        """Drop what refers back to this request, so that all is freed at once: a pause of the garbage collector would
+        hold up every stream."""
+        self.task = self.error = None
+
+
+def _too_large(limit: int) -> RequestTooLarge:
+    return RequestTooLarge(f"body is larger than the limit of {limit} bytes", code="body_too_large")

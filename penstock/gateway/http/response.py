@@ -1,0 +1,117 @@
+"""What is sent in answer to one HTTP request: JSON or an event stream."""
+
+from __future__ import annotations
+
+import time
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from penstock.core.errors import PenstockError
+from penstock.gateway.errors import error_body, error_headers, leaves_input
+from penstock.gateway.http.request import Header, Request
+
+if TYPE_CHECKING:
+    from penstock.gateway.http.connection import Connection
+
+_STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
+_JSON: Header = (b"content-type", b"application/json")
+_STREAM_HEADERS: list[Header] = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
+]
+
+
+class Response:
+    __slots__ = ("_chunked", "_connection", "_finished", "headers", "keep_alive", "request", "status", "streaming")
+
+    def __init__(self, connection: Connection, request: Request, *, keep_alive: bool) -> None:
+        self.request = request
+        self.keep_alive = keep_alive
+        self.headers: dict[bytes, bytes] = {}  # beside those that every response has
+        self.status = 0  # 0: it has not started
+        self.streaming = False
+        self._connection = connection
+        self._chunked = request.http_1_1  # otherwise a stream ends with the connection
+        self._finished: float | None = None  # when the last of it was about to be sent
+
+    def elapsed(self) -> float:
+        """Seconds from the request's arrival to the end of the response, or to now while that has not come."""
+        return (self._finished or time.monotonic()) - self.request.arrived
+
+    async def send(self, status: int, body: bytes, *headers: Header) -> None:
+        if self._connection.paused:
+            await self._connection.resumed()
+        # A response without content has no Content-Length.
+        length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
+        head = self._head(status, *length, *(headers or (_JSON,)))
+        self._write_last(head if self.request.method == "HEAD" else head + body)
+
+    async def send_events(self, events: bytes) -> None:
+        """Send server-sent events; the first call starts the response, so errors before it keep their status."""
+        if self._connection.paused:
+            await self._connection.resumed()
+        if self.request.disconnected:
+            return
+        if self.status:
+            self._connection.write_soon(self._chunk(events))
+        else:
+            self._connection.write(self._stream_head() + self._chunk(events))
+
+    async def end_events(self, events: bytes) -> None:
+        if self._connection.paused:
+            await self._connection.resumed()
+        head = b"" if self.status else self._stream_head()
+        self._write_last(head + self._chunk(events) + (b"0\r\n\r\n" if self._chunked else b""))
+
+    async def send_error(self, error: PenstockError) -> None:
+        if self.streaming:
+            await self.end_events(b"data: %b\n\n" % error_body(error))
+        elif not self.status:
+            self.keep_alive = self.keep_alive and not leaves_input(error)
+            await self.send(error.status, error_body(error), _JSON, *error_headers(error))
+
+    def _stream_head(self) -> bytes:
+        self.streaming = True
+        if self._chunked:
+            return self._head(200, (b"transfer-encoding", b"chunked"), *_STREAM_HEADERS)
+        self.keep_alive = False
+        return self._head(200, *_STREAM_HEADERS)
+
+    def _chunk(self, data: bytes) -> bytes:
+        return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
+
+    def _head(self, status: int, *headers: Header) -> bytes:
+        """Nothing in a header comes from a client as it was, except ids of a form that cannot break a line."""
+        self.status = status
+        self.request.answered = True
+        lines = [_STATUS_LINES[status], _date.line(), b"x-request-id: ", self.request.id.encode(), b"\r\n"]
+        for name, value in (*self.headers.items(), *headers):
+            lines += (name, b": ", value, b"\r\n")
+        lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
+        return b"".join(lines)
+
+    def _write_last(self, data: bytes) -> None:
+        self._finished = time.monotonic()  # before: once it is written, the client may have it
+        if not self.request.disconnected:
+            self._connection.write(data)
+        self._connection.finish(self)
+
+
+class _Date:
+    """The Date header, made once a second."""
+
+    def __init__(self) -> None:
+        self._second = 0
+        self._line = b""
+
+    def line(self) -> bytes:
+        second = int(time.time())
+        if second != self._second:
+            self._second = second
+            self._line = b"date: %b\r\n" % formatdate(second, usegmt=True).encode()
+        return self._line
+
+
+_date = _Date()

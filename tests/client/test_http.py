@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from penstock.client import http
+from penstock.client.http import HttpClient
+from penstock.core.errors import InvalidRequest, Unavailable
+from tests.client.web_server import serving
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+TEXT = "naïve 🌊 水\nsecond line"
+JSON = json.dumps(TEXT, ensure_ascii=False)
+STREAM = f": comment\r\nevent: x\r\ndata: {JSON}\r\n\r\ndata:a\ndata: b\n\ndata: [DONE]\n\n"
+EVENTS = [JSON, "a\nb", "[DONE]"]
+
+
+@asynccontextmanager
+async def raw_server(handler: Handler) -> AsyncIterator[str]:
+    """A server that sends exactly these bytes, for what a proper one would never send."""
+    async with await asyncio.start_server(handler, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def answering(*parts: bytes) -> Handler:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.writelines(parts)
+        writer.close()
+
+    return handle
+
+
+async def echo(request: Request) -> Response:
+    peer = request.client
+    assert peer is not None
+    key = request.headers.get("authorization")
+    return JSONResponse({"body": await request.json(), "port": peer.port, "key": key}, 201)
+
+
+async def bytewise(request: Request) -> Response:
+    async def parts() -> AsyncIterator[bytes]:
+        for byte in STREAM.encode():
+            yield bytes([byte])
+
+    return StreamingResponse(parts(), media_type="text/event-stream")
+
+
+async def large(request: Request) -> Response:
+    return Response(b"x" * 300_000)
+
+
+APP = Starlette(
+    routes=[
+        Route("/base/echo", echo, methods=["POST"]),
+        Route("/base/events", bytewise),
+        Route("/base/large", large),
+        Route("/base/empty", lambda request: Response(status_code=204)),
+    ]
+)
+
+
+async def test_one_connection_carries_every_kind_of_answer() -> None:
+    with serving(APP) as url:
+        async with HttpClient(url + "/base/", api_key="secret") as client:
+            first = await client.post("/echo", {"text": TEXT})
+            assert first.status == 201
+            async with client.stream("GET", "/events") as response:
+                assert [event async for event in response.events()] == EVENTS
+            assert len((await client.get("/large")).body) == 300_000
+            assert (await client.get("/empty")).body == b""
+            assert (await client.get("/nowhere")).status == 404
+            last = await client.post("/echo", {"text": TEXT})
+    assert first.json() == last.json() == {"body": {"text": TEXT}, "port": first.json()["port"], "key": "Bearer secret"}
+
+
+async def test_a_stream_left_early_does_not_leak_into_the_next_answer() -> None:
+    with serving(APP) as url:
+        async with HttpClient(url + "/base") as client:
+            async with client.stream("GET", "/events") as response:
+                async for _ in response.events():
+                    break
+            assert (await client.post("/echo", 1)).json()["body"] == 1
+
+
+@given(cuts=st.lists(st.integers(1, len(STREAM.encode()) - 1), max_size=6))
+@settings(deadline=None, max_examples=50)
+def test_events_do_not_depend_on_how_the_stream_is_cut(cuts: list[int]) -> None:
+    data = STREAM.encode()
+    edges = [0, *sorted(cuts), len(data)]
+
+    class Cut(http.StreamingResponse):
+        def __init__(self) -> None: ...
+
+        async def body(self) -> AsyncIterator[bytes]:  # type: ignore[override]
+            for start, end in pairwise(edges):
+                yield data[start:end]
+
+    async def collect() -> list[str]:
+        return [event async for event in Cut().events()]
+
+    assert asyncio.run(collect()) == EVENTS
+
+
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [
+        (b"", "closed"),
+        (b"SSH-2.0-OpenSSH\r\n", "protocol"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nshort", "closed"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: many\r\n\r\n", "protocol"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcd\r\n", "closed"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nabcdef\r\n0\r\n\r\n", "protocol"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n", "protocol"),
+    ],
+)
+async def test_broken_answers_are_errors_with_their_kind(sent: bytes, code: str) -> None:
+    async with raw_server(answering(sent)) as url, HttpClient(url) as client:
+        with pytest.raises(Unavailable) as caught:
+            await client.get("/")
+    assert caught.value.code == code
+
+
+async def test_interim_answers_trailers_and_close_delimited_bodies() -> None:
+    chunked = b"HTTP/1.1 103 Early\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    handler = answering(chunked, b"3;ext=1\r\nabc\r\n", b"0\r\nX-Sum: 1\r\n\r\n")
+    async with raw_server(handler) as url, HttpClient(url) as client:
+        assert (await client.get("/")).body == b"abc"
+    async with raw_server(answering(b"HTTP/1.0 200 OK\r\n\r\n", b"until the end")) as url, HttpClient(url) as client:
+        assert (await client.get("/")).body == b"until the end"
+
+
+async def test_silence_is_a_timeout_and_nobody_listening_names_the_url() -> None:
+    hang_up = asyncio.Event()
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await hang_up.wait()
+        writer.close()
+
+    async with raw_server(silent) as url:
+        async with HttpClient(url, timeout=0.05) as client:
+            with pytest.raises(Unavailable) as caught:
+                await client.get("/")
+        hang_up.set()
+    assert caught.value.code == "timeout"
+
+    nobody = "http://127.0.0.1:9"
+    async with HttpClient(nobody) as client:
+        with pytest.raises(Unavailable, match=nobody) as caught:
+            await client.get("/")
+    assert caught.value.code == "connect"
+
+
+async def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
+    """Idle connections die on real servers; the request after that must not fail."""
+    connections = 0
+
+    async def one_answer_each(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        await reader.read(1)  # the next request arrives, and then the door shuts
+        writer.close()
+
+    async with raw_server(one_answer_each) as url, HttpClient(url) as client:
+        assert [(await client.get("/")).body for _ in range(3)] == [b"ok"] * 3
+    assert connections == 3
+
+
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port"])
+def test_a_url_that_cannot_work_is_refused_by_name(url: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        HttpClient(url)
+    assert caught.value.param == "url"

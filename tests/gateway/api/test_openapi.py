@@ -1,0 +1,96 @@
+"""The document at /openapi.json is true: schemathesis sends what it allows and what it forbids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from penstock.gateway.api.openapi import OPERATIONS, Operation
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.conftest import Gateway, serving
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+MODES = {
+    # What the document forbids must be refused; what it allows may still be refused for what a schema cannot say,
+    # such as a prompt that is too long.
+    GenerationMode.NEGATIVE: [*CHECKS, negative_data_rejection],
+    GenerationMode.POSITIVE: CHECKS,
+}
+
+
+@pytest.fixture(scope="module")
+def admin_gateway(tokenizer: Tokenizer) -> Iterator[Gateway]:
+    """Of its own: the first tenant made there ends the time when nobody needed a key."""
+    with serving(tokenizer) as gateway:
+        yield gateway
+
+
+CASES = [(op, GenerationMode.POSITIVE) for op in OPERATIONS] + [
+    (op, GenerationMode.NEGATIVE) for op in OPERATIONS if op.body is not None or op.path == "/v1/requests"
+]
+
+
+@pytest.mark.parametrize(
+    ("operation", "mode"), CASES, ids=[f"{op.method} {op.path} {mode.value}" for op, mode in CASES]
+)
+def test_operations_conform(
+    shared_gateway: Gateway, admin_gateway: Gateway, operation: Operation, mode: GenerationMode
+) -> None:
+    admin = operation.path.startswith("/admin")
+    gateway = admin_gateway if admin else shared_gateway
+    headers = {"Authorization": f"Bearer {gateway.key('')}"} if admin else {}
+    schema = schemathesis.openapi.from_url(f"{gateway.url}/openapi.json")
+    found = schema[operation.path][operation.method.upper()]
+    answered = set()
+
+    @seed(20261115)
+    @settings(
+        max_examples=25 if operation.body else 8,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=found.as_strategy(generation_mode=mode))
+    def check(case: Any) -> None:
+        response = case.call(headers=headers)
+        answered.add(response.status_code)
+        checks = MODES[mode]
+        if response.status_code == 504 and case.body.get("deadline_ms") is not None:
+            checks = [check for check in checks if check is not not_a_server_error]  # it was asked for
+        case.validate_response(response, checks=checks)
+
+    check()
+    if mode is GenerationMode.POSITIVE and "{" not in operation.path and operation.body is None:
+        assert operation.status in answered, f"nothing got through: {answered}"
+
+
+def test_every_route_is_documented(shared_gateway: Gateway) -> None:
+    with shared_gateway.http() as http:
+        document = http.get("/openapi.json").json()
+        documented = {(path, method) for path, operations in document["paths"].items() for method in operations}
+        for path, method in documented:
+            response = http.request(method.upper(), path.replace("{", "").replace("}", ""), content=b"")
+            code = response.json().get("error", {}).get("code") if response.status_code == 404 else None
+            assert response.status_code != 405, (method, path)
+            assert code != "unknown_path", (method, path)
+    assert documented == {(op.path, op.method) for op in OPERATIONS}

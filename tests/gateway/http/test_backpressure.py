@@ -1,0 +1,160 @@
+"""Clients that ask for more than they take."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+
+from penstock.gateway.http import connection as http
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.conftest import Gateway, serving
+from tests.gateway.wire import Wire, chat
+
+T = TypeVar("T")
+
+HIGH_WATER = 65_536  # bytes buffered from which on an event loop pauses writing
+
+
+def get(path: str, id: int) -> bytes:
+    return b"GET %b HTTP/1.1\r\nHost: localhost\r\nx-request-id: %d\r\n\r\n" % (path.encode(), id)
+
+
+class Watched:
+    """A gateway, a client, the server's side of their connection, and kernels that hold little between them."""
+
+    def __init__(self, gateway: Gateway, it: Wire, connection: http.Connection) -> None:
+        self.gateway = gateway
+        self.it = it
+        self.connection = connection
+
+    def limit_kernel(self) -> None:
+        self._on_loop(self._limit_kernel())
+
+    def buffered(self) -> int:
+        return self._on_loop(self._buffered())
+
+    def until_paused(self) -> None:
+        self._on_loop(self._until_paused())
+
+    def until_closed(self) -> None:
+        self._on_loop(self._until_closed())
+
+    def let_go_on(self) -> None:
+        """For as long as a server that did not wait would need for hundreds of answers."""
+        self._on_loop(self._turns())
+
+    def sweep(self, seconds: float) -> None:
+        """As if it came in so many seconds from now."""
+        self._on_loop(self._sweep(seconds))
+
+    def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.gateway.loop).result(20)
+
+    async def _limit_kernel(self) -> None:
+        server_side = self.connection.transport.get_extra_info("socket")
+        server_side.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 32_768)
+
+    async def _buffered(self) -> int:
+        return self.connection.transport.get_write_buffer_size()
+
+    async def _until_paused(self) -> None:
+        while not self.connection.paused:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    async def _until_closed(self) -> None:
+        await self.connection.closed
+
+    async def _turns(self) -> None:
+        for _ in range(1000):
+            await asyncio.sleep(0)
+
+    async def _sweep(self, seconds: float) -> None:
+        self.connection.close_if_stale(self.gateway.loop.time() + seconds)
+
+
+@pytest.fixture
+def watched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    made: list[http.Connection] = []
+    is_made = threading.Event()
+
+    def make(answer: http.Answer, connections: set[http.Connection]) -> http.Connection:
+        made.append(http.Connection(answer, connections))
+        is_made.set()
+        return made[0]
+
+    monkeypatch.setattr("penstock.gateway.http.server.Connection", make)
+    monkeypatch.setattr("penstock.gateway.http.server.SWEEP_SECONDS", 1e9)
+    with serving(tokenizer) as gateway, small_client(gateway) as it:
+        assert is_made.wait(20)
+        watched = Watched(gateway, it, made[0])
+        watched.limit_kernel()
+        yield watched
+
+
+@contextmanager
+def small_client(gateway: Gateway) -> Iterator[Wire]:
+    with socket.socket() as connection:
+        connection.settimeout(20)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 32_768)
+        connection.connect((gateway.host, gateway.port))
+        it = Wire(connection)
+        with it.file:
+            yield it
+
+
+def test_answers_that_are_not_taken_are_not_made(watched: Watched) -> None:
+    it = watched.it
+    it.send(get("/openapi.json", 0))
+    answer = len(it.response()[2]) + 1000
+    for id in range(1, 1001):
+        it.send(get("/openapi.json", id))
+    watched.until_paused()
+    watched.let_go_on()
+    assert watched.buffered() <= HIGH_WATER + answer
+    watched.sweep(0)
+    watched.sweep(http.DRAIN_SECONDS + 1)
+    watched.until_closed()
+
+
+def test_who_takes_his_answers_slowly_gets_them_all_in_order(watched: Watched) -> None:
+    it, count = watched.it, 300
+    for id in range(count):
+        it.send(get("/openapi.json", id))
+    watched.until_paused()
+    seconds = 0.0
+    for id in range(count):
+        status, headers, _ = it.response()
+        assert (status, headers["x-request-id"]) == (200, str(id))
+        if id % 30 == 0:
+            seconds += http.DRAIN_SECONDS * 0.9
+            watched.sweep(seconds)
+    it.send(get("/health", count))
+    assert it.response()[0] == 200
+
+
+def test_a_stream_that_is_not_taken_waits_and_ends_with_its_client(watched: Watched) -> None:
+    watched.gateway.runs(lambda request: [[100]] * 400)
+    watched.it.send(chat(stream=True, max_tokens=400, n=100))
+    watched.until_paused()
+    watched.let_go_on()
+    assert watched.buffered() <= 2 * HIGH_WATER
+    watched.sweep(0)
+    watched.sweep(http.DRAIN_SECONDS + 1)
+    watched.until_closed()
+    assert all(ended.wait(20) for ended in watched.gateway.engine.ended.values())
+
+
+def test_the_last_answer_does_not_keep_a_connection_for_ever(watched: Watched) -> None:
+    """Closing waits for what is buffered, so closing is not enough."""
+    watched.gateway.answers("A long answer. " * 30)
+    watched.it.send(chat(b"Connection: close\r\n", max_tokens=400, n=128, logprobs=True, top_logprobs=20))
+    watched.until_paused()
+    watched.sweep(0)
+    watched.sweep(http.DRAIN_SECONDS + 1)
+    watched.until_closed()
