@@ -32,7 +32,7 @@ from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.executor import RowSetup, Step
 from penstock.engine.loop import EngineLoop
 from penstock.kernels.attention_reference import ReferenceAttention
-from penstock.kernels.decode_inputs_triton import DecodeInputs
+from penstock.kernels.triton.decode_inputs import DecodeInputs
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig, read_config
 from penstock.models.loader import load_model

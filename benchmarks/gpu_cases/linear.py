@@ -22,8 +22,12 @@ from gpu_cases.case import (
     sets_for,
     short,
 )
-from penstock.kernels.activation_triton import silu_mul, silu_mul_reference
-from penstock.kernels.gemm_triton import (
+from penstock.kernels.hopper.gated_product import best_tiling, gated_product
+from penstock.kernels.hopper.gemm import empty_gained, hopper_gemm
+from penstock.kernels.hopper.gemm_configs import blocks_of
+from penstock.kernels.hopper.program import is_hopper
+from penstock.kernels.triton.activation import silu_mul, silu_mul_reference
+from penstock.kernels.triton.gemm import (
     GemvConfig,
     SkinnyConfig,
     SplitScratch,
@@ -32,12 +36,8 @@ from penstock.kernels.gemm_triton import (
     stream_gemm,
     stream_gemv,
 )
-from penstock.kernels.hopper.gated_product import best_tiling, gated_product
-from penstock.kernels.hopper.gemm import empty_gained, hopper_gemm
-from penstock.kernels.hopper.gemm_configs import blocks_of
-from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.moe_triton import ExpertWeights, GroupConfig, mix_experts, mix_experts_reference
-from penstock.kernels.norm_triton import (
+from penstock.kernels.triton.moe import ExpertWeights, GroupConfig, mix_experts, mix_experts_reference
+from penstock.kernels.triton.norm import (
     ProductScales,
     add_rms_norm,
     add_rms_norm_reference,

@@ -9,17 +9,17 @@ import torch
 
 from gpu_cases.case import BF16, COPY_BYTES, DEVICE, FP8, Case, Variant, randn, relative_error, sets_for, short
 from gpu_cases.linear import scratch
-from penstock.kernels import decode_triton as decode
 from penstock.kernels import linear as linear_layers
-from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
-from penstock.kernels.gemm_triton import linear_reference
 from penstock.kernels.hopper.layers import KVCache, LayerShape, StackedLayers, decode_step, stack_layers
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear import add_linear, gated_linear, linear, product_config
-from penstock.kernels.paged_triton import paged_attention_reference
-from penstock.kernels.rope_triton import rope_and_cache, rope_reference
 from penstock.kernels.sampling_reference import sample_reference
-from penstock.kernels.sampling_triton import SamplingRows, argmax, sample, sampling_scratch
+from penstock.kernels.triton import decode as decode
+from penstock.kernels.triton.decode_plan import decode_parts, plan_decode
+from penstock.kernels.triton.gemm import linear_reference
+from penstock.kernels.triton.paged import paged_attention_reference
+from penstock.kernels.triton.rope import rope_and_cache, rope_reference
+from penstock.kernels.triton.sampling import SamplingRows, argmax, sample, sampling_scratch
 
 
 def sampling_case(rows: int, vocab: int, dtype: torch.dtype) -> Case:

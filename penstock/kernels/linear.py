@@ -1,8 +1,9 @@
 """One linear layer at any batch size on CUDA, by the fastest way measured for its shape.
 
 A layer here is what stands around a projection too: the RMSNorm before it, SiLU(gate) * up or the residual after it.
-Few rows stream the weight through `gemm_triton`, on Hopper some hundred of them through `hopper/gemm.py`, and fold in
-what they can; many rows go to cuBLAS with kernels around it, on Hopper SiLU(gate) * up to `hopper/gated_product.py`.
+Few rows stream the weight through `triton/gemm.py`, on Hopper some hundred of them through `hopper/gemm.py`, and
+fold in what they can; many rows go to cuBLAS with kernels around it, on Hopper SiLU(gate) * up to
+`hopper/gated_product.py`.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from functools import cache
 
 import torch
 
-from penstock.kernels.activation_triton import add_scaled, silu_mul
-from penstock.kernels.gemm_configs import stream_config
-from penstock.kernels.gemm_triton import GemvConfig, SkinnyConfig, SplitScratch, stream_gemm, stream_gemv
 from penstock.kernels.hopper.gated_product import gated_product, gated_tiling
 from penstock.kernels.hopper.gemm import GainedRows, HopperConfig, empty_gained, hopper_gemm
 from penstock.kernels.hopper.gemm_configs import hopper_config
-from penstock.kernels.norm_triton import ProductScales, add_rms_norm, quantize_fp8
+from penstock.kernels.triton.activation import add_scaled, silu_mul
+from penstock.kernels.triton.gemm import GemvConfig, SkinnyConfig, SplitScratch, stream_gemm, stream_gemv
+from penstock.kernels.triton.gemm_configs import stream_config
+from penstock.kernels.triton.norm import ProductScales, add_rms_norm, quantize_fp8
 
 # Numbers of the residual stream up to which products on Hopper begin and finish the RMSNorm between them. It saves two
 # small kernels a layer (Qwen3-0.6B, 64 rows: 19.3 instead of 21.2 µs); with more numbers it costs more than it saves.

@@ -19,10 +19,10 @@ import torch
 from penstock.core.machine import usable_cpus
 from penstock.core.request import SamplingParams, TokenLogprob
 from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult
-from penstock.kernels.decode_inputs_triton import gather_decode_inputs
-from penstock.kernels.prefix_triton import SharedPrefix, prefix_splits
-from penstock.kernels.sampling_triton import SamplingRows, argmax, sampling_scratch
-from penstock.kernels.sampling_triton import sample as sample_triton
+from penstock.kernels.triton.decode_inputs import gather_decode_inputs
+from penstock.kernels.triton.prefix import SharedPrefix, prefix_splits
+from penstock.kernels.triton.sampling import SamplingRows, argmax, sampling_scratch
+from penstock.kernels.triton.sampling import sample as sample_triton
 from penstock.runner.batch import build_batch
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.mixed_steps import MixedSteps

@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.gemm_triton import split_scratch
 from penstock.kernels.hopper.gated_product import compile_gated_products
 from penstock.kernels.hopper.layers import (
     MOST_TOKENS,
@@ -33,8 +32,9 @@ from penstock.kernels.hopper.layers import (
 )
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear import Begun, add_linear, gated_linear, linear
-from penstock.kernels.moe_triton import ExpertWeights, mix_experts
-from penstock.kernels.norm_triton import add_rms_norm
+from penstock.kernels.triton.gemm import split_scratch
+from penstock.kernels.triton.moe import ExpertWeights, mix_experts
+from penstock.kernels.triton.norm import add_rms_norm
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig
 from penstock.models.layers import MLP, Linear

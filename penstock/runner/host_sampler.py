@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.native import DRAW
+from penstock.kernels.native.bindings import DRAW
 from penstock.runner.batch import Ints
 from penstock.runner.rows import HostRows, Needs
 

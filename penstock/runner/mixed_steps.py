@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.sampling_triton import SamplingScratch, argmax
+from penstock.kernels.triton.sampling import SamplingScratch, argmax
 from penstock.runner.batch import Batch
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.paged_attention import MixedStep

@@ -7,7 +7,7 @@ from itertools import accumulate, chain, compress
 import numpy as np
 
 from penstock.engine.executor import Step, StepResult
-from penstock.kernels.native_model import NativeModel, NativeRows, NativeStep
+from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.runner.host_sampler import Floats, sample
 from penstock.runner.rows import HostRows
 from penstock.runner.scoring import score, scored_prompts, scored_rows

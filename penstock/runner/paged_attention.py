@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 
 from penstock.kernels.base import AttentionSpec
-from penstock.kernels.decode_inputs_triton import DecodeInputs
-from penstock.kernels.decode_triton import DecodeConfig, Turn, decode_attention, decode_config, decode_scratch
 from penstock.kernels.hopper.attention import clear_counters
 from penstock.kernels.hopper.decode import StreamConfig, decode_stream, stream_config, streams_decode
-from penstock.kernels.prefill_triton import prefill_attention
-from penstock.kernels.prefix_triton import SharedPrefix, prefix_splits
-from penstock.kernels.rope_triton import rope_and_cache
+from penstock.kernels.triton.decode import DecodeConfig, Turn, decode_attention, decode_config, decode_scratch
+from penstock.kernels.triton.decode_inputs import DecodeInputs
+from penstock.kernels.triton.prefill import prefill_attention
+from penstock.kernels.triton.prefix import SharedPrefix, prefix_splits
+from penstock.kernels.triton.rope import rope_and_cache
 from penstock.models.rope import Rotary
 from penstock.runner.batch import Batch
 

@@ -22,8 +22,8 @@ from penstock.engine.executor import Executor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import kept_step_times
-from penstock.kernels.native import KVFormat, Scheme
-from penstock.kernels.native_model import block_bytes, unsupported_reason
+from penstock.kernels.native.bindings import KVFormat, Scheme
+from penstock.kernels.native.model import block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config
 from penstock.runner.memory import KVDemand, kv_blocks
 

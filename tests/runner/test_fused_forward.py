@@ -27,8 +27,8 @@ from penstock.runner.row_state import RowState
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels.decode_inputs_triton import gather_decode_inputs, gather_decode_inputs_reference
-from penstock.kernels.sampling_triton import sampling_scratch
+from penstock.kernels.triton.decode_inputs import gather_decode_inputs, gather_decode_inputs_reference
+from penstock.kernels.triton.sampling import sampling_scratch
 from penstock.runner import mixed_steps
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.mixed_steps import MixedSteps

@@ -1,4 +1,7 @@
-"""Attention of many queries on Hopper: what `prefill_triton` and `prefix_triton` do, for bf16 and heads of 128."""
+"""Paged attention of many queries on Hopper: prefill and shared prefixes, in bfloat16 with heads of 128.
+
+The same in Triton: `triton/prefill.py` and `triton/prefix.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 
 from penstock.kernels.hopper import program, tensor_map
 from penstock.kernels.hopper.program import TensorMap
-from penstock.kernels.paged_triton import LOG2_E
+from penstock.kernels.triton.paged import LOG2_E
 
 _ROWS = 128
 _HALF = 64  # elements of a row of shared memory

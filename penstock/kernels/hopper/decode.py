@@ -1,4 +1,4 @@
-"""Paged decode attention on Hopper: `decode_attention` of `decode_triton` in CUDA C++, for the heads of most models.
+"""Paged decode attention on Hopper: `decode_attention` of `triton/decode.py` in CUDA C++, for the heads of most models.
 
 A program is one warp, which has its first keys and values under way before the projection ahead of it has ended. That
 there are many small ones evens out that some multiprocessors get half the bandwidth of others.
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.decode_plan_triton import Division
-from penstock.kernels.decode_triton import Turn
 from penstock.kernels.hopper.program import TensorMap, is_hopper, kernel
 from penstock.kernels.hopper.tensor_map import tensor_map
-from penstock.kernels.overlap_triton import overlaps_launches
-from penstock.kernels.paged_triton import LOG2_E
-from penstock.kernels.prefix_triton import DecodeScratch, SharedPrefix, attend_prefix
+from penstock.kernels.triton.decode import Turn
+from penstock.kernels.triton.decode_plan import Division
+from penstock.kernels.triton.overlap import overlaps_launches
+from penstock.kernels.triton.paged import LOG2_E
+from penstock.kernels.triton.prefix import DecodeScratch, SharedPrefix, attend_prefix
 
 _HEAD_DIM, _BLOCK_SIZE, _MOST_GROUP = 128, 16, 8
 _QUERIES = 8 * (_HEAD_DIM * 2 + 16)  # bytes of shared memory

@@ -2,7 +2,7 @@
 
 What `gated_product.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per
 row of `x`. cuBLAS multiplies as fast, but writes gate and up for another kernel to read. The reference is
-`gemm_triton.linear_reference`.
+`linear_reference` of `triton/gemm.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Weight-streaming products on Hopper: out[rows, N] = x[rows, K] @ weight[N, K].T for 2 rows to some hundred.
 
 What `gemm.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of
-`x`; SiLU(gate) * up or the addition to the residual are part of it. The reference is `gemm_triton.linear_reference`.
+`x`; SiLU(gate) * up or the addition to the residual are part of it.
+The reference is `linear_reference` of `triton/gemm.py`.
 """
 
 from __future__ import annotations
