@@ -72,6 +72,7 @@ class _InFlight:
 
 class CudaRunner:
     runs_ahead = True
+    host_memory = None
 
     def __init__(
         self,
@@ -109,6 +110,9 @@ class CudaRunner:
         self._under_way: torch.cuda.Event | None = None  # end of the last step launched, until it is collected
 
     # -- executor ----------------------------------------------------------------------------------------------------
+
+    def enter_thread(self) -> None:
+        """Nothing to prepare."""
 
     def padded_tokens(self, tokens: int) -> int:
         return self._mixed_steps.padded(tokens)

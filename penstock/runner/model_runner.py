@@ -19,6 +19,7 @@ class ModelRunner:
     """Plain torch, on any device. Runs a step when its result is asked for, as `NativeRunner` does and why."""
 
     runs_ahead = False
+    host_memory = None
 
     def __init__(self, forward: Forward, state: RowState, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -26,6 +27,9 @@ class ModelRunner:
         self._forward = forward
         self._state = state
         self._block_size = block_size
+
+    def enter_thread(self) -> None:
+        """Nothing to prepare."""
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens

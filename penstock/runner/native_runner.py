@@ -6,7 +6,7 @@ from itertools import accumulate, chain, compress
 
 import numpy as np
 
-from penstock.engine.executor import Step, StepResult
+from penstock.engine.executor import HostMemory, Step, StepResult
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.runner.host_sampler import Floats, sample
 from penstock.runner.rows import HostRows
@@ -29,6 +29,13 @@ class NativeRunner:
         self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost
         self._state = state
         self._rows = NativeRows(state.tables_RM, state.last_token_R)
+
+    @property
+    def host_memory(self) -> HostMemory:
+        return HostMemory(self.model.weight_bytes, self.model.cache_bytes)
+
+    def enter_thread(self) -> None:
+        self.model.pin_caller()
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens

@@ -16,7 +16,8 @@ from penstock.checkpoint.source import PACKED_WEIGHTS, Checkpoint
 from penstock.core.errors import StartupError
 from penstock.core.machine import cache_folder
 from penstock.kernels.native.bindings import Floats, KVFormat, Scheme, isa
-from penstock.kernels.native.model import NativeModel, tensor_shapes
+from penstock.kernels.native.model import NativeModel
+from penstock.kernels.native.shape import tensor_shapes
 from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies, rope_magnitude
 from penstock.models.host_weights import host_weights

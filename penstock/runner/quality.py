@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, Weights, stages, untied
-from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep, tensor_shapes
+from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
+from penstock.kernels.native.shape import tensor_shapes
 from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies, rope_magnitude
 

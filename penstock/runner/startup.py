@@ -18,12 +18,12 @@ from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus
 from penstock.core.onednn import cap_onednn
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import Executor
+from penstock.engine.executor import LoadedExecutor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import kept_step_times
 from penstock.kernels.native.bindings import KVFormat, Scheme
-from penstock.kernels.native.model import block_bytes, unsupported_reason
+from penstock.kernels.native.shape import block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config
 from penstock.runner.memory import KVDemand, kv_blocks
 
@@ -84,7 +84,9 @@ class _Plan:
         return KVDemand(bytes_per_block, self.engine.block_size, self.max_model_len, self.engine.max_seqs, reserve)
 
 
-def start(model: str, config: EngineConfig, progress: Progress | None = None) -> tuple[Scheduler, Executor, EngineInfo]:
+def start(
+    model: str, config: EngineConfig, progress: Progress | None = None
+) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
     """Load a model and return the two halves of an engine: who decides and who computes."""
     keep_compiled("torch")
     checkpoint = resolve(model)
@@ -147,7 +149,7 @@ def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: Engin
         ) from None
 
 
-def _cpu_executor(plan: _Plan) -> Executor:
+def _cpu_executor(plan: _Plan) -> LoadedExecutor:
     scheme = _cpu_scheme(plan)
     if scheme is not None:
         return _native_executor(plan, scheme)
@@ -204,7 +206,7 @@ def _packed_scheme(plan: _Plan, problem: str | None) -> Scheme:
     return "int4" if scheme == "int4" else "int8"
 
 
-def _native_executor(plan: _Plan, scheme: Scheme) -> Executor:
+def _native_executor(plan: _Plan, scheme: Scheme) -> LoadedExecutor:
     from penstock.runner.native_runner import NativeRunner
     from penstock.runner.packed import fill, native_model, usual_kv
     from penstock.runner.rows import HostRows
@@ -220,7 +222,7 @@ def _native_executor(plan: _Plan, scheme: Scheme) -> Executor:
     return NativeRunner(network, HostRows(config.max_seqs, plan.table_blocks, model.vocab_size))
 
 
-def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
+def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     """The model as it is written down, on any device."""
     from penstock.kernels.attention_reference import ReferenceAttention, block_bytes
     from penstock.runner.forward import TorchForward
@@ -236,7 +238,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
     return ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
 
 
-def _cuda_executor(plan: _Plan) -> Executor:
+def _cuda_executor(plan: _Plan) -> LoadedExecutor:
     _need("triton", "device cuda", "engine.device", extra="cuda")
     keep_kernels()
     import torch

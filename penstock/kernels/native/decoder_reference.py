@@ -9,33 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.kernels.native.shape import ModelShape
 from penstock.quantization.rotation import split_name
 
 Floats = npt.NDArray[np.float32]
 Weights = Iterator[tuple[str, Floats]]
 Tensors = Mapping[str, Floats]  # of one layer, by their names within it
-
-
-class DecoderShape(Protocol):
-    """The part of a model's configuration that a layer needs."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
-    @property
-    def windows(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +34,7 @@ class LayerInputs:
 
 
 class ReferenceDecoder:
-    def __init__(self, shape: DecoderShape, inverse_frequencies: Floats, rope_magnitude: float = 1.0) -> None:
+    def __init__(self, shape: ModelShape, inverse_frequencies: Floats, rope_magnitude: float = 1.0) -> None:
         self.shape = shape
         self._frequencies, self._magnitude = inverse_frequencies, np.float32(rope_magnitude)
 

@@ -20,7 +20,8 @@ from penstock.core.errors import EngineFailure, StartupError
 from penstock.kernels.native import bindings
 from penstock.kernels.native.bindings import KVFormat, Scheme
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, stages, untied
-from penstock.kernels.native.model import ALIGNMENT, NativeModel, NativeRows, NativeStep, tensor_shapes
+from penstock.kernels.native.model import ALIGNMENT, NativeModel, NativeRows, NativeStep
+from penstock.kernels.native.shape import tensor_shapes
 from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies
 from penstock.quantization.scheme import int4_round_trip
