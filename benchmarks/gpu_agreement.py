@@ -36,9 +36,10 @@ from penstock.kernels.triton.decode_inputs import DecodeInputs
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig, read_config
 from penstock.models.loader import load_model
+from penstock.quantization.fp8 import quantize_model
 from penstock.runner.batch import Batch, build_batch
 from penstock.runner.forward import Forward, TorchForward
-from penstock.runner.fused_forward import FusedForward, quantize_fp8, supports_fused
+from penstock.runner.fused_forward import FusedForward, supports_fused
 from penstock.runner.row_state import RowState
 from penstock.runner.sampler import Draws, choose_reference
 from penstock.runner.transfer import to_device
@@ -163,7 +164,7 @@ def compare_logits(checkpoint: Checkpoint, quantization: str, kv_dtype: str) -> 
     report("plain torch bfloat16", rounded, expected)
     if quantization == "fp8":
         assert supports_fused(bf16, config)
-        quantize_fp8(bf16)
+        quantize_model(bf16)
     forward = fused(bf16, config, len(prompts), kv_dtype)
     for label, path in (("mixed", forward), ("captured", CapturedPath(forward))):
         found = logits_of(path, prompts, config.vocab_size)
@@ -188,7 +189,7 @@ def compare_with_transformers(checkpoint: Checkpoint, text: Path, quantization: 
     del wide, rounded
     if quantization == "fp8":
         assert supports_fused(model, config)
-        quantize_fp8(model)
+        quantize_model(model)
     for kind, windows, first in (("text", written, 0), ("greedy", continued, GREEDY_START - 1)):
         prompts = [Prompt(window, max(first, len(window) // 2)) for window in windows.tolist()]
         forward = CapturedPath(fused(model, config, len(prompts), kv_dtype))

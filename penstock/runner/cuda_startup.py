@@ -15,8 +15,9 @@ import torch
 from penstock.core.errors import StartupError
 from penstock.kernels.attention_reference import block_bytes
 from penstock.models.llama import Llama
+from penstock.quantization.fp8 import quantize_model
 from penstock.runner.cuda_runner import CudaRunner
-from penstock.runner.fused_forward import FusedForward, quantize_fp8
+from penstock.runner.fused_forward import FusedForward
 from penstock.runner.memory import GIB, kv_blocks
 from penstock.runner.row_state import RowState
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
     config = plan.engine
     if config.quantization == "fp8":
-        quantize_fp8(model)
+        quantize_model(model)
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else plan.dtype
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]

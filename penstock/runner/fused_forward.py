@@ -40,7 +40,6 @@ from penstock.models.config import ModelConfig
 from penstock.models.layers import MLP, Linear
 from penstock.models.llama import DecoderLayer, FeedForward, Llama
 from penstock.models.moe import Experts
-from penstock.quantization.fp8 import quantize_channels
 from penstock.runner.batch import Batch
 from penstock.runner.paged_attention import Attend, MixedStep, PagedAttention
 from penstock.runner.row_state import RowState
@@ -275,30 +274,8 @@ def supports_fused(model: CausalLM, config: ModelConfig) -> TypeGuard[Llama]:
     return isinstance(model, Llama) and not config.mlp_bias and not config.output_bias
 
 
-def quantize_fp8(model: Llama) -> None:
-    """Replace the weights of all layers by e4m3 with a scale per channel, one by one.
-
-    Embedding, head and routers stay as they are.
-    """
-    for layer in model.layers:
-        attention, mlp = layer.attention, layer.mlp
-        if isinstance(mlp, Experts):
-            gate_up, down = quantize_channels(mlp.gate_up), quantize_channels(mlp.down)
-            mlp.gate_up, mlp.down = (_frozen(part.weight) for part in (gate_up, down))
-            mlp.scales = (gate_up.scales, down.scales)
-        dense = [mlp.gate_up, mlp.down] if isinstance(mlp, MLP) else []
-        for module in (attention.qkv, attention.out, *dense):
-            quantized = quantize_channels(module.weight)
-            module.weight = _frozen(quantized.weight)
-            module.register_buffer("scales", quantized.scales)
-
-
-def _frozen(weight: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(weight, requires_grad=False)
-
-
 def _projection(module: Linear) -> _Projection:
-    return _Projection(module.weight, getattr(module, "scales", None), module.bias)
+    return _Projection(module.weight, getattr(module, "weight_scales", None), module.bias)
 
 
 def _layer(layer: DecoderLayer) -> _Layer:
@@ -318,6 +295,7 @@ def _feed_forward(mlp: FeedForward) -> _Dense | _Routed:
     if isinstance(mlp, MLP):
         return _Dense(_projection(mlp.gate_up), _projection(mlp.down))
     assert isinstance(mlp, Experts), "a feed-forward that the kernels do not know"
-    moe = mlp.moe
-    experts = ExpertWeights(mlp.gate_up, mlp.down, mlp.scales, moe.experts_per_token, moe.norm_topk_prob)
+    moe, fp8 = mlp.moe, hasattr(mlp, "gate_up_scales")
+    scales = (mlp.get_buffer("gate_up_scales"), mlp.get_buffer("down_scales")) if fp8 else None
+    experts = ExpertWeights(mlp.gate_up, mlp.down, scales, moe.experts_per_token, moe.norm_topk_prob)
     return _Routed(mlp.router.weight, experts)
