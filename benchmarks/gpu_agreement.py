@@ -91,7 +91,7 @@ def logits_of(forward: Forward, prompts: list[Prompt], vocab: int, every: bool =
     return torch.cat([torch.cat(rows) for rows in found])
 
 
-class CapturedPath:
+class GraphPath:
     """Steps that only decode go the way that captured steps go, with rotation and cache write within attention."""
 
     def __init__(self, forward: FusedForward) -> None:
@@ -166,7 +166,7 @@ def compare_logits(checkpoint: Checkpoint, quantization: str, kv_dtype: str) -> 
         assert supports_fused(bf16, config)
         quantize_model(bf16)
     forward = fused(bf16, config, len(prompts), kv_dtype)
-    for label, path in (("mixed", forward), ("captured", CapturedPath(forward))):
+    for label, path in (("mixed", forward), ("captured", GraphPath(forward))):
         found = logits_of(path, prompts, config.vocab_size)
         report(f"fused, weights {quantization}, KV {kv_dtype}, {label} steps", found, expected)
 
@@ -192,7 +192,7 @@ def compare_with_transformers(checkpoint: Checkpoint, text: Path, quantization: 
         quantize_model(model)
     for kind, windows, first in (("text", written, 0), ("greedy", continued, GREEDY_START - 1)):
         prompts = [Prompt(window, max(first, len(window) // 2)) for window in windows.tolist()]
-        forward = CapturedPath(fused(model, config, len(prompts), kv_dtype))
+        forward = GraphPath(fused(model, config, len(prompts), kv_dtype))
         ours = logits_of(forward, prompts, config.vocab_size, every=True)
         # What predicts the tokens of a continuation begins with the last token of its start.
         counted = torch.arange(len(ours)) % windows.shape[1] >= first

@@ -23,8 +23,8 @@ from penstock.bench.architectures import ARCHITECTURES, write_architecture
 from penstock.core.config import EngineConfig
 from penstock.kernels import linear as linear_layers
 from penstock.kernels.hopper.decode import StreamConfig, stream_config
-from penstock.kernels.hopper.gated_product import Tiling
 from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows, shared_bytes
+from penstock.kernels.hopper.swiglu_gemm import Tiling
 from penstock.runner import paged_attention
 from penstock.runner.cuda_runner import CudaRunner, _Kind
 from penstock.runner.fused_forward import _Dense
@@ -44,18 +44,20 @@ class Cuts:
     def __init__(self) -> None:
         self.weights: dict[tuple[int, ...], Cut] = {}
         self.attention: StreamConfig | None = None
-        product_config, gated_tiling = linear_layers.product_config, linear_layers.gated_tiling
+        gemm_config, swiglu_tiling = linear_layers.gemm_config, linear_layers.swiglu_tiling
 
         def product_or(x: torch.Tensor, weight: torch.Tensor) -> object:
             cut = self.weights.get(tuple(weight.shape))
-            return product_config(x, weight) if cut is None else cut if isinstance(cut, HopperConfig) else None
+            return gemm_config(x, weight) if cut is None else cut if isinstance(cut, HopperConfig) else None
 
         def tiling_or(x: torch.Tensor, weight: torch.Tensor, *, streams: bool) -> object:
             cut = self.weights.get(tuple(weight.shape))
-            return gated_tiling(x, weight, streams=streams) if cut is None else cut if isinstance(cut, Tiling) else None
+            return (
+                swiglu_tiling(x, weight, streams=streams) if cut is None else cut if isinstance(cut, Tiling) else None
+            )
 
-        linear_layers.product_config = product_or  # type: ignore[assignment]
-        linear_layers.gated_tiling = tiling_or  # type: ignore[assignment]
+        linear_layers.gemm_config = product_or  # type: ignore[assignment]
+        linear_layers.swiglu_tiling = tiling_or  # type: ignore[assignment]
         paged_attention.stream_config = lambda *sizes: self.attention or stream_config(*sizes)
 
 
@@ -110,7 +112,7 @@ class Steps:
         return statistics.median(begin.elapsed_time(end) for begin, end in times)
 
 
-def product_cuts(name: str, n: int, k: int, itemsize: int, rows: int) -> Iterator[Cut]:
+def gemm_tiles(name: str, n: int, k: int, itemsize: int, rows: int) -> Iterator[Cut]:
     padded, steps, gated = padded_rows(rows), -(-k * itemsize // STEP_BYTES), name == "gate_up"
     seen = set()
     for tile, splits, ring in product((64, 128, 256), (1, 2, 4), RINGS):
@@ -129,7 +131,7 @@ def product_cuts(name: str, n: int, k: int, itemsize: int, rows: int) -> Iterato
         yield from (Tiling(width, common_rows=rows <= 128) for width in (256, 224, 192))
 
 
-def attention_cuts(sequences: int, kv_heads: int) -> Iterator[StreamConfig]:
+def attention_tiles(sequences: int, kv_heads: int) -> Iterator[StreamConfig]:
     """In no more parts than there is scratch memory for."""
     most = stream_config(MOST_SEQUENCES, kv_heads).division(MOST_SEQUENCES, kv_heads).parts
     for shape in product((3, 4, 6), (64, 128, 256), (528, 1056, 2112)):
@@ -165,13 +167,13 @@ def main() -> int:
         print(f"{args.architecture} {args.quantization}, {size}: {steps.milliseconds():.3f} ms", flush=True)
         for name, shape in steps.shapes.items():
             usual, found = steps.milliseconds(), []
-            for cut in product_cuts(name, *shape, 1 if args.quantization == "fp8" else 2, steps.size):
+            for cut in gemm_tiles(name, *shape, 1 if args.quantization == "fp8" else 2, steps.size):
                 cuts.weights[shape] = cut
                 found.append((steps.milliseconds(), cut))
             cuts.weights.clear()
             report(name, usual, found)
         usual, found = steps.milliseconds(), []
-        for config in attention_cuts(steps.size, steps.runner._forward.attention.keys.shape[2]):
+        for config in attention_tiles(steps.size, steps.runner._forward.attention.keys.shape[2]):
             cuts.attention = config
             found.append((steps.milliseconds(), config))
         cuts.attention = None

@@ -22,10 +22,10 @@ from gpu_cases.case import (
     sets_for,
     short,
 )
-from penstock.kernels.hopper.gated_product import best_tiling, gated_product
-from penstock.kernels.hopper.gemm import empty_gained, hopper_gemm
+from penstock.kernels.hopper.gemm import empty_deferred_norm, hopper_gemm
 from penstock.kernels.hopper.gemm_configs import blocks_of
 from penstock.kernels.hopper.program import is_hopper
+from penstock.kernels.hopper.swiglu_gemm import best_tiling, swiglu_gemm
 from penstock.kernels.triton.activation import silu_mul, silu_mul_reference
 from penstock.kernels.triton.gemm import (
     GemvConfig,
@@ -38,7 +38,7 @@ from penstock.kernels.triton.gemm import (
 )
 from penstock.kernels.triton.moe import ExpertWeights, GroupConfig, mix_experts, mix_experts_reference
 from penstock.kernels.triton.norm import (
-    ProductScales,
+    GemmScales,
     add_rms_norm,
     add_rms_norm_reference,
     quantize_fp8,
@@ -138,7 +138,7 @@ def scratch() -> SplitScratch:
     return split_scratch(DEVICE)
 
 
-class _Product:
+class _Gemm:
     """A projection with what the kernels of few rows fold in, at one number of rows, and the ways to compute it."""
 
     def __init__(self, name: str, dtype: torch.dtype, rows: int) -> None:
@@ -222,7 +222,7 @@ class _Product:
 
 
 def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
-    product = _Product(name, dtype, rows)
+    product = _Gemm(name, dtype, rows)
     variants = [product.gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
     if 1 < rows <= 64:
         variants += [product.gemm(config) for config in skinny_configs(product.n, product.k, dtype, rows)]
@@ -232,7 +232,7 @@ def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
     return Case(f"{name} {short(dtype)} rows {rows}", product.bytes / COPY_BYTES, product.sets, variants)
 
 
-def gained_case(rows: int, width: int, depth: int) -> Case:
+def deferred_norm_case(rows: int, width: int, depth: int) -> Case:
     """Two products on Hopper with an RMSNorm between them, begun by the first and finished by the second."""
     sets = sets_for(4 * width * depth)
     pairs = [(randn(width, depth, scale=depth**-0.5), randn(2 * depth, width, scale=width**-0.5)) for _ in range(sets)]
@@ -242,9 +242,9 @@ def gained_case(rows: int, width: int, depth: int) -> Case:
 
     def run(i: int) -> None:
         down, gate_up = pairs[i]
-        gained = empty_gained(stream, first)
-        hopper_gemm(stream, x, down, config=first, add=True, feeds=(gain, gained))
-        hopper_gemm(out, gained.values, gate_up, config=second, norm=(gained.squares, 1e-5), gated=True)
+        deferred = empty_deferred_norm(stream, first)
+        hopper_gemm(stream, x, down, config=first, add=True, defers=(gain, deferred))
+        hopper_gemm(out, deferred.values, gate_up, config=second, norm=(deferred.squares, 1e-5), gated=True)
 
     def error() -> float:
         stream.copy_(residual)
@@ -256,7 +256,7 @@ def gained_case(rows: int, width: int, depth: int) -> Case:
     return Case(f"norm between products {rows}x{width}", 6 * width * depth / COPY_BYTES, sets, variants)
 
 
-def gated_case(name: str, dtype: torch.dtype, rows: int) -> Case:
+def swiglu_case(name: str, dtype: torch.dtype, rows: int) -> Case:
     """SiLU(gate) * up of many rows; fp8 quantised again for the product that follows."""
     n, k, _ = SHAPES[name]
     sets = sets_for(n * k * dtype.itemsize)
@@ -271,7 +271,7 @@ def gated_case(name: str, dtype: torch.dtype, rows: int) -> Case:
 
     def ours(i: int) -> None:
         assert tiling is not None
-        gated_product(out, x, weights[i], tiling, None if scales is None or x_scales is None else (scales, x_scales))
+        swiglu_gemm(out, x, weights[i], tiling, None if scales is None or x_scales is None else (scales, x_scales))
         if dtype == FP8:
             quantize_fp8(out, inner_scales, quantized)
 
@@ -280,7 +280,7 @@ def gated_case(name: str, dtype: torch.dtype, rows: int) -> Case:
             silu_mul(torch.mm(x, weights[i].T))
         else:
             product = torch._scaled_mm(x, weights[i].T, scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True)
-            silu_mul(product, out=quantized, scales=inner_scales, unscaled=ProductScales(x_scales, scales))
+            silu_mul(product, out=quantized, scales=inner_scales, unscaled=GemmScales(x_scales, scales))
 
     def error() -> float:
         return relative_error(out, linear_reference(x, weights[0], scales=scales, x_scales=x_scales, gated=True))

@@ -1,4 +1,4 @@
-"""Tensors: turns a `Step` into one forward pass and sampled tokens.
+"""Executors: they compute a step that the engine has scheduled, as one forward pass and sampled tokens.
 
 native_runner.py the executor on the CPU, without torch: launch, collect
 model_runner.py  the executor in plain torch; forward.py is its part that runs the model

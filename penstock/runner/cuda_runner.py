@@ -1,8 +1,9 @@
-"""The executor on a GPU: decode steps replay captured CUDA graphs, others launch kernel by kernel; nothing waits.
+"""The executor on a GPU: steps replay CUDA graphs, and each is launched before the one before it has been collected.
 
-A captured step reads rows and contexts from fixed buffers, gathers everything else on the device, and writes the
-sampled tokens back into the rows, so step N+1 can be queued before step N has run. A step is padded to a captured size
-with a spare row of context 0.
+The graph of a decode step reads rows and contexts from fixed buffers, gathers everything else on the device, and writes
+the sampled tokens back into the rows, so step N+1 can be queued before step N has run. A step is padded to the next
+graph bucket with a spare row of context 0. Steps with prompts in them replay the graphs of `mixed_steps.py`; only those
+that score prompts launch their kernels without a graph.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from penstock.runner.sampler import Draws, sample
 from penstock.runner.scoring import scored_prompts, scored_rows
 from penstock.runner.transfer import to_device, to_host
 
-# Sizes that decode steps are captured for, and those over a shared prefix; between them a step is padded up.
-SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
-SHARING_SIZES = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
+# Graph buckets: the batch sizes of the graphs of decode steps, and of those with shared-prefix attention.
+BUCKETS = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
+SHARED_PREFIX_BUCKETS = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
 _MIN_SHARED_TOKENS = 256
 _MIN_SHARING = 8
 
@@ -46,11 +47,11 @@ _DEMANDING = SamplingParams(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Of captured decode steps."""
+    """A kind of decode step that has a CUDA graph of its own."""
 
     size: int
-    shared: bool = False  # over a prefix that sequences share
-    stacked: bool = False  # in one launch
+    shared: bool = False  # with shared-prefix attention
+    stacked: bool = False  # all layers in one persistent kernel
 
 
 @dataclass(slots=True)
@@ -64,7 +65,7 @@ class _InFlight:
     sequences: int
     began: torch.cuda.Event
     done: torch.cuda.Event
-    after: torch.cuda.Event | None  # the end of the step before, if this one was launched while that was under way
+    after: torch.cuda.Event | None  # the end of the step before, if this one was launched before that had ended
     sampled: list[int] = field(default_factory=list)
     tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     scores: list[Callable[[StepResult], None]] = field(default_factory=list)
@@ -83,7 +84,7 @@ class CudaRunner:
         vocab_size: int,
         max_step_tokens: int,
     ) -> None:
-        """The last row of `state` is spare: it pads captured steps."""
+        """The last row of `state` is spare: it pads steps to their graph bucket."""
         rows, table_blocks = state.tables_RM.shape
         device = forward.device
         self.num_blocks = forward.attention.num_blocks
@@ -95,10 +96,11 @@ class CudaRunner:
         self._max_seqs = rows - 1
         self._max_step_tokens = max_step_tokens
         self._sizes, self._sharing_sizes = (
-            [size for size in sizes if size < self._max_seqs] + [self._max_seqs] for sizes in (SIZES, SHARING_SIZES)
+            [size for size in buckets if size < self._max_seqs] + [self._max_seqs]
+            for buckets in (BUCKETS, SHARED_PREFIX_BUCKETS)
         )
         self._tables = torch.zeros((rows, table_blocks), dtype=torch.int32, device=device)
-        # Of captured steps: rows, contexts, shared tokens of each sequence, and the length of the shared prefix.
+        # Inputs of the graphs: rows, contexts, shared tokens of each sequence, and the length of the shared prefix.
         self._inputs = torch.zeros(3 * self._max_seqs + 1, dtype=torch.int32, device=device)
         self._prefix_table = torch.zeros(table_blocks, dtype=torch.int32, device=device)
         # Steps run one after the other and what outlives one is copied, so all of them write their logits here.
@@ -125,7 +127,7 @@ class CudaRunner:
         self._update_tables(step)
         flight = _InFlight(len(step.rows), began, done, self._under_way)
         self._under_way = done
-        # A captured step takes every token from its row, and computes none that another sequence of it may share.
+        # The graph of a decode step takes every token from its row, and fills no block that another sequence may share.
         run = self._decode if max(step.tokens) == SAMPLED else self._mixed
         flight.tokens = to_host(run(step, flight))
         done.record()
@@ -154,18 +156,18 @@ class CudaRunner:
         sizes = self._sharing_sizes if length else self._sizes
         size = next(size for size in sizes if size >= len(rows))
         kind = _Kind(size, length > 0, self._forward.stacks(size, int(contexts.max())))
-        captured = self._graphs[kind]
+        decode = self._graphs[kind]
         self._send_inputs(rows, contexts, shared, length)
-        captured.graph.replay()
-        return self._sample(self._logits[: len(rows)], captured.tokens[: len(rows)], rows, contexts, flight)
+        decode.graph.replay()
+        return self._sample(self._logits[: len(rows)], decode.tokens[: len(rows)], rows, contexts, flight)
 
     def _mixed(self, step: Step, flight: _InFlight) -> torch.Tensor:
         batch = build_batch(step, self._state, self._block_size)
         flight.sampled = batch.sampled_N.tolist()
         scored = scored_prompts(self._state, step)
         if not scored:
-            logits_NV, likeliest_N = self._mixed_steps.run(batch, self._state)
-            return self._sample(logits_NV, likeliest_N, batch.rows_N, batch.next_positions_N, flight)
+            logits_NV, greedy_N = self._mixed_steps.run(batch, self._state)
+            return self._sample(logits_NV, greedy_N, batch.rows_N, batch.next_positions_N, flight)
         hidden_TC = self._forward.step_hidden(batch, self._state)
         for index, rows, tokens in scored:
             width = self._state.params(step.rows[index]).prompt_logprobs or 0
@@ -174,22 +176,22 @@ class CudaRunner:
             return torch.empty(0, dtype=torch.int64)
         device = hidden_TC.device
         logits_NV = self._forward.logits(hidden_TC[to_device(batch.last_N, device)], self._logits[: len(batch.rows_N)])
-        likeliest_N = argmax(logits_NV, torch.empty(len(logits_NV), dtype=torch.int64, device=device), self._scratch)
-        self._state.last_token_R[to_device(batch.rows_N, device)] = likeliest_N
-        return self._sample(logits_NV, likeliest_N, batch.rows_N, batch.next_positions_N, flight)
+        greedy_N = argmax(logits_NV, torch.empty(len(logits_NV), dtype=torch.int64, device=device), self._scratch)
+        self._state.last_token_R[to_device(batch.rows_N, device)] = greedy_N
+        return self._sample(logits_NV, greedy_N, batch.rows_N, batch.next_positions_N, flight)
 
     def _sample(
         self,
         logits: torch.Tensor,
-        likeliest: torch.Tensor,
+        greedy: torch.Tensor,
         rows: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
         flight: _InFlight,
     ) -> torch.Tensor:
-        """The likeliest tokens are in their rows already; draw again where a row asks for more than that."""
+        """The greedy tokens are in their rows already; rows that are not greedy are sampled and overwritten."""
         if not self._state.needs[rows].any():
-            return likeliest
-        tokens = sample(logits, likeliest, self._state, rows, positions, self._choose)
+            return greedy
+        tokens = sample(logits, greedy, self._state, rows, positions, self._choose)
         asked, widths = scored_rows(self._state, rows)
         if asked:
             scores = _Scores(logits[asked], tokens[asked], max(widths))
@@ -290,7 +292,7 @@ class CudaRunner:
     # -- capture -----------------------------------------------------------------------------------------------------
 
     def compile_all(self) -> None:
-        """Kernels that no cache on disk has yet are compiled side by side: each thread runs some size on padding.
+        """Compile all kernels that no cache on disk has yet, in parallel: each thread runs one bucket on padding.
 
         They share scratch memory, so what they compute is worthless and arrival counters must be cleared afterwards.
         What does not fit beside the others runs again alone. Raises torch.OutOfMemoryError.
@@ -318,7 +320,7 @@ class CudaRunner:
             fitted = list(threads.map(fits, tasks))
         torch.cuda.synchronize()
         _free_library_memory()
-        run(self._forward.warm_up)  # on this thread, so that its libraries are set up before anything is captured
+        run(self._forward.warm_up)  # on this thread, so that its libraries are set up before any graph is captured
         for task, fitting in zip(tasks, fitted, strict=True):
             if not fitting:
                 torch.cuda.empty_cache()
@@ -364,12 +366,12 @@ class CudaRunner:
         )
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Before capturing."""
+        """Call it before capturing: graphs hold addresses in the cache."""
         self._forward.attention.allocate(num_blocks)
         self.num_blocks = num_blocks
 
     def capture_all(self) -> int:
-        """Before serving, over the cache that stays. Returns how many sizes were captured."""
+        """Capture all CUDA graphs over the KV cache that stays. Returns how many there are."""
         with torch.inference_mode():
             mixed = self._mixed_steps.capture_all(self._state, self._pool)
             for kind in self._kinds:
@@ -391,7 +393,7 @@ class CudaRunner:
         self._graphs[kind] = _Graph(graph, tokens)
 
     def _decode_body(self, kind: _Kind, layers: int | None = None) -> torch.Tensor:
-        """The tokens chosen; what they were chosen from is in `_logits`."""
+        """What a graph captures: returns the greedy tokens; their logits are in `_logits`."""
         size, seqs, forward, state = kind.size, self._max_seqs, self._forward, self._state
         rows, contexts = self._inputs[:size], self._inputs[seqs : seqs + size]
         if kind.stacked:
@@ -428,7 +430,7 @@ def _free_library_memory() -> None:
 
 
 class _Scores:
-    """Log-probabilities of some tokens and of the likeliest beside them, on their way to the host."""
+    """Log-probabilities of some tokens and of the top alternatives, while they are copied to the host."""
 
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> None:
         values = logits.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""The executor on the CPU: one native call computes a step, one more draws tokens where rows ask for it. No torch."""
+"""The executor on the CPU, without torch: one native call computes a step, another samples where rows are not greedy."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class NativeRunner:
         return result
 
     def _demanding(self, step: Step) -> StepResult:
-        """A step with rows that want more than the likeliest token."""
+        """A step with rows that want more than the greedy token: sampling, penalties or log-probabilities."""
         state, last_N = self._state, _last_tokens(step)
         scored, sampling = scored_prompts(state, step), len(last_N)
         prompt_rows = chain.from_iterable(rows.tolist() for _, rows, _ in scored)
-        logits_RV, likeliest_R = self._forward(step, [*last_N, *prompt_rows], logits=True)
+        logits_RV, greedy_R = self._forward(step, [*last_N, *prompt_rows], logits=True)
         sampled_N = np.flatnonzero(step.samples)
         rows_N = np.array(step.rows, dtype=np.int32)[sampled_N]
         positions_N = np.add(step.starts, step.counts, dtype=np.int32)[sampled_N]  # where the sampled token will stand
         asked, widths = scored_rows(state, rows_N)
         logits_AV = logits_RV[asked]  # copies: sampling may overwrite the originals
-        likeliest_N = np.array(likeliest_R[:sampling], dtype=np.int32)
-        tokens_N = sample(self.model.sample, logits_RV[:sampling], likeliest_N, state, rows_N, positions_N)
+        greedy_N = np.array(greedy_R[:sampling], dtype=np.int32)
+        tokens_N = sample(self.model.sample, logits_RV[:sampling], greedy_N, state, rows_N, positions_N)
         state.last_token_R[rows_N] = tokens_N
         result = StepResult(_by_sequence(step, tokens_N.tolist()))
         scores = score(logits_AV, tokens_N[asked], widths)

@@ -1,4 +1,4 @@
-"""The native model of a checkpoint: its weights quantised and packed, and kept on disk between starts."""
+"""Load a checkpoint for the native CPU kernels: weights are quantised and packed, and cached on disk between starts."""
 
 from __future__ import annotations
 

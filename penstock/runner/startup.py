@@ -1,4 +1,4 @@
-"""From a model's name to something that can run steps: resolve, load, size the cache, put the parts together."""
+"""Starts an engine from a model's name: resolve and load the checkpoint, size the KV cache, build the engine's parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import kept_step_times
 from penstock.kernels.native.bindings import KVFormat, Scheme
-from penstock.kernels.native.shape import block_bytes, unsupported_reason
+from penstock.kernels.native.shape import native_block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config
 from penstock.runner.memory import KVDemand, kv_blocks
 
@@ -213,7 +213,7 @@ def _native_executor(plan: _Plan, scheme: Scheme) -> LoadedExecutor:
 
     config, model = plan.engine, plan.model
     kv = usual_kv(scheme) if config.kv_dtype == "auto" else cast(KVFormat, config.kv_dtype)
-    demand = plan.kv_demand(block_bytes(model, config.block_size, kv))
+    demand = plan.kv_demand(native_block_bytes(model, config.block_size, kv))
     num_blocks = kv_blocks(demand, config.kv_memory_gib)
     network = native_model(
         model, scheme, block_size=config.block_size, num_blocks=num_blocks, threads=usable_cpus(), kv=kv
@@ -224,13 +224,13 @@ def _native_executor(plan: _Plan, scheme: Scheme) -> LoadedExecutor:
 
 def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     """The model as it is written down, on any device."""
-    from penstock.kernels.attention_reference import ReferenceAttention, block_bytes
+    from penstock.kernels.attention_reference import ReferenceAttention, torch_block_bytes
     from penstock.runner.forward import TorchForward
     from penstock.runner.model_runner import ModelRunner
     from penstock.runner.row_state import RowState
 
     config, spec = plan.engine, model.attention_spec
-    demand = plan.kv_demand(block_bytes(spec, config.block_size, plan.dtype))
+    demand = plan.kv_demand(torch_block_bytes(spec, config.block_size, plan.dtype))
     num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device)
     attention = ReferenceAttention(spec, num_blocks, config.block_size, plan.dtype, plan.device)
     state = RowState(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)

@@ -114,7 +114,7 @@ def generate(forward: Forward, block_size: int, num_blocks: int) -> dict[str, li
     return outputs
 
 
-class CapturedPath:
+class GraphPath:
     """Steps go the way that captured ones go: decodes gathered on the device, those with prompts padded."""
 
     def __init__(self, forward: FusedForward, block_size: int) -> None:
@@ -163,7 +163,7 @@ def test_same_tokens_as_plain_torch(family: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(mixed_steps, "_DECODES", (3,))
     monkeypatch.setattr(mixed_steps, "_TOKENS", (5, STEP_TOKENS))
     monkeypatch.setattr(mixed_steps, "_PROMPTS", (3,))
-    captured = CapturedPath(fused, block_size)
+    captured = GraphPath(fused, block_size)
     assert generate(captured, block_size, num_blocks) == expected
     assert captured.steps > 0
     assert captured.mixed_steps > 0

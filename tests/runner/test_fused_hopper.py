@@ -70,7 +70,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(module, "is_hopper", lambda device: True)
     scratch = attention.new_scratch(CPU)
     monkeypatch.setattr(attention, "_scratch", lambda: scratch)
-    monkeypatch.setattr(attention, "_multiprocessors", lambda: 3)
+    monkeypatch.setattr(attention, "_sm_count", lambda: 3)
     monkeypatch.setattr(prefill, "suits_hopper", lambda *_: True)
     return used
 

@@ -94,8 +94,8 @@ def test_the_same_tokens_as_torch(model: NativeModel) -> None:
         positions = np.full(len(PARAMS), 6 + number, dtype=np.int32)
         given = torch.from_numpy(logits.copy())
         expected = sampler.sample(given, given.argmax(-1), device, rows, positions).tolist()
-        likeliest = logits.argmax(axis=1).astype(np.int32)
-        assert host_sampler.sample(model.sample, logits, likeliest, host, rows, positions).tolist() == expected
+        greedy = logits.argmax(axis=1).astype(np.int32)
+        assert host_sampler.sample(model.sample, logits, greedy, host, rows, positions).tolist() == expected
 
 
 def test_a_row_taken_over_forgets_what_was_counted() -> None:
@@ -106,12 +106,12 @@ def test_a_row_taken_over_forgets_what_was_counted() -> None:
     logits[0, 7], logits[0, 9] = 2, 1
     index, position = np.zeros(1, dtype=np.int32), np.full(1, 2, dtype=np.int32)
 
-    def likeliest() -> int:
+    def greedy() -> int:
         return int(host_sampler.sample(model.sample, logits.copy(), np.array([7]), rows, index, position)[0])
 
-    assert likeliest() == 9
+    assert greedy() == 9
     rows.apply(Step(setups=[RowSetup(0, params, 0, (1,), 1, ())]))
-    assert likeliest() == 7
+    assert greedy() == 7
 
 
 def test_scores_match_torch() -> None:

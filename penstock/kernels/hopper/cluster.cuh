@@ -19,7 +19,7 @@ DEVICE void sync_cluster() {
         "fence.acq_rel.cta;\nbarrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // Where nothing was written for the others.
-DEVICE void meet_cluster() {
+DEVICE void sync_cluster_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 // At that block's barrier in the same place. What has been read before it is not read later.

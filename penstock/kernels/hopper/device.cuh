@@ -129,7 +129,7 @@ DEVICE void sync_threads(u32 barrier, u32 threads) {
 DEVICE void arrive_threads(u32 barrier, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// One thread of a warp that is together: as the compiler knows that it is one, it need not look for others.
+// One thread of a warp that is together: as the compiler knows that it is one, it need not poll for others.
 DEVICE bool elected() {
     u32 is;
     asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(is));
@@ -300,7 +300,7 @@ DEVICE u32 larger_halves(u32 a, u32 b) {
 
 // -- global memory that other blocks write and read at the same time ---------------------------------------------------------
 
-DEVICE uint4 look(const void* place) {
+DEVICE uint4 poll(const void* place) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -308,7 +308,7 @@ DEVICE uint4 look(const void* place) {
                  : "memory");
     return v;
 }
-DEVICE u32 look_word(const void* place) {
+DEVICE u32 poll_word(const void* place) {
     u32 v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(place) : "memory");
     return v;

@@ -11,8 +11,8 @@
 // TILE     channels of a block: 64, 128, 256     GATED  SiLU(gate) * up: a tile has TILE / 2 channels of each
 // STAGES   steps of 128 bytes of K in flight     ADD    out += product
 // SPLITS   blocks along K                        WIDE   out is float32, else bfloat16
-// NORMED   x is not yet divided by its root mean square, and row_scales [slots, rows] are sums of its squares
-// FEEDS    (with ADD) for such a product to come: gained = out * gain, and its squares in as many slots as there are
+// APPLIES_NORM   x is not yet divided by its root mean square, and row_scales [slots, rows] are sums of its squares
+// DEFERS_NORM    (with ADD) for such a product to come: deferred = out * gain, and its squares in as many slots as there are
 //          tiles, or two to a tile of 256
 #include "cluster.cuh"
 #include "common.cuh"
@@ -22,13 +22,13 @@ constexpr int GROUPS = TILE == 64 ? 1 : 2;        // warpgroups that multiply
 constexpr int BLOCKS = TILE / 64 / GROUPS;        // of 64 channels, of each of them
 constexpr int THREADS = GROUPS * 128;             // and those that copy: one, but registers are moved by warpgroups
 constexpr bool CROWDED = BLOCKS * ROWS > 256;     // more sums than registers, unless the others give theirs
-constexpr int HELPERS = NORMED ? 96 : 0;          // that sum squares up while the others multiply
-constexpr int COPIERS = CROWDED || NORMED ? 128 : 32;
+constexpr int HELPERS = APPLIES_NORM ? 96 : 0;          // that sum squares up while the others multiply
+constexpr int COPIERS = CROWDED || APPLIES_NORM ? 128 : 32;
 constexpr int WEIGHT_BYTES = TILE * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
 constexpr int LAG = TILE < 256;                   // steps being multiplied while the next is issued
 constexpr int DEPTH = FP8 ? 128 : 64;             // of K in a step
-constexpr bool FACTORS = FP8 || NORMED;           // rows have one
+constexpr bool FACTORS = FP8 || APPLIES_NORM;           // rows have one
 constexpr bool GATES_FIRST = GATED && SPLITS == 1;
 constexpr int PITCH = (GATES_FIRST ? TILE / 2 : TILE) + 4;  // of the sums: neither stores nor loads collide in banks
 constexpr int SUMS_BYTES = ROWS * PITCH * 4;
@@ -50,7 +50,7 @@ DEVICE void copy_weight(unsigned char* to, const TensorMap* map, int step, int t
 // Others read from here until then.
 DEVICE void leave() {
     __syncwarp();
-    if (SPLITS > 1) meet_cluster();
+    if (SPLITS > 1) sync_cluster_relaxed();
 }
 
 DEVICE float4 sum_over_blocks(const float* sums) {
@@ -77,10 +77,10 @@ DEVICE float inverse_root(const float* squares, int rows, int slots, float per_c
 }
 
 // Four channels of a row multiplied by the gain of the next norm; the sum of the squares of what they were.
-DEVICE float feed(bf16* gained, uint2 values, const bf16* gain) {
+DEVICE float defer_norm(bf16* deferred, uint2 values, const bf16* gain) {
     const uint2 gains = *reinterpret_cast<const uint2*>(gain);
     const float4 v = {low_bf16(values.x), high_bf16(values.x), low_bf16(values.y), high_bf16(values.y)};
-    *reinterpret_cast<uint2*>(gained) = {pack_bf16(v.x * low_bf16(gains.x), v.y * high_bf16(gains.x)),
+    *reinterpret_cast<uint2*>(deferred) = {pack_bf16(v.x * low_bf16(gains.x), v.y * high_bf16(gains.x)),
                                          pack_bf16(v.z * low_bf16(gains.y), v.w * high_bf16(gains.y))};
     return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
 }
@@ -104,7 +104,7 @@ DEVICE void load_before(uint2 (&before)[BATCH], const void* out, int begin, int 
 
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
-     const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* gained,
+     const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* deferred,
      float* squares, int all_rows, int row_blocks, int width, int steps, int stride_out, int slots, float per_channel,
      float eps) {
     SHARED_MEMORY(ring);
@@ -118,7 +118,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     const int rows = all_rows - first_row < ROWS ? all_rows - first_row : ROWS;
     out = static_cast<unsigned char*>(out) + i64(first_row) * stride_out * (WIDE ? 4 : 2);
     row_scales += first_row, squares += first_row;
-    gained += i64(first_row) * width;
+    deferred += i64(first_row) * width;
     const int first = steps * split / SPLITS, count = steps * (split + 1) / SPLITS - first;
     const int ahead = count < STAGES ? count : STAGES;
     const bool copies = threadIdx.x == THREADS;
@@ -139,7 +139,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     }
     __syncwarp();
     if (SPLITS > 1)
-        meet_cluster();
+        sync_cluster_relaxed();
     else
         __syncthreads();
 
@@ -263,9 +263,9 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
                         *reinterpret_cast<float4*>(static_cast<float*>(out) + place) = value;
                     else
                         *reinterpret_cast<uint2*>(static_cast<bf16*>(out) + place) = rounded;
-                    if (FEEDS) square = feed(gained + i64(at.row) * width + at.column, rounded, gain + at.column);
+                    if (DEFERS_NORM) square = defer_norm(deferred + i64(at.row) * width + at.column, rounded, gain + at.column);
                 }
-                if (FEEDS) {
+                if (DEFERS_NORM) {
 #pragma unroll
                     for (int other = 1; other < LANES; other *= 2) square += __shfl_xor_sync(0xffffffffu, square, other);
                     if (real && lane % LANES == 0) squares[at.column / (LANES * 4) * all_rows + at.row] = square;

@@ -1,14 +1,14 @@
 // A decoding step of one sequence of a dense decoder in one launch, one block of threads on each multiprocessor: from the
-// last token to the logits and the likeliest next one.
+// last token to the logits and the argmax next one.
 //
 //     norm, qkv | q/k norm, rope, cache write, attention | out + residual | norm, gate_up, silu * mul | down + residual
-//     and after all layers: norm, head | likeliest token
+//     and after all layers: norm, head | argmax token
 //
 // A warp streams this block's rows of every weight into a ring of shared memory, through all phases: it waits for free
 // slots only, so memory is busy while the others wait for each other's results. Those are handed over without a barrier
 // (layers_exchange.cuh). docs/design/0010-all-layers-in-one-launch.md
 //
-// Macros: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_NORM, FP8, PROGRAMS (blocks of the grid), UNDERWAY (slots that are being
+// Macros: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_NORM, FP8, CTAS (blocks of the grid), UNDERWAY (slots that are being
 // filled at most). Head size 128, tokens in blocks of 16.
 #include "common.cuh"
 #include "layers_attention.cuh"
@@ -44,9 +44,9 @@ struct Compute {
         Shared& shared = ring.shared;
         const int row = rows.first + threadIdx.x, count = GATED ? 2 * rows.count : rows.count;
         const bool mine = static_cast<int>(threadIdx.x) < rows.count;
-        Product<FP8, K, tiled(GATED ? 2 * SHARE : SHARE) / ROWS, HOLD_SLOTS> product;
+        Gemv<FP8, K, tiled(GATED ? 2 * SHARE : SHARE) / ROWS, HOLD_SLOTS> gemv;
         await_clean(4 * number + WHICH);
-        float squares = 0, factor = give(squares, [&] { product.hold(ring, count); });
+        float squares = 0, factor = give(squares, [&] { gemv.hold(ring, count); });
         report_seen();
         float scale = 1, up_scale = 1;
         if (FP8 && mine) {
@@ -54,7 +54,7 @@ struct Compute {
             scale = __ldg(reinterpret_cast<const float*>(scales) + row);
             if (GATED) up_scale = __ldg(reinterpret_cast<const float*>(scales) + INNER + row);
         }
-        product.compute(ring, count);
+        gemv.compute(ring, count);
         if (NORMED) add_squares(shared, squares);
         sync_warps();
         if (mine) {

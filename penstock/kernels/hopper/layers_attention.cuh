@@ -9,7 +9,7 @@ constexpr int GROUP = HEADS / KV_HEADS;
 static_assert(GROUP <= 8 && D == 16 * WARPS && PASS_TOKENS == 16 * WARPS, "shares of a warp");
 
 // Half a warp holds a head, each lane eight dimensions of it; `other` are those that they are rotated against.
-DEVICE void turn(float (&out)[8], const uint4& raw, const uint4& raw_other, const uint4& gain, const uint4& gain_other,
+DEVICE void rotate(float (&out)[8], const uint4& raw, const uint4& raw_other, const uint4& gain, const uint4& gain_other,
                  const Shared& shared, float eps) {
     const int lane = threadIdx.x % 16;
     float other[8];
@@ -49,30 +49,30 @@ DEVICE void give_queries(Shared& shared, const Unit& unit, const bf16* exchange,
     const bf16* key = exchange + PROJECTED + MIXED + unit.kv_head * D;
     const bf16* value = key + KV_HEADS * D;
     const auto place_of = [&](int i) { return (i < 2 ? query : i < 4 ? key : value) + (i % 2 ? rotated : lane) * 8; };
-    uint4 raw[5] = {look(place_of(0)), look(place_of(1))}, gains[4] = {};
-    if (unit.last) raw[2] = look(place_of(2)), raw[3] = look(place_of(3)), raw[4] = look(place_of(4));
+    uint4 raw[5] = {poll(place_of(0)), poll(place_of(1))}, gains[4] = {};
+    if (unit.last) raw[2] = poll(place_of(2)), raw[3] = poll(place_of(3)), raw[4] = poll(place_of(4));
     if (HEAD_NORM) {
         gains[0] = load_once(reinterpret_cast<const bf16*>(query_gain) + lane * 8);
         gains[1] = load_once(reinterpret_cast<const bf16*>(query_gain) + rotated * 8);
         gains[2] = load_once(reinterpret_cast<const bf16*>(key_gain) + lane * 8);
         gains[3] = load_once(reinterpret_cast<const bf16*>(key_gain) + rotated * 8);
     }
-    look_until_written(raw, place_of);
+    poll_until_written(raw, place_of);
     float q[8];
-    turn(q, raw[0], raw[1], gains[0], gains[1], shared, eps);
+    rotate(q, raw[0], raw[1], gains[0], gains[1], shared, eps);
     if (head < GROUP) *reinterpret_cast<uint4*>(scratch.queries[head] + lane * 8) = packed(q);
     if (!unit.last) return;
     float k[8], score = 0;
-    turn(k, raw[2], raw[3], gains[2], gains[3], shared, eps);
-    const uint4 turned = packed(k);
-    unpack(k, turned);
+    rotate(k, raw[2], raw[3], gains[2], gains[3], shared, eps);
+    const uint4 new_key = packed(k);
+    unpack(k, new_key);
     for (int j = 0; j < 8; j++) score += q[j] * k[j];
     score = over_lanes(score, 16);
     if (lane == 0 && head < GROUP) scratch.new_scores[head] = score * scale;
     if (head == 0) {
         *reinterpret_cast<uint4*>(scratch.new_value + lane * 8) = raw[4];
         if (place >= 0) {
-            *reinterpret_cast<uint4*>(keys + place + lane * 8) = turned;
+            *reinterpret_cast<uint4*>(keys + place + lane * 8) = new_key;
             *reinterpret_cast<uint4*>(values + place + lane * 8) = raw[4];
         }
     }
@@ -124,7 +124,7 @@ struct Pass {
     }
 };
 
-// `exchange` is where to look, `given` where results go.
+// `exchange` is where to poll, `given` where results go.
 DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* given, bf16* key_cache, bf16* value_cache,
                    i64 place, u64 query_gain, u64 key_gain, float eps, float scale) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4;

@@ -11,7 +11,7 @@ constexpr int MIXED = HEADS * D, QKV = MIXED + 2 * KV_HEADS * D;
 constexpr int SIZE = FP8 ? 1 : 2;      // bytes of a weight
 constexpr int ROWS = 8, CHUNK = 2048;  // rows of a weight in a slot of the ring, and bytes of each
 constexpr int STRIDE = CHUNK + 64;     // of rows in a slot, so that two rows' 64 bytes lie in different banks
-constexpr int MOST_PARTS = PROGRAMS / HEADS < 8 ? PROGRAMS / HEADS : 8;  // of the context
+constexpr int MOST_PARTS = CTAS / HEADS < 8 ? CTAS / HEADS : 8;  // of the context
 
 // What a block hands to others, as places in `exchange` of 16 bits.
 constexpr int ENTERING = 0;                               // the residual stream that enters a layer
@@ -21,8 +21,8 @@ constexpr int MIDDLE = ATTENDED + MOST_PARTS * MIXED;     // the residual stream
 constexpr int INSIDE = MIDDLE + HIDDEN;                   // silu(gate) * up
 constexpr int WEIGHTS = INSIDE + INNER;                   // float32 [MOST_PARTS, HEADS]: log2 of the parts' weights
 constexpr int ORDER = WEIGHTS + 2 * MOST_PARTS * HEADS;   // 32 bits of each block, read by none
-constexpr int LIKELIEST = (ORDER + 2 * PROGRAMS + 3) / 4 * 4;  // 64 bits of each block: its likeliest token, for block 0
-constexpr int PLACES = (LIKELIEST + 4 * PROGRAMS + 63) / 64 * 64;
+constexpr int ARGMAX = (ORDER + 2 * CTAS + 3) / 4 * 4;  // 64 bits of each block: its argmax token, for block 0
+constexpr int PLACES = (ARGMAX + 4 * CTAS + 63) / 64 * 64;
 constexpr int REPLICAS = 4;                               // of all that: each is looked at by a quarter of the blocks
 constexpr u32 UNWRITTEN = 0xFFFF, NOTHING = 0xFFFFFFFF;   // NaNs that no conversion and no sum gives
 constexpr float UNSEEN = -1e30f, NEVER = -1e38f;          // the highest score of none; the score of no token
@@ -35,7 +35,7 @@ enum {
 
 constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int most(int a, int b) { return a > b ? a : b; }
-constexpr int share(int rows) { return (rows + PROGRAMS - 1) / PROGRAMS; }
+constexpr int share(int rows) { return (rows + CTAS - 1) / CTAS; }
 constexpr int tiled(int rows) { return (rows + ROWS - 1) / ROWS * ROWS; }
 
 constexpr int HEAD_ROWS = 64;  // of the head, whose sums are added up together
@@ -68,20 +68,20 @@ struct Shared {
     alignas(16) float sums[WARPS][SUMS];   // of each warp, for each row
     alignas(16) float angles[D];           // cosines, then sines, of the position
     float squares[WARPS], peaks[WARPS];    // of the input
-    u64 likeliest[WARPS];                  // of each warp's tokens, as a key
+    u64 argmax[WARPS];                  // of each warp's tokens, as a key
     u64 full[SLOTS], empty[SLOTS], seen, clean;
 };
 static_assert(sizeof(Shared) <= MEMORY && UNDERWAY <= SLOTS, "more shared memory than there is");
 static_assert(SLOT % 512 == 0 && SLOT >= 4 * SLOT_TOKENS * D + 512, "keys and values must fit");
 static_assert(share(QKV) <= THREADS && share(HIDDEN) <= THREADS && share(INNER) <= THREADS, "a thread for each row");
-static_assert(PROGRAMS <= THREADS, "a thread for each block");
+static_assert(CTAS <= THREADS, "a thread for each block");
 
 struct Rows {
     int first, count;
 };
 DEVICE Rows own_rows(int rows) {
-    const int first = static_cast<int>(static_cast<i64>(blockIdx.x) * rows / PROGRAMS);
-    return {first, static_cast<int>((static_cast<i64>(blockIdx.x) + 1) * rows / PROGRAMS) - first};
+    const int first = static_cast<int>(static_cast<i64>(blockIdx.x) * rows / CTAS);
+    return {first, static_cast<int>((static_cast<i64>(blockIdx.x) + 1) * rows / CTAS) - first};
 }
 
 // Where keys and values lie in a slot: at a multiple of 1,024.
@@ -118,7 +118,7 @@ struct Ring {
 DEVICE u64 address(const u64* layer, int which) { return __ldg(layer + which); }
 DEVICE void sync_warps() { sync_threads(1, THREADS); }
 
-// A number, or 32 bits of it, to all who look.
+// A number, or 32 bits of it, to all who poll.
 DEVICE void hand_over(bf16* exchange, int place, bf16 value) {
 #pragma unroll
     for (int i = 0; i < REPLICAS; i++) put_half(exchange + i * PLACES + place, value);
@@ -132,18 +132,18 @@ DEVICE bool written(const uint4& v) {
     return (top & 0xFFFF) != UNWRITTEN && top >> 16 != UNWRITTEN;
 }
 template <class Step>
-DEVICE void look_until(Step all_there) {
+DEVICE void poll_until(Step all_there) {
     for (u32 tries = 0; !all_there(); tries++)
         if (tries > 8000000) trap();  // seconds: a block is missing
 }
 // Each time, all that is missing is looked for at once.
 template <int N, class Place>
-DEVICE void look_until_written(uint4 (&v)[N], Place place) {
-    look_until([&] {
+DEVICE void poll_until_written(uint4 (&v)[N], Place place) {
+    poll_until([&] {
         bool missing = false;
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (!written(v[i])) v[i] = look(place(i)), missing = true;
+            if (!written(v[i])) v[i] = poll(place(i)), missing = true;
         return !missing;
     });
 }
@@ -170,7 +170,7 @@ DEVICE void prefetch(u64 from, int bytes, int number, int of) {
     for (u64 at = line + 128 * number; at < from + bytes; at += 128 * of) prefetch_line(at);
 }
 DEVICE void prefetch_by_all(u64 from, int bytes) {
-    prefetch(from, bytes, blockIdx.x * 32 + threadIdx.x % 32, PROGRAMS * 32);
+    prefetch(from, bytes, blockIdx.x * 32 + threadIdx.x % 32, CTAS * 32);
 }
 DEVICE void prefetch_layer(const u64* layer, const Rows& qkv, const Rows& hidden, const Rows& inner) {
     const int lane = threadIdx.x % 32;

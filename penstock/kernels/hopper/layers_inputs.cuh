@@ -1,6 +1,6 @@
 // A phase's input, to shared memory once all of it is there.
 #pragma once
-#include "layers_products.cuh"
+#include "layers_gemm.cuh"
 
 // Eight numbers of the input at a time; of what 16 bytes of a weight are multiplied with, first the even words.
 template <bool QUANTIZED>
@@ -56,12 +56,12 @@ DEVICE float give_normed(Shared& shared, const bf16* x, bool ready, u64 gain, fl
         const int eight = threadIdx.x + i * THREADS;
         gains[i] = raw[i] = make_uint4(0, 0, 0, 0);
         if (eight < EIGHTS) {
-            raw[i] = look(x + eight * 8);
+            raw[i] = poll(x + eight * 8);
             gains[i] = load_once(reinterpret_cast<const uint4*>(gain) + eight);
         }
     }
     meanwhile();
-    if (!ready) look_until_written(raw, [&](int i) { return x + (threadIdx.x + i * THREADS) * 8; });
+    if (!ready) poll_until_written(raw, [&](int i) { return x + (threadIdx.x + i * THREADS) * 8; });
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         float factors[8];
@@ -92,10 +92,10 @@ DEVICE float give_inner(Shared& shared, const bf16* inner, Meanwhile meanwhile) 
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         const int eight = threadIdx.x + i * THREADS;
-        raw[i] = eight < EIGHTS ? look(inner + eight * 8) : make_uint4(0, 0, 0, 0);
+        raw[i] = eight < EIGHTS ? poll(inner + eight * 8) : make_uint4(0, 0, 0, 0);
     }
     meanwhile();
-    look_until_written(raw, [&](int i) { return inner + (threadIdx.x + i * THREADS) * 8; });
+    poll_until_written(raw, [&](int i) { return inner + (threadIdx.x + i * THREADS) * 8; });
 #pragma unroll
     for (int i = 0; i < COUNT; i++) unpack(values[i], raw[i]);
     return give_input<FP8, COUNT, EIGHTS>(shared, values);
@@ -116,15 +116,15 @@ DEVICE float give_attended(Shared& shared, const bf16* attended, const float* we
     for (int n = 0; n < COUNT * MOST_PARTS; n++) {
         raw[n] = make_uint4(0, 0, 0, 0), shares[n] = __float_as_uint(NEVER);
         if (threadIdx.x + n / MOST_PARTS * THREADS < EIGHTS && n % MOST_PARTS < parts)
-            raw[n] = look(place(n)), shares[n] = look_word(share_of(n));
+            raw[n] = poll(place(n)), shares[n] = poll_word(share_of(n));
     }
     meanwhile();
-    look_until([&] {
+    poll_until([&] {
         bool missing = false;
 #pragma unroll
         for (int n = 0; n < COUNT * MOST_PARTS; n++) {
-            if (!written(raw[n])) raw[n] = look(place(n)), missing = true;
-            if (shares[n] == NOTHING) shares[n] = look_word(share_of(n)), missing = true;
+            if (!written(raw[n])) raw[n] = poll(place(n)), missing = true;
+            if (shares[n] == NOTHING) shares[n] = poll_word(share_of(n)), missing = true;
         }
         return !missing;
     });

@@ -1,4 +1,4 @@
-"""The library of native CPU kernels: how it is loaded, what its C ABI looks like, and its operators by themselves.
+"""Python bindings of the native CPU kernels: how the library is loaded, its C ABI, and its operators one at a time.
 
 The shared library is built by setup.py where a C++ compiler exists and picks its instruction set at run time
 (portable, AVX2, AVX-512 VNNI, AVX-512 BF16, AMX). ctypes releases the GIL during a call. `model.py` runs whole
@@ -28,8 +28,8 @@ SCHEMES: dict[Scheme, int] = {"none": 0, "int8": 1, "int4": 2}
 KV_FORMATS: dict[KVFormat, int] = {"bf16": 0, "int8": 1}
 
 
-class Spec(ctypes.Structure):
-    """ModelSpec of model.h."""
+class CSpec(ctypes.Structure):
+    """struct ModelSpec of model.h."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
@@ -41,8 +41,8 @@ class Spec(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
-    """Step of model.h."""
+class CStep(ctypes.Structure):
+    """struct Step of model.h."""
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "num_rows", "table_width", "num_logits")),
@@ -51,7 +51,7 @@ class Step(ctypes.Structure):
     ]
 
 
-# Draw of model.h: how one row of logits is drawn from.
+# struct Draw of model.h: the sampling parameters of one row of logits.
 DRAW = np.dtype(
     [
         ("seed", np.int64),
@@ -129,7 +129,7 @@ def set_isa(name: Isa) -> None:
 
 
 def transform_blocks(rows: Floats, block: int) -> Floats:
-    """The Hadamard transform of each run of `block` values, a power of two from 16, in each row.
+    """Apply the Hadamard transform to each run of `block` values, a power of two from 16, in each row.
 
     In place where the rows are contiguous float32.
     """
@@ -156,7 +156,7 @@ def timed_matmul(
 
 
 def attention(q: Floats, k: Floats, v: Floats, kv: KVFormat, block_size: int = 16, window: int = 0) -> Floats:
-    """As a step computes it: q [T, H, D], times log2(e) / sqrt(D), of the last T of the tokens in k, v [C, K, D]."""
+    """Attention as in a step: q [T, H, D], times log2(e) / sqrt(D), of the last T of the tokens in k, v [C, K, D]."""
     q, k, v = (np.ascontiguousarray(x, dtype=np.float32) for x in (q, k, v))
     out = np.empty_like(q)
     sizes = (len(q), len(k), q.shape[1], k.shape[1], k.shape[2], block_size, window)

@@ -1,6 +1,6 @@
 """A dense decoder in plain numpy and float32, a layer at a time: the reference of model.cpp.
 
-It says what the rounding of the native kernels costs, and what their matrices read says how those are best rounded.
+Comparing with it says what the rounding of the native kernels costs; the inputs of its matrices calibrate the rounding.
 Shape suffixes: T tokens, H query heads, K key/value heads, D head size, C hidden size, I intermediate size.
 """
 
@@ -23,7 +23,7 @@ Tensors = Mapping[str, Floats]  # of one layer, by their names within it
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What is multiplied in a layer: the inputs of its four matrices, before norm weights, and queries and keys."""
+    """The GEMM inputs of a layer: those of its four matrices, before norm weights, and queries and keys."""
 
     qkv_TC: Floats
     q_HTD: Floats

@@ -368,17 +368,17 @@ void Model::rotate_and_cache(const Layer& layer, const Cache& cache, int token, 
     const float scale = 1.44269504f / std::sqrt(float(dim));  // attention works in powers of two
     // One outlier would take the precision of a key's other values. Spread alike, queries and keys have the same products.
     const int spread = spec_.kv_format == KV_INT8 ? dim & -dim : 0;
-    const float* turn = cos_sin_ + token * round_up(dim, 16);
+    const float* cos_sin = cos_sin_ + token * round_up(dim, 16);
     float* q = qkv_ + token * qkv_stride_;
     float* k = q + size_t(spec_.heads + head) * dim;
     const float* v = k + size_t(spec_.kv_heads) * dim;
     for (int h = head * group; h < (head + 1) * group; h++) {
         if (layer.q_norm) kernels_->rms_norm(q + h * dim, layer.q_norm, spec_.norm_eps, dim, q + h * dim);
-        kernels_->rotate(q + h * dim, turn, dim, scale);
+        kernels_->rotate(q + h * dim, cos_sin, dim, scale);
         if (spread) kernels_->hadamard(q + h * dim, dim, spread);
     }
     if (layer.k_norm) kernels_->rms_norm(k, layer.k_norm, spec_.norm_eps, dim, k);
-    kernels_->rotate(k, turn, dim, 1.f);
+    kernels_->rotate(k, cos_sin, dim, 1.f);
     if (spread) kernels_->hadamard(k, dim, spread);
     kernels_->write_cache(cache, head, batch_.slots[token], k, v);
 }

@@ -24,16 +24,16 @@ from penstock.kernels.native.balancing import EXACT_NORM, balanced
 from penstock.kernels.native.bindings import (
     KV_FORMATS,
     SCHEMES,
+    CSpec,
+    CStep,
     Floats,
     Ints,
     KVFormat,
     Scheme,
-    Spec,
-    Step,
     library,
 )
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, untied
-from penstock.kernels.native.shape import ModelShape, block_bytes, tensor_shapes, unsupported_reason
+from penstock.kernels.native.shape import ModelShape, native_block_bytes, tensor_shapes, unsupported_reason
 from penstock.quantization.rotation import hadamard_block, split_name
 
 LAYOUT_VERSION = 5  # of packed files; raise it whenever the order or packing of weights changes
@@ -72,13 +72,13 @@ SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_he
 
 
 def _read_into(piece: memoryview, fd: int, offset: int) -> None:
-    """As much as there is."""
+    """Fill the memory from the file, as far as the file goes."""
     while piece and (count := os.preadv(fd, [piece], offset)):
         piece, offset = piece[count:], offset + count
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Of processes that were killed while they wrote this file."""
+    """Remove the partial files of processes that were killed while they wrote this file."""
     for partial in path.parent.glob(f"{path.name}.*.partial"):
         try:
             os.kill(int(partial.name.split(".")[-2]), 0)
@@ -117,7 +117,7 @@ class NativeStep:
 class NativeRows:
     """Block tables and last tokens, int32 [R, M] and [R], in memory that stays where it is.
 
-    A step reads both, and leaves the likeliest token there where it computes the logits of a sequence's last one.
+    A step reads both, and where it computes the logits of a sequence's last token, it leaves the argmax there.
     """
 
     def __init__(self, tables_RM: Ints, last_token_R: Ints) -> None:
@@ -152,9 +152,9 @@ class NativeModel:
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
         self.config, self.scheme = config, scheme
         self.block_size, self.num_blocks = block_size, num_blocks
-        self.block_bytes = block_bytes(config, block_size, kv)
+        self.block_bytes = native_block_bytes(config, block_size, kv)
         self.call_began = self.call_ended = 0.0  # of the last native step, by time.perf_counter
-        spec = Spec(
+        spec = CSpec(
             layers=config.num_layers,
             hidden=config.hidden_size,
             heads=config.num_heads,
@@ -186,7 +186,7 @@ class NativeModel:
         self._allocate()
 
     def _allocate(self) -> None:
-        """Memory for all weights, with zeros in them, and for the cache."""
+        """Allocate memory for all weights, zeroed, and for the KV cache."""
         self.close()
         error = ctypes.c_char_p()
         self._handle = self._library.penstock_model_new(
@@ -212,7 +212,7 @@ class NativeModel:
 
     @property
     def cache_bytes(self) -> int:
-        """Of the whole cache; memory only as far as blocks have been used."""
+        """Size of the whole KV cache; memory is taken only as blocks are used."""
         return self.block_bytes * self.num_blocks
 
     @property
@@ -281,7 +281,7 @@ class NativeModel:
         raise StartupError(f"the packed weights in {path} are damaged: {problem}")
 
     def _checksums(self, prepare: Callable[[int, memoryview], None]) -> bytes:
-        """Of the weights, piece by piece, after `prepare` was called with each: both on all cores."""
+        """CRC-32 of each piece of the weights, after `prepare` was called with it; on all cores."""
         weights = self._weights()
 
         def checksum(begin: int) -> bytes:
@@ -323,7 +323,7 @@ class NativeModel:
         *inputs_at, argmax_at = [begin + size * end for end in accumulate(map(len, inputs), initial=0)]
         logits_at = out.ctypes.data if logits else None
         sizes = (len(step.tokens), sequences, *rows.shape, wanted)
-        call = Step(*sizes, *inputs_at, *rows.addresses, logits_at, argmax_at)
+        call = CStep(*sizes, *inputs_at, *rows.addresses, logits_at, argmax_at)
         self.call_began = time.perf_counter()
         problem = self._library.penstock_model_forward(self._handle, ctypes.byref(call))
         self.call_ended = time.perf_counter()

@@ -58,14 +58,14 @@ def unsupported_reason(config: ModelShape, block_size: int) -> str | None:
     return unavailable_reason()
 
 
-def block_bytes(config: ModelShape, block_size: int, kv: KVFormat) -> int:
-    """Of one cache block over all layers: keys and values of `block_size` tokens; int8 has a bfloat16 scale each."""
+def native_block_bytes(config: ModelShape, block_size: int, kv: KVFormat) -> int:
+    """Bytes of one KV block over all layers: keys and values of `block_size` tokens; int8 has a bfloat16 scale each."""
     vector = config.head_dim * 2 if kv == "bf16" else config.head_dim + 2
     return 2 * config.num_layers * config.num_kv_heads * block_size * vector
 
 
 def tensor_shapes(config: ModelShape) -> dict[str, tuple[int, ...]]:
-    """All that a checkpoint of this model holds, the output projection also where it is the embedding once more."""
+    """The tensors of a checkpoint of this model; the output projection is there also where it is tied."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer: dict[str, tuple[int, ...]] = {

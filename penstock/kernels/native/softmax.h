@@ -42,7 +42,7 @@ static size_t attention_scratch(int head_dim) {
     return size_t(2) * CHUNK * head_dim + SCORE_ROWS * CHUNK + MAX_ROWS * (2 * head_dim + 18);
 }
 
-// Turn one row of scores into softmax weights relative to the running maximum, and hand them to put(i, 16 of them); only
+// Rope one row of scores into softmax weights relative to the running maximum, and hand them to put(i, 16 of them); only
 // [lo, hi) of the chunk is visible.
 template <class Put>
 PENSTOCK_INLINE void soften(const Workspace& w, int row, const float* s, int lo, int hi, Put put) {

@@ -1,6 +1,6 @@
-"""What follows a projection on CUDA: SiLU(gate) * up, optionally quantised to fp8 per token, or adding to the residual.
+"""Elementwise kernels after a GEMM on CUDA: SwiGLU, optionally quantised to fp8 per token, and the residual addition.
 
-A product of fp8 numbers may come without the scales of its rows and channels, which are then applied here.
+The output of an fp8 GEMM may come without the scales of its rows and channels, which are then applied here.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from penstock.kernels.hopper.activation import silu_mul_e4m3
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.triton.norm import ProductScales, store_quantized
+from penstock.kernels.triton.norm import GemmScales, store_quantized
 from penstock.kernels.triton.overlap import overlaps_launches
 
 
@@ -41,7 +41,7 @@ def _silu_mul_kernel(
 
 
 @triton.jit
-def _add_scaled_kernel(residual, product, of_rows, of_channels, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _add_scaled_kernel(residual, gemm_out, of_rows, of_channels, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = columns < width
@@ -49,7 +49,7 @@ def _add_scaled_kernel(residual, product, of_rows, of_channels, width, BLOCK: tl
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     scales = tl.load(of_rows + row) * tl.load(of_channels + columns, mask=real, other=0.0)
-    values = tl.load(product + row * width + columns, mask=real, other=0.0).to(tl.float32) * scales
+    values = tl.load(gemm_out + row * width + columns, mask=real, other=0.0).to(tl.float32) * scales
     values += tl.load(residual + row * width + columns, mask=real, other=0.0).to(tl.float32)
     tl.store(residual + row * width + columns, values.to(residual.dtype.element_ty), mask=real)
 
@@ -59,7 +59,7 @@ def silu_mul(
     *,
     out: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
-    unscaled: ProductScales | None = None,
+    unscaled: GemmScales | None = None,
 ) -> torch.Tensor:
     """`gate_up` [T, 2 * width], gate first. With `scales` (float32 [T]) the result is float8_e4m3fn."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -80,12 +80,12 @@ def silu_mul(
     return out
 
 
-def add_scaled(residual: torch.Tensor, product: torch.Tensor, unscaled: ProductScales) -> torch.Tensor:
-    """`residual += product * scales`, both [T, N]."""
+def add_scaled(residual: torch.Tensor, gemm_out: torch.Tensor, unscaled: GemmScales) -> torch.Tensor:
+    """`residual += gemm_out * scales`, both [T, N]."""
     rows, width = residual.shape
     block, pdl = min(1024, triton.next_power_of_2(width)), overlaps_launches()
     _add_scaled_kernel[rows, triton.cdiv(width, block)](
-        residual, product, unscaled.of_rows, unscaled.of_channels, width,
+        residual, gemm_out, unscaled.of_rows, unscaled.of_channels, width,
         BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return residual

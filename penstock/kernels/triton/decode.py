@@ -1,7 +1,7 @@
-"""Paged decode attention for CUDA: one query per sequence, divided by `decode_plan.py`.
+"""Paged decode attention for CUDA (flash decoding): one query per sequence, long sequences split into parts.
 
-What sequences share at their start may be left to `prefix.py`; the two are merged here. Shapes as in
-`paged.py`.
+`decode_plan.py` makes the parts. Attention over a shared prefix may come from `prefix.py`; it is merged with that over
+the rest here (cascade attention). Shapes as in `paged.py`.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -179,8 +179,8 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What becomes of queries and keys as projected: RMSNorm of each head where there are gains, and rotation."""
+class Rope:
+    """What attention applies to projected queries and keys: RMSNorm of each head, where a model has it, and RoPE."""
 
     cos_sin: torch.Tensor  # float32 [positions, rotary], cosines first
     norm_weights: tuple[torch.Tensor, torch.Tensor] | None  # of query and key heads
@@ -225,13 +225,13 @@ def decode_attention(
     scale: float,
     scratch: DecodeScratch,
     config: DecodeConfig,
-    turn: Turn | None = None,
+    rope: Rope | None = None,
     prefix: SharedPrefix | None = None,
 ) -> None:
-    """One query per sequence over its cached keys. Rows with context 0 (padding of a captured batch) give zeros.
+    """One query per sequence over its cached keys. Rows with context 0 (padding of a CUDA graph) give zeros.
 
     `plan` is by `plan_decode`, with the tile of `config`, and no kernel may write it while others run beside it.
-    With `turn`, `q` is [S, (H + 2 K) * D] as projected, and the new keys and values are stored on the way; otherwise
+    With `rope`, `q` is [S, (H + 2 K) * D] as projected, and the new keys and values are stored on the way; otherwise
     it is [S, H, D], ready to use, and they are in the cache. With `prefix`, its tokens are read once for all sequences.
     """
     S, H, D = out_SHD.shape
@@ -239,17 +239,17 @@ def decode_attention(
     group = H // K
     pdl = overlaps_launches()
     if prefix is not None:
-        if turn is not None:
-            raise ValueError("queries over a shared prefix must be turned before, by rope_and_cache")
+        if rope is not None:
+            raise ValueError("queries over a shared prefix must be rotated before, by rope_and_cache")
         attend_prefix(q, k_cache, v_cache, prefix, scratch, scale, pdl)
-    q_gain, k_gain = turn.norm_weights if turn and turn.norm_weights else (q, q)
+    q_gain, k_gain = rope.norm_weights if rope and rope.norm_weights else (q, q)
     _decode_kernel[K, len(plan)](
         out_SHD, q, k_cache, v_cache, tables_SM, plan, scratch.out, scratch.lse, scratch.arrivals,
-        turn.cos_sin if turn else scratch.lse, q_gain, k_gain, turn.eps if turn else 0.0, scale * LOG2_E,
+        rope.cos_sin if rope else scratch.lse, q_gain, k_gain, rope.eps if rope else 0.0, scale * LOG2_E,
         S, prefix.splits if prefix else 0, out_SHD.stride(0), q.stride(0), tables_SM.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         HEADS=H, GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), D=D, D_PAD=triton.next_power_of_2(D),
         BLOCK_SIZE=B, BLOCK_N=config.block_n, STEP=2 * config.num_warps,
-        ROTARY=turn.cos_sin.shape[1] if turn else 0, NORM=turn is not None and turn.norm_weights is not None,
+        ROTARY=rope.cos_sin.shape[1] if rope else 0, NORM=rope is not None and rope.norm_weights is not None,
         PREFIX=prefix is not None, PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=pdl,
     )  # fmt: skip

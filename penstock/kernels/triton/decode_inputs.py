@@ -1,4 +1,7 @@
-"""What a captured decode step reads, gathered from the rows of its sequences in one kernel for CUDA."""
+"""The inputs of a decode step in a CUDA graph, gathered by one kernel from the rows of its sequences.
+
+A row is the fixed place of a sequence in device memory: its block table and its last token.
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations

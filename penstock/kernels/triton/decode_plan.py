@@ -66,10 +66,10 @@ def _plan_kernel(
 
 
 def decode_parts(num_seqs: int, num_kv_heads: int, programs: int = 264) -> int:
-    """Parts that keep the device busy: `programs` is what runs at once (2 on each of 132 multiprocessors).
+    """Parts that keep the device busy: `programs` is what runs at once (2 on each of 132 SMs).
 
     In a large batch, starting the longest first is enough unless one is several times the mean; dividing costs more.
-    The number is the grid of a captured graph; each step uses as many of them as its contexts fill.
+    The number is the grid size in a CUDA graph; each step uses as many of them as its contexts fill.
     """
     return max(num_seqs + num_seqs // 4 + 1, programs // num_kv_heads)
 

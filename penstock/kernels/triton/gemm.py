@@ -1,8 +1,8 @@
-"""Weight-streaming products for small batches on CUDA: out[rows, N] = x[rows, K] @ weight[N, K].T.
+"""Weight-streaming GEMMs for small batches on CUDA: out[rows, N] = x[rows, K] @ weight[N, K].T.
 
-At few rows the time is that of reading the weight once, so what surrounds the product is folded into it:
-`stream_gemv` (1 to 4 rows, plain arithmetic) can normalise its input, multiply SiLU(gate) * up and add the residual;
-`stream_gemm` (up to 64 rows, matrix units, weight rows on the long side) does the last two.
+With few rows the time is that of reading the weight once, so what surrounds the GEMM is fused into it:
+`stream_gemv` (1 to 4 rows, CUDA cores) has an RMSNorm prologue and SwiGLU and residual epilogues;
+`stream_gemm` (up to 64 rows, tensor cores, the weight as the M side) has the epilogues.
 Weights are bf16/fp16/fp32, or float8_e4m3fn with one float32 scale per output channel.
 Larger batches belong to cuBLAS: `torch.mm` and `torch._scaled_mm`; on Hopper, from 2 rows on, to `hopper/`.
 """
@@ -162,14 +162,14 @@ class SkinnyConfig:
 
 @dataclass(frozen=True, slots=True)
 class SplitScratch:
-    """Partial sums of split products. One scratch serves all products of a stream."""
+    """Partial sums of split-K GEMMs. One scratch serves all GEMMs of a stream."""
 
     partials: torch.Tensor  # float32
     arrivals: torch.Tensor  # int32, zero between launches
 
 
 def split_scratch(device: torch.device, cells: int = 1 << 22, tiles: int = 1 << 14) -> SplitScratch:
-    """`cells` bounds splits * (N rounded up to tiles) * rows of the products that use it."""
+    """`cells` bounds splits * (N rounded up to tiles) * rows of the GEMMs that use it."""
     return SplitScratch(
         torch.empty(cells, dtype=torch.float32, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
     )
@@ -245,7 +245,7 @@ def linear_reference(
     gated: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same function in float32, one step after the other."""
+    """The same GEMM in plain torch and float32, with each fused operation as a separate one."""
     values = x.float()
     if norm is not None:
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + norm[1]) * norm[0].float()

@@ -1,6 +1,6 @@
-"""Tile shapes of the weight-streaming kernels, measured on an H200 with `benchmarks/gpu_kernels.py`.
+"""Tile configs of the weight-streaming GEMMs in Triton, tuned on an H200 with `benchmarks/gpu_kernels.py`.
 
-Stored rather than searched for at start-up. A shape that is not listed gets a rule that is within a few percent.
+They are stored, not autotuned at start-up. A shape that is not listed gets a rule that is within a few percent.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ _MEASURED: dict[tuple[str, int, int], tuple[tuple[int, GemvConfig | SkinnyConfig
 }
 
 
-def stream_config(weight: torch.Tensor, rows: int) -> GemvConfig | SkinnyConfig | None:
-    """How to stream `weight` [N, K] for so many rows; None where cuBLAS is faster."""
+def triton_config(weight: torch.Tensor, rows: int) -> GemvConfig | SkinnyConfig | None:
+    """The tile config for `weight` [N, K] and so many rows; None where cuBLAS is faster."""
     n, k = weight.shape
     measured = _MEASURED.get(("fp8" if weight.dtype == torch.float8_e4m3fn else "bf16", n, k))
     if measured is not None:

@@ -1,7 +1,7 @@
-"""A mixture of experts for CUDA: choose, group by expert, multiply each group by its expert's weights, add up.
+"""A mixture of experts (MoE) for CUDA: top-k routing, grouped GEMMs over the chosen experts, weighted sum.
 
-Every grid follows from the number of tokens alone, so a captured step may hold it: tiles that no expert needs end at
-once. T tokens, E experts, A choices per token, P = T * A pairs of a token and a chosen expert, C hidden size.
+Every grid follows from the number of tokens alone, so a CUDA graph can hold it: tiles that no expert needs end at once.
+T tokens, E experts, A choices per token, P = T * A pairs of a token and a chosen expert, C hidden size.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -25,7 +25,7 @@ def _choose_kernel(
     choices, weights, ranks, counts, scores, EXPERTS: tl.constexpr, PADDED: tl.constexpr, CHOICES: tl.constexpr,
     LANES: tl.constexpr, NORMED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: its likeliest experts with their softmax weights, and its rank among the tokens of each."""
+    """One token: its top-k experts with their softmax weights, and its rank among the tokens of each."""
     token = tl.program_id(0)
     experts = tl.arange(0, PADDED)
     lanes = tl.arange(0, LANES)
@@ -85,7 +85,10 @@ def _grouped_kernel(
     CHOICES: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
     GATED: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one tile by some channels of its expert. Row p of `out` is of pair p; `x` has a row per CHOICES pairs."""
+    """Grouped GEMM: one tile of rows by some channels of their expert.
+
+    Row p of `out` is of pair p; `x` has a row per CHOICES pairs.
+    """
     tile = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -162,7 +165,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """Tile shape of the grouped product: `rows` pairs of one expert by `block_n` of its channels."""
+    """Tile config of the grouped GEMM: `rows` pairs of one expert by `block_n` of its channels."""
 
     rows: int
     block_n: int
@@ -182,7 +185,7 @@ class Routing:
 
 
 def group_config(pairs: int, experts: int, itemsize: int = 2) -> GroupConfig:
-    """By the pairs that an expert gets on average. Few: the weights are streamed; many: a matrix product."""
+    """By the pairs that an expert gets on average. Few pairs: small tiles that stream the weights; many: large ones."""
     mean = pairs / experts
     if mean <= 24:
         return GroupConfig(16 if mean <= 8 else 32, 64, 256 // itemsize, 4, 4)
@@ -194,7 +197,7 @@ def route(scores_TE: torch.Tensor, choices: int, normed: bool, counts_E: torch.T
     tokens, experts = scores_TE.shape
     count = tokens * choices
     tiles = min(count, count // config.rows + experts)
-    # One allocation for all; each part starts at 16 bytes, since other alignments would be compiled anew.
+    # One allocation for all; each part starts at 16 bytes, since other alignments would be compiled again.
     sizes = [-(-size // 4) * 4 for size in (count, count, tiles * config.rows, tiles, tiles, 1)]
     ints = torch.empty(sum(sizes), dtype=torch.int32, device=scores_TE.device)
     chosen, ranks, pairs, tile_experts, tile_sizes, num_tiles = ints.split(sizes)
@@ -246,7 +249,7 @@ def _grouped(
     *,
     gate: bool,
 ) -> None:
-    """Gated without the pairs' weights, or with them and plain."""
+    """The gate and up projection with its SwiGLU epilogue (`gate`), or the down projection, weighted by the router."""
     n, k = weight.shape[1:]
     config, pdl = routing.config, overlaps_launches()
     x_scales = routing.weights_P

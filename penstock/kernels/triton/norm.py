@@ -1,6 +1,6 @@
 """RMSNorm for CUDA, with the residual addition before it and the fp8 quantisation after it in the same pass.
 
-A product of fp8 numbers may come without the scales of its rows and channels, which are then applied where it is added.
+The output of an fp8 GEMM may come without the scales of its rows and channels, which are then applied first.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -20,8 +20,8 @@ FP8_MAX = tl.constexpr(448.0)  # of e4m3
 
 
 @dataclass(frozen=True, slots=True)
-class ProductScales:
-    """What an fp8 product must still be multiplied by."""
+class GemmScales:
+    """The scales that the output of an fp8 GEMM must still be multiplied by."""
 
     of_rows: torch.Tensor  # float32 [T]
     of_channels: torch.Tensor  # float32 [N]
@@ -68,7 +68,7 @@ def add_rms_norm(
     eps: float,
     *,
     residual: torch.Tensor | None = None,
-    unscaled: ProductScales | None = None,
+    unscaled: GemmScales | None = None,
     out: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:

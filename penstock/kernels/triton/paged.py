@@ -1,4 +1,4 @@
-"""What the kernels of paged attention on CUDA have in common, and their reference.
+"""Common parts of the paged attention kernels for CUDA, and their reference in plain torch.
 
 Layout of the cache, per layer, keys and values apart: [N, K, B, D]. A block's tokens of one head are contiguous
 (4 KiB at 16 x 128 bf16), so one program streams long runs.
@@ -22,7 +22,7 @@ UNSEEN = tl.constexpr(-1.0e30)  # finite stand-in for -inf: a row that saw no ke
 
 @triton.constexpr_function
 def math_dtype(cache):
-    """What products are computed in: e4m3 becomes float16, which holds each of its values, by a single instruction."""
+    """The dtype of the matmuls: e4m3 becomes float16, which holds each of its values, by a single instruction."""
     return tl.float16 if cache == tl.float8e4nv else cache
 
 

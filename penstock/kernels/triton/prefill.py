@@ -1,6 +1,6 @@
 """Paged prefill attention for CUDA: ragged chunks of queries, causal over whatever the cache already holds.
 
-A tile holds BLOCK_Q queries with all query heads of one key/value head, so short chunks still fill the matrix unit
+A tile holds BLOCK_Q queries with all query heads of one key/value head, so short chunks still fill the tensor cores
 and each key is loaded once per group.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -31,7 +31,7 @@ def _sequence_of(tile, query_starts, num_seqs, origin, BLOCK_Q: tl.constexpr):
     return low
 
 
-# Slices of a mixed batch start anywhere; without this each alignment and size of batch would be compiled anew.
+# Slices of a mixed batch start anywhere; without this each alignment and size of batch would be compiled again.
 @triton.jit(
     do_not_specialize=["num_seqs", "stride_table"],
     do_not_specialize_on_alignment=["tables", "query_starts", "contexts"],

@@ -1,4 +1,7 @@
-"""Decode attention over a prefix that many sequences share: its keys are read once a step, as a matrix product."""
+"""Shared-prefix (cascade) decode attention: keys that many sequences share are read once for all their queries.
+
+`decode.py` merges the partial results with those over the rest of each sequence.
+"""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What lies between the qkv projection and attention, in one kernel for CUDA. Decode attention does it on its own.
+"""The kernel between the QKV projection and attention on CUDA; decode attention can do this by itself.
 
-Optional RMSNorm of query and key heads, rotary embedding of the first `rotary` elements of each (halves rotated
-against each other), and the write of keys and values into the paged cache.
+It does an optional RMSNorm of query and key heads, rotary embedding (RoPE) of the first `rotary` elements of
+each (halves rotated against each other), and the write of keys and values into the paged cache.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -16,7 +16,7 @@ from penstock.kernels.triton.overlap import overlaps_launches
 
 @triton.jit
 def _partner(D_PAD: tl.constexpr, ROTARY: tl.constexpr):
-    """The element that each is rotated against; itself where nothing turns."""
+    """The element that each is rotated against; itself where nothing is rotated."""
     HALF: tl.constexpr = ROTARY // 2
     dims = tl.arange(0, D_PAD)
     return tl.where(dims < HALF, dims + HALF, tl.where(dims < ROTARY, dims - HALF, dims))
@@ -24,7 +24,7 @@ def _partner(D_PAD: tl.constexpr, ROTARY: tl.constexpr):
 
 @triton.jit
 def angles(cos_sin, position, D_PAD: tl.constexpr, ROTARY: tl.constexpr):
-    """Of each element at a position: the cosine, and the sine with the sign that its partner enters with; [1, D]."""
+    """Cosine and signed sine of each element at a position, [1, D]; the sign is the one its partner enters with."""
     HALF: tl.constexpr = ROTARY // 2
     dims = tl.arange(0, D_PAD)[None, :]
     at = cos_sin + position * ROTARY + tl.where(dims < HALF, dims, dims - HALF)
@@ -54,7 +54,7 @@ def with_partners(at, real, D_PAD: tl.constexpr, ROTARY: tl.constexpr):
 
 @triton.jit
 def rotated(heads, cos, sin, gains, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Heads `with_partners`, normalised if NORM, and turned; float32."""
+    """Heads `with_partners`, normalised if NORM, and rotated; float32."""
     value = heads[0].to(tl.float32)
     other = heads[1].to(tl.float32)
     if NORM:
@@ -86,17 +86,17 @@ def _rope_kernel(
     cos, sin = angles(cos_sin, tl.load(positions + token), D_PAD, ROTARY)
     at = qkv + token * stride_qkv + heads[:, None] * D
     raw = with_partners(at, real & (is_query | is_key), D_PAD, ROTARY)
-    turned = rotated(raw, cos, sin, gains, eps, D, NORM)
+    rotated_heads = rotated(raw, cos, sin, gains, eps, D, NORM)
     values = tl.load(at + dims[None, :], mask=real & is_value, other=0.0).to(tl.float32)
 
     tl.debug_barrier()  # in place: both halves are read before either is overwritten
-    tl.store(at + dims[None, :], turned.to(qkv.dtype.element_ty), mask=real & is_query)
+    tl.store(at + dims[None, :], rotated_heads.to(qkv.dtype.element_ty), mask=real & is_query)
     slot = tl.load(slots + token).to(tl.int64)
     stored = real & (slot >= 0)
     place = slot // BLOCK_SIZE * stride_block + slot % BLOCK_SIZE * stride_token
     k_at = k_cache + place + (heads - H)[:, None] * stride_head + dims[None, :]
     v_at = v_cache + place + (heads - H - K)[:, None] * stride_head + dims[None, :]
-    tl.store(k_at, turned.to(k_cache.dtype.element_ty), mask=stored & is_key)
+    tl.store(k_at, rotated_heads.to(k_cache.dtype.element_ty), mask=stored & is_key)
     tl.store(v_at, values.to(v_cache.dtype.element_ty), mask=stored & is_value)
 
 

@@ -1,9 +1,10 @@
-"""Sampling for CUDA without sorting the vocabulary. `sampling_reference` defines what is computed.
+"""Sampling kernels for CUDA (temperature, top-k, top-p, min-p, argmax) that do not sort the vocabulary.
 
-Thresholds of top-k and top-p are found digit by digit in the order-preserving integer form of the logits: each pass
-counts (or sums the weight of) the tokens at or above the 15 candidates of the next hexadecimal digit. The passes read
-a short list: tokens far below the maximum are left out of it where the rest provably holds the threshold.
-Passes and chunks depend on the vocabulary alone, so a row samples the same token in any batch.
+`kernels/sampling_reference.py` defines what they compute. Thresholds of top-k and top-p are found digit by digit in the
+order-preserving integer form of the logits: each pass counts (or sums the weight of) the tokens at or above the 15
+candidates of the next hexadecimal digit. The passes read a short list: tokens far below the maximum are left out of it
+where the rest provably holds the threshold. Passes and chunks depend on the vocabulary alone, so a row samples the
+same token in any batch.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 

@@ -20,7 +20,7 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scratch = attention.new_scratch(torch.device("cpu"))
     monkeypatch.setattr(program, "kernel", emulated_kernel(tmp_path, resident=3))
     monkeypatch.setattr(tensor_map, "tensor_map", emulated_tensor_map)
-    monkeypatch.setattr(attention, "_multiprocessors", lambda: 3)
+    monkeypatch.setattr(attention, "_sm_count", lambda: 3)
     monkeypatch.setattr(attention, "_scratch", lambda: scratch)
 
 

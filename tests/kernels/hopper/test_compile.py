@@ -9,18 +9,18 @@ import pytest
 from penstock.kernels.hopper import program
 
 # A product of 32 rows that begins a norm, one of 192 that finishes one, the same in fp8, and logits.
-PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "NORMED": 0, "FEEDS": 0}
-LLAMA = {"HIDDEN": 4096, "INNER": 14336, "HEADS": 32, "KV_HEADS": 8, "HEAD_NORM": 0, "PROGRAMS": 132, "UNDERWAY": 4}
-QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 1, "PROGRAMS": 132, "UNDERWAY": 2}
+PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "APPLIES_NORM": 0, "DEFERS_NORM": 0}
+LLAMA = {"HIDDEN": 4096, "INNER": 14336, "HEADS": 32, "KV_HEADS": 8, "HEAD_NORM": 0, "CTAS": 132, "UNDERWAY": 4}
+QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 1, "CTAS": 132, "UNDERWAY": 2}
 VARIANTS = [
     ("activation.cu", {"WIDTH": 14336, "GATED": 1, "SCALED": 1}),
     ("activation.cu", {"WIDTH": 14336, "GATED": 0, "SCALED": 0}),
     ("decode.cu", {"GROUP": 4, "KV_HEADS": 8, "ROTARY": 128, "NORM": 0, "FP8": 1, "STAGES": 4}),
     ("decode.cu", {"GROUP": 2, "KV_HEADS": 8, "ROTARY": 128, "NORM": 1, "FP8": 0, "STAGES": 3}),
-    ("gated_product.cu", {"TILE": 256, "STAGES": 4, "COMMON_ROWS": 0, "FP8": 1}),
-    ("gated_product.cu", {"TILE": 224, "STAGES": 4, "COMMON_ROWS": 1, "FP8": 0}),
-    ("gemm.cu", PLAIN | {"ROWS": 32, "TILE": 64, "STAGES": 18, "SPLITS": 2, "ADD": 1, "FEEDS": 1}),
-    ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "NORMED": 1}),
+    ("swiglu_gemm.cu", {"TILE": 256, "STAGES": 4, "COMMON_ROWS": 0, "FP8": 1}),
+    ("swiglu_gemm.cu", {"TILE": 224, "STAGES": 4, "COMMON_ROWS": 1, "FP8": 0}),
+    ("gemm.cu", PLAIN | {"ROWS": 32, "TILE": 64, "STAGES": 18, "SPLITS": 2, "ADD": 1, "DEFERS_NORM": 1}),
+    ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "APPLIES_NORM": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "FP8": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 64, "TILE": 128, "STAGES": 9, "SPLITS": 1, "WIDE": 1}),
     ("layers.cu", LLAMA | {"FP8": 1}),

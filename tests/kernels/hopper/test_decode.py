@@ -11,7 +11,7 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.kernels.hopper import decode
 from penstock.kernels.hopper.decode import StreamConfig, decode_stream, stream_config
-from penstock.kernels.triton.decode import Turn, decode_scratch
+from penstock.kernels.triton.decode import Rope, decode_scratch
 from penstock.kernels.triton.decode_plan import plan_decode
 from penstock.kernels.triton.paged import LOG2_E, paged_attention_reference
 from penstock.kernels.triton.prefix import SharedPrefix
@@ -146,8 +146,8 @@ def test_decode_turns_and_stores_what_is_new(
     plan = plan_decode(lengths, 12, CONFIG.tile)
     scratch = decode_scratch(len(contexts), h, kv, DIM, 12, qkv.device)
     out = torch.full((len(contexts), h, DIM), torch.nan, dtype=BF16)
-    turn = Turn(cos_sin, norm_weights, 1e-6)
-    decode_stream(out, qkv, k, v, tables, plan, scale=0.05, scratch=scratch, config=CONFIG, turn=turn)
+    rope = Rope(cos_sin, norm_weights, 1e-6)
+    decode_stream(out, qkv, k, v, tables, plan, scale=0.05, scratch=scratch, config=CONFIG, rope=rope)
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
     step = 0.13 if dtype == FP8 else 1e-2  # a unit of the last place
     torch.testing.assert_close(k.float(), k_expected.float(), atol=step / 8, rtol=step, equal_nan=True)

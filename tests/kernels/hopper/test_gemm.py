@@ -23,7 +23,7 @@ from penstock.kernels.hopper.gemm import (
 from penstock.kernels.hopper.gemm_configs import blocks_of, most_rows
 from penstock.kernels.triton.gemm import linear_reference, split_scratch
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
-from tests.kernels.hopper.products import draw_product
+from tests.kernels.hopper.gemm_inputs import draw_gemm_inputs
 
 _SHARED_BYTES = 227 << 10  # that a block on Hopper may have
 
@@ -59,7 +59,7 @@ def close(actual: object, expected: torch.Tensor, error: float) -> None:
 def test_product_is_that_of_the_reference(
     config: HopperConfig, rows: int, n: int, k: int, kind: str, fp8: bool
 ) -> None:
-    weight, x, scales = draw_product(rows, n, k, fp8=fp8)
+    weight, x, scales = draw_gemm_inputs(rows, n, k, fp8=fp8)
     width = n // 2 if kind == "gated" else n
     memory = torch.full((rows + 2, width + 8), torch.nan, dtype=torch.float32 if kind == "wide" else torch.bfloat16)
     out = memory[:rows, :width]
@@ -93,11 +93,11 @@ def test_norm_between_two_products(
     down, gate_up, gain = (torch.randn(*shape).bfloat16() for shape in ((width, depth), (128, width), (width,)))
     monkeypatch.setattr(linear_layers, "hopper_config", lambda x, weight: first if weight is down else second)
     stream, scratch, norm = residual.clone(), split_scratch(torch.device("cpu"), 1, 1), (gain, norm_eps)
-    gained = linear_layers.add_linear(stream, x, down, scratch, next_gain=gain)
+    deferred = linear_layers.add_linear(stream, x, down, scratch, next_gain=gain)
     close(stream, linear_reference(x, down, residual=residual), 4e-3)
-    gated = linear_layers.gated_linear(stream, gate_up, scratch, norm=norm, begun=gained)
+    gated = linear_layers.gated_linear(stream, gate_up, scratch, norm=norm, deferred=deferred)
     close(gated, linear_reference(stream, gate_up, norm=norm, gated=True), 8e-3)
-    plain = linear_layers.linear(stream, gate_up, scratch, norm=norm, begun=gained)
+    plain = linear_layers.linear(stream, gate_up, scratch, norm=norm, deferred=deferred)
     close(plain, linear_reference(stream, gate_up, norm=norm), 8e-3)
 
 

@@ -29,7 +29,7 @@ from penstock.kernels.triton.rope import rope_reference
 from penstock.quantization.fp8 import quantize_channels
 from tests.kernels.hopper import emulated_gpu
 
-BLOCK, D, EPS, SCALE, LAYERS, PROGRAMS, VOCAB = 16, 128, 1e-5, 0.3, 2, 4, 333
+BLOCK, D, EPS, SCALE, LAYERS, CTAS, VOCAB = 16, 128, 1e-5, 0.3, 2, 4, 333
 LLAMA = LayerShape(hidden=4096, inner=14336, heads=32, kv_heads=8, head_norm=False, fp8=False)
 
 
@@ -62,7 +62,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder: Path = tmp_path_factory.mktemp("cuda")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "tensor_map", emulated_gpu.emulated_tensor_map)
-        patch.setattr(hopper_layers, "kernel", emulated_gpu.emulated_kernel(folder, resident=PROGRAMS))
+        patch.setattr(hopper_layers, "kernel", emulated_gpu.emulated_kernel(folder, resident=CTAS))
         yield
 
 
@@ -98,11 +98,11 @@ def test_layers(emulated: None, shape: LayerShape, cases: list[tuple[int, int]])
     ]  # fmt: skip
     if shape.fp8:
         layers = [layer.in_fp8() for layer in layers]
-    assert fits(shape, D, BLOCK, PROGRAMS)
+    assert fits(shape, D, BLOCK, CTAS)
     embedding, norm, head = randn(VOCAB, hidden), randn(hidden), weight(VOCAB, hidden)
     head[300] = head[200]  # a tie
     addresses = [layer.addresses() for layer in layers]
-    stacked = stack_layers(shape, addresses, embedding, norm, head, EPS, PROGRAMS)
+    stacked = stack_layers(shape, addresses, embedding, norm, head, EPS, CTAS)
     for context, window in cases:  # what one launch leaves behind must do for the next
         blocks = -(-context // BLOCK) + 2
         k_cache, v_cache = (randn(LAYERS, blocks, K, BLOCK, D) for _ in range(2))
@@ -125,7 +125,7 @@ def test_layers(emulated: None, shape: LayerShape, cases: list[tuple[int, int]])
 @pytest.mark.skipif(not emulated_gpu.available, reason="no g++")
 def test_padding_writes_nothing(emulated: None) -> None:
     weight = torch.ones(2 * PLAIN.inner, PLAIN.hidden, dtype=torch.bfloat16)
-    stacked = stack_layers(PLAIN, [[weight.data_ptr()] * 12], weight, weight[0], weight, EPS, PROGRAMS)
+    stacked = stack_layers(PLAIN, [[weight.data_ptr()] * 12], weight, weight[0], weight, EPS, CTAS)
     caches = [torch.full((1, 2, 1, BLOCK, D), 7.0, dtype=torch.bfloat16) for _ in range(2)]
     tables, zero = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     cache = KVCache(caches[0], caches[1], torch.ones((16, D)), SCALE)

@@ -7,7 +7,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels.triton.decode import DecodeConfig, Turn, decode_attention, decode_scratch
+from penstock.kernels.triton.decode import DecodeConfig, Rope, decode_attention, decode_scratch
 from penstock.kernels.triton.decode_plan import MOST_PARTS, decode_parts, plan_decode
 from penstock.kernels.triton.paged import paged_attention_reference
 from penstock.kernels.triton.prefill import PrefillConfig, prefill_attention
@@ -140,7 +140,7 @@ def test_decode_turns_and_stores_what_is_new(
     decode_attention(expected, q, k_expected, v_expected, tables, plan, scale=0.2, scratch=scratch, config=config)
     out = torch.full_like(expected, torch.nan)
     decode_attention(
-        out, qkv, k, v, tables, plan, scale=0.2, scratch=scratch, config=config, turn=Turn(cos_sin, gains, 1e-6)
+        out, qkv, k, v, tables, plan, scale=0.2, scratch=scratch, config=config, rope=Rope(cos_sin, gains, 1e-6)
     )
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(k, k_expected, atol=1e-6, rtol=1e-6, equal_nan=True)

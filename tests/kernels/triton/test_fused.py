@@ -7,7 +7,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels.linear import Addend, add_linear, gated_linear, linear
+from penstock.kernels.linear import DeferredAdd, add_linear, gated_linear, linear
 from penstock.kernels.triton.activation import add_scaled, silu_mul, silu_mul_reference
 from penstock.kernels.triton.gemm import (
     GemvConfig,
@@ -18,7 +18,7 @@ from penstock.kernels.triton.gemm import (
     stream_gemv,
 )
 from penstock.kernels.triton.norm import (
-    ProductScales,
+    GemmScales,
     add_rms_norm,
     add_rms_norm_reference,
     quantize_fp8,
@@ -72,7 +72,7 @@ def test_silu_mul() -> None:
 
 def test_scales_left_out_of_a_product_are_applied_after_it() -> None:
     rows, width = 3, 1100
-    product, unscaled = randn(rows, 2 * width), ProductScales(randn(rows).abs(), randn(2 * width).abs())
+    product, unscaled = randn(rows, 2 * width), GemmScales(randn(rows).abs(), randn(2 * width).abs())
     scaled = product * unscaled.of_rows[:, None] * unscaled.of_channels
     close(silu_mul(product, unscaled=unscaled), silu_mul_reference(scaled), 1e-5)
     scales = torch.empty(rows)
@@ -180,9 +180,9 @@ def test_an_fp8_product_of_many_rows_is_added_by_the_norm_after_it() -> None:
 
     def stream(next_gain: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         summed = residual.clone()
-        begun = add_linear(summed, x, down, scratch, scales=down_scales, next_gain=next_gain)
-        assert isinstance(begun, Addend) == (next_gain is not None)
-        return linear(summed, after, scratch, scales=after_scales, norm=(gain, 1e-5), begun=begun), summed
+        deferred = add_linear(summed, x, down, scratch, scales=down_scales, next_gain=next_gain)
+        assert isinstance(deferred, DeferredAdd) == (next_gain is not None)
+        return linear(summed, after, scratch, scales=after_scales, norm=(gain, 1e-5), deferred=deferred), summed
 
     (fused, fused_sum), (apart, apart_sum) = stream(gain), stream(None)
     close(fused_sum, apart_sum, 1e-6)

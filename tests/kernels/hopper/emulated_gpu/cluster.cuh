@@ -23,7 +23,7 @@ inline void sync_cluster() {
     gpu::met[block->index.x] = block;
     gpu::gather(gpu::clusters[gpu::cluster_of(block->index.x)], gpu::machine.cluster * block->threads, true);
 }
-inline void meet_cluster() { sync_cluster(); }
+inline void sync_cluster_relaxed() { sync_cluster(); }
 
 namespace gpu {
 

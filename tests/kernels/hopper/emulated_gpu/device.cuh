@@ -533,11 +533,11 @@ inline u32 larger_halves(u32 a, u32 b) {
 
 // -- global memory ----------------------------------------------------------------------------------------------------------
 
-inline uint4 look(const void* place) {
+inline uint4 poll(const void* place) {
     gpu::yield();
     return *static_cast<const uint4*>(place);
 }
-inline u32 look_word(const void* place) {
+inline u32 poll_word(const void* place) {
     gpu::yield();
     return *static_cast<const u32*>(place);
 }

@@ -1,6 +1,6 @@
 """SiLU(gate) * up of many rows on Hopper, where gate and up are the halves of x[rows, K] @ weight[N, K].T.
 
-What `gated_product.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per
+What `swiglu_gemm.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per
 row of `x`. cuBLAS multiplies as fast, but writes gate and up for another kernel to read. The reference is
 `linear_reference` of `triton/gemm.py`.
 """
@@ -39,7 +39,7 @@ class Tiling:
 _TILINGS = [Tiling(width, common_rows) for width in _WIDTHS for common_rows in (False, True)]
 
 
-def gated_tiling(x: torch.Tensor, weight: torch.Tensor, *, streams: bool) -> Tiling | None:
+def swiglu_tiling(x: torch.Tensor, weight: torch.Tensor, *, streams: bool) -> Tiling | None:
     """For the rows of `x`, quantised or not yet; None where others are faster, of which `hopper/gemm.py` may be one."""
     rows, (n, k) = len(x), weight.shape
     if x.dtype != torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
@@ -70,13 +70,13 @@ def shared_bytes(width: int) -> int:
     return ring + _HEIGHT * (width // 32 | 1) * 16 + 8 * width + 16 * _STAGES + 16
 
 
-def compile_gated_products(*, fp8: bool) -> None:
+def compile_swiglu_gemms(*, fp8: bool) -> None:
     """For all tilings there are."""
     for tiling in _TILINGS:
         _kernel(tiling, fp8)
 
 
-def gated_product(
+def swiglu_gemm(
     out: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -103,6 +103,6 @@ def gated_product(
 
 def _kernel(tiling: Tiling, fp8: bool) -> Kernel:
     return kernel(
-        "gated_product.cu", "gated_product",
+        "swiglu_gemm.cu", "swiglu_gemm",
         TILE=tiling.width, STAGES=_STAGES, COMMON_ROWS=int(tiling.common_rows), FP8=int(fp8),
     )  # fmt: skip

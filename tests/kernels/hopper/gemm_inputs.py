@@ -9,7 +9,7 @@ from penstock.kernels.triton.norm import quantize_fp8_reference
 Scales = tuple[torch.Tensor, torch.Tensor]
 
 
-def draw_product(rows: int, n: int, k: int, *, fp8: bool) -> tuple[torch.Tensor, torch.Tensor, Scales | None]:
+def draw_gemm_inputs(rows: int, n: int, k: int, *, fp8: bool) -> tuple[torch.Tensor, torch.Tensor, Scales | None]:
     """`weight` [n, k] and `x` [rows, k] in bfloat16; or in e4m3, with scales of channels and of rows."""
     torch.manual_seed(rows * n + k)
     weight, x = torch.randn(n, k), torch.randn(rows, k)

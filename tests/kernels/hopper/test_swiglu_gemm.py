@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels.hopper import gated_product as module
-from penstock.kernels.hopper.gated_product import Tiling, best_tiling, gated_product, shared_bytes
+from penstock.kernels.hopper import swiglu_gemm as module
+from penstock.kernels.hopper.swiglu_gemm import Tiling, best_tiling, shared_bytes, swiglu_gemm
 from penstock.kernels.triton.gemm import linear_reference
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
-from tests.kernels.hopper.products import draw_product
+from tests.kernels.hopper.gemm_inputs import draw_gemm_inputs
 
 _SHARED_BYTES = 227 << 10  # that a block on Hopper may have
 
@@ -37,10 +37,10 @@ def test_product_is_that_of_the_reference(
     monkeypatch.setattr(module, "tensor_map", emulated_tensor_map)
     monkeypatch.setattr(module, "_PAIRS", 2)
     monkeypatch.setattr(module, "_BAND", 256)
-    weight, x, scales = draw_product(rows, n, k, fp8=fp8)
+    weight, x, scales = draw_gemm_inputs(rows, n, k, fp8=fp8)
     memory = torch.full((rows + 2, n // 2 + 8), torch.nan, dtype=torch.bfloat16)
     out = memory[:rows, : n // 2]
-    gated_product(out, x, weight, tiling, scales)
+    swiglu_gemm(out, x, weight, tiling, scales)
     of_channels, of_rows = scales or (None, None)
     expected = linear_reference(x, weight, scales=of_channels, x_scales=of_rows, gated=True)
     assert float((out.float() - expected).norm() / expected.norm()) < 4e-3

@@ -105,12 +105,12 @@ struct Slice {
     }
 };
 
-// The product of this block's rows of a weight, in at most so many tiles, with an input of K numbers in shared memory: the sums
+// The gemv of this block's rows of a weight, in at most so many tiles, with an input of K numbers in shared memory: the sums
 // over the columns that each warp takes, to `sums` of shared memory.
 //
 // Rows of no more than so many slots are held in registers before the input is there; of others one slot is read ahead.
 template <bool QUANTIZED, int K, int TILES, int MOST_HELD>
-struct Product {
+struct Gemv {
     static constexpr int BYTES = K * (QUANTIZED ? 1 : 2), CHUNKS = (BYTES + CHUNK - 1) / CHUNK;
     static constexpr bool KEEP = CHUNKS * EACH * X_WORDS<QUANTIZED> <= 32;  // the input in registers, for all tiles
     static constexpr int HELD = KEEP && TILES * CHUNKS <= MOST_HELD ? TILES : 0;

@@ -102,7 +102,7 @@ DEVICE void silu_times_roughly(Four& half, const Four& up) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
-gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, bf16* out,
+swiglu_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap weight_map, bf16* out,
               const float* __restrict__ channel_scales, const float* __restrict__ row_scales, int rows, int width,
               int steps, int stride_out, int high, int wide, int band) {
     SHARED_MEMORY(ring);
@@ -129,7 +129,7 @@ gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
         prefetch_map(&weight_map);
     }
     __syncwarp();
-    meet_cluster();
+    sync_cluster_relaxed();
 
     if (warp >= THREADS / 32) {
         give_registers<40>();
@@ -226,5 +226,5 @@ gated_product(const __grid_constant__ TensorMap x_map, const __grid_constant__ T
             }
         }
     }
-    meet_cluster();  // nobody writes to a block that has left
+    sync_cluster_relaxed();  // nobody writes to a block that has left
 }
