@@ -150,10 +150,10 @@ def add_linear(
     elif scales is None:
         torch.addmm(residual, inputs, weight.T, out=residual)
     else:
-        deferred = DeferredAdd(_unscaled_gemm(inputs, weight, residual.dtype), GemmScales(x_scales, scales))
+        addition = DeferredAdd(_unscaled_gemm(inputs, weight, residual.dtype), GemmScales(x_scales, scales))
         if next_gain is not None:
-            return deferred
-        add_scaled(residual, deferred.gemm_out, deferred.scales)
+            return addition
+        add_scaled(residual, addition.gemm_out, addition.scales)
     return None
 
 

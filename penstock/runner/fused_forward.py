@@ -176,7 +176,7 @@ class FusedForward:
         logits: torch.Tensor,
         layers: int | None = None,
     ) -> torch.Tensor:
-        """A decode step of one sequence in one persistent kernel: its logits, and the argmax, returned and in its row."""
+        """A decode step of one sequence in one persistent kernel: its logits and the argmax, also put into its row."""
         attention, spec = self.attention, self._spec
         assert self._stacked is not None
         cache = KVCache(attention.keys, attention.values, attention.cos_sin, spec.scale, spec.windows[0])

@@ -1,4 +1,4 @@
-"""The executor on the CPU, without torch: one native call computes a step, another samples where rows are not greedy."""
+"""The executor on the CPU, without torch: one native call computes a step, one more samples if rows ask for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts an engine from a model's name: resolve and load the checkpoint, size the KV cache, build the engine's parts."""
+"""Starts an engine from a model's name: resolve and load the checkpoint, size the KV cache, build the engine."""
 
 from __future__ import annotations
 

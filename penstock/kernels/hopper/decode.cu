@@ -1,18 +1,18 @@
-// Paged decode attention, one query per sequence, for a key/value head of a part of a sequence: one warp and no more,
-// which copies keys and values, 16 tokens at a time, to a ring in shared memory and keeps a running softmax. Many of
-// them share a multiprocessor. The last part of a sequence to arrive merges them all.
+// Paged decode attention (flash decoding), one query per sequence. A CTA is one warp for one key/value head of one part of a
+// sequence; it copies keys and values, 16 tokens at a time, to a ring in shared memory and keeps a running softmax. Many
+// CTAs share an SM. The last part of a sequence to arrive merges them all.
 //
-// Products are transposed, for mma's 16 rows would be mostly padding with so few heads: scores[token, head] = K q', and
+// The matmuls are transposed, for mma's 16 rows would be mostly padding with so few heads: scores[token, head] = K q', and
 // out[dim, head] = V' p. Head h of the group is column h of 8.
 //
 // What does not come from the kernel before this one is read ahead of the wait: the plan, the tables and the cache, but
 // for the new token's place. With ROTARY that is filled in from `q`; else its block is read after the wait.
 //
-// What sequences share at their start may have been left to another kernel (`prefix.cu`): its partial results, a row for
+// A shared prefix may have been left to another kernel (`prefix.cu`, cascade attention): its partial results, a row for
 // each of `splits` pieces and each of `sequences`, come first in the memory of the partial results and are merged too.
 //
-// ROTARY: elements of a head that rotate; 0: `q` is ready and the new token in the cache. NORM: RMSNorm of heads before.
-// FP8: the cache is e4m3 without scales, and products are of float16, which holds each of its values.
+// ROTARY: elements of a head that RoPE rotates; 0: `q` is ready and the new token in the cache. NORM: RMSNorm of heads.
+// FP8: the cache is e4m3 without scales, and the matmuls are of float16, which holds each of its values.
 // GROUP: query heads of a key/value head.
 #include "device.cuh"
 
@@ -78,7 +78,7 @@ struct Merged {
     }
     // Of `parts` parts from a row on, rows so far apart, with the logarithm of each total.
     DEVICE void add(const float* results, const float* lse, i64 row, i64 distance, int parts, int lane) {
-        constexpr int STEP = GROUP > 4 ? 2 : 4;  // parts under way
+        constexpr int STEP = GROUP > 4 ? 2 : 4;  // parts in flight
 #pragma unroll 1
         for (int p = 0; p < parts; p += STEP) {
             float4 other[STEP][GROUP];
@@ -107,7 +107,7 @@ struct Merged {
     }
 };
 
-// Two pairs of elements, a half rotate apart, of each head: what a lane rotates.
+// Two pairs of elements of each head, half of the rotated part of the head apart: what a lane rotates.
 struct RopePair {
     float x[4];
 

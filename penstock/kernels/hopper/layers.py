@@ -1,6 +1,6 @@
-"""A decoding step of one sequence of a dense decoder in one launch on Hopper (`layers.cu`).
+"""A decode step of one sequence of a dense decoder in one persistent kernel on Hopper (`layers.cu`).
 
-Docs: docs/design/0010-all-layers-in-one-launch.md.
+See docs/design/0010-all-layers-in-one-launch.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_INPUTS = 16384  # of a projection: they lie in shared memory
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What the layers have in common; the kernel is compiled for it."""
+    """The sizes that all layers have in common; the kernel is compiled for them."""
 
     hidden: int
     inner: int
@@ -40,7 +40,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class StackedLayers:
-    """A decoder: addresses of the weights of all layers, whoever keeps those, and where ctas leave results."""
+    """A decoder as the kernel reads it: addresses of weights that others own, and memory that CTAs exchange by."""
 
     shape: LayerShape
     addresses: torch.Tensor  # int64 [layers, 12], as in `layers.cu`
@@ -49,7 +49,7 @@ class StackedLayers:
     norm: torch.Tensor  # bfloat16 [hidden], before the head
     head: torch.Tensor
     eps: float
-    ctas: int  # one for each multiprocessor: all must run at once
+    ctas: int  # one per SM: all must be resident at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ def fits(shape: LayerShape, head_dim: int, block_size: int, ctas: int) -> bool:
 
 
 def exchange_places(shape: LayerShape, ctas: int) -> int:
-    """Of 16 bits: the residual stream twice, queries, keys and values, parts of attention and their weights, the inside
-    of the feed-forward, and argmax tokens."""
+    """Places of 16 bits: the residual stream twice, queries, keys and values, parts of attention and their weights, the
+    inner activations of the MLP, and the argmax of each CTA."""
     mixed, parts = shape.heads * _HEAD_DIM, min(ctas // shape.heads, _MOST_PARTS)
     qkv = mixed + 2 * shape.kv_heads * _HEAD_DIM
     places = 2 * shape.hidden + qkv + parts * mixed + shape.inner + 2 * parts * shape.heads + 2 * ctas
@@ -89,7 +89,7 @@ def exchange_places(shape: LayerShape, ctas: int) -> int:
 
 
 def slots_under_way(shape: LayerShape, ctas: int) -> int:
-    """Slots of 16 KiB that each program asks of memory at once. What small layers hand over waits behind them."""
+    """Slots of 16 KiB that each CTA has in flight. In small layers the exchanged results would wait behind more."""
     mixed, kv = shape.heads * _HEAD_DIM, shape.kv_heads * _HEAD_DIM
     weights = shape.hidden * (2 * mixed + 2 * kv + 3 * shape.inner)
     return 2 if weights * (1 if shape.fp8 else 2) < ctas << 20 else 4
@@ -123,7 +123,7 @@ def decode_step(
     *,
     num_layers: int | None = None,
 ) -> torch.Tensor:
-    """From the last token of a row to `logits` [1, vocabulary] and the argmax token, which goes to the row as well.
+    """From the last token of a row to `logits` [1, vocabulary] and the argmax, which goes to the row as well.
 
     `row` and `context` (int32 [1]) are read on the device. A context of 0 is padding: nothing is written to the cache.
     """

@@ -1,7 +1,7 @@
-// Attention for one new token: the queries of one KV head over one part of the context.
+// Attention of layers.cu for one new token: the queries of one KV head over one part of the context (flash decoding).
 //
-// Keys and values come by the ring, 128 tokens in a pass; keys lie in registers before the queries are there. A warp weighs
-// 16 tokens, all warps share the weights, and each takes 16 dimensions of the values.
+// Keys and values come by the ring, 128 tokens in a pass; keys are in registers before the queries arrive. A warp computes
+// the weights of 16 tokens, all warps share them, and each sums 16 dimensions of the values.
 #pragma once
 #include "layers_inputs.cuh"
 
@@ -38,8 +38,8 @@ DEVICE uint4 packed(const float (&x)[8]) {
     return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
 }
 
-// What is awaited of this step, to shared memory: queries, and for the last part the new token's score and value, which go
-// to the cache at `place` (none for padding) as well. Half a warp has a head.
+// Polls for what this step projects and writes it to shared memory: queries, and for the last part the new token's score
+// and value; its key and value also go to the cache at `place` (none for padding). Half a warp has a head.
 DEVICE void give_queries(Shared& shared, const Unit& unit, const bf16* exchange, bf16* keys, bf16* values, i64 place,
                          u64 query_gain, u64 key_gain, float eps, float scale) {
     const int lane = threadIdx.x % 16, head = threadIdx.x / 16, rotated = lane ^ 8;
@@ -78,7 +78,7 @@ DEVICE void give_queries(Shared& shared, const Unit& unit, const bf16* exchange,
     }
 }
 
-// What a warp takes of a pass, as operands of mma: keys of its 16 tokens, and its 16 dimensions of all values. Garbage where
+// A warp's share of a pass, as operands of mma: keys of its 16 tokens, and its 16 dimensions of all values. Garbage where
 // there are no tokens.
 struct Pass {
     Shared& shared;
@@ -124,7 +124,7 @@ struct Pass {
     }
 };
 
-// `exchange` is where to poll, `given` where results go.
+// `exchange` is where to poll, `given` where to publish.
 DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* given, bf16* key_cache, bf16* value_cache,
                    i64 place, u64 query_gain, u64 key_gain, float eps, float scale) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4;
@@ -210,9 +210,9 @@ DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* giv
     const u32 high = transposed(pack_bf16(sums[2] * inverses[0], sums[3] * inverses[1]));
     if (column < GROUP) {
         const int its = unit.part * HEADS + unit.kv_head * GROUP + column;
-        hand_over(given, ATTENDED + its * D + 16 * warp + 2 * pair, low);
-        hand_over(given, ATTENDED + its * D + 16 * warp + 2 * pair + 8, high);
-        if (warp == 0 && pair == 0) hand_over(given, WEIGHTS + 2 * its, __float_as_uint(peak + log2_approx(whole)));
+        publish(given, ATTENDED + its * D + 16 * warp + 2 * pair, low);
+        publish(given, ATTENDED + its * D + 16 * warp + 2 * pair + 8, high);
+        if (warp == 0 && pair == 0) publish(given, WEIGHTS + 2 * its, __float_as_uint(peak + log2_approx(whole)));
     }
     sync_warps();  // the next input takes the place of what was read here
 }

@@ -1,8 +1,8 @@
-// Weights: one warp copies them to the ring, the others multiply.
+// The GEMVs of layers.cu: one producer warp copies weights to the ring, the others multiply.
 #pragma once
 #include "layers_exchange.cuh"
 
-// What is asked of memory too early makes everything else that is asked of it wait: no more is under way than keeps it busy.
+// Copies that are issued too early delay all other memory traffic: no more are in flight than keep memory busy.
 struct Producer {
     Ring ring, landed;
     int limit = UNDERWAY, under_way = 0;
@@ -44,7 +44,7 @@ struct Producer {
         stream(weight, row_bytes, rows.first, rows.count, rows.count, 0);
     }
 
-    // Of the layer whose blocks begin at `first_block`; lanes 0 and 1 copy keys and values of a block, 2 and 3 of the next.
+    // The layer's KV blocks begin at `first_block`; lanes 0 and 1 copy keys and values of a block, 2 and 3 of the next.
     DEVICE void stream_tokens(const TensorMap* keys, const TensorMap* values, i64 first_block, const int* table,
                               const Unit& unit) {
         constexpr int BYTES = 2 * BLOCK * D;
@@ -105,10 +105,10 @@ struct Slice {
     }
 };
 
-// The gemv of this block's rows of a weight, in at most so many tiles, with an input of K numbers in shared memory: the sums
-// over the columns that each warp takes, to `sums` of shared memory.
+// GEMV of this CTA's rows of a weight, in at most so many tiles, with an input of K numbers in shared memory: the sums over
+// the columns that each warp takes go to `sums` of shared memory.
 //
-// Rows of no more than so many slots are held in registers before the input is there; of others one slot is read ahead.
+// Up to MOST_HELD slots are read to registers before the input is there; of more, one slot is read ahead.
 template <bool QUANTIZED, int K, int TILES, int MOST_HELD>
 struct Gemv {
     static constexpr int BYTES = K * (QUANTIZED ? 1 : 2), CHUNKS = (BYTES + CHUNK - 1) / CHUNK;
@@ -136,7 +136,7 @@ struct Gemv {
         if (lane % 4 == 0) shared.sums[warp][tile + lane / 4] = (sums[0][0] + sums[1][0]) + (sums[0][3] + sums[1][3]);
     }
 
-    // Before the input is there. Slots are free once all is read.
+    // Call it before the input is there: reads the weights that registers can hold, and frees their slots.
     DEVICE void hold(Ring& ring, int rows) {
         if constexpr (HELD == 0) return;
         const int first = ring.slot, count = (rows + ROWS - 1) / ROWS * CHUNKS, lane = threadIdx.x % 32;
@@ -154,7 +154,7 @@ struct Gemv {
         if (lane < count) arrive_having(ring.shared.empty + ring.after(first, lane), last);
     }
 
-    // Then; the first row's sum goes to place `to`.
+    // Call it once the input is there; the first row's sum goes to place `to`.
     DEVICE void compute(Ring& ring, int rows, int to = 0) {
         Shared& shared = ring.shared;
         u32 kept[KEEP ? CHUNKS : 1][EACH][X_WORDS<QUANTIZED>];

@@ -1,16 +1,16 @@
-// out[rows, N / 2] = SiLU(gate) * up for many rows, where gate and up are the halves of x[rows, K] weight[N, K]^T: what
-// decides is the arithmetic, and that it never pauses.
+// Persistent GEMM with a SwiGLU epilogue for many rows: out[rows, N / 2] = SiLU(gate) * up, where gate and up are the halves
+// of x[rows, K] weight[N, K]^T. It is bound by the tensor cores, so these must never idle.
 //
-// A block stays on its multiprocessor and computes tile after tile of 128 rows and TILE channels, half of them of the gate
-// and half of up. One warp copies, two warpgroups multiply 64 rows each. The copies run ahead into the next tile, and the
-// first warpgroup ends its part of a tile before the second, so that one multiplies while the other finishes. Two blocks
-// are a pair that loads what its tiles have in common once, half each. Tiles come in bands of rows that stay in the cache
-// while the whole weight passes by.
+// One CTA per SM computes tile after tile of 128 rows and TILE channels, half of them of the gate and half of up. One
+// producer warp copies, two warpgroups multiply 64 rows each. The copies run ahead into the next tile, and the first
+// warpgroup ends its part of a tile before the second, so that one multiplies during the other's epilogue. Two CTAs are a
+// cluster that loads what its tiles share once, half each (multicast). Tiles come in bands of rows that stay in L2 while
+// the whole weight passes by.
 //
 // TILE     a multiple of 32                      FP8          e4m3 with scales of channels and rows, else bfloat16
 // STAGES   steps of 128 bytes of K in flight,    COMMON_ROWS  the tiles of a pair have the same rows, else the same
 //          of which there are no fewer                        channels
-#define ROWS TILE  // the second side of wgmma.cuh: here channels
+#define ROWS TILE  // the N side of wgmma.cuh: here channels
 #include "cluster.cuh"
 #include "common.cuh"
 #include "wgmma.cuh"
@@ -24,7 +24,7 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int LEAD = STAGES - 2;          // steps that the first warpgroup is ahead in the end
 constexpr int AHEAD = 1;                  // a barrier of sync_threads
 constexpr int COLUMNS = TILE / 2;         // of out, in a tile
-constexpr int PARTS = 2;                  // in which a tile is laid down
+constexpr int PARTS = 2;                  // in which the epilogue stages a tile
 constexpr int CHUNKS = COLUMNS / PARTS / 8;  // of 8 columns or 16 bytes, in a part
 constexpr int PITCH = (CHUNKS | 1) * 16;  // bytes: neither stores nor loads collide in banks
 constexpr int SCALES = FP8 ? TILE : 0;    // of the channels of a tile: of this one and of the next
@@ -49,7 +49,7 @@ struct Stage {
     }
 };
 
-// 8 channels of the gate and the same of up in turn, so that a thread gets both values of a column.
+// 8 channels of the gate interleaved with the same 8 of up, so that a thread gets both values of a column.
 DEVICE void copy_step(unsigned char* to, const TensorMap* x, const TensorMap* weight, int step, int row, int channel,
                       int rank, u64* barrier) {
     unsigned char* weights = to + X_BYTES;
@@ -119,7 +119,7 @@ swiglu_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     if (threadIdx.x == THREADS) {
         for (int stage = 0; stage < STAGES; stage++) {
             init_barrier(&full[stage], 1);
-            init_barrier(&empty[stage], 4);  // the warpgroups of both blocks, as both fill it
+            init_barrier(&empty[stage], 4);  // the warpgroups of both CTAs, as both fill it
         }
         init_barrier(&scaled[0], 1);
         init_barrier(&scaled[1], 1);
@@ -226,5 +226,5 @@ swiglu_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
             }
         }
     }
-    sync_cluster_relaxed();  // nobody writes to a block that has left
+    sync_cluster_relaxed();  // no CTA exits while the other may still write to its shared memory
 }

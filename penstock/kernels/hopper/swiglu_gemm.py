@@ -1,7 +1,7 @@
-"""SiLU(gate) * up of many rows on Hopper, where gate and up are the halves of x[rows, K] @ weight[N, K].T.
+"""GEMM with a SwiGLU epilogue for many rows on Hopper: SiLU(gate) * up, where x[rows, K] @ weight[N, K].T is both.
 
-What `swiglu_gemm.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per
-row of `x`. cuBLAS multiplies as fast, but writes gate and up for another kernel to read. The reference is
+`swiglu_gemm.cu` computes in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of
+`x`. The GEMM of cuBLAS is as fast, but writes gate and up for another kernel to read. The reference is
 `linear_reference` of `triton/gemm.py`.
 """
 
@@ -14,24 +14,24 @@ import torch
 from penstock.kernels.hopper.program import Kernel, is_hopper, kernel
 from penstock.kernels.hopper.tensor_map import alternating, tensor_map
 
-_PAIRS = 66  # of blocks, one block on each multiprocessor of an H200
+_PAIRS = 66  # of CTAs, one CTA per SM of an H200
 _HEIGHT = 128  # rows of a tile
 _WIDTHS = (256, 224, 192)  # channels of a tile
 _STAGES = 4
-_BAND = 2048  # rows whose tiles are next to each other in time: they stay in the cache while all channels pass by
+_BAND = 2048  # rows whose tiles are next to each other in time: they stay in L2 while all channels pass by
 _STEP_BYTES = 128
 _THREADS = 384
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Of a product into tiles for pairs of blocks, which have either their channels in common or their rows."""
+    """Tiles of a GEMM for pairs of CTAs (clusters of two), which share either their channels or their rows."""
 
     width: int  # channels of a tile: half of them of the gate
     common_rows: bool
 
     def pairs(self, rows: int, channels: int) -> tuple[int, int]:
-        """Along rows and along channels."""
+        """Number of pairs of tiles along rows and along channels."""
         height, width = (_HEIGHT, 2 * self.width) if self.common_rows else (2 * _HEIGHT, self.width)
         return -(-rows // height), -(-channels // width)
 
@@ -40,7 +40,7 @@ _TILINGS = [Tiling(width, common_rows) for width in _WIDTHS for common_rows in (
 
 
 def swiglu_tiling(x: torch.Tensor, weight: torch.Tensor, *, streams: bool) -> Tiling | None:
-    """For the rows of `x`, quantised or not yet; None where others are faster, of which `hopper/gemm.py` may be one."""
+    """The tile config for the rows of `x`, quantised or not yet; None where cuBLAS or `hopper/gemm.py` is faster."""
     rows, (n, k) = len(x), weight.shape
     if x.dtype != torch.bfloat16 or weight.dtype not in (torch.bfloat16, torch.float8_e4m3fn):
         return None
@@ -50,9 +50,9 @@ def swiglu_tiling(x: torch.Tensor, weight: torch.Tensor, *, streams: bool) -> Ti
 
 
 def best_tiling(rows: int, n: int, k: int, *, streams: bool = False) -> Tiling | None:
-    """All pairs of blocks take the same time for a tile, so what counts is how often the slowest one has to.
+    """All pairs of CTAs take the same time for a tile, so what counts is the number of waves.
 
-    Where much of that is idle or padding, others are faster, unless the product is so small that a kernel less decides.
+    Where much of that is idle or padding, others are faster, unless the GEMM is so small that a launch less decides.
     """
 
     def cost(tiling: Tiling) -> int:
@@ -71,7 +71,7 @@ def shared_bytes(width: int) -> int:
 
 
 def compile_swiglu_gemms(*, fp8: bool) -> None:
-    """For all tilings there are."""
+    """Compile the kernel for all tile configs."""
     for tiling in _TILINGS:
         _kernel(tiling, fp8)
 
@@ -89,7 +89,7 @@ def swiglu_gemm(
     """
     (rows, depth), n, step = x.shape, len(weight), _STEP_BYTES // x.itemsize
     high, wide = tiling.pairs(rows, n)
-    # What a pair has in common, each of its blocks copies half of.
+    # Each CTA of a pair copies half of what they share (multicast).
     heights, widths = (_HEIGHT // 2, tiling.width) if tiling.common_rows else (_HEIGHT, tiling.width // 2)
     of_channels, of_rows = scales or (x, x)
     _kernel(tiling, scales is not None)(

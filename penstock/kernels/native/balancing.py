@@ -1,7 +1,7 @@
 """Channel scales and transforms for int8 weights, calibrated by running a checkpoint's own layers on some tokens.
 
-The tokens are random, not read: no text is at hand where weights are packed, and the channels that stand out are much the
-same for any. Low ids are drawn more often than high ones, because tokenizers number frequent tokens first.
+The tokens are random, not read: no text is at hand where weights are packed, and the channels that stand out are much
+the same for any. Low ids are drawn more often than high ones, because tokenizers number frequent tokens first.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ inline unsigned cluster_of(unsigned index) { return index / machine.cluster; }
 
 }  // namespace gpu
 
-inline float4 load_from_block(const float* place, u32 block) {
+inline float4 load_from_cta(const float* place, u32 block) {
     gpu::Block* own = gpu::machine.current->block;
     gpu::Block* other = gpu::met.at(gpu::cluster_of(own->index.x) * gpu::machine.cluster + block);
     float4 out;

@@ -549,7 +549,7 @@ inline void put_word(void* place, u32 value) {
     *static_cast<u32*>(place) = value;
     gpu::machine.progress++;
 }
-inline u64 look_long(const void* place) {
+inline u64 poll_long(const void* place) {
     gpu::yield();
     return *static_cast<const u64*>(place);
 }
