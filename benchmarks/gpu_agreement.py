@@ -92,7 +92,7 @@ def logits_of(forward: Forward, prompts: list[Prompt], vocab: int, every: bool =
 
 
 class GraphPath:
-    """Steps that only decode go the way that captured steps go, with rotation and cache write within attention."""
+    """Steps that only decode go the way of the CUDA graphs, with RoPE and cache write within attention."""
 
     def __init__(self, forward: FusedForward) -> None:
         self._forward = forward
@@ -117,7 +117,7 @@ class GraphPath:
 def report(label: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     error = float((actual - expected).norm() / expected.norm())
     same = float((actual.argmax(-1) == expected.argmax(-1)).float().mean())
-    print(f"{label:44s} relative error {error:.2e}, same likeliest token {same:.2%} of {len(expected)}", flush=True)
+    print(f"{label:44s} relative error {error:.2e}, same argmax {same:.2%} of {len(expected)}", flush=True)
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def compare_logits(checkpoint: Checkpoint, quantization: str, kv_dtype: str) -> 
         assert supports_fused(bf16, config)
         quantize_model(bf16)
     forward = fused(bf16, config, len(prompts), kv_dtype)
-    for label, path in (("mixed", forward), ("captured", GraphPath(forward))):
+    for label, path in (("mixed", forward), ("graph", GraphPath(forward))):
         found = logits_of(path, prompts, config.vocab_size)
         report(f"fused, weights {quantization}, KV {kv_dtype}, {label} steps", found, expected)
 
@@ -202,8 +202,8 @@ def compare_with_transformers(checkpoint: Checkpoint, text: Path, quantization: 
         report("  Penstock against transformers bfloat16", ours, bfloat16)
         report("  Penstock against transformers float32", ours, float32)
         report("  transformers bfloat16 against float32", bfloat16, float32)
-        likeliest = float32.topk(2, -1).values
-        clear = likeliest[:, 0] - likeliest[:, 1] > 4 * (bfloat16 - float32).abs().amax(-1).median()
+        top_two = float32.topk(2, -1).values
+        clear = top_two[:, 0] - top_two[:, 1] > 4 * (bfloat16 - float32).abs().amax(-1).median()
         label = f"  Penstock where float32 is clear ({float(clear.float().mean()):.0%})"
         report(label, ours[clear], float32[clear])
 

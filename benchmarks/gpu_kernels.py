@@ -53,7 +53,7 @@ SECTIONS: dict[str, list[Callable[..., Case]]] = {
     "experts": [partial(moe_case, tokens, dtype) for tokens, dtype in product((1, 32, 512, 8192), (BF16, FP8))],
     "gemv": gemm_section(1),
     "gemm": gemm_section(4, 16, 32, 64),
-    "products": [
+    "large_gemm": [
         *gemm_section(96, 160, 224),
         *(partial(deferred_norm_case, rows, 1024, 3072) for rows in (8, 32, 128)),
     ],

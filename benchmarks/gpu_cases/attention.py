@@ -1,4 +1,4 @@
-"""Attention: decode, decode over a shared prefix, prefill; and rotation with the cache write before it."""
+"""Benchmark cases of attention: decode, shared-prefix (cascade) decode, prefill; and RoPE with the cache write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Projections and what stands around them: norm, activation, products of few rows, experts."""
+"""Benchmark cases of GEMMs and what stands around them: norm, activation, few and many rows, MoE."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from penstock.kernels.triton.norm import (
 )
 from penstock.quantization.fp8 import quantize_channels
 
-SHAPES = {  # N, K, what the small-batch kernels fold in
+SHAPES = {  # N, K, what the small-batch kernels fuse
     "llama qkv": (6144, 4096, "norm"),
     "llama o": (4096, 4096, "add"),
     "llama gate_up": (28672, 4096, "gated"),
@@ -139,7 +139,7 @@ def scratch() -> SplitScratch:
 
 
 class _Gemm:
-    """A projection with what the kernels of few rows fold in, at one number of rows, and the ways to compute it."""
+    """A projection with what the kernels of few rows fuse, at one number of rows, and the ways to compute it."""
 
     def __init__(self, name: str, dtype: torch.dtype, rows: int) -> None:
         n, k, fold = SHAPES[name]
@@ -222,18 +222,18 @@ class _Gemm:
 
 
 def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
-    product = _Gemm(name, dtype, rows)
-    variants = [product.gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
+    gemm = _Gemm(name, dtype, rows)
+    variants = [gemm.gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
     if 1 < rows <= 64:
-        variants += [product.gemm(config) for config in skinny_configs(product.n, product.k, dtype, rows)]
+        variants += [gemm.gemm(config) for config in skinny_configs(gemm.n, gemm.k, dtype, rows)]
     if rows > 1 and is_hopper(DEVICE):
-        variants.append(product.hopper())
-    variants.append(Variant("* cublas", product.library))
-    return Case(f"{name} {short(dtype)} rows {rows}", product.bytes / COPY_BYTES, product.sets, variants)
+        variants.append(gemm.hopper())
+    variants.append(Variant("* cublas", gemm.library))
+    return Case(f"{name} {short(dtype)} rows {rows}", gemm.bytes / COPY_BYTES, gemm.sets, variants)
 
 
 def deferred_norm_case(rows: int, width: int, depth: int) -> Case:
-    """Two products on Hopper with an RMSNorm between them, begun by the first and finished by the second."""
+    """Two GEMMs on Hopper with an RMSNorm between them, which the first defers and the second applies."""
     sets = sets_for(4 * width * depth)
     pairs = [(randn(width, depth, scale=depth**-0.5), randn(2 * depth, width, scale=width**-0.5)) for _ in range(sets)]
     x, residual, gain = randn(rows, depth), randn(rows, width), randn(width)
@@ -252,12 +252,12 @@ def deferred_norm_case(rows: int, width: int, depth: int) -> Case:
         summed = linear_reference(x, pairs[0][0], residual=residual).to(BF16)
         return relative_error(out, linear_reference(summed, pairs[0][1], norm=(gain, 1e-5), gated=True))
 
-    variants = [Variant("begun and finished", run, error)] if is_hopper(DEVICE) else []
-    return Case(f"norm between products {rows}x{width}", 6 * width * depth / COPY_BYTES, sets, variants)
+    variants = [Variant("deferred", run, error)] if is_hopper(DEVICE) else []
+    return Case(f"norm between GEMMs {rows}x{width}", 6 * width * depth / COPY_BYTES, sets, variants)
 
 
 def swiglu_case(name: str, dtype: torch.dtype, rows: int) -> Case:
-    """SiLU(gate) * up of many rows; fp8 quantised again for the product that follows."""
+    """SwiGLU of many rows; fp8 quantised again for the GEMM that follows."""
     n, k, _ = SHAPES[name]
     sets = sets_for(n * k * dtype.itemsize)
     weights = [randn(n, k, dtype=dtype, scale=k**-0.5 if dtype == BF16 else 1.0) for _ in range(sets)]
@@ -279,8 +279,8 @@ def swiglu_case(name: str, dtype: torch.dtype, rows: int) -> Case:
         if scales is None or x_scales is None:
             silu_mul(torch.mm(x, weights[i].T))
         else:
-            product = torch._scaled_mm(x, weights[i].T, scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True)
-            silu_mul(product, out=quantized, scales=inner_scales, unscaled=GemmScales(x_scales, scales))
+            gate_up = torch._scaled_mm(x, weights[i].T, scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True)
+            silu_mul(gate_up, out=quantized, scales=inner_scales, unscaled=GemmScales(x_scales, scales))
 
     def error() -> float:
         return relative_error(out, linear_reference(x, weights[0], scales=scales, x_scales=x_scales, gated=True))

@@ -1,4 +1,4 @@
-"""Sampling, and a whole decoding step: what the kernels give together."""
+"""Benchmark cases of sampling, and of a whole decoding step."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class _Decoder:
         return sum(weight.nbytes for weight in weights) + kv
 
     def step(self, *, fused_rope: bool = True, layers: int | None = None) -> None:
-        """Kernel by kernel; `fused_rope`: attention applies rope itself."""
+        """One kernel after the other; `fused_rope`: attention applies RoPE itself."""
         x, deferred, used = self.embedded.clone(), None, self.weights[:layers]
         config = decode.decode_config(self.rows, self._KV_HEADS)
         plan = plan_decode(self.contexts, self.parts, config.block_n)
@@ -149,7 +149,7 @@ class _Decoder:
         return stack_layers(self.shape, addresses, self.embedded, self.gain, self.head, self._EPS, programs)
 
     def stacked_step(self, layers: int | None = None) -> None:
-        """In one launch, of one sequence."""
+        """In one persistent kernel, of one sequence."""
         row, last_tokens = torch.zeros_like(self.contexts), torch.zeros_like(self.tokens)
         cache = KVCache(self.keys, self.values, self.cos_sin, self._SCALE)
         decode_step(self._stacked, cache, row, self.contexts, last_tokens, self.tables, self.logits, num_layers=layers)
@@ -179,7 +179,7 @@ class _Decoder:
 
 
 def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_layers: int = 64) -> Case:
-    """A whole decoding step, every layer with weights of its own: what the kernels give together."""
+    """A whole decoding step, every layer with weights of its own."""
     decoder = _Decoder(model, dtype, rows, context, most_layers)
 
     def variant(

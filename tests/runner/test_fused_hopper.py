@@ -122,7 +122,7 @@ def logits_of(forward: Forward) -> torch.Tensor:
 
 
 class BothWays:
-    """The first decoding step goes as those with prompts do, the second as captured ones: attention turns keys."""
+    """The first decoding step goes as those with prompts do, the second as CUDA graphs do: attention applies RoPE."""
 
     def __init__(self, forward: FusedForward) -> None:
         self._forward = forward

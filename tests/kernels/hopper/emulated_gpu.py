@@ -1,4 +1,4 @@
-"""CUDA kernels of `penstock/kernels/hopper` on the CPU: compiled by g++ over `emulated_gpu/device.cuh`."""
+"""An emulated GPU: runs the CUDA kernels of `penstock/kernels/hopper` on the CPU, compiled by g++."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ available = shutil.which("g++") is not None
 
 
 class EmulatedKernel:
-    """Launched as `program.Kernel` is. `resident` blocks run at once: all, where a kernel has a barrier of its grid."""
+    """Launched as `program.Kernel` is. `resident` CTAs run at once: all, where a kernel waits for its grid."""
 
     def __init__(self, library: ctypes.CDLL, resident: int) -> None:
         self._launch = library.launch

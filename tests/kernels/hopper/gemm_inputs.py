@@ -1,4 +1,4 @@
-"""Inputs of a product, as tests of several kernels draw them."""
+"""Random inputs of a GEMM, for the tests of several kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA kernel itself, emulated."""
+"""Quantisation to fp8 by the CUDA kernel for Hopper, on the emulated GPU, against its reference."""
 
 from __future__ import annotations
 

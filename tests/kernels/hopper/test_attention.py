@@ -1,4 +1,4 @@
-"""The CUDA kernel itself, emulated."""
+"""Prefill and shared-prefix attention by the CUDA kernels for Hopper, on the emulated GPU, against their reference."""
 
 from __future__ import annotations
 

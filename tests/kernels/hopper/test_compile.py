@@ -8,7 +8,7 @@ import pytest
 
 from penstock.kernels.hopper import program
 
-# A product of 32 rows that begins a norm, one of 192 that finishes one, the same in fp8, and logits.
+# GEMMs: of 32 rows with a norm to defer, of 192 with a deferred norm to apply, the same in fp8, and logits.
 PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "APPLIES_NORM": 0, "DEFERS_NORM": 0}
 LLAMA = {"HIDDEN": 4096, "INNER": 14336, "HEADS": 32, "KV_HEADS": 8, "HEAD_NORM": 0, "CTAS": 132, "UNDERWAY": 4}
 QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 1, "CTAS": 132, "UNDERWAY": 2}

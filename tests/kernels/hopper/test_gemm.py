@@ -1,4 +1,4 @@
-"""The weight-streaming product for Hopper, run on the CPU."""
+"""The weight-streaming GEMM for Hopper, on the emulated GPU, against its reference."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.kernels.triton.gemm import linear_reference, split_scratch
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 from tests.kernels.hopper.gemm_inputs import draw_gemm_inputs
 
-_SHARED_BYTES = 227 << 10  # that a block on Hopper may have
+_SHARED_BYTES = 227 << 10  # that a CTA on Hopper may have
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def close(actual: object, expected: torch.Tensor, error: float) -> None:
     ("config", "rows", "n", "k", "kind", "fp8"),
     [
         (HopperConfig(128, 2), 2, 200, 192, "wide", False),  # a tile past the end, more steps than stages
-        (HopperConfig(64, 2, splits=2), 9, 64, 320, "add", False),  # an odd number of steps for two blocks
+        (HopperConfig(64, 2, splits=2), 9, 64, 320, "add", False),  # an odd number of steps for two CTAs
         (HopperConfig(256, 2), 16, 256, 384, "gated", True),
         (HopperConfig(64, 2, splits=4), 16, 128, 256, "gated", False),
         (HopperConfig(128, 2, splits=3), 23, 128, 512, "plain", False),  # rows and steps are no multiples of 3
@@ -84,7 +84,7 @@ def test_product_is_that_of_the_reference(
         (21, HopperConfig(64, 2, splits=2, row_blocks=2), HopperConfig(128, 2, row_blocks=2)),
     ],
 )
-def test_norm_between_two_products(
+def test_deferred_norm_between_two_gemms(
     rows: int, first: HopperConfig, second: HopperConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     width, depth, norm_eps = 256, 128, 1e-2
@@ -112,7 +112,7 @@ def test_any_product_is_cut_into_blocks_that_fit(n: int, k: int, itemsize: int, 
     config, steps = blocks_of(n, k, itemsize, rows), -(-k * itemsize // STEP_BYTES)
     padded = padded_rows(rows, config.row_blocks)
     assert padded * config.row_blocks >= rows
-    assert padded * max(1, config.tile // 128) <= 384  # sums in registers of two warpgroups
+    assert padded * max(1, config.tile // 128) <= 384  # accumulators in registers of two warpgroups
     assert 1 <= config.stages * config.splits < steps + config.splits
     assert shared_bytes(config, padded, gated=False) <= _SHARED_BYTES
     assert config.splits == 1 or -(-n // config.tile) * config.row_blocks * config.splits <= 132

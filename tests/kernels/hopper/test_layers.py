@@ -1,4 +1,4 @@
-"""A step in one launch against its parts' references; the CUDA kernel runs on the CPU, all blocks at once."""
+"""A decode step in one persistent kernel, on the emulated GPU with all CTAs at once, against its parts' references."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_which_layers_fit() -> None:
     assert not fits(LLAMA, 64, 16, 132)
     assert not fits(LLAMA, 128, 32, 132)
     assert not fits(replace(LLAMA, inner=28672), 128, 16, 132)  # more inputs than shared memory holds
-    assert not fits(replace(LLAMA, hidden=128), 128, 16, 132)  # some program would have no row
+    assert not fits(replace(LLAMA, hidden=128), 128, 16, 132)  # some CTA would have no row
     assert not fits(replace(LLAMA, hidden=4096 + 64, fp8=True), 128, 16, 132)
 
 

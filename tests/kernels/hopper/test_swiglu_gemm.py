@@ -1,4 +1,4 @@
-"""SiLU(gate) * up of many rows for Hopper, run on the CPU."""
+"""The GEMM with a SwiGLU epilogue for Hopper, on the emulated GPU, against its reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.kernels.triton.gemm import linear_reference
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 from tests.kernels.hopper.gemm_inputs import draw_gemm_inputs
 
-_SHARED_BYTES = 227 << 10  # that a block on Hopper may have
+_SHARED_BYTES = 227 << 10  # that a CTA on Hopper may have
 
 
 @pytest.mark.skipif(not available, reason="needs g++")
@@ -26,7 +26,7 @@ _SHARED_BYTES = 227 << 10  # that a block on Hopper may have
     [
         (Tiling(64, common_rows=False), 300, 176, 320, False),  # rows, channels and steps end within tiles
         (Tiling(96, common_rows=True), 300, 208, 256, False),  # the last pair has one tile of channels
-        (Tiling(64, common_rows=False), 600, 272, 512, True),  # two bands, more tiles than blocks
+        (Tiling(64, common_rows=False), 600, 272, 512, True),  # two bands, more tiles than CTAs
         (Tiling(64, common_rows=True), 140, 208, 640, True),
     ],
 )

@@ -59,8 +59,8 @@ inline void store(int tile, void* to, size_t stride) {
         std::memcpy(static_cast<uint8_t*>(to) + row * stride, tiles[tile][row], configuration.row_bytes[tile]);
 }
 
-extern "C" __attribute__((visibility("default"))) long emulated_tile_products;
-long emulated_tile_products = 0;
+extern "C" __attribute__((visibility("default"))) long emulated_tile_matmuls;
+long emulated_tile_matmuls = 0;
 
 // sums[m][n] += dot(four bytes of left[m][k], four bytes of right[k][n]) over k
 template <class Sum, class Dot>
@@ -69,7 +69,7 @@ void multiply(int sums, int left, int right, Dot dot) {
     require(c.palette == 1, "no tiles are configured");
     require(c.rows[sums] == c.rows[left] && c.row_bytes[sums] == c.row_bytes[right], "shapes of sums");
     require(c.row_bytes[left] == 4 * c.rows[right] && c.row_bytes[right] % 4 == 0, "shapes of factors");
-    __atomic_fetch_add(&emulated_tile_products, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&emulated_tile_matmuls, 1, __ATOMIC_RELAXED);
     for (int m = 0; m < c.rows[sums]; m++)
         for (int n = 0; n < c.row_bytes[sums] / 4; n++) {
             Sum sum;

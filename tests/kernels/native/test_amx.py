@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from penstock.kernels.native import bindings
-from tests.kernels.native.test_kernels import INT4_ROWS, product_reference
+from tests.kernels.native.test_kernels import INT4_ROWS, matmul_reference
 from tests.kernels.native.test_sanitizers import LEVELS
 
 SOURCES = Path(bindings.__file__).parent
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None or not bindings.avai
 
 
 @pytest.fixture(scope="module")
-def tile_products(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], int]]:
-    """Puts a library with emulated tiles in the place of the real one; counts the products of tiles so far."""
+def tile_matmuls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], int]]:
+    """Puts a library with emulated tiles in the place of the real one; counts the matmuls of tiles so far."""
     folder = tmp_path_factory.mktemp("amx")
     builds: list[tuple[str, list[str]]] = [(name, []) for name in SHARED]
     builds.append(("kernels_isa", [*LEVELS.get("avx512bf16", []), *TILES]))
@@ -37,14 +37,14 @@ def tile_products(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
     real = bindings.LIBRARY
     bindings.LIBRARY = folder / "amx.so"
     bindings._load.cache_clear()
-    products = ctypes.c_long.in_dll(bindings.library(), "emulated_tile_products")
-    yield lambda: products.value
+    matmuls = ctypes.c_long.in_dll(bindings.library(), "emulated_tile_matmuls")
+    yield lambda: matmuls.value
     bindings.LIBRARY = real
     bindings._load.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])
-def test_matmul(tile_products: Callable[[], int], kind: bindings.Scheme) -> None:
+def test_matmul(tile_matmuls: Callable[[], int], kind: bindings.Scheme) -> None:
     if kind == "none" and "avx512bf16" not in LEVELS:
         pytest.skip("activations become bfloat16 by instructions that this CPU lacks")
     for rows, n, k in [
@@ -61,15 +61,15 @@ def test_matmul(tile_products: Callable[[], int], kind: bindings.Scheme) -> None
         x = rng.standard_normal((rows, k), dtype=np.float32) * rng.uniform(0.1, 30, (rows, 1)).astype(np.float32)
         w, bias = rng.standard_normal((n, k), dtype=np.float32), rng.standard_normal(n, dtype=np.float32)
         x[rows // 2, :16] = 0
-        expected, tolerance = product_reference(x, w, kind, "amx")
-        before = tile_products()
+        expected, tolerance = matmul_reference(x, w, kind, "amx")
+        before = tile_matmuls()
         got = bindings.matmul(x, w, kind, bias)
         np.testing.assert_allclose(got, expected + bias, rtol=1e-5, atol=tolerance)
-        assert (tile_products() > before) == (rows >= (INT4_ROWS if kind == "int4" else 16))
+        assert (tile_matmuls() > before) == (rows >= (INT4_ROWS if kind == "int4" else 16))
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_extreme_inputs_neither_saturate_nor_overflow(tile_products: Callable[[], int], kind: bindings.Scheme) -> None:
+def test_extreme_inputs_neither_saturate_nor_overflow(tile_matmuls: Callable[[], int], kind: bindings.Scheme) -> None:
     x = np.full((33, 4096), 127, dtype=np.float32)
     w = np.ones((34, 4096), dtype=np.float32)
     w[1] = -1

@@ -37,7 +37,7 @@ INPUTS = {"none": lambda x: x, "int8": scheme.int8_affine_round_trip, "int4": sc
 INT4_ROWS = 64  # of gemm_amx.h: from here on AMX multiplies int4 weights in bfloat16
 
 
-def product_reference(x: Floats, w: Floats, kind: Scheme, isa: str) -> tuple[np.ndarray, float]:
+def matmul_reference(x: Floats, w: Floats, kind: Scheme, isa: str) -> tuple[np.ndarray, float]:
     """x wᵀ with both rounded as the kernels round them, and how far a sum may be from it."""
     unpacked = kind == "int4" and isa == "amx" and len(x) >= INT4_ROWS
     bfloat16 = unpacked or (kind == "none" and isa in ("avx512bf16", "amx"))
@@ -69,14 +69,14 @@ def test_matmul(isa: str, kind: Scheme, rows: int, n: int, k: int) -> None:
     w = rng.standard_normal((n, k), dtype=np.float32)
     bias = rng.standard_normal(n, dtype=np.float32)
     x[rows // 2, :16] = 0
-    expected, tolerance = product_reference(x, w, kind, isa)
+    expected, tolerance = matmul_reference(x, w, kind, isa)
     np.testing.assert_allclose(bindings.matmul(x, w, kind), expected, rtol=1e-5, atol=tolerance)
     np.testing.assert_allclose(bindings.matmul(x, w, kind, bias), expected + bias, rtol=1e-5, atol=tolerance)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_extreme_inputs_neither_saturate_nor_overflow(isa: str, kind: Scheme) -> None:
-    """All products at their largest: 16-bit intermediate sums would saturate here."""
+    """All inputs at their largest: 16-bit intermediate sums would saturate here."""
     x = np.full((3, 4096), 127, dtype=np.float32)
     w = np.ones((34, 4096), dtype=np.float32)
     w[1] = -1

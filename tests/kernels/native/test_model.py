@@ -305,7 +305,7 @@ def test_near_equals_of_an_output_projection_in_int8_are_told_apart(isa: str, sc
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_the_likeliest_tokens_need_no_logits(isa: str, rows: int) -> None:
+def test_the_argmax_needs_no_logits(isa: str, rows: int) -> None:
     """The argmax of each thread's columns, put together, over a vocabulary that is no multiple of a panel."""
     runner = build(reference("llama"), "int8")
     arrays = step([(np.arange(rows), 0, [1, 2, 3])])

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding, activation and small products against their references, through Triton's interpreter."""
+"""Norm, rotary embedding, activation and small GEMMs against their references, through Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ def test_silu_mul() -> None:
 
 def test_scales_left_out_of_a_product_are_applied_after_it() -> None:
     rows, width = 3, 1100
-    product, unscaled = randn(rows, 2 * width), GemmScales(randn(rows).abs(), randn(2 * width).abs())
-    scaled = product * unscaled.of_rows[:, None] * unscaled.of_channels
-    close(silu_mul(product, unscaled=unscaled), silu_mul_reference(scaled), 1e-5)
+    gemm_out, unscaled = randn(rows, 2 * width), GemmScales(randn(rows).abs(), randn(2 * width).abs())
+    scaled = gemm_out * unscaled.of_rows[:, None] * unscaled.of_channels
+    close(silu_mul(gemm_out, unscaled=unscaled), silu_mul_reference(scaled), 1e-5)
     scales = torch.empty(rows)
-    quantised = silu_mul(product, scales=scales, unscaled=unscaled)
+    quantised = silu_mul(gemm_out, scales=scales, unscaled=unscaled)
     assert typical_error(quantised.float() * scales[:, None], silu_mul_reference(scaled)) < 0.04
     residual, weight = randn(rows, 2 * width, seed=1), randn(2 * width)
     summed = residual.clone()
-    assert add_scaled(summed, product, unscaled) is summed
+    assert add_scaled(summed, gemm_out, unscaled) is summed
     close(summed, residual + scaled, 1e-5)
     normed, _ = add_rms_norm_reference(scaled, weight, 1e-5, residual)
-    close(add_rms_norm(product, weight, 1e-5, residual=residual, unscaled=unscaled), normed, 1e-5)
+    close(add_rms_norm(gemm_out, weight, 1e-5, residual=residual, unscaled=unscaled), normed, 1e-5)
     close(residual, summed, 1e-6)
 
 
@@ -157,7 +157,7 @@ def test_gemm_refuses_a_scratch_that_its_splits_would_overrun() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, 9, 70])  # the vector kernel, the matrix kernel, the library
+@pytest.mark.parametrize("rows", [1, 9, 70])  # GEMV, GEMM, cuBLAS
 def test_linear_layers_are_the_same_function_at_every_batch_size(rows: int) -> None:
     n, k, scratch = 96, 128, split_scratch(CPU, 1 << 16, 16)
     x, weight, norm = randn(rows, k), randn(n, k) / 10, (randn(k, seed=1), 1e-5)

@@ -1,4 +1,4 @@
-"""Choosing and multiplying experts against the plain sum over pairs, through Triton's interpreter."""
+"""MoE routing and grouped GEMMs against the plain sum over pairs, through Triton's interpreter."""
 
 from __future__ import annotations
 

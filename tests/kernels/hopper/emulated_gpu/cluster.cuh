@@ -1,4 +1,4 @@
-// The functions of penstock/kernels/hopper/cluster.cuh on the CPU. All blocks of a cluster must be resident.
+// The functions of penstock/kernels/hopper/cluster.cuh on the CPU. All CTAs of a cluster must be resident.
 #pragma once
 #include "device.cuh"
 
@@ -27,7 +27,7 @@ inline void sync_cluster_relaxed() { sync_cluster(); }
 
 namespace gpu {
 
-// As that block of the cluster; `shift` moves a pointer to shared memory there.
+// As that CTA of the cluster; `shift` moves a pointer to shared memory there.
 template <class Op>
 void in_block(u32 block, Op op) {
     Block* own = machine.current->block;

@@ -178,7 +178,7 @@ inline void run_blocks(const std::vector<Triple>& indices, unsigned threads, siz
             machine.copies.back()();
             machine.copies.pop_back();
         }
-        idle = moved ? 0 : idle + 1;  // looks at global memory take turns too
+        idle = moved ? 0 : idle + 1;  // polls of global memory yield too
         if (left && idle > 100) machine.error = "deadlock: " + std::to_string(left) + " threads wait for each other";
     }
     if (machine.error.empty() && !machine.copies.empty()) machine.error = "copies were under way when the kernel ended";
@@ -190,7 +190,7 @@ void call(Function function, void** values, std::tuple<Arguments...>*, std::inde
     function(*reinterpret_cast<std::remove_reference_t<Arguments>*>(values[I])...);
 }
 
-// As many blocks at once as there are `resident`, which kernels with a barrier of the grid need all of.
+// Runs `resident` CTAs at once; kernels that wait for their grid need all of them.
 template <class... Arguments>
 const char* launch(void (*kernel)(Arguments...), const unsigned* shape, unsigned resident, void** values) {
     machine = Machine();
