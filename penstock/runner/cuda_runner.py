@@ -2,8 +2,8 @@
 
 The graph of a decode step reads rows and contexts from fixed buffers, gathers everything else on the device, and writes
 the sampled tokens back into the rows, so step N+1 can be queued before step N has run. A step is padded to the next
-graph bucket with a spare row of context 0. Steps with prompts in them replay the graphs of `mixed_steps.py`; only those
-that score prompts launch their kernels without a graph.
+graph bucket with a spare row of context 0. Steps with prompts in them replay the graphs of `mixed_steps.py`, where
+their size has one; those that score prompts launch their kernels without a graph.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 //
 // A producer warp streams this CTA's rows of every weight into a ring of shared memory, through all phases: it waits for
 // free slots only, so memory is busy while the other warps poll for each other's results. Those are published without a
-// grid barrier (layers_exchange.cuh). See docs/design/0010-all-layers-in-one-launch.md
+// grid barrier (layers_exchange.cuh). See docs/design/0010-persistent-decode-kernel.md
 //
 // Macros: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_NORM, FP8, CTAS (of the grid), UNDERWAY (slots that are being filled
 // at most). Head size 128, tokens in KV blocks of 16.

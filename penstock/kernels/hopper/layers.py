@@ -1,6 +1,6 @@
 """A decode step of one sequence of a dense decoder in one persistent kernel on Hopper (`layers.cu`).
 
-See docs/design/0010-all-layers-in-one-launch.md.
+See docs/design/0010-persistent-decode-kernel.md.
 """
 
 from __future__ import annotations

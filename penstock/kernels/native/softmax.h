@@ -1,4 +1,4 @@
-// The online softmax that attention over every kind of cache shares, 64 keys at a time.
+// Online softmax of attention over any cache format, 64 keys at a time.
 //
 // Queries come multiplied by scale * log2(e), so it works in powers of two.
 #pragma once
@@ -42,7 +42,7 @@ static size_t attention_scratch(int head_dim) {
     return size_t(2) * CHUNK * head_dim + SCORE_ROWS * CHUNK + MAX_ROWS * (2 * head_dim + 18);
 }
 
-// Rope one row of scores into softmax weights relative to the running maximum, and hand them to put(i, 16 of them); only
+// Turn one row of scores into softmax weights relative to the running maximum, and hand them to put(i, 16 of them); only
 // [lo, hi) of the chunk is visible.
 template <class Put>
 PENSTOCK_INLINE void soften(const Workspace& w, int row, const float* s, int lo, int hi, Put put) {
