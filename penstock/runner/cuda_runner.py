@@ -9,7 +9,6 @@ their size has one; those that score prompts launch their kernels without a grap
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,26 +16,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.core.machine import usable_cpus
-from penstock.core.request import SamplingParams, TokenLogprob
+from penstock.core.request import SamplingParams
 from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.prefix import SharedPrefix, prefix_splits
 from penstock.kernels.triton.sampling import SamplingRows, argmax, sampling_scratch
 from penstock.kernels.triton.sampling import sample as sample_triton
 from penstock.runner.batch import build_batch
+from penstock.runner.device_scores import DeviceScores
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.mixed_steps import MixedSteps
+from penstock.runner.parallel_tasks import run_in_parallel
 from penstock.runner.row_state import RowState
 from penstock.runner.sampler import Draws, sample
 from penstock.runner.scoring import scored_prompts, scored_rows
+from penstock.runner.shared_prefix import MIN_SHARING, shared_prefix
 from penstock.runner.transfer import to_device, to_host
 
 # Graph buckets: the batch sizes of the graphs of decode steps, and of those with shared-prefix attention.
 BUCKETS = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
 SHARED_PREFIX_BUCKETS = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
-_MIN_SHARED_TOKENS = 256
-_MIN_SHARING = 8
 
 
 # The most that a request can ask of a step's sampling: every table, every pass, the most alternatives.
@@ -152,7 +151,7 @@ class CudaRunner:
         rows = np.array(step.rows, dtype=np.int32)
         contexts = np.array(step.starts, dtype=np.int32) + 1
         flight.sampled = list(range(len(rows)))
-        shared, length = self._shared_prefix(rows, contexts)
+        shared, length = shared_prefix(self._state.tables_RM, rows, contexts, self._block_size)
         sizes = self._sharing_sizes if length else self._sizes
         size = next(size for size in sizes if size >= len(rows))
         kind = _Kind(size, length > 0, self._forward.stacks(size, int(contexts.max())))
@@ -194,7 +193,7 @@ class CudaRunner:
         tokens = sample(logits, greedy, self._state, rows, positions, self._choose)
         asked, widths = scored_rows(self._state, rows)
         if asked:
-            scores = _Scores(logits[asked], tokens[asked], max(widths))
+            scores = DeviceScores(logits[asked], tokens[asked], max(widths))
             indices = [flight.sampled[i] for i in asked]
 
             def add(result: StepResult) -> None:
@@ -216,7 +215,7 @@ class CudaRunner:
         for first in range(0, len(rows), most):
             hidden = hidden_TC[to_device(rows[first : first + most], device)]
             following = to_device(tokens[first : first + most], device)
-            pieces.append(_Scores(self._forward.logits(hidden, self._logits[: len(hidden)]), following, width))
+            pieces.append(DeviceScores(self._forward.logits(hidden, self._logits[: len(hidden)]), following, width))
 
         def add(result: StepResult) -> None:
             result.prompt_logprobs[index] = [
@@ -269,26 +268,6 @@ class CudaRunner:
             self._prefix_table.copy_(self._tables[int(rows[np.argmax(shared)])])
         self._inputs.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
 
-    def _shared_prefix(
-        self, rows: npt.NDArray[np.int32], contexts: npt.NDArray[np.int32]
-    ) -> tuple[npt.NDArray[np.int32] | None, int]:
-        """Tokens at the start that most sequences have in common block by block: of each sequence, and how many."""
-        if len(rows) < _MIN_SHARING:
-            return None, 0
-        tables = self._state.tables_RM
-        firsts = tables[rows, 0]
-        values, counts = np.unique(firsts, return_counts=True)
-        if counts.max() < _MIN_SHARING or 2 * counts.max() < len(rows):
-            return None, 0
-        members = firsts == values[counts.argmax()]
-        width = int(contexts[members].min() - 1) // self._block_size
-        theirs = tables[rows[members], :width]
-        differs = np.flatnonzero((theirs != theirs[0]).any(0))
-        length = (int(differs[0]) if len(differs) else width) * self._block_size
-        if length < _MIN_SHARED_TOKENS:
-            return None, 0
-        return np.where(members, length, 0).astype(np.int32), length
-
     # -- capture -----------------------------------------------------------------------------------------------------
 
     def compile_all(self) -> None:
@@ -301,31 +280,9 @@ class CudaRunner:
         tasks: list[Callable[[], object]] = [self._forward.warm_up, self._warm_up_sampling]
         tasks += [partial(decode, kind, layers) for kind in self._kinds]
         tasks += [partial(mixed.compile, layout, self._state) for layout in mixed.layouts]
-
-        def run(task: Callable[[], object]) -> None:
-            with torch.inference_mode():
-                task()
-
-        def fits(task: Callable[[], object]) -> bool:
-            try:
-                run(task)
-            except torch.OutOfMemoryError:
-                return False
-            return True
-
         self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32), None, 0)
         mixed.pad()
-        torch.cuda.synchronize()
-        with ThreadPoolExecutor(min(16, usable_cpus()), initializer=_use_own_stream) as threads:
-            fitted = list(threads.map(fits, tasks))
-        torch.cuda.synchronize()
-        _free_library_memory()
-        run(self._forward.warm_up)  # on this thread, so that its libraries are set up before any graph is captured
-        for task, fitting in zip(tasks, fitted, strict=True):
-            if not fitting:
-                torch.cuda.empty_cache()
-                run(task)
-        torch.cuda.synchronize()
+        run_in_parallel(tasks)
         self._forward.clear_scratch()
         self._scratch.arrivals.zero_()
 
@@ -382,7 +339,7 @@ class CudaRunner:
     def _kinds(self) -> list[_Kind]:
         """The largest first, so that smaller ones share its memory."""
         alone = [_Kind(1, stacked=True)] if self._forward.stacks(1, 1) else []
-        sharing = [_Kind(size, shared=True) for size in reversed(self._sharing_sizes) if size >= _MIN_SHARING]
+        sharing = [_Kind(size, shared=True) for size in reversed(self._sharing_sizes) if size >= MIN_SHARING]
         return [_Kind(size) for size in reversed(self._sizes)] + sharing + alone
 
     def _capture(self, kind: _Kind) -> None:
@@ -416,33 +373,3 @@ class CudaRunner:
             lengths_S=self._inputs[2 * seqs : 2 * seqs + size],
             splits=prefix_splits(size, self._forward.num_heads, self._forward.max_model_len),
         )
-
-
-def _use_own_stream() -> None:
-    torch.cuda.set_stream(torch.cuda.Stream())
-    torch.cuda.current_stream().synchronize()  # makes the context current in this thread
-
-
-def _free_library_memory() -> None:
-    """cuBLAS keeps 32 MiB for each thread and stream that used it."""
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-
-
-class _Scores:
-    """Log-probabilities of some tokens and of the top alternatives, while they are copied to the host."""
-
-    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> None:
-        values = logits.log_softmax(-1)
-        top = values.topk(most, -1)
-        self.tokens, self._own = to_host(tokens), to_host(values.gather(-1, tokens.long()[:, None])[:, 0])
-        self._top, self._top_tokens = to_host(top.values), to_host(top.indices)
-
-    def read(self, widths: list[int]) -> list[TokenLogprob]:
-        rows = zip(
-            self.tokens.tolist(), self._own.tolist(), self._top_tokens.tolist(), self._top.tolist(), widths, strict=True
-        )
-        return [
-            TokenLogprob(token, own, tuple(zip(tokens[:width], values[:width], strict=True)))
-            for token, own, tokens, values, width in rows
-        ]

@@ -56,9 +56,7 @@ def close(actual: object, expected: torch.Tensor, error: float) -> None:
         (HopperConfig(128, 2, row_blocks=2), 20, 160, 128, "wide", False),
     ],
 )
-def test_product_is_that_of_the_reference(
-    config: HopperConfig, rows: int, n: int, k: int, kind: str, fp8: bool
-) -> None:
+def test_gemm_is_that_of_the_reference(config: HopperConfig, rows: int, n: int, k: int, kind: str, fp8: bool) -> None:
     weight, x, scales = draw_gemm_inputs(rows, n, k, fp8=fp8)
     width = n // 2 if kind == "gated" else n
     memory = torch.full((rows + 2, width + 8), torch.nan, dtype=torch.float32 if kind == "wide" else torch.bfloat16)

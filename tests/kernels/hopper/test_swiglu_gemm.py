@@ -30,7 +30,7 @@ _SHARED_BYTES = 227 << 10  # that a CTA on Hopper may have
         (Tiling(64, common_rows=True), 140, 208, 640, True),
     ],
 )
-def test_product_is_that_of_the_reference(
+def test_gemm_is_that_of_the_reference(
     tiling: Tiling, rows: int, n: int, k: int, fp8: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "kernel", emulated_kernel(tmp_path, resident=4))
