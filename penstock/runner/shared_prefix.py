@@ -1,4 +1,4 @@
-"""Finds the prefix that most sequences of a decode step share, for cascade attention, by comparing their block tables."""
+"""Finds the prefix that most sequences of a decode step share, for cascade attention, by their block tables."""
 
 from __future__ import annotations
 

@@ -3,140 +3,36 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
-import transformers
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.kernels.native import bindings
 from penstock.kernels.native.bindings import KVFormat, Scheme
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, stages, untied
-from penstock.kernels.native.model import ALIGNMENT, NativeModel, NativeRows, NativeStep
+from penstock.kernels.native.model import NativeRows, NativeStep
 from penstock.kernels.native.shape import tensor_shapes
-from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies
-from penstock.quantization.scheme import int4_round_trip
+from tests.kernels.native.random_models import (
+    BLOCK,
+    KINDS,
+    VOCAB,
+    arrays_of,
+    build,
+    empty,
+    expected,
+    logits_of,
+    reference,
+    shape,
+    step,
+)
 
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=str(bindings.unavailable_reason()))
-
-BLOCK = 16
-VOCAB = 211
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 96,
-    "intermediate_size": 136,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "initializer_range": 0.1,
-}
-KINDS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "llama_biases": lambda: transformers.LlamaConfig(
-        **SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=False
-    ),
-    "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=40, tie_word_embeddings=False),
-    "qwen2": lambda: transformers.Qwen2Config(**{**SIZES, "num_attention_heads": 4}, tie_word_embeddings=True),
-    "qwen3": lambda: transformers.Qwen3Config(**SIZES, tie_word_embeddings=True),
-}
-
-
-def reference(kind: str, scheme: Scheme = "none") -> Any:
-    """A random model whose weights the scheme can nearly hold: mostly activations and the cache are rounded."""
-    torch.manual_seed(3)
-    config = KINDS[kind]()
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter) * 0.05
-            parameter.copy_((parameter + noise).bfloat16().float())
-            if scheme == "int4" and parameter.ndim == 2 and len(parameter) != VOCAB:
-                parameter.copy_(torch.from_numpy(int4_round_trip(parameter.numpy())))
-    return model
-
-
-def shape(model: Any) -> ModelConfig:
-    c, names = model.config, set(model.state_dict())
-    return ModelConfig(
-        architecture=type(model).__name__,
-        vocab_size=c.vocab_size,
-        hidden_size=c.hidden_size,
-        intermediate_size=c.intermediate_size,
-        num_layers=c.num_hidden_layers,
-        num_heads=c.num_attention_heads,
-        num_kv_heads=c.num_key_value_heads,
-        head_dim=32,
-        norm_eps=c.rms_norm_eps,
-        rope_theta=float(c.rope_parameters["rope_theta"]),
-        rope_scaling=None,
-        max_position=2048,
-        tie_embeddings=c.tie_word_embeddings,
-        attention_bias="model.layers.0.self_attn.q_proj.bias" in names,
-        output_bias="model.layers.0.self_attn.o_proj.bias" in names,
-        mlp_bias="model.layers.0.mlp.up_proj.bias" in names,
-        qk_norm="model.layers.0.self_attn.q_norm.weight" in names,
-        windows=(getattr(c, "sliding_window", None) or 0,) * c.num_hidden_layers,
-        moe=None,
-        eos_ids=(),
-        bos_id=None,
-        dtype="float32",
-    )
-
-
-def empty(config: ModelConfig, scheme: Scheme = "none", threads: int = 2, kv: KVFormat = "bf16") -> NativeModel:
-    frequencies = inverse_frequencies(config)
-    return NativeModel(config, frequencies, scheme=scheme, block_size=BLOCK, num_blocks=128, threads=threads, kv=kv)
-
-
-def arrays_of(model: Any) -> Iterator[tuple[str, np.ndarray]]:
-    return ((name, tensor.numpy()) for name, tensor in model.state_dict().items())
-
-
-def build(model: Any, scheme: Scheme = "none", threads: int = 2, kv: KVFormat = "bf16") -> NativeModel:
-    native_model = empty(shape(model), scheme, threads, kv)
-    native_model.load(arrays_of(model))
-    return native_model
-
-
-Given = tuple[NativeStep, NativeRows]
-
-
-def logits_of(runner: NativeModel, given: Given) -> np.ndarray:
-    """To keep: a model writes the logits of its next call into the same memory."""
-    return runner.forward(*given)[0].copy()
-
-
-def expected(model: Any, tokens: np.ndarray) -> np.ndarray:
-    with torch.no_grad():
-        return np.asarray(model(torch.tensor(tokens)[None]).logits[0])
-
-
-def step(parts: list[tuple[np.ndarray, int, list[int]]], last_only: bool = False) -> Given:
-    """From (new tokens, their first position, block table) of each sequence."""
-    counts = [len(tokens) for tokens, _, _ in parts]
-    width = max(len(table) for _, _, table in parts)
-    tables = np.array([table + [0] * (width - len(table)) for _, _, table in parts], dtype=np.int32)
-    native_step = NativeStep(
-        tokens=np.concatenate([tokens for tokens, _, _ in parts]).tolist(),
-        rows=range(len(parts)),
-        starts=[first for _, first, _ in parts],
-        counts=counts,
-        logit_rows=[end - 1 for end in accumulate(counts)] if last_only else range(sum(counts)),
-    )
-    return native_step, NativeRows(tables, np.zeros(len(parts), dtype=np.int32))
 
 
 def limit(kv: KVFormat = "bf16") -> float:
@@ -315,73 +211,6 @@ def test_the_argmax_needs_no_logits(isa: str, rows: int) -> None:
     assert len(none) == 0
     np.testing.assert_array_equal(with_logits, expected)
     np.testing.assert_array_equal(without, expected)
-
-
-def test_a_packed_file_brings_the_same_weights_back(tmp_path: Path) -> None:
-    model = reference("qwen3")
-    tokens = step([(np.arange(30), 0, [1, 2])])
-    first = build(model, "int8")
-    first.save_packed(tmp_path / "weights", "checkpoint-1")
-    second = empty(shape(model), "int8")
-    assert second.load_packed(tmp_path / "weights", "checkpoint-1")
-    np.testing.assert_array_equal(first.forward(*tokens)[0], second.forward(*tokens)[0])
-
-
-def test_a_packed_file_of_something_else_is_not_used(tmp_path: Path) -> None:
-    model = reference("llama")
-    path = tmp_path / "weights"
-    build(model, "int8").save_packed(path, "checkpoint-1")
-    assert not empty(shape(model), "int8").load_packed(path, "checkpoint-2")
-    assert not empty(shape(model), "int4").load_packed(path, "checkpoint-1")
-    assert not empty(shape(model), "int8").load_packed(tmp_path / "absent", "checkpoint-1")
-
-
-@pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_a_damaged_packed_file_is_not_used(tmp_path: Path, scheme: Scheme) -> None:
-    path = tmp_path / "weights"
-    written = build(reference("llama"), scheme)
-    written.save_packed(path, "checkpoint-1")
-    whole = path.read_bytes()
-    begin, end = ALIGNMENT, ALIGNMENT + written.weight_bytes
-    everywhere = bytearray(whole)
-    everywhere[begin:end] = bytes(byte ^ 0xFF for byte in whole[begin:end])
-    flips = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (begin, (begin + end) // 2, end - 1, end)]
-    for damaged in (whole[:-1], whole[:begin], bytes(everywhere), *flips):
-        path.write_bytes(damaged)
-        loaded = empty(shape(reference("llama")), scheme)
-        with pytest.raises(StartupError, match="damaged: the checksums do not match"):
-            loaded.load_packed(path, "checkpoint-1")
-        loaded.load(arrays_of(reference("llama")))  # which leaves nothing of the damaged file, not even in padding
-        loaded.save_packed(path, "checkpoint-1")
-        assert path.read_bytes() == whole
-
-
-def test_what_killed_processes_left_behind_is_removed(tmp_path: Path) -> None:
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    path = tmp_path / "weights"
-    ours, theirs = (tmp_path / f"weights.{pid}.partial" for pid in (os.getppid(), dead.pid))
-    for partial in (ours, theirs):
-        partial.touch()
-    build(reference("llama"), "int8").save_packed(path, "checkpoint-1")
-    assert set(tmp_path.iterdir()) == {path, ours}
-
-
-def test_incomplete_or_wrong_checkpoints_are_named() -> None:
-    model = reference("llama")
-    weights = dict(arrays_of(model))
-    with pytest.raises(
-        StartupError, match="lacks 1 tensors, such as model.layers.1.mlp.up_proj.weight".replace(".", r"\.")
-    ):
-        empty(shape(model)).load((n, t) for n, t in weights.items() if n != "model.layers.1.mlp.up_proj.weight")
-    with pytest.raises(StartupError, match=r"q_proj.weight has shape \[5, 96\], expected \[192, 96\]"):
-        empty(shape(model)).load(
-            iter([("model.layers.0.self_attn.q_proj.weight", np.zeros((5, 96), dtype=np.float32))])
-        )
-    with pytest.raises(StartupError, match=r"q_proj.bias is not part of a model with this configuration"):
-        empty(shape(model)).load(iter([("model.layers.0.self_attn.q_proj.bias", np.zeros(192, dtype=np.float32))]))
-    with pytest.raises(StartupError, match=r"layers.9.* is not part of a model"):
-        empty(shape(model)).load(iter([("model.layers.9.mlp.up_proj.weight", np.zeros((136, 96), dtype=np.float32))]))
 
 
 @pytest.mark.parametrize(
