@@ -23,7 +23,7 @@ from gpu_cases.case import (
     short,
 )
 from penstock.kernels.hopper.gemm import empty_deferred_norm, hopper_gemm
-from penstock.kernels.hopper.gemm_configs import blocks_of
+from penstock.kernels.hopper.gemm_configs import tile_config
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.hopper.swiglu_gemm import best_tiling, swiglu_gemm
 from penstock.kernels.triton.activation import silu_mul, silu_mul_reference
@@ -194,7 +194,7 @@ class _Gemm:
         return Variant(label, run, lambda: relative_error(self.out, self.plain))
 
     def hopper(self) -> Variant:
-        config = blocks_of(self.n, self.k, self.dtype.itemsize, self.rows)
+        config = tile_config(self.n, self.k, self.dtype.itemsize, self.rows)
         into = torch.full_like(self.out, torch.nan)
 
         def run(i: int) -> None:
@@ -238,7 +238,7 @@ def deferred_norm_case(rows: int, width: int, depth: int) -> Case:
     pairs = [(randn(width, depth, scale=depth**-0.5), randn(2 * depth, width, scale=width**-0.5)) for _ in range(sets)]
     x, residual, gain = randn(rows, depth), randn(rows, width), randn(width)
     stream, out = residual.clone(), torch.full((rows, depth), torch.nan, dtype=BF16, device=DEVICE)
-    first, second = blocks_of(width, depth, 2, rows), blocks_of(2 * depth, width, 2, rows)
+    first, second = tile_config(width, depth, 2, rows), tile_config(2 * depth, width, 2, rows)
 
     def run(i: int) -> None:
         down, gate_up = pairs[i]

@@ -47,7 +47,7 @@ DEVICE int swizzled(int row, int d) {
     return byte / 128 * (MATRIX / 2) + row * 128 + ((byte / 16 ^ row) & 7) * 16 + byte % 16;
 }
 
-// A softmax under way: out[dim_of(i, g, 0 or 1), 2 t (+ 1)] of lane 4 g + t.
+// A running softmax: out[dim_of(i, g, 0 or 1), 2 t (+ 1)] of lane 4 g + t.
 struct Running {
     float out[8][4], total[2], peak[2];
 

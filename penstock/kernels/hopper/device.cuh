@@ -34,7 +34,7 @@ DEVICE void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 // Once `read`, the last word that the warp has read of what the barrier guards, is there: an arrival may overtake reads that
-// are under way. The address is the barrier's; that a count of bits is below 64 is not known to the assembler.
+// are in flight. The address is the barrier's; that a count of bits is below 64 is not known to the assembler.
 DEVICE void arrive_having(u64* barrier, u32 read) {
     asm volatile(
         "{ .reg .b32 t; popc.b32 t, %1; shr.b32 t, t, 6; add.u32 t, t, %0; mbarrier.arrive.shared::cta.b64 _, [t]; }" ::"r"(

@@ -16,7 +16,7 @@ from penstock.kernels.hopper.program import is_hopper
 
 _LEAST_ROWS = 2  # one is a vector
 _LOGITS = 1 << 16  # channels: a vocabulary, and float32, whose writing counts
-_BLOCKS = 132  # SMs of an H200, one CTA each
+_SMS = 132  # SMs of an H200, one CTA each
 _WHOLE, _MOST, _HALF = 224 << 10, 148 << 10, 110 << 10  # bytes of an SM's shared memory, for stages
 
 
@@ -27,7 +27,7 @@ def hopper_config(x: torch.Tensor, weight: torch.Tensor) -> HopperConfig | None:
         return None
     if not is_hopper(x.device) or n % 16 or k % 16 or not _LEAST_ROWS <= rows <= most_rows(n, k, weight.itemsize):
         return None
-    return blocks_of(n, k, weight.itemsize, rows)
+    return tile_config(n, k, weight.itemsize, rows)
 
 
 def most_rows(n: int, k: int, itemsize: int) -> int:
@@ -41,20 +41,20 @@ def most_rows(n: int, k: int, itemsize: int) -> int:
     return 512 if _divides_rows(n, k) else 160
 
 
-def blocks_of(n: int, k: int, itemsize: int, rows: int) -> HopperConfig:
+def tile_config(n: int, k: int, itemsize: int, rows: int) -> HopperConfig:
     steps = -(-k * itemsize // STEP_BYTES)
     if rows > 160 and _divides_rows(n, k):
         return _divided_rows(n, steps, rows)
     tiles, padded = -(-n // 64), padded_rows(rows)
     if n >= _LOGITS:
         return _config(128, 1, _HALF if padded <= 32 else _WHOLE, steps, padded)
-    if tiles > 2 * _BLOCKS:
+    if tiles > 2 * _SMS:
         # Several CTAs per SM, one after the other; wide tiles read many rows less often.
         ring = _MOST if padded <= 128 else _WHOLE
         return _config(128 if padded <= 32 or padded > 192 else 256, 1, ring, steps, padded)
     splits = 1
     # More CTAs until all SMs have one, if that leaves each enough steps to be worth a CTA.
-    while splits < 8 and tiles * splits * 2 <= _BLOCKS and steps >= splits * (8 if tiles * splits < 64 else 32):
+    while splits < 8 and tiles * splits * 2 <= _SMS and steps >= splits * (8 if tiles * splits < 64 else 32):
         splits *= 2
     if splits == 1 and padded <= 96:
         return _wide(n, steps, padded)
@@ -70,7 +70,7 @@ def _wide(n: int, steps: int, padded: int) -> HopperConfig:
     A short GEMM leaves half of the SMs to the next one, which prefetches its weight meanwhile.
     """
     tiles, short = -(-n // 128), steps <= 16
-    if 2 * tiles > (_BLOCKS // 2 if short else _BLOCKS):
+    if 2 * tiles > (_SMS // 2 if short else _SMS):
         return _config(128, 1, _WHOLE, steps, padded)
     if short and padded <= 16:
         return _config(64, 1, _HALF, steps, padded)
@@ -80,7 +80,7 @@ def _wide(n: int, steps: int, padded: int) -> HopperConfig:
 
 def _divides_rows(n: int, k: int) -> bool:
     """Whether the weight is still in L2 when the next CTA reads it, and its tiles are few."""
-    return n * k < 1 << 24 and n <= 64 * _BLOCKS
+    return n * k < 1 << 24 and n <= 64 * _SMS
 
 
 @cache
@@ -88,15 +88,15 @@ def _divided_rows(n: int, steps: int, rows: int) -> HopperConfig:
     """The config whose CTAs read (and with split-K exchange) the fewest bytes, with one CTA per SM."""
     cheapest: tuple[float, HopperConfig] | None = None
     for row_blocks, tile, splits in product(range(1, 9), (64, 128, 256), (1, 2)):
-        if rows > 256 * row_blocks or -(-n // tile) * row_blocks * splits > _BLOCKS:
+        if rows > 256 * row_blocks or -(-n // tile) * row_blocks * splits > _SMS:
             continue
         padded = padded_rows(rows, row_blocks)
-        if padded * max(1, tile // 128) > 384:  # more sums than registers
+        if padded * max(1, tile // 128) > 384:  # more accumulators than registers
             continue
         cost = (tile + padded) * steps / splits + (tile * padded / 8 if splits > 1 else 0)
         if cheapest is None or cost < cheapest[0]:
             cheapest = cost, _config(tile, splits, _WHOLE, steps, padded, row_blocks)
-    assert cheapest, "up to 512 rows, there are fewer tiles of 256 channels than multiprocessors"
+    assert cheapest, "up to 512 rows, there are fewer tiles of 256 channels than SMs"
     return cheapest[1]
 
 

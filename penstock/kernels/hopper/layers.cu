@@ -8,7 +8,7 @@
 // free slots only, so memory is busy while the other warps poll for each other's results. Those are published without a
 // grid barrier (layers_exchange.cuh). See docs/design/0010-persistent-decode-kernel.md
 //
-// Macros: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_NORM, FP8, CTAS (of the grid), UNDERWAY (slots that are being filled
+// Macros: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_NORM, FP8, CTAS (of the grid), IN_FLIGHT (slots that are being filled
 // at most). Head size 128, tokens in KV blocks of 16.
 #include "common.cuh"
 #include "layers_attention.cuh"

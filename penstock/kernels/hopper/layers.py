@@ -88,7 +88,7 @@ def exchange_places(shape: LayerShape, ctas: int) -> int:
     return _REPLICAS * (-(-places // 64) * 64)
 
 
-def slots_under_way(shape: LayerShape, ctas: int) -> int:
+def slots_in_flight(shape: LayerShape, ctas: int) -> int:
     """Slots of 16 KiB that each CTA has in flight. In small layers the exchanged results would wait behind more."""
     mixed, kv = shape.heads * _HEAD_DIM, shape.kv_heads * _HEAD_DIM
     weights = shape.hidden * (2 * mixed + 2 * kv + 3 * shape.inner)
@@ -139,7 +139,7 @@ def decode_step(
         HEAD_NORM=int(shape.head_norm),
         FP8=int(shape.fp8),
         CTAS=layers.ctas,
-        UNDERWAY=slots_under_way(shape, layers.ctas),
+        IN_FLIGHT=slots_in_flight(shape, layers.ctas),
     )
     run(
         (layers.ctas,),

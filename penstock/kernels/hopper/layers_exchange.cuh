@@ -71,7 +71,7 @@ struct Shared {
     u64 argmax[WARPS];                     // of each warp's tokens, as a key
     u64 full[SLOTS], empty[SLOTS], seen, clean;
 };
-static_assert(sizeof(Shared) <= MEMORY && UNDERWAY <= SLOTS, "more shared memory than there is");
+static_assert(sizeof(Shared) <= MEMORY && IN_FLIGHT <= SLOTS, "more shared memory than there is");
 static_assert(SLOT % 512 == 0 && SLOT >= 4 * SLOT_TOKENS * D + 512, "keys and values must fit");
 static_assert(share(QKV) <= THREADS && share(HIDDEN) <= THREADS && share(INNER) <= THREADS, "a thread for each row");
 static_assert(CTAS <= THREADS, "a thread for each CTA");

@@ -5,18 +5,18 @@
 // Copies that are issued too early delay all other memory traffic: no more are in flight than keep memory busy.
 struct Producer {
     Ring ring, landed;
-    int limit = UNDERWAY, under_way = 0;
+    int limit = IN_FLIGHT, in_flight = 0;
 
     // `copy` starts copies of so many bytes to a slot.
     template <class Copy>
     DEVICE void fill(int total, Copy copy) {
         Shared& shared = ring.shared;
         u64* full = shared.full + ring.slot;
-        if (under_way == limit) {
+        if (in_flight == limit) {
             wait(shared.full + landed.slot, landed.parity);
             landed.advance();
         } else {
-            under_way++;
+            in_flight++;
         }
         wait(shared.empty + ring.slot, ring.parity ^ 1);
         if (threadIdx.x % 32 == 0) arrive_expecting(full, total);

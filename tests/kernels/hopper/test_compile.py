@@ -10,8 +10,8 @@ from penstock.kernels.hopper import program
 
 # GEMMs: of 32 rows with a norm to defer, of 192 with a deferred norm to apply, the same in fp8, and logits.
 PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "APPLIES_NORM": 0, "DEFERS_NORM": 0}
-LLAMA = {"HIDDEN": 4096, "INNER": 14336, "HEADS": 32, "KV_HEADS": 8, "HEAD_NORM": 0, "CTAS": 132, "UNDERWAY": 4}
-QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 1, "CTAS": 132, "UNDERWAY": 2}
+LLAMA = {"HIDDEN": 4096, "INNER": 14336, "HEADS": 32, "KV_HEADS": 8, "HEAD_NORM": 0, "CTAS": 132, "IN_FLIGHT": 4}
+QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 1, "CTAS": 132, "IN_FLIGHT": 2}
 VARIANTS = [
     ("activation.cu", {"WIDTH": 14336, "GATED": 1, "SCALED": 1}),
     ("activation.cu", {"WIDTH": 14336, "GATED": 0, "SCALED": 0}),

@@ -116,7 +116,7 @@ def test_a_shared_prefix_is_merged(emulated: None, monkeypatch: pytest.MonkeyPat
     ("heads", "rotary", "normed", "dtype"),
     [((4, 2), 128, True, BF16), ((2, 2), 64, False, BF16), ((4, 2), 64, True, FP8)],
 )
-def test_decode_turns_and_stores_what_is_new(
+def test_decode_rotates_and_stores_what_is_new(
     emulated: None, heads: tuple[int, int], rotary: int, normed: bool, dtype: torch.dtype
 ) -> None:
     """The same as rotating and storing first, down to what is in the cache."""

@@ -20,7 +20,7 @@ from penstock.kernels.hopper.gemm import (
     padded_rows,
     shared_bytes,
 )
-from penstock.kernels.hopper.gemm_configs import blocks_of, most_rows
+from penstock.kernels.hopper.gemm_configs import most_rows, tile_config
 from penstock.kernels.triton.gemm import linear_reference, split_scratch
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 from tests.kernels.hopper.gemm_inputs import draw_gemm_inputs
@@ -107,7 +107,7 @@ def test_deferred_norm_between_two_gemms(
 )
 def test_any_product_is_cut_into_blocks_that_fit(n: int, k: int, itemsize: int, rows: int) -> None:
     rows = min(rows, most_rows(n, k, itemsize))
-    config, steps = blocks_of(n, k, itemsize, rows), -(-k * itemsize // STEP_BYTES)
+    config, steps = tile_config(n, k, itemsize, rows), -(-k * itemsize // STEP_BYTES)
     padded = padded_rows(rows, config.row_blocks)
     assert padded * config.row_blocks >= rows
     assert padded * max(1, config.tile // 128) <= 384  # accumulators in registers of two warpgroups
@@ -116,9 +116,9 @@ def test_any_product_is_cut_into_blocks_that_fit(n: int, k: int, itemsize: int, 
     assert config.splits == 1 or -(-n // config.tile) * config.row_blocks * config.splits <= 132
 
 
-def test_blocks_of_common_products_are_those_measured_best() -> None:
+def test_tile_configs_of_common_shapes_are_those_measured_best() -> None:
     def blocks(n: int, k: int, itemsize: int, *rows: int) -> list[tuple[int, ...]]:
-        configs = [blocks_of(n, k, itemsize, number) for number in rows]
+        configs = [tile_config(n, k, itemsize, number) for number in rows]
         return [(config.tile, config.stages, config.splits, config.row_blocks) for config in configs]
 
     assert blocks(4096, 14336, 2, 32, 160) == [(64, 18, 2, 1), (64, 8, 2, 1)]

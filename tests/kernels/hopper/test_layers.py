@@ -20,7 +20,7 @@ from penstock.kernels.hopper.layers import (
     decode_step,
     exchange_places,
     fits,
-    slots_under_way,
+    slots_in_flight,
     stack_layers,
 )
 from penstock.kernels.triton.gemm import linear_reference
@@ -146,9 +146,9 @@ def test_which_layers_fit() -> None:
 
 
 def test_small_layers_ask_less_of_memory_at_once() -> None:
-    assert slots_under_way(LLAMA, 132) == slots_under_way(replace(LLAMA, fp8=True), 132) == 4
+    assert slots_in_flight(LLAMA, 132) == slots_in_flight(replace(LLAMA, fp8=True), 132) == 4
     assert (
-        slots_under_way(LayerShape(hidden=1024, inner=3072, heads=16, kv_heads=8, head_norm=True, fp8=False), 132) == 2
+        slots_in_flight(LayerShape(hidden=1024, inner=3072, heads=16, kv_heads=8, head_norm=True, fp8=False), 132) == 2
     )
 
 

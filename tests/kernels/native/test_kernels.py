@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import get_args
-
 import numpy as np
 import pytest
 
@@ -14,17 +11,6 @@ from penstock.kernels.native.bindings import Floats, KVFormat, Scheme
 from penstock.quantization import rotation, scheme
 
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=str(bindings.unavailable_reason()))
-
-
-@pytest.fixture(params=get_args(bindings.Isa))
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = bindings.isa()
-    try:
-        bindings.set_isa(request.param)
-    except StartupError:
-        pytest.skip(f"no {request.param} here")
-    yield request.param
-    bindings.set_isa(best)
 
 
 def test_an_unknown_isa_is_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.core.errors import EngineFailure, StartupError
+from penstock.core.errors import EngineFailure
 from penstock.kernels.native import bindings
 from penstock.kernels.native.bindings import KVFormat, Scheme
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, stages, untied
@@ -42,17 +41,6 @@ def limit(kv: KVFormat = "bf16") -> float:
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.sqrt(np.mean((got - want) ** 2)) / want.std())
-
-
-@pytest.fixture(params=get_args(bindings.Isa))
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    best = bindings.isa()
-    try:
-        bindings.set_isa(request.param)
-    except StartupError:
-        pytest.skip(f"no {request.param} here")
-    yield request.param
-    bindings.set_isa(best)
 
 
 @pytest.mark.parametrize("kind", KINDS)

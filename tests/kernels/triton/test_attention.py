@@ -114,7 +114,7 @@ def test_decode(heads: tuple[int, int], dim: int, dtype: torch.dtype, parts: int
     ("heads", "dim", "rotary", "normed", "window"),
     [((4, 2), 32, 32, True, 0), ((6, 2), 48, 24, False, 0), ((4, 4), 32, 32, False, 40)],
 )
-def test_decode_turns_and_stores_what_is_new(
+def test_decode_rotates_and_stores_what_is_new(
     heads: tuple[int, int], dim: int, rotary: int, normed: bool, window: int
 ) -> None:
     """The same as rotating and storing first, down to what is in the cache."""

@@ -1,7 +1,7 @@
 // The functions of penstock/kernels/hopper/device.cuh on the CPU, so that the kernels themselves run in tests.
 //
 // Each CUDA thread is a fiber and all of them take turns on one thread of the host. What waits in a kernel yields here;
-// if everybody waits and nothing is under way, that is a deadlock and said so. Copies by the tensor memory accelerator
+// if everybody waits and nothing is in flight, that is a deadlock and said so. Copies by the tensor memory accelerator
 // arrive late and in any order (by a fixed seed), so that reading before the wait is found out. What the emulation does
 // not show: wgmma is done when it is issued, so a missing fence or wait for it goes unnoticed; and neither caches nor
 // weak memory order exist.
@@ -110,7 +110,7 @@ struct Machine {
     Triple grid;
     unsigned cluster = 1;
     u64 progress = 0;
-    std::vector<std::function<void()>> copies;  // under way
+    std::vector<std::function<void()>> copies;  // in flight
     std::function<void()> body;
     std::mt19937 random{20261115};
     std::string error;
@@ -181,7 +181,7 @@ inline void run_blocks(const std::vector<Triple>& indices, unsigned threads, siz
         idle = moved ? 0 : idle + 1;  // polls of global memory yield too
         if (left && idle > 100) machine.error = "deadlock: " + std::to_string(left) + " threads wait for each other";
     }
-    if (machine.error.empty() && !machine.copies.empty()) machine.error = "copies were under way when the kernel ended";
+    if (machine.error.empty() && !machine.copies.empty()) machine.error = "copies were in flight when the kernel ended";
     machine.copies.clear();
 }
 
