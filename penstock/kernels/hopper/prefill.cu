@@ -1,6 +1,6 @@
 // Attention of ragged chunks of queries over a paged cache, causal.
 //
-// Persistent, one CTA per SM; CTAs draw tiles from a counter. Where tiles are few, the keys of each are divided
+// As many thread blocks as multiprocessors draw tiles from a counter. Where tiles are few, the keys of each are divided
 // into pieces; the one that comes last adds the others to its own.
 #include "attention.cuh"
 
