@@ -9,7 +9,7 @@ MODEL ?=
 VENV := .venv
 BIN := $(VENV)/bin
 SERVE := $(VENV)/.installed-$(EXTRAS)
-NATIVE := penstock/kernels/_native.so
+NATIVE := penstock/kernels/native/_native.so
 # Quiet, except for the progress of what takes long.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 
@@ -43,7 +43,7 @@ $(VENV)/.created:
 	@touch $@
 
 # By themselves, for pip would hide what the compiler says. Where that is missing, so is the file, and make tries again.
-$(NATIVE): setup.py $(wildcard penstock/kernels/native/*) | $(VENV)/.created
+$(NATIVE): setup.py $(wildcard penstock/kernels/native/*.cpp penstock/kernels/native/*.h) | $(VENV)/.created
 	@echo "» compiling the native CPU kernels (about 25 s on two cores)"
 	@rm -f $@
 	@$(BIN)/python setup.py --quiet build_ext --inplace

@@ -1,4 +1,4 @@
-"""Build the native CPU kernels as a plain shared library beside penstock/kernels/native.py.
+"""Build the native CPU kernels as a plain shared library in penstock/kernels/native.
 
 They are optional: without a C++20 compiler the installation succeeds, and the engine needs torch to run.
 Each file of SHARED is compiled once, KERNELS once per instruction set that the compiler knows; the library picks one at
@@ -57,7 +57,7 @@ def jobs_for(compiler: str) -> Jobs:
 def digest(compiler: str, jobs: Jobs) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
     facts = hashlib.sha256(version + repr((platform.machine(), FLAGS, jobs)).encode())
-    for path in sorted(FOLDER.iterdir()):
+    for path in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))):
         facts.update(path.name.encode() + path.read_bytes())
     return facts.hexdigest()[:24]
 
@@ -109,6 +109,6 @@ class PlatformWheel(bdist_wheel):  # type: ignore[misc]
 SOURCES = [str(FOLDER / f"{name}.cpp") for name in (*SHARED, KERNELS)]
 HEADERS = sorted(str(path) for path in FOLDER.glob("*.h"))
 setup(
-    ext_modules=[Extension("penstock.kernels._native", SOURCES, depends=HEADERS, optional=True)],
+    ext_modules=[Extension("penstock.kernels.native._native", SOURCES, depends=HEADERS, optional=True)],
     cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

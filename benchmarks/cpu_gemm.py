@@ -16,7 +16,7 @@ from typing import get_args
 import numpy as np
 
 from penstock.core.errors import StartupError
-from penstock.kernels import native
+from penstock.kernels.native import bindings
 from penstock.quantization import scheme
 
 LAYER = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the inputs (default: a fresh one)")
     rng = np.random.default_rng(parser.parse_args().seed)
     sets = list(usable_sets())
-    kinds = get_args(native.Scheme)
+    kinds = get_args(bindings.Scheme)
     errors = {f"{kind} {isa}": largest_error(isa, kind, rng) for kind in kinds for isa in sets}
     wrong = {name: error for name, error in errors.items() if not error < TOLERANCE}
     print(f"WRONG: {wrong}" if wrong else f"all right: relative RMS error up to {max(errors.values()):.0e}")
@@ -49,20 +49,20 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def usable_sets() -> Iterator[native.Isa]:
+def usable_sets() -> Iterator[bindings.Isa]:
     """Those with vectors: the portable kernels are there for the others."""
-    for isa in get_args(native.Isa)[1:]:
+    for isa in get_args(bindings.Isa)[1:]:
         try:
-            native.set_isa(isa)
+            bindings.set_isa(isa)
         except StartupError as error:
             print(error.message)
         else:
             yield isa
 
 
-def largest_error(isa: native.Isa, kind: native.Scheme, rng: np.random.Generator) -> float:
+def largest_error(isa: bindings.Isa, kind: bindings.Scheme, rng: np.random.Generator) -> float:
     """Relative to the outputs, root mean square, over shapes that leave ragged ends."""
-    native.set_isa(isa)
+    bindings.set_isa(isa)
     errors = []
     for rows, n, k in ODD:
         x, w = draw(rows, n, k, rng)
@@ -72,21 +72,21 @@ def largest_error(isa: native.Isa, kind: native.Scheme, rng: np.random.Generator
         if kind == "int4" and isa == "amx" and rows >= INT4_ROWS:
             rounded, weights = scheme.round_bfloat16(x), scheme.round_bfloat16(weights)
         expected = rounded.astype(np.float64) @ weights.astype(np.float64).T
-        errors.append(float(np.std(native.matmul(x, w, kind) - expected) / np.std(expected)))
+        errors.append(float(np.std(bindings.matmul(x, w, kind) - expected) / np.std(expected)))
     return max(errors)
 
 
-def layer_seconds(isa: native.Isa, kind: native.Scheme, rows: int, rng: np.random.Generator) -> float:
-    native.set_isa(isa)
+def layer_seconds(isa: bindings.Isa, kind: bindings.Scheme, rows: int, rng: np.random.Generator) -> float:
+    bindings.set_isa(isa)
     total = 0.0
     for n, k in LAYER.values():
         x, w = draw(rows, n, k, rng)
-        once = native.timed_matmul(x, w, kind)[1]
-        total += native.timed_matmul(x, w, kind, times=max(3, int(SECONDS / len(LAYER) / once)))[1]
+        once = bindings.timed_matmul(x, w, kind)[1]
+        total += bindings.timed_matmul(x, w, kind, times=max(3, int(SECONDS / len(LAYER) / once)))[1]
     return total
 
 
-def draw(rows: int, n: int, k: int, rng: np.random.Generator) -> tuple[native.Floats, native.Floats]:
+def draw(rows: int, n: int, k: int, rng: np.random.Generator) -> tuple[bindings.Floats, bindings.Floats]:
     return rng.standard_normal((rows, k), dtype=np.float32), rng.standard_normal((n, k), dtype=np.float32)
 
 

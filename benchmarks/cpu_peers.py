@@ -3,9 +3,9 @@
     python benchmarks/cpu_peers.py --install-only        # once; up to an hour on two cores, 8 GB
     python benchmarks/cpu_peers.py --rounds 3 --json peers.json
 
-Every peer is installed into an environment of its own outside this checkout. Each round starts each system in turn, so
-that a slow spell of the machine hits all of them; ratios are taken within a round. A peer that cannot be installed or
-started is reported with its log and skipped. See benchmarks/README.md.
+Every peer is installed into an environment of its own outside this checkout. Rounds are interleaved: each starts every
+system once, so that a slow spell of the machine hits all of them; ratios are taken within a round. A peer that cannot
+be installed or started is reported with its log and skipped. See benchmarks/README.md.
 """
 
 from __future__ import annotations

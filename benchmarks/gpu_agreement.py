@@ -32,13 +32,14 @@ from penstock.engine.executor import RowSetup, Step
 from penstock.engine.loop import EngineLoop
 from penstock.engine.settings import EngineConfig
 from penstock.kernels.attention_reference import ReferenceAttention
-from penstock.kernels.decode_inputs_triton import DecodeInputs
+from penstock.kernels.triton.decode_inputs import DecodeInputs
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig, read_config
 from penstock.models.loader import load_model
+from penstock.quantization.fp8 import quantize_model
 from penstock.runner.batch import Batch, build_batch
 from penstock.runner.forward import Forward, TorchForward
-from penstock.runner.fused_forward import FusedForward, quantize_fp8, supports_fused
+from penstock.runner.fused_forward import FusedForward, supports_fused
 from penstock.runner.row_state import RowState
 from penstock.runner.sampler import Draws, choose_reference
 from penstock.runner.transfer import to_device
@@ -90,8 +91,8 @@ def logits_of(forward: Forward, prompts: list[Prompt], vocab: int, every: bool =
     return torch.cat([torch.cat(rows) for rows in found])
 
 
-class CapturedPath:
-    """Steps that only decode go the way that captured steps go, with rotation and cache write within attention."""
+class GraphPath:
+    """Steps that only decode go the way of the CUDA graphs, with RoPE and cache write within attention."""
 
     def __init__(self, forward: FusedForward) -> None:
         self._forward = forward
@@ -116,7 +117,7 @@ class CapturedPath:
 def report(label: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     error = float((actual - expected).norm() / expected.norm())
     same = float((actual.argmax(-1) == expected.argmax(-1)).float().mean())
-    print(f"{label:44s} relative error {error:.2e}, same likeliest token {same:.2%} of {len(expected)}", flush=True)
+    print(f"{label:44s} relative error {error:.2e}, same argmax {same:.2%} of {len(expected)}", flush=True)
 
 
 @contextmanager
@@ -163,9 +164,9 @@ def compare_logits(checkpoint: Checkpoint, quantization: str, kv_dtype: str) -> 
     report("plain torch bfloat16", rounded, expected)
     if quantization == "fp8":
         assert supports_fused(bf16, config)
-        quantize_fp8(bf16)
+        quantize_model(bf16)
     forward = fused(bf16, config, len(prompts), kv_dtype)
-    for label, path in (("mixed", forward), ("captured", CapturedPath(forward))):
+    for label, path in (("mixed", forward), ("graph", GraphPath(forward))):
         found = logits_of(path, prompts, config.vocab_size)
         report(f"fused, weights {quantization}, KV {kv_dtype}, {label} steps", found, expected)
 
@@ -188,10 +189,10 @@ def compare_with_transformers(checkpoint: Checkpoint, text: Path, quantization: 
     del wide, rounded
     if quantization == "fp8":
         assert supports_fused(model, config)
-        quantize_fp8(model)
+        quantize_model(model)
     for kind, windows, first in (("text", written, 0), ("greedy", continued, GREEDY_START - 1)):
         prompts = [Prompt(window, max(first, len(window) // 2)) for window in windows.tolist()]
-        forward = CapturedPath(fused(model, config, len(prompts), kv_dtype))
+        forward = GraphPath(fused(model, config, len(prompts), kv_dtype))
         ours = logits_of(forward, prompts, config.vocab_size, every=True)
         # What predicts the tokens of a continuation begins with the last token of its start.
         counted = torch.arange(len(ours)) % windows.shape[1] >= first
@@ -201,8 +202,8 @@ def compare_with_transformers(checkpoint: Checkpoint, text: Path, quantization: 
         report("  Penstock against transformers bfloat16", ours, bfloat16)
         report("  Penstock against transformers float32", ours, float32)
         report("  transformers bfloat16 against float32", bfloat16, float32)
-        likeliest = float32.topk(2, -1).values
-        clear = likeliest[:, 0] - likeliest[:, 1] > 4 * (bfloat16 - float32).abs().amax(-1).median()
+        top_two = float32.topk(2, -1).values
+        clear = top_two[:, 0] - top_two[:, 1] > 4 * (bfloat16 - float32).abs().amax(-1).median()
         label = f"  Penstock where float32 is clear ({float(clear.float().mean()):.0%})"
         report(label, ours[clear], float32[clear])
 

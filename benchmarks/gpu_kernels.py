@@ -22,7 +22,7 @@ import torch
 import triton
 from gpu_cases.attention import decode_case, prefill_case, prefix_case, rope_case
 from gpu_cases.case import BF16, FP8, Case
-from gpu_cases.linear import gained_case, gated_case, gemm_section, moe_case, norm_case, silu_case
+from gpu_cases.linear import deferred_norm_case, gemm_section, moe_case, norm_case, silu_case, swiglu_case
 from gpu_cases.step import sampling_case, step_case
 
 SECTIONS: dict[str, list[Callable[..., Case]]] = {
@@ -53,10 +53,16 @@ SECTIONS: dict[str, list[Callable[..., Case]]] = {
     "experts": [partial(moe_case, tokens, dtype) for tokens, dtype in product((1, 32, 512, 8192), (BF16, FP8))],
     "gemv": gemm_section(1),
     "gemm": gemm_section(4, 16, 32, 64),
-    "products": [*gemm_section(96, 160, 224), *(partial(gained_case, rows, 1024, 3072) for rows in (8, 32, 128))],
+    "large_gemm": [
+        *gemm_section(96, 160, 224),
+        *(partial(deferred_norm_case, rows, 1024, 3072) for rows in (8, 32, 128)),
+    ],
     "prompts": [
-        *(partial(gated_case, "llama gate_up", dtype, rows) for dtype, rows in product((BF16, FP8), (512, 1024, 8192))),
-        *(partial(gated_case, "qwen gate_up", BF16, rows) for rows in (512, 1024, 8192)),
+        *(
+            partial(swiglu_case, "llama gate_up", dtype, rows)
+            for dtype, rows in product((BF16, FP8), (512, 1024, 8192))
+        ),
+        *(partial(swiglu_case, "qwen gate_up", BF16, rows) for rows in (512, 1024, 8192)),
     ],
     "step": [
         partial(step_case, *c)

@@ -1,9 +1,9 @@
-"""How should products and decode attention be cut on Hopper? Judged by whole decoding steps, captured as in the engine.
+"""Tunes the tile configs of GEMMs and decode attention on Hopper by whole decode steps in CUDA graphs.
 
     PYTHONPATH=. python3 benchmarks/gpu_steps.py --architecture llama-3.1-8b [--quantization fp8] 32x256 96x600 ...
 
-Of so many sequences with about so many tokens. One choice after the other is tried, the others as they are; what
-`hopper/gemm_configs.py` and `hopper/decode.py` choose stands beside the best.
+Steps have so many sequences with about so many tokens. One config after the other is tried, all others as they are;
+what `hopper/gemm_configs.py` and `hopper/decode.py` choose stands beside the best.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from penstock.bench.architectures import ARCHITECTURES, write_architecture
 from penstock.engine.settings import EngineConfig
 from penstock.kernels import linear as linear_layers
 from penstock.kernels.hopper.decode import StreamConfig, stream_config
-from penstock.kernels.hopper.gated_product import Tiling
 from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows, shared_bytes
+from penstock.kernels.hopper.swiglu_gemm import Tiling
 from penstock.runner import paged_attention
 from penstock.runner.cuda_runner import CudaRunner, _Kind
 from penstock.runner.fused_forward import _Dense
 from penstock.runner.startup import start
 
-Cut = HopperConfig | Tiling | StreamConfig
+TileConfig = HopperConfig | Tiling | StreamConfig
 RINGS = (224, 190, 148, 128, 110, 72, 54)  # KiB of shared memory for stages
 SHARED_BYTES = 227 << 10
 MOST_SEQUENCES = 512
@@ -38,24 +38,26 @@ REPLAYS = 10
 SHOWN = 5
 
 
-class Cuts:
-    """What is tried in place of the usual choice: by the shape of a weight, and for attention."""
+class Overrides:
+    """Tile configs that are tried in place of the chosen ones: by the shape of a weight, and for attention."""
 
     def __init__(self) -> None:
-        self.weights: dict[tuple[int, ...], Cut] = {}
+        self.weights: dict[tuple[int, ...], TileConfig] = {}
         self.attention: StreamConfig | None = None
-        product_config, gated_tiling = linear_layers.product_config, linear_layers.gated_tiling
+        gemm_config, swiglu_tiling = linear_layers.gemm_config, linear_layers.swiglu_tiling
 
-        def product_or(x: torch.Tensor, weight: torch.Tensor) -> object:
-            cut = self.weights.get(tuple(weight.shape))
-            return product_config(x, weight) if cut is None else cut if isinstance(cut, HopperConfig) else None
+        def gemm_or(x: torch.Tensor, weight: torch.Tensor) -> object:
+            tried = self.weights.get(tuple(weight.shape))
+            return gemm_config(x, weight) if tried is None else tried if isinstance(tried, HopperConfig) else None
 
         def tiling_or(x: torch.Tensor, weight: torch.Tensor, *, streams: bool) -> object:
-            cut = self.weights.get(tuple(weight.shape))
-            return gated_tiling(x, weight, streams=streams) if cut is None else cut if isinstance(cut, Tiling) else None
+            tried = self.weights.get(tuple(weight.shape))
+            if tried is None:
+                return swiglu_tiling(x, weight, streams=streams)
+            return tried if isinstance(tried, Tiling) else None
 
-        linear_layers.product_config = product_or  # type: ignore[assignment]
-        linear_layers.gated_tiling = tiling_or  # type: ignore[assignment]
+        linear_layers.gemm_config = gemm_or  # type: ignore[assignment]
+        linear_layers.swiglu_tiling = tiling_or  # type: ignore[assignment]
         paged_attention.stream_config = lambda *sizes: self.attention or stream_config(*sizes)
 
 
@@ -73,7 +75,7 @@ class Steps:
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Of the weights of a layer: output channels, input channels."""
         layer = self.runner._forward._layers[0]
-        assert isinstance(layer.mlp, _Dense), "experts are cut elsewhere"
+        assert isinstance(layer.mlp, _Dense), "grouped GEMMs have configs of their own"
         weights = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
         return {name: tuple(projection.weight.shape) for name, projection in weights.items()}
 
@@ -110,7 +112,7 @@ class Steps:
         return statistics.median(begin.elapsed_time(end) for begin, end in times)
 
 
-def product_cuts(name: str, n: int, k: int, itemsize: int, rows: int) -> Iterator[Cut]:
+def gemm_candidates(name: str, n: int, k: int, itemsize: int, rows: int) -> Iterator[TileConfig]:
     padded, steps, gated = padded_rows(rows), -(-k * itemsize // STEP_BYTES), name == "gate_up"
     seen = set()
     for tile, splits, ring in product((64, 128, 256), (1, 2, 4), RINGS):
@@ -129,7 +131,7 @@ def product_cuts(name: str, n: int, k: int, itemsize: int, rows: int) -> Iterato
         yield from (Tiling(width, common_rows=rows <= 128) for width in (256, 224, 192))
 
 
-def attention_cuts(sequences: int, kv_heads: int) -> Iterator[StreamConfig]:
+def attention_candidates(sequences: int, kv_heads: int) -> Iterator[StreamConfig]:
     """In no more parts than there is scratch memory for."""
     most = stream_config(MOST_SEQUENCES, kv_heads).division(MOST_SEQUENCES, kv_heads).parts
     for shape in product((3, 4, 6), (64, 128, 256), (528, 1056, 2112)):
@@ -138,19 +140,18 @@ def attention_cuts(sequences: int, kv_heads: int) -> Iterator[StreamConfig]:
             yield config
 
 
-def label(cut: Cut) -> str:
-    if isinstance(cut, Tiling):
-        return f"many rows, {cut.width}"
-    if isinstance(cut, StreamConfig):
-        return f"{cut.stages},{cut.tile} x{cut.spare}"
-    return f"{cut.tile},{cut.stages},{cut.splits}"
+def label(config: TileConfig) -> str:
+    if isinstance(config, Tiling):
+        return f"many rows, {config.width}"
+    if isinstance(config, StreamConfig):
+        return f"{config.stages},{config.tile} x{config.spare}"
+    return f"{config.tile},{config.stages},{config.splits}"
 
 
-def report(name: str, usual: float, found: list[tuple[float, Cut]]) -> None:
+def report(name: str, usual: float, found: list[tuple[float, TileConfig]]) -> None:
     best = sorted(found, key=lambda entry: entry[0])[:SHOWN]
-    print(
-        f"  {name}: as chosen {usual:.3f} ms |", "  ".join(f"{time:.3f} {label(cut)}" for time, cut in best), flush=True
-    )
+    tried = "  ".join(f"{time:.3f} {label(config)}" for time, config in best)
+    print(f"  {name}: as chosen {usual:.3f} ms | {tried}", flush=True)
 
 
 def main() -> int:
@@ -159,22 +160,22 @@ def main() -> int:
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none")
     parser.add_argument("sizes", nargs="+", metavar="SEQUENCESxTOKENS")
     args = parser.parse_args()
-    cuts, steps = Cuts(), Steps(args.architecture, args.quantization)
+    overrides, steps = Overrides(), Steps(args.architecture, args.quantization)
     for size in args.sizes:
         steps.place(*map(int, size.split("x")))
         print(f"{args.architecture} {args.quantization}, {size}: {steps.milliseconds():.3f} ms", flush=True)
         for name, shape in steps.shapes.items():
             usual, found = steps.milliseconds(), []
-            for cut in product_cuts(name, *shape, 1 if args.quantization == "fp8" else 2, steps.size):
-                cuts.weights[shape] = cut
-                found.append((steps.milliseconds(), cut))
-            cuts.weights.clear()
+            for config in gemm_candidates(name, *shape, 1 if args.quantization == "fp8" else 2, steps.size):
+                overrides.weights[shape] = config
+                found.append((steps.milliseconds(), config))
+            overrides.weights.clear()
             report(name, usual, found)
         usual, found = steps.milliseconds(), []
-        for config in attention_cuts(steps.size, steps.runner._forward.attention.keys.shape[2]):
-            cuts.attention = config
+        for config in attention_candidates(steps.size, steps.runner._forward.attention.keys.shape[2]):
+            overrides.attention = config
             found.append((steps.milliseconds(), config))
-        cuts.attention = None
+        overrides.attention = None
         report("attention", usual, found)
     return 0
 

@@ -102,7 +102,7 @@ def modules_of(layer: str) -> list[str]:
     path = PACKAGE / layer.replace(".", "/")
     files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
     names = (".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files)
-    return [name.removesuffix(".__init__") for name in names if not name.endswith("_triton")]
+    return [name.removesuffix(".__init__") for name in names]
 
 
 def test_decisions_and_gateway_do_not_load_torch() -> None:

@@ -71,7 +71,7 @@ def test_a_wheel_from_the_sdist_has_everything_and_fits_every_python(
     wheel, _ = build(unpacked, "wheel", compiler)
     assert "-py3-none-" in wheel.name
     assert not wheel.name.endswith("-any.whl")
-    assert needed | {"penstock/kernels/_native.so"} <= set(zipfile.ZipFile(wheel).namelist())
+    assert needed | {"penstock/kernels/native/_native.so"} <= set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_kernels_are_compiled_once_and_again_when_a_source_changes(tree: Path, compiler: Path) -> None:
@@ -89,5 +89,5 @@ def test_the_kernels_are_compiled_once_and_again_when_a_source_changes(tree: Pat
 
 def test_without_a_compiler_it_installs_and_says_what_to_do(tree: Path, tmp_path: Path) -> None:
     wheel, said = build(tree, "wheel", tmp_path / "no-compiler")
-    assert "penstock/kernels/_native.so" not in zipfile.ZipFile(wheel).namelist()
+    assert "penstock/kernels/native/_native.so" not in zipfile.ZipFile(wheel).namelist()
     assert "install g++ 11 or newer and Penstock again, or pip install 'penstock[torch]'" in said

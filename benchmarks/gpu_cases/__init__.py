@@ -1,1 +1,1 @@
-"""What `gpu_kernels.py` measures, by kind of kernel."""
+"""The benchmark cases of `gpu_kernels.py`, by kind of kernel."""

@@ -1,4 +1,4 @@
-"""Attention: decode, decode over a shared prefix, prefill; and rotation with the cache write before it."""
+"""Benchmark cases of attention: decode, shared-prefix (cascade) decode, prefill; and RoPE with the cache write."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from itertools import product
 import torch
 
 from gpu_cases.case import BF16, COPY_BYTES, DEVICE, MATRIX_FLOPS, Case, Variant, randn, relative_error, sets_for, short
-from penstock.kernels import decode_triton as decode
-from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
 from penstock.kernels.hopper.decode import StreamConfig, decode_stream
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.paged_triton import paged_attention_reference
-from penstock.kernels.prefill_triton import PrefillConfig, prefill_attention
-from penstock.kernels.prefix_triton import PrefixConfig, SharedPrefix
-from penstock.kernels.rope_triton import rope_and_cache, rope_reference
+from penstock.kernels.triton import decode as decode
+from penstock.kernels.triton.decode_plan import decode_parts, plan_decode
+from penstock.kernels.triton.paged import paged_attention_reference
+from penstock.kernels.triton.prefill import PrefillConfig, prefill_attention
+from penstock.kernels.triton.prefix import PrefixConfig, SharedPrefix
+from penstock.kernels.triton.rope import rope_and_cache, rope_reference
 
 
 def make_cache(

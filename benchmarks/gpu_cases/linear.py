@@ -1,4 +1,4 @@
-"""Projections and what stands around them: norm, activation, products of few rows, experts."""
+"""Benchmark cases of GEMMs and what stands around them: norm, activation, few and many rows, MoE."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ from gpu_cases.case import (
     sets_for,
     short,
 )
-from penstock.kernels.activation_triton import silu_mul, silu_mul_reference
-from penstock.kernels.gemm_triton import (
+from penstock.kernels.hopper.gemm import empty_deferred_norm, hopper_gemm
+from penstock.kernels.hopper.gemm_configs import tile_config
+from penstock.kernels.hopper.program import is_hopper
+from penstock.kernels.hopper.swiglu_gemm import best_tiling, swiglu_gemm
+from penstock.kernels.triton.activation import silu_mul, silu_mul_reference
+from penstock.kernels.triton.gemm import (
     GemvConfig,
     SkinnyConfig,
     SplitScratch,
@@ -32,13 +36,9 @@ from penstock.kernels.gemm_triton import (
     stream_gemm,
     stream_gemv,
 )
-from penstock.kernels.hopper.gated_product import best_tiling, gated_product
-from penstock.kernels.hopper.gemm import empty_gained, hopper_gemm
-from penstock.kernels.hopper.gemm_configs import blocks_of
-from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.moe_triton import ExpertWeights, GroupConfig, mix_experts, mix_experts_reference
-from penstock.kernels.norm_triton import (
-    ProductScales,
+from penstock.kernels.triton.moe import ExpertWeights, GroupConfig, mix_experts, mix_experts_reference
+from penstock.kernels.triton.norm import (
+    GemmScales,
     add_rms_norm,
     add_rms_norm_reference,
     quantize_fp8,
@@ -46,7 +46,7 @@ from penstock.kernels.norm_triton import (
 )
 from penstock.quantization.fp8 import quantize_channels
 
-SHAPES = {  # N, K, what the small-batch kernels fold in
+SHAPES = {  # N, K, what the small-batch kernels fuse
     "llama qkv": (6144, 4096, "norm"),
     "llama o": (4096, 4096, "add"),
     "llama gate_up": (28672, 4096, "gated"),
@@ -138,8 +138,8 @@ def scratch() -> SplitScratch:
     return split_scratch(DEVICE)
 
 
-class _Product:
-    """A projection with what the kernels of few rows fold in, at one number of rows, and the ways to compute it."""
+class _Gemm:
+    """A projection with what the kernels of few rows fuse, at one number of rows, and the ways to compute it."""
 
     def __init__(self, name: str, dtype: torch.dtype, rows: int) -> None:
         n, k, fold = SHAPES[name]
@@ -194,7 +194,7 @@ class _Product:
         return Variant(label, run, lambda: relative_error(self.out, self.plain))
 
     def hopper(self) -> Variant:
-        config = blocks_of(self.n, self.k, self.dtype.itemsize, self.rows)
+        config = tile_config(self.n, self.k, self.dtype.itemsize, self.rows)
         into = torch.full_like(self.out, torch.nan)
 
         def run(i: int) -> None:
@@ -222,29 +222,29 @@ class _Product:
 
 
 def gemm_case(name: str, dtype: torch.dtype, rows: int) -> Case:
-    product = _Product(name, dtype, rows)
-    variants = [product.gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
+    gemm = _Gemm(name, dtype, rows)
+    variants = [gemm.gemv(config) for config in gemv_configs(rows)] if rows <= 4 else []
     if 1 < rows <= 64:
-        variants += [product.gemm(config) for config in skinny_configs(product.n, product.k, dtype, rows)]
+        variants += [gemm.gemm(config) for config in skinny_configs(gemm.n, gemm.k, dtype, rows)]
     if rows > 1 and is_hopper(DEVICE):
-        variants.append(product.hopper())
-    variants.append(Variant("* cublas", product.library))
-    return Case(f"{name} {short(dtype)} rows {rows}", product.bytes / COPY_BYTES, product.sets, variants)
+        variants.append(gemm.hopper())
+    variants.append(Variant("* cublas", gemm.library))
+    return Case(f"{name} {short(dtype)} rows {rows}", gemm.bytes / COPY_BYTES, gemm.sets, variants)
 
 
-def gained_case(rows: int, width: int, depth: int) -> Case:
-    """Two products on Hopper with an RMSNorm between them, begun by the first and finished by the second."""
+def deferred_norm_case(rows: int, width: int, depth: int) -> Case:
+    """Two GEMMs on Hopper with an RMSNorm between them, which the first defers and the second applies."""
     sets = sets_for(4 * width * depth)
     pairs = [(randn(width, depth, scale=depth**-0.5), randn(2 * depth, width, scale=width**-0.5)) for _ in range(sets)]
     x, residual, gain = randn(rows, depth), randn(rows, width), randn(width)
     stream, out = residual.clone(), torch.full((rows, depth), torch.nan, dtype=BF16, device=DEVICE)
-    first, second = blocks_of(width, depth, 2, rows), blocks_of(2 * depth, width, 2, rows)
+    first, second = tile_config(width, depth, 2, rows), tile_config(2 * depth, width, 2, rows)
 
     def run(i: int) -> None:
         down, gate_up = pairs[i]
-        gained = empty_gained(stream, first)
-        hopper_gemm(stream, x, down, config=first, add=True, feeds=(gain, gained))
-        hopper_gemm(out, gained.values, gate_up, config=second, norm=(gained.squares, 1e-5), gated=True)
+        deferred = empty_deferred_norm(stream, first)
+        hopper_gemm(stream, x, down, config=first, add=True, defers=(gain, deferred))
+        hopper_gemm(out, deferred.values, gate_up, config=second, norm=(deferred.squares, 1e-5), gated=True)
 
     def error() -> float:
         stream.copy_(residual)
@@ -252,12 +252,12 @@ def gained_case(rows: int, width: int, depth: int) -> Case:
         summed = linear_reference(x, pairs[0][0], residual=residual).to(BF16)
         return relative_error(out, linear_reference(summed, pairs[0][1], norm=(gain, 1e-5), gated=True))
 
-    variants = [Variant("begun and finished", run, error)] if is_hopper(DEVICE) else []
-    return Case(f"norm between products {rows}x{width}", 6 * width * depth / COPY_BYTES, sets, variants)
+    variants = [Variant("deferred", run, error)] if is_hopper(DEVICE) else []
+    return Case(f"norm between GEMMs {rows}x{width}", 6 * width * depth / COPY_BYTES, sets, variants)
 
 
-def gated_case(name: str, dtype: torch.dtype, rows: int) -> Case:
-    """SiLU(gate) * up of many rows; fp8 quantised again for the product that follows."""
+def swiglu_case(name: str, dtype: torch.dtype, rows: int) -> Case:
+    """SwiGLU of many rows; fp8 quantised again for the GEMM that follows."""
     n, k, _ = SHAPES[name]
     sets = sets_for(n * k * dtype.itemsize)
     weights = [randn(n, k, dtype=dtype, scale=k**-0.5 if dtype == BF16 else 1.0) for _ in range(sets)]
@@ -271,7 +271,7 @@ def gated_case(name: str, dtype: torch.dtype, rows: int) -> Case:
 
     def ours(i: int) -> None:
         assert tiling is not None
-        gated_product(out, x, weights[i], tiling, None if scales is None or x_scales is None else (scales, x_scales))
+        swiglu_gemm(out, x, weights[i], tiling, None if scales is None or x_scales is None else (scales, x_scales))
         if dtype == FP8:
             quantize_fp8(out, inner_scales, quantized)
 
@@ -279,8 +279,8 @@ def gated_case(name: str, dtype: torch.dtype, rows: int) -> Case:
         if scales is None or x_scales is None:
             silu_mul(torch.mm(x, weights[i].T))
         else:
-            product = torch._scaled_mm(x, weights[i].T, scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True)
-            silu_mul(product, out=quantized, scales=inner_scales, unscaled=ProductScales(x_scales, scales))
+            gate_up = torch._scaled_mm(x, weights[i].T, scale_a=one, scale_b=one, out_dtype=BF16, use_fast_accum=True)
+            silu_mul(gate_up, out=quantized, scales=inner_scales, unscaled=GemmScales(x_scales, scales))
 
     def error() -> float:
         return relative_error(out, linear_reference(x, weights[0], scales=scales, x_scales=x_scales, gated=True))

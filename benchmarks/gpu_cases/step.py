@@ -1,4 +1,4 @@
-"""Sampling, and a whole decoding step: what the kernels give together."""
+"""Benchmark cases of sampling, and of a whole decoding step."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from gpu_cases.case import BF16, COPY_BYTES, DEVICE, FP8, Case, Variant, randn, relative_error, sets_for, short
 from gpu_cases.linear import scratch
-from penstock.kernels import decode_triton as decode
 from penstock.kernels import linear as linear_layers
-from penstock.kernels.decode_plan_triton import decode_parts, plan_decode
-from penstock.kernels.gemm_triton import linear_reference
 from penstock.kernels.hopper.layers import KVCache, LayerShape, StackedLayers, decode_step, stack_layers
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.linear import add_linear, gated_linear, linear, product_config
-from penstock.kernels.paged_triton import paged_attention_reference
-from penstock.kernels.rope_triton import rope_and_cache, rope_reference
+from penstock.kernels.linear import add_linear, gated_linear, gemm_config, linear
 from penstock.kernels.sampling_reference import sample_reference
-from penstock.kernels.sampling_triton import SamplingRows, argmax, sample, sampling_scratch
+from penstock.kernels.triton import decode as decode
+from penstock.kernels.triton.decode_plan import decode_parts, plan_decode
+from penstock.kernels.triton.gemm import linear_reference
+from penstock.kernels.triton.paged import paged_attention_reference
+from penstock.kernels.triton.rope import rope_and_cache, rope_reference
+from penstock.kernels.triton.sampling import SamplingRows, argmax, sample, sampling_scratch
 
 
 def sampling_case(rows: int, vocab: int, dtype: torch.dtype) -> Case:
@@ -110,17 +110,17 @@ class _Decoder:
         kv = self.layers * int(self.contexts.sum()) * 2 * self._KV_HEADS * self._HEAD_DIM * 2
         return sum(weight.nbytes for weight in weights) + kv
 
-    def step(self, *, turns: bool = True, layers: int | None = None) -> None:
-        """Kernel by kernel; `turns`: attention applies rope itself."""
-        x, begun, used = self.embedded.clone(), None, self.weights[:layers]
+    def step(self, *, fused_rope: bool = True, layers: int | None = None) -> None:
+        """One kernel after the other; `fused_rope`: attention applies RoPE itself."""
+        x, deferred, used = self.embedded.clone(), None, self.weights[:layers]
         config = decode.decode_config(self.rows, self._KV_HEADS)
         plan = plan_decode(self.contexts, self.parts, config.block_n)
-        norm, turn = (self.gain, self._EPS), decode.Turn(self.cos_sin, self.gains, self._EPS)
+        norm, rope = (self.gain, self._EPS), decode.Rope(self.cos_sin, self.gains, self._EPS)
         for number, layer in enumerate(used):
             (qkv, qkv_s), (o, o_s), (gate_up, gate_up_s), (down, down_s) = layer
             keys, values = self.keys[number], self.values[number]
-            y = linear(x, qkv, scratch(), scales=qkv_s, norm=norm, begun=begun)
-            if not turns:
+            y = linear(x, qkv, scratch(), scales=qkv_s, norm=norm, deferred=deferred)
+            if not fused_rope:
                 y = rope_and_cache(
                     y, self.cos_sin, self.contexts - 1, self.slots, keys, values, self.heads, norm_weights=self.gains,
                     eps=self._EPS,
@@ -128,12 +128,12 @@ class _Decoder:
             attended = torch.empty(self.rows, self.heads, self._HEAD_DIM, dtype=BF16, device=DEVICE)
             decode.decode_attention(
                 attended, y, keys, values, self.tables, plan, scale=self._SCALE, scratch=self.work, config=config,
-                turn=turn if turns else None,
+                rope=rope if fused_rope else None,
             )  # fmt: skip
-            begun = add_linear(x, attended.flatten(1), o, scratch(), scales=o_s, next_gain=self.gain)
-            z = gated_linear(x, gate_up, scratch(), scales=gate_up_s, norm=norm, begun=begun)
+            deferred = add_linear(x, attended.flatten(1), o, scratch(), scales=o_s, next_gain=self.gain)
+            z = gated_linear(x, gate_up, scratch(), scales=gate_up_s, norm=norm, deferred=deferred)
             following = self.gain if number + 1 < len(used) else None
-            begun = add_linear(x, z, down, scratch(), scales=down_s, next_gain=following)
+            deferred = add_linear(x, z, down, scratch(), scales=down_s, next_gain=following)
         argmax(linear(x, self.head, scratch(), norm=norm, out=self.logits), self.tokens, self.sampling)
 
     @cached_property
@@ -149,7 +149,7 @@ class _Decoder:
         return stack_layers(self.shape, addresses, self.embedded, self.gain, self.head, self._EPS, programs)
 
     def stacked_step(self, layers: int | None = None) -> None:
-        """In one launch, of one sequence."""
+        """In one persistent kernel, of one sequence."""
         row, last_tokens = torch.zeros_like(self.contexts), torch.zeros_like(self.tokens)
         cache = KVCache(self.keys, self.values, self.cos_sin, self._SCALE)
         decode_step(self._stacked, cache, row, self.contexts, last_tokens, self.tables, self.logits, num_layers=layers)
@@ -179,20 +179,22 @@ class _Decoder:
 
 
 def step_case(model: str, dtype: torch.dtype, rows: int, context: int, most_layers: int = 64) -> Case:
-    """A whole decoding step, every layer with weights of its own: what the kernels give together."""
+    """A whole decoding step, every layer with weights of its own."""
     decoder = _Decoder(model, dtype, rows, context, most_layers)
 
-    def variant(label: str, choose: Callable[[torch.Tensor, torch.Tensor], object], *, turns: bool = True) -> Variant:
+    def variant(
+        label: str, choose: Callable[[torch.Tensor, torch.Tensor], object], *, fused_rope: bool = True
+    ) -> Variant:
         def run(i: int) -> None:
-            linear_layers.product_config = choose  # type: ignore[assignment]
-            decoder.step(turns=turns)
-            linear_layers.product_config = product_config
+            linear_layers.gemm_config = choose  # type: ignore[assignment]
+            decoder.step(fused_rope=fused_rope)
+            linear_layers.gemm_config = gemm_config
 
         return Variant(label, run)
 
     variants = [
-        variant("table", product_config),
-        variant("rope apart", product_config, turns=False),
+        variant("table", gemm_config),
+        variant("rope apart", gemm_config, fused_rope=False),
         variant("* library only", lambda x, weight: None),
     ]
     if rows == 1 and is_hopper(DEVICE):

@@ -13,7 +13,7 @@ from penstock.core.errors import StartupError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from penstock.kernels.native_model import NativeModel
+    from penstock.kernels.native.model import NativeModel
     from penstock.models.config import ModelConfig
     from penstock.runner.quality import Quality
     from penstock.text.tokenizer import Tokenizer

@@ -63,3 +63,24 @@ class Executor(Protocol):
     def launch(self, step: Step, /) -> Any: ...
 
     def collect(self, handle: Any, /) -> StepResult: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Bytes that an executor takes of its process's memory."""
+
+    weights: int
+    cache: int  # once every block of the KV cache has been used
+
+
+class LoadedExecutor(Executor, Protocol):
+    """An executor over the weights of a model, as the worker process runs it."""
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """None where weights and KV cache belong to torch or to a GPU."""
+        ...
+
+    def enter_thread(self) -> None:
+        """Prepare the calling thread, which is going to launch every step from now on."""
+        ...

@@ -1,1 +1,1 @@
-"""Fast operators, each beside its plain reference."""
+"""Fast operators for CPUs (`native/`) and NVIDIA GPUs (`triton/`, `hopper/`), each beside its plain reference."""

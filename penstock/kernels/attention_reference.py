@@ -124,6 +124,6 @@ class ReferenceAttention:
         return torch.matmul(weights, v_SLKD.transpose(1, 2)).flatten(1, 2)
 
 
-def block_bytes(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block over all layers, keys and values."""
+def torch_block_bytes(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block over all layers, keys and values."""
     return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * dtype.itemsize

@@ -1,4 +1,4 @@
-"""What attention must know of a step, and the seam its implementations share.
+"""The interface of paged attention backends: the geometry of a model, and where a step's tokens lie in the KV cache.
 
 Shape suffixes: T tokens of the step, S sequences, H query heads, K key/value heads, D head size,
 N blocks of the pool, B tokens per block, M blocks in the longest table of the step.

@@ -1,8 +1,9 @@
-"""One linear layer at any batch size on CUDA, by the fastest way measured for its shape.
+"""Linear layers on CUDA: each call picks the GEMM kernel that was measured fastest for its shape.
 
-A layer here is what stands around a projection too: the RMSNorm before it, SiLU(gate) * up or the residual after it.
-Few rows stream the weight through `gemm_triton`, on Hopper some hundred of them through `hopper/gemm.py`, and fold in
-what they can; many rows go to cuBLAS with kernels around it, on Hopper SiLU(gate) * up to `hopper/gated_product.py`.
+A call includes what stands around the GEMM: the RMSNorm before it, and the SwiGLU epilogue or the residual addition
+after it. Few rows stream the weight through `triton/gemm.py`, on Hopper up to some hundred rows through
+`hopper/gemm.py`; these kernels fuse most of that. Many rows go to cuBLAS with separate kernels around it, and on Hopper
+the gate and up projections to `hopper/swiglu_gemm.py`.
 """
 
 from __future__ import annotations
@@ -12,36 +13,36 @@ from functools import cache
 
 import torch
 
-from penstock.kernels.activation_triton import add_scaled, silu_mul
-from penstock.kernels.gemm_configs import stream_config
-from penstock.kernels.gemm_triton import GemvConfig, SkinnyConfig, SplitScratch, stream_gemm, stream_gemv
-from penstock.kernels.hopper.gated_product import gated_product, gated_tiling
-from penstock.kernels.hopper.gemm import GainedRows, HopperConfig, empty_gained, hopper_gemm
+from penstock.kernels.hopper.gemm import DeferredNorm, HopperConfig, empty_deferred_norm, hopper_gemm
 from penstock.kernels.hopper.gemm_configs import hopper_config
-from penstock.kernels.norm_triton import ProductScales, add_rms_norm, quantize_fp8
+from penstock.kernels.hopper.swiglu_gemm import swiglu_gemm, swiglu_tiling
+from penstock.kernels.triton.activation import add_scaled, silu_mul
+from penstock.kernels.triton.gemm import GemvConfig, SkinnyConfig, SplitScratch, stream_gemm, stream_gemv
+from penstock.kernels.triton.gemm_configs import triton_config
+from penstock.kernels.triton.norm import GemmScales, add_rms_norm, quantize_fp8
 
-# Numbers of the residual stream up to which products on Hopper begin and finish the RMSNorm between them. It saves two
-# small kernels a layer (Qwen3-0.6B, 64 rows: 19.3 instead of 21.2 µs); with more numbers it costs more than it saves.
-_MOST_GAINED = 1 << 17
+# The largest residual stream, in elements, for which GEMMs on Hopper defer the RMSNorm between them. That saves two
+# small kernels a layer (Qwen3-0.6B, 64 rows: 19.3 instead of 21.2 µs); with more elements it costs more.
+_MOST_DEFERRED = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """An activation on its way from one fp8 product to the next."""
+    """An activation that is already quantised for the fp8 GEMM that reads it."""
 
     values: torch.Tensor  # float8_e4m3fn [T, K]
     scales: torch.Tensor  # float32 [T]
 
 
 @dataclass(frozen=True, slots=True)
-class Addend:
-    """An fp8 product that the RMSNorm after it adds to the residual stream, on its way through that."""
+class DeferredAdd:
+    """The output of an fp8 GEMM, which the next RMSNorm kernel scales and adds to the residual stream."""
 
-    product: torch.Tensor  # [T, C]
-    scales: ProductScales
+    gemm_out: torch.Tensor  # [T, C]
+    scales: GemmScales
 
 
-Begun = GainedRows | Addend  # an RMSNorm of the residual stream, by the product before it
+Deferred = DeferredNorm | DeferredAdd  # what a GEMM leaves to the layer that normalises the residual stream next
 
 
 def linear(
@@ -51,31 +52,31 @@ def linear(
     *,
     scales: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
-    begun: Begun | None = None,
+    deferred: Deferred | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`norm(x) @ weight.T`.
 
     `weight` [N, K] is in the dtype of `x`, or float8_e4m3fn with `scales` float32 [N]; `norm` is (gain, eps), and
-    `begun` what `add_linear` gave for it.
+    `deferred` what `add_linear` returned for that norm.
     The result is in the dtype of `x`, or goes to `out`, which may be float32 where the weight is not fp8.
     """
-    config = product_config(x, weight)
+    config = gemm_config(x, weight)
     if config is None:
-        inputs, x_scales = _prepare(x, scales, norm, begun)
+        inputs, x_scales = _prepare(x, scales, norm, deferred)
         if scales is None and out is not None and out.dtype != x.dtype:
             return torch.mm(inputs, weight.T, out_dtype=out.dtype, out=out)
         if scales is None:
             return torch.mm(inputs, weight.T, out=out)
-        return _scaled_product(inputs, weight, x_scales[:, None], scales[None], x.dtype)
+        return _scaled_gemm(inputs, weight, x_scales[:, None], scales[None], x.dtype)
     if out is None:
         out = torch.empty((len(x), len(weight)), dtype=x.dtype, device=x.device)
     if isinstance(config, GemvConfig):
-        assert not isinstance(begun, Addend), "products of so few rows add to the residual themselves"
+        assert not isinstance(deferred, DeferredAdd), "a GEMV adds to the residual itself"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm)
-    if isinstance(config, HopperConfig) and isinstance(begun, GainedRows) and norm and scales is None:
-        return hopper_gemm(out, begun.values, weight, config=config, norm=(begun.squares, norm[1]))
-    inputs, x_scales = _prepare(x, scales, norm, begun)
+    if isinstance(config, HopperConfig) and isinstance(deferred, DeferredNorm) and norm and scales is None:
+        return hopper_gemm(out, deferred.values, weight, config=config, norm=(deferred.squares, norm[1]))
+    inputs, x_scales = _prepare(x, scales, norm, deferred)
     both = None if scales is None else (scales, x_scales)
     if isinstance(config, HopperConfig):
         return hopper_gemm(out, inputs, weight, config=config, scales=both)
@@ -89,28 +90,28 @@ def gated_linear(
     *,
     scales: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float],
-    begun: Begun | None = None,
+    deferred: Deferred | None = None,
 ) -> torch.Tensor | QuantizedRows:
-    """SiLU(gate) * up, where the first half of `norm(x) @ weight.T` is the gate. Rows of fp8 may come quantised."""
-    config = product_config(x, weight)
-    tiling = gated_tiling(x, weight, streams=config is not None)
+    """SwiGLU: SiLU(gate) * up, where `norm(x) @ weight.T` is gate, then up. With fp8 weights it may be quantised."""
+    config = gemm_config(x, weight)
+    tiling = swiglu_tiling(x, weight, streams=config is not None)
     if config is None or tiling:
-        inputs, x_scales = _prepare(x, scales, norm, begun)
+        inputs, x_scales = _prepare(x, scales, norm, deferred)
         if tiling:
             out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
-            return gated_product(out, inputs, weight, tiling, None if scales is None else (scales, x_scales))
+            return swiglu_gemm(out, inputs, weight, tiling, None if scales is None else (scales, x_scales))
         if scales is None:
             return silu_mul(torch.mm(inputs, weight.T))
-        unscaled, inner_scales = ProductScales(x_scales, scales), torch.empty_like(x_scales)
-        product = _unscaled_product(inputs, weight, x.dtype)
-        return QuantizedRows(silu_mul(product, scales=inner_scales, unscaled=unscaled), inner_scales)
+        unscaled, inner_scales = GemmScales(x_scales, scales), torch.empty_like(x_scales)
+        gate_up = _unscaled_gemm(inputs, weight, x.dtype)
+        return QuantizedRows(silu_mul(gate_up, scales=inner_scales, unscaled=unscaled), inner_scales)
     out = torch.empty((len(x), len(weight) // 2), dtype=x.dtype, device=x.device)
     if isinstance(config, GemvConfig):
-        assert not isinstance(begun, Addend), "products of so few rows add to the residual themselves"
+        assert not isinstance(deferred, DeferredAdd), "a GEMV adds to the residual itself"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm, gated=True)
-    if isinstance(config, HopperConfig) and isinstance(begun, GainedRows) and scales is None:
-        return hopper_gemm(out, begun.values, weight, config=config, norm=(begun.squares, norm[1]), gated=True)
-    inputs, x_scales = _prepare(x, scales, norm, begun)
+    if isinstance(config, HopperConfig) and isinstance(deferred, DeferredNorm) and scales is None:
+        return hopper_gemm(out, deferred.values, weight, config=config, norm=(deferred.squares, norm[1]), gated=True)
+    inputs, x_scales = _prepare(x, scales, norm, deferred)
     both_scales = None if scales is None else (scales, x_scales)
     if isinstance(config, HopperConfig):
         return hopper_gemm(out, inputs, weight, config=config, scales=both_scales, gated=True)
@@ -125,51 +126,52 @@ def add_linear(
     *,
     scales: torch.Tensor | None = None,
     next_gain: torch.Tensor | None = None,
-) -> Begun | None:
-    """`residual += x @ weight.T`. With the gain of the RMSNorm that follows, that one is begun too where it can be.
+) -> Deferred | None:
+    """`residual += x @ weight.T`.
 
-    What is returned then, the layer with that norm must be given; until it has run, `residual` may lack the sum.
+    `next_gain` is the weight of the RMSNorm that follows. With it, a part of this addition or of that norm may be
+    deferred: what is returned must be passed to the layer with that norm, and until then `residual` may lack the sum.
     """
-    config = product_config(residual, weight)
+    config = gemm_config(residual, weight)
     if isinstance(x, torch.Tensor) and isinstance(config, GemvConfig):
         stream_gemv(residual, x, weight, config=config, scales=scales, residual=residual)
         return None
     inputs, x_scales = (x.values, x.scales) if isinstance(x, QuantizedRows) else _prepare(x, scales, None)
     both = None if scales is None else (scales, x_scales)
     if isinstance(config, HopperConfig):
-        if next_gain is None or scales is not None or residual.numel() > _MOST_GAINED:
+        if next_gain is None or scales is not None or residual.numel() > _MOST_DEFERRED:
             hopper_gemm(residual, inputs, weight, config=config, scales=both, add=True)
             return None
-        gained = empty_gained(residual, config)
-        hopper_gemm(residual, inputs, weight, config=config, add=True, feeds=(next_gain, gained))
-        return gained
+        deferred = empty_deferred_norm(residual, config)
+        hopper_gemm(residual, inputs, weight, config=config, add=True, defers=(next_gain, deferred))
+        return deferred
     if isinstance(config, SkinnyConfig):
         stream_gemm(residual, inputs, weight, config=config, scratch=scratch, scales=both, residual=residual)
     elif scales is None:
         torch.addmm(residual, inputs, weight.T, out=residual)
     else:
-        addend = Addend(_unscaled_product(inputs, weight, residual.dtype), ProductScales(x_scales, scales))
+        addition = DeferredAdd(_unscaled_gemm(inputs, weight, residual.dtype), GemmScales(x_scales, scales))
         if next_gain is not None:
-            return addend
-        add_scaled(residual, addend.product, addend.scales)
+            return addition
+        add_scaled(residual, addition.gemm_out, addition.scales)
     return None
 
 
-def product_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | SkinnyConfig | HopperConfig | None:
-    """How to stream the weight for these rows; None where cuBLAS is faster."""
-    return hopper_config(x, weight) or stream_config(weight, len(x))
+def gemm_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | SkinnyConfig | HopperConfig | None:
+    """The tile config of the kernel that streams the weight for these rows; None where cuBLAS is faster."""
+    return hopper_config(x, weight) or triton_config(weight, len(x))
 
 
 def _prepare(
     x: torch.Tensor,
     scales: torch.Tensor | None,
     norm: tuple[torch.Tensor, float] | None,
-    begun: Begun | None = None,
+    deferred: Deferred | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input normalised, and quantised where the weight is; and then, its scales."""
+    """The input, normalised and, where the weight is fp8, quantised; and its scales (anything without fp8)."""
     x_scales = None if scales is None else torch.empty(len(x), dtype=torch.float32, device=x.device)
-    if norm and isinstance(begun, Addend):
-        inputs = add_rms_norm(begun.product, *norm, residual=x, unscaled=begun.scales, scales=x_scales)
+    if norm and isinstance(deferred, DeferredAdd):
+        inputs = add_rms_norm(deferred.gemm_out, *norm, residual=x, unscaled=deferred.scales, scales=x_scales)
     elif norm:
         inputs = add_rms_norm(x, *norm, scales=x_scales)
     else:
@@ -177,19 +179,20 @@ def _prepare(
     return inputs, x if x_scales is None else x_scales
 
 
-def _unscaled_product(inputs: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Without the scales of rows and channels cuBLAS has a kernel for every size: at 192 rows it takes a quarter less.
+def _unscaled_gemm(inputs: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An fp8 GEMM whose scales are left to the next kernel.
 
-    Sums of products of e4m3 numbers are far from the largest bfloat16.
+    Without scales of rows and channels cuBLAS has a kernel for every size: at 192 rows it takes a quarter less time.
+    Unscaled sums of e4m3 products are far below the largest bfloat16.
     """
     one = _one(inputs.device)
-    return _scaled_product(inputs, weight, one, one, dtype)
+    return _scaled_gemm(inputs, weight, one, one, dtype)
 
 
-def _scaled_product(
+def _scaled_gemm(
     inputs: torch.Tensor, weight: torch.Tensor, of_rows: torch.Tensor, of_channels: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Sums stay in the matrix units, as in our own kernels: that takes 6% less than adding them up in float32."""
+    """An fp8 GEMM with fast accumulation in the tensor cores, as in our own kernels: 6% faster than float32 sums."""
     return torch._scaled_mm(
         inputs, weight.T, scale_a=of_rows, scale_b=of_channels, out_dtype=dtype, use_fast_accum=True
     )

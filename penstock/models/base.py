@@ -1,4 +1,4 @@
-"""What every model offers to the runner and to the loader."""
+"""The interface of a causal language model, as the executor and the loader use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast each pair of a head's values turns with the position, with the scalings that stretch a model's context."""
+"""Rotary frequencies: how fast each pair of a head's values rotates with the position, with context scaling."""
 
 from __future__ import annotations
 
@@ -36,9 +36,11 @@ def rope_magnitude(config: ModelConfig) -> float:
 
 
 def _llama3(base: Floats, scaling: Llama3Scaling) -> Floats:
-    turns = np.float32(scaling.original_max_position) * base / np.float32(2 * math.pi)  # within pretraining's context
+    rotations = (
+        np.float32(scaling.original_max_position) * base / np.float32(2 * math.pi)
+    )  # within pretraining's context
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - np.float32(low)) / np.float32(high - low)).clip(0, 1)
+    kept = ((rotations - np.float32(low)) / np.float32(high - low)).clip(0, 1)
     scaled: Floats = base * kept + base / np.float32(scaling.factor) * (1 - kept)
     return scaled
 

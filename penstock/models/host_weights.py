@@ -12,7 +12,7 @@ from penstock.checkpoint.gguf import GGUFFile
 from penstock.checkpoint.safetensors_file import read_tensors
 from penstock.checkpoint.source import Checkpoint, safetensors_files
 from penstock.core.errors import StartupError
-from penstock.kernels.native_model import tensor_shapes
+from penstock.kernels.native.shape import tensor_shapes
 from penstock.models.config import ModelConfig
 from penstock.models.names import from_gguf, layer_number
 

@@ -61,13 +61,13 @@ class Attention(nn.Module):
         self.out = Linear(heads * dim, config.hidden_size, bias=config.output_bias)
 
     def forward(
-        self, x_TC: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], attention: AttentionBackend
+        self, x_TC: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], attention: AttentionBackend
     ) -> torch.Tensor:
         qkv = self.qkv(x_TC).view(self.shape)
         qk, v_TKD = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if self.q_norm and self.k_norm:
             qk = torch.cat((self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])), dim=1)
-        q_THD, k_TKD = torch.split(rotate(qk, turn), [self.heads, self.kv_heads], dim=1)
+        q_THD, k_TKD = torch.split(rotate(qk, cos_sin), [self.heads, self.kv_heads], dim=1)
         mixed_THD = attention.run(self.layer, q_THD, k_TKD, v_TKD)
         out_TC: torch.Tensor = self.out(mixed_THD.flatten(1))
         return out_TC

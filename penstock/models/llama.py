@@ -32,9 +32,9 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp
 
     def forward(
-        self, x_TC: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], attention: AttentionBackend
+        self, x_TC: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], attention: AttentionBackend
     ) -> torch.Tensor:
-        x_TC = x_TC + self.attention(self.attention_norm(x_TC), turn, attention)
+        x_TC = x_TC + self.attention(self.attention_norm(x_TC), cos_sin, attention)
         return x_TC + self.mlp(self.mlp_norm(x_TC))
 
     def checkpoint_tensors(self, prefix: str) -> Named:
@@ -69,9 +69,9 @@ class Llama(CausalLM):
 
     def forward(self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attention: AttentionBackend) -> torch.Tensor:
         x_TC = F.embedding(tokens_T, self.embedding)
-        turn = self.rotary.at(positions_T, x_TC.dtype)
+        cos_sin = self.rotary.at(positions_T, x_TC.dtype)
         for layer in self.layers:
-            x_TC = layer(x_TC, turn, attention)
+            x_TC = layer(x_TC, cos_sin, attention)
         out_TC: torch.Tensor = self.norm(x_TC)
         return out_TC
 

@@ -24,7 +24,6 @@ class Experts(nn.Module):
         self.router = Linear(hidden_size, experts, bias=False)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * size, hidden_size), requires_grad=False)
         self.down = nn.Parameter(torch.empty(experts, hidden_size, size), requires_grad=False)
-        self.scales: tuple[torch.Tensor, torch.Tensor] | None = None  # of both once they are fp8; see quantize_fp8
 
     def forward(self, x_TC: torch.Tensor) -> torch.Tensor:
         weights_TA, experts_TA = self.choose(x_TC)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: each pair of a head's values turns by an angle that grows with the position."""
+"""Rotary position embedding: each pair of a head's values is rotated by an angle that grows with the position."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from penstock.models.frequencies import inverse_frequencies, rope_magnitude
 
 
 class Rotary:
-    """The turn of one step's tokens, computed once and applied in each layer.
+    """Cosines and sines of the positions of a step, computed once and applied in each layer.
 
-    Pair i of a head is its values i and i + D/2, so that the turned head is
+    Pair i of a head is its values i and i + D/2, so that the rotated head is
     `x * cos + swap(x) * sin`, where swap exchanges the halves and sin is negative in the first.
     """
 
@@ -28,6 +28,6 @@ class Rotary:
         return torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
 
 
-def rotate(x_THD: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    cos, sin = turn
+def rotate(x_THD: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    cos, sin = cos_sin
     return torch.addcmul(x_THD * cos, x_THD.roll(x_THD.shape[-1] // 2, dims=-1), sin)

@@ -1,8 +1,9 @@
-"""Tensors: turns a `Step` into one forward pass and sampled tokens.
+"""Executors: they compute a step that the engine has scheduled, as one forward pass and sampled tokens.
 
 native_runner.py the executor on the CPU, without torch: launch, collect
 model_runner.py  the executor in plain torch; forward.py is its part that runs the model
-cuda_runner.py   the executor on a GPU; fused_forward.py is its part that runs the model
+cuda_runner.py   the executor on a GPU, by CUDA graphs; fused_forward.py is its part that runs the model, mixed_steps.py
+                 has the graphs of steps with prompts
 batch.py         a step as arrays
 rows.py          what is remembered of each running sequence; row_state.py keeps part of it on a device
 sampler.py       logits to tokens; host_sampler.py without torch

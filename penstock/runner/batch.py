@@ -1,4 +1,7 @@
-"""A step as arrays on the host. T tokens, S sequences, N sequences that sample, M blocks in the longest table."""
+"""The tokens of a scheduled step as arrays on the host, ready to be sent to a device.
+
+T tokens, S sequences, N sequences that sample, M blocks in the longest table.
+"""
 
 from __future__ import annotations
 

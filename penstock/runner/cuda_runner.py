@@ -1,14 +1,14 @@
-"""The executor on a GPU: decode steps replay captured CUDA graphs, others launch kernel by kernel; nothing waits.
+"""The executor on a GPU: steps replay CUDA graphs, and each is launched before the one before it has been collected.
 
-A captured step reads rows and contexts from fixed buffers, gathers everything else on the device, and writes the
-sampled tokens back into the rows, so step N+1 can be queued before step N has run. A step is padded to a captured size
-with a spare row of context 0.
+The graph of a decode step reads rows and contexts from fixed buffers, gathers everything else on the device, and writes
+the sampled tokens back into the rows, so step N+1 can be queued before step N has run. A step is padded to the next
+graph bucket with a spare row of context 0. Steps with prompts in them replay the graphs of `mixed_steps.py`, where
+their size has one; those that score prompts launch their kernels without a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,26 +16,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.core.machine import usable_cpus
-from penstock.core.request import SamplingParams, TokenLogprob
+from penstock.core.request import SamplingParams
 from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult
-from penstock.kernels.decode_inputs_triton import gather_decode_inputs
-from penstock.kernels.prefix_triton import SharedPrefix, prefix_splits
-from penstock.kernels.sampling_triton import SamplingRows, argmax, sampling_scratch
-from penstock.kernels.sampling_triton import sample as sample_triton
+from penstock.kernels.triton.decode_inputs import gather_decode_inputs
+from penstock.kernels.triton.prefix import SharedPrefix, prefix_splits
+from penstock.kernels.triton.sampling import SamplingRows, argmax, sampling_scratch
+from penstock.kernels.triton.sampling import sample as sample_triton
 from penstock.runner.batch import build_batch
+from penstock.runner.device_scores import DeviceScores
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.mixed_steps import MixedSteps
+from penstock.runner.parallel_tasks import run_in_parallel
 from penstock.runner.row_state import RowState
 from penstock.runner.sampler import Draws, sample
 from penstock.runner.scoring import scored_prompts, scored_rows
+from penstock.runner.shared_prefix import MIN_SHARING, shared_prefix
 from penstock.runner.transfer import to_device, to_host
 
-# Sizes that decode steps are captured for, and those over a shared prefix; between them a step is padded up.
-SIZES = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
-SHARING_SIZES = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
-_MIN_SHARED_TOKENS = 256
-_MIN_SHARING = 8
+# Graph buckets: the batch sizes of the graphs of decode steps, and of those with shared-prefix attention.
+BUCKETS = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
+SHARED_PREFIX_BUCKETS = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
 
 
 # The most that a request can ask of a step's sampling: every table, every pass, the most alternatives.
@@ -46,11 +46,11 @@ _DEMANDING = SamplingParams(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Of captured decode steps."""
+    """A kind of decode step that has a CUDA graph of its own."""
 
     size: int
-    shared: bool = False  # over a prefix that sequences share
-    stacked: bool = False  # in one launch
+    shared: bool = False  # with shared-prefix attention
+    stacked: bool = False  # all layers in one persistent kernel
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _InFlight:
     sequences: int
     began: torch.cuda.Event
     done: torch.cuda.Event
-    after: torch.cuda.Event | None  # the end of the step before, if this one was launched while that was under way
+    after: torch.cuda.Event | None  # the end of the step before, if this one was launched before that had ended
     sampled: list[int] = field(default_factory=list)
     tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     scores: list[Callable[[StepResult], None]] = field(default_factory=list)
@@ -72,6 +72,7 @@ class _InFlight:
 
 class CudaRunner:
     runs_ahead = True
+    host_memory = None
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class CudaRunner:
         vocab_size: int,
         max_step_tokens: int,
     ) -> None:
-        """The last row of `state` is spare: it pads captured steps."""
+        """The last row of `state` is spare: it pads steps to their graph bucket."""
         rows, table_blocks = state.tables_RM.shape
         device = forward.device
         self.num_blocks = forward.attention.num_blocks
@@ -94,10 +95,11 @@ class CudaRunner:
         self._max_seqs = rows - 1
         self._max_step_tokens = max_step_tokens
         self._sizes, self._sharing_sizes = (
-            [size for size in sizes if size < self._max_seqs] + [self._max_seqs] for sizes in (SIZES, SHARING_SIZES)
+            [size for size in buckets if size < self._max_seqs] + [self._max_seqs]
+            for buckets in (BUCKETS, SHARED_PREFIX_BUCKETS)
         )
         self._tables = torch.zeros((rows, table_blocks), dtype=torch.int32, device=device)
-        # Of captured steps: rows, contexts, shared tokens of each sequence, and the length of the shared prefix.
+        # Inputs of the graphs: rows, contexts, shared tokens of each sequence, and the length of the shared prefix.
         self._inputs = torch.zeros(3 * self._max_seqs + 1, dtype=torch.int32, device=device)
         self._prefix_table = torch.zeros(table_blocks, dtype=torch.int32, device=device)
         # Steps run one after the other and what outlives one is copied, so all of them write their logits here.
@@ -110,6 +112,9 @@ class CudaRunner:
 
     # -- executor ----------------------------------------------------------------------------------------------------
 
+    def enter_thread(self) -> None:
+        """Nothing to prepare."""
+
     def padded_tokens(self, tokens: int) -> int:
         return self._mixed_steps.padded(tokens)
 
@@ -121,7 +126,7 @@ class CudaRunner:
         self._update_tables(step)
         flight = _InFlight(len(step.rows), began, done, self._under_way)
         self._under_way = done
-        # A captured step takes every token from its row, and computes none that another sequence of it may share.
+        # The graph of a decode step takes every token from its row, and fills no block that another sequence may share.
         run = self._decode if max(step.tokens) == SAMPLED else self._mixed
         flight.tokens = to_host(run(step, flight))
         done.record()
@@ -146,22 +151,22 @@ class CudaRunner:
         rows = np.array(step.rows, dtype=np.int32)
         contexts = np.array(step.starts, dtype=np.int32) + 1
         flight.sampled = list(range(len(rows)))
-        shared, length = self._shared_prefix(rows, contexts)
+        shared, length = shared_prefix(self._state.tables_RM, rows, contexts, self._block_size)
         sizes = self._sharing_sizes if length else self._sizes
         size = next(size for size in sizes if size >= len(rows))
         kind = _Kind(size, length > 0, self._forward.stacks(size, int(contexts.max())))
-        captured = self._graphs[kind]
+        decode = self._graphs[kind]
         self._send_inputs(rows, contexts, shared, length)
-        captured.graph.replay()
-        return self._sample(self._logits[: len(rows)], captured.tokens[: len(rows)], rows, contexts, flight)
+        decode.graph.replay()
+        return self._sample(self._logits[: len(rows)], decode.tokens[: len(rows)], rows, contexts, flight)
 
     def _mixed(self, step: Step, flight: _InFlight) -> torch.Tensor:
         batch = build_batch(step, self._state, self._block_size)
         flight.sampled = batch.sampled_N.tolist()
         scored = scored_prompts(self._state, step)
         if not scored:
-            logits_NV, likeliest_N = self._mixed_steps.run(batch, self._state)
-            return self._sample(logits_NV, likeliest_N, batch.rows_N, batch.next_positions_N, flight)
+            logits_NV, greedy_N = self._mixed_steps.run(batch, self._state)
+            return self._sample(logits_NV, greedy_N, batch.rows_N, batch.next_positions_N, flight)
         hidden_TC = self._forward.step_hidden(batch, self._state)
         for index, rows, tokens in scored:
             width = self._state.params(step.rows[index]).prompt_logprobs or 0
@@ -170,25 +175,25 @@ class CudaRunner:
             return torch.empty(0, dtype=torch.int64)
         device = hidden_TC.device
         logits_NV = self._forward.logits(hidden_TC[to_device(batch.last_N, device)], self._logits[: len(batch.rows_N)])
-        likeliest_N = argmax(logits_NV, torch.empty(len(logits_NV), dtype=torch.int64, device=device), self._scratch)
-        self._state.last_token_R[to_device(batch.rows_N, device)] = likeliest_N
-        return self._sample(logits_NV, likeliest_N, batch.rows_N, batch.next_positions_N, flight)
+        greedy_N = argmax(logits_NV, torch.empty(len(logits_NV), dtype=torch.int64, device=device), self._scratch)
+        self._state.last_token_R[to_device(batch.rows_N, device)] = greedy_N
+        return self._sample(logits_NV, greedy_N, batch.rows_N, batch.next_positions_N, flight)
 
     def _sample(
         self,
         logits: torch.Tensor,
-        likeliest: torch.Tensor,
+        greedy: torch.Tensor,
         rows: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int32],
         flight: _InFlight,
     ) -> torch.Tensor:
-        """The likeliest tokens are in their rows already; draw again where a row asks for more than that."""
+        """The greedy tokens are in their rows already; rows that are not greedy are sampled and overwritten."""
         if not self._state.needs[rows].any():
-            return likeliest
-        tokens = sample(logits, likeliest, self._state, rows, positions, self._choose)
+            return greedy
+        tokens = sample(logits, greedy, self._state, rows, positions, self._choose)
         asked, widths = scored_rows(self._state, rows)
         if asked:
-            scores = _Scores(logits[asked], tokens[asked], max(widths))
+            scores = DeviceScores(logits[asked], tokens[asked], max(widths))
             indices = [flight.sampled[i] for i in asked]
 
             def add(result: StepResult) -> None:
@@ -210,7 +215,7 @@ class CudaRunner:
         for first in range(0, len(rows), most):
             hidden = hidden_TC[to_device(rows[first : first + most], device)]
             following = to_device(tokens[first : first + most], device)
-            pieces.append(_Scores(self._forward.logits(hidden, self._logits[: len(hidden)]), following, width))
+            pieces.append(DeviceScores(self._forward.logits(hidden, self._logits[: len(hidden)]), following, width))
 
         def add(result: StepResult) -> None:
             result.prompt_logprobs[index] = [
@@ -263,30 +268,10 @@ class CudaRunner:
             self._prefix_table.copy_(self._tables[int(rows[np.argmax(shared)])])
         self._inputs.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
 
-    def _shared_prefix(
-        self, rows: npt.NDArray[np.int32], contexts: npt.NDArray[np.int32]
-    ) -> tuple[npt.NDArray[np.int32] | None, int]:
-        """Tokens at the start that most sequences have in common block by block: of each sequence, and how many."""
-        if len(rows) < _MIN_SHARING:
-            return None, 0
-        tables = self._state.tables_RM
-        firsts = tables[rows, 0]
-        values, counts = np.unique(firsts, return_counts=True)
-        if counts.max() < _MIN_SHARING or 2 * counts.max() < len(rows):
-            return None, 0
-        members = firsts == values[counts.argmax()]
-        width = int(contexts[members].min() - 1) // self._block_size
-        theirs = tables[rows[members], :width]
-        differs = np.flatnonzero((theirs != theirs[0]).any(0))
-        length = (int(differs[0]) if len(differs) else width) * self._block_size
-        if length < _MIN_SHARED_TOKENS:
-            return None, 0
-        return np.where(members, length, 0).astype(np.int32), length
-
     # -- capture -----------------------------------------------------------------------------------------------------
 
     def compile_all(self) -> None:
-        """Kernels that no cache on disk has yet are compiled side by side: each thread runs some size on padding.
+        """Compile all kernels that no cache on disk has yet, in parallel: each thread runs one bucket on padding.
 
         They share scratch memory, so what they compute is worthless and arrival counters must be cleared afterwards.
         What does not fit beside the others runs again alone. Raises torch.OutOfMemoryError.
@@ -295,31 +280,9 @@ class CudaRunner:
         tasks: list[Callable[[], object]] = [self._forward.warm_up, self._warm_up_sampling]
         tasks += [partial(decode, kind, layers) for kind in self._kinds]
         tasks += [partial(mixed.compile, layout, self._state) for layout in mixed.layouts]
-
-        def run(task: Callable[[], object]) -> None:
-            with torch.inference_mode():
-                task()
-
-        def fits(task: Callable[[], object]) -> bool:
-            try:
-                run(task)
-            except torch.OutOfMemoryError:
-                return False
-            return True
-
         self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32), None, 0)
         mixed.pad()
-        torch.cuda.synchronize()
-        with ThreadPoolExecutor(min(16, usable_cpus()), initializer=_use_own_stream) as threads:
-            fitted = list(threads.map(fits, tasks))
-        torch.cuda.synchronize()
-        _free_library_memory()
-        run(self._forward.warm_up)  # on this thread, so that its libraries are set up before anything is captured
-        for task, fitting in zip(tasks, fitted, strict=True):
-            if not fitting:
-                torch.cuda.empty_cache()
-                run(task)
-        torch.cuda.synchronize()
+        run_in_parallel(tasks)
         self._forward.clear_scratch()
         self._scratch.arrivals.zero_()
 
@@ -360,12 +323,12 @@ class CudaRunner:
         )
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Before capturing."""
+        """Call it before capturing: graphs hold addresses in the cache."""
         self._forward.attention.allocate(num_blocks)
         self.num_blocks = num_blocks
 
     def capture_all(self) -> int:
-        """Before serving, over the cache that stays. Returns how many sizes were captured."""
+        """Capture all CUDA graphs over the KV cache that stays. Returns how many there are."""
         with torch.inference_mode():
             mixed = self._mixed_steps.capture_all(self._state, self._pool)
             for kind in self._kinds:
@@ -376,7 +339,7 @@ class CudaRunner:
     def _kinds(self) -> list[_Kind]:
         """The largest first, so that smaller ones share its memory."""
         alone = [_Kind(1, stacked=True)] if self._forward.stacks(1, 1) else []
-        sharing = [_Kind(size, shared=True) for size in reversed(self._sharing_sizes) if size >= _MIN_SHARING]
+        sharing = [_Kind(size, shared=True) for size in reversed(self._sharing_sizes) if size >= MIN_SHARING]
         return [_Kind(size) for size in reversed(self._sizes)] + sharing + alone
 
     def _capture(self, kind: _Kind) -> None:
@@ -387,7 +350,7 @@ class CudaRunner:
         self._graphs[kind] = _Graph(graph, tokens)
 
     def _decode_body(self, kind: _Kind, layers: int | None = None) -> torch.Tensor:
-        """The tokens chosen; what they were chosen from is in `_logits`."""
+        """What a graph captures: returns the greedy tokens; their logits are in `_logits`."""
         size, seqs, forward, state = kind.size, self._max_seqs, self._forward, self._state
         rows, contexts = self._inputs[:size], self._inputs[seqs : seqs + size]
         if kind.stacked:
@@ -410,33 +373,3 @@ class CudaRunner:
             lengths_S=self._inputs[2 * seqs : 2 * seqs + size],
             splits=prefix_splits(size, self._forward.num_heads, self._forward.max_model_len),
         )
-
-
-def _use_own_stream() -> None:
-    torch.cuda.set_stream(torch.cuda.Stream())
-    torch.cuda.current_stream().synchronize()  # makes the context current in this thread
-
-
-def _free_library_memory() -> None:
-    """cuBLAS keeps 32 MiB for each thread and stream that used it."""
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-
-
-class _Scores:
-    """Log-probabilities of some tokens and of the likeliest beside them, on their way to the host."""
-
-    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> None:
-        values = logits.log_softmax(-1)
-        top = values.topk(most, -1)
-        self.tokens, self._own = to_host(tokens), to_host(values.gather(-1, tokens.long()[:, None])[:, 0])
-        self._top, self._top_tokens = to_host(top.values), to_host(top.indices)
-
-    def read(self, widths: list[int]) -> list[TokenLogprob]:
-        rows = zip(
-            self.tokens.tolist(), self._own.tolist(), self._top_tokens.tolist(), self._top.tolist(), widths, strict=True
-        )
-        return [
-            TokenLogprob(token, own, tuple(zip(tokens[:width], values[:width], strict=True)))
-            for token, own, tokens, values, width in rows
-        ]

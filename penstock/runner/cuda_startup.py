@@ -1,6 +1,6 @@
-"""From loaded weights to an executor on a GPU: compile, try the largest step, size the cache by it, capture.
+"""Start-up on a GPU: compile the kernels, try the largest step, size the KV cache by it, capture the CUDA graphs.
 
-Whatever does not fit is found here, before anything is served, and reported with a number that does.
+What does not fit is found here, before anything is served, and the error names a setting that fits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.core.errors import StartupError
-from penstock.kernels.attention_reference import block_bytes
+from penstock.kernels.attention_reference import torch_block_bytes
 from penstock.models.llama import Llama
+from penstock.quantization.fp8 import quantize_model
 from penstock.runner.cuda_runner import CudaRunner
-from penstock.runner.fused_forward import FusedForward, quantize_fp8
+from penstock.runner.fused_forward import FusedForward
 from penstock.runner.memory import GIB, kv_blocks
 from penstock.runner.row_state import RowState
 
@@ -29,14 +30,14 @@ log = logging.getLogger(__name__)
 def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
     config = plan.engine
     if config.quantization == "fp8":
-        quantize_fp8(model)
+        quantize_model(model)
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else plan.dtype
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     runner = _with_smallest_cache(plan, model, kv_dtype, free)
     step_bytes = _compile_and_try(plan, runner, free)
-    block = block_bytes(model.attention_spec, config.block_size, kv_dtype)
-    # Twice: captured steps have memory of their own.
+    block = torch_block_bytes(model.attention_spec, config.block_size, kv_dtype)
+    # Twice: CUDA graphs have memory of their own.
     num_blocks = kv_blocks(plan.kv_demand(block, 2 * step_bytes), config.kv_memory_gib, plan.device)
     began = time.monotonic()
     try:
@@ -49,7 +50,7 @@ def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
             f"set kv_memory_gib to at most {0.9 * num_blocks * block / GIB:.2f}",
             param="engine.kv_memory_gib",
         ) from error
-    log.info("captured steps of %d sizes in %.1f s", sizes, time.monotonic() - began)
+    log.info("captured %d CUDA graphs in %.1f s", sizes, time.monotonic() - began)
     return runner
 
 

@@ -1,4 +1,4 @@
-"""From a batch to logits: the part of a step that differs between plain torch and the native kernels."""
+"""The forward pass of a step, from a batch to logits: the interface, and its implementation in plain torch."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""The decoders of `models/llama.py` and `models/moe.py` by fused kernels: five launches a dense layer for a few
-decoding sequences.
+"""The forward pass of dense and MoE decoders on CUDA by fused kernels: five launches a layer for a small decode batch.
 
     norm · qkv   →   q/k norm · rope · cache write · attention   →   out + residual
     norm · gate_up · silu·mul   →   down + residual
 
-Larger batches take the norm, and the largest silu·mul, out of the products; steps with prompts take out rope as well.
-On Hopper a product may begin the norm for the next one instead, and a whole step of one sequence is one launch.
+Larger batches run the norm, and the largest silu·mul, as kernels of their own; steps with prompts also rope.
+On Hopper a GEMM may defer the RMSNorm to the next GEMM instead, and a decode step of one sequence is one persistent
+kernel. The plain form of these models is in `models/llama.py` and `models/moe.py`.
 
 T tokens, S sequences, C hidden size, H query heads, D head size.
 """
@@ -20,8 +20,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.gemm_triton import split_scratch
-from penstock.kernels.hopper.gated_product import compile_gated_products
 from penstock.kernels.hopper.layers import (
     MOST_TOKENS,
     KVCache,
@@ -32,15 +30,16 @@ from penstock.kernels.hopper.layers import (
     stack_layers,
 )
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.linear import Begun, add_linear, gated_linear, linear
-from penstock.kernels.moe_triton import ExpertWeights, mix_experts
-from penstock.kernels.norm_triton import add_rms_norm
+from penstock.kernels.hopper.swiglu_gemm import compile_swiglu_gemms
+from penstock.kernels.linear import Deferred, add_linear, gated_linear, linear
+from penstock.kernels.triton.gemm import split_scratch
+from penstock.kernels.triton.moe import ExpertWeights, mix_experts
+from penstock.kernels.triton.norm import add_rms_norm
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig
 from penstock.models.layers import MLP, Linear
 from penstock.models.llama import DecoderLayer, FeedForward, Llama
 from penstock.models.moe import Experts
-from penstock.quantization.fp8 import quantize_channels
 from penstock.runner.batch import Batch
 from penstock.runner.paged_attention import Attend, MixedStep, PagedAttention
 from penstock.runner.row_state import RowState
@@ -129,7 +128,7 @@ class FusedForward:
         return logits_RV, logits_RV.argmax(-1)
 
     def step_hidden(self, batch: Batch, state: RowState) -> torch.Tensor:
-        """The residual stream of every token of a step, launched kernel by kernel."""
+        """The residual stream of every token of a step, without a CUDA graph."""
         put = self._put
         tokens_T = put(batch.tokens_T)
         tokens_T = torch.where(tokens_T < 0, state.last_token_R[put(batch.rows_T).long()].int(), tokens_T)
@@ -149,7 +148,7 @@ class FusedForward:
         if is_hopper(self.device):
             dense = [layer.mlp for layer in self._layers if isinstance(layer.mlp, _Dense)]
             for fp8 in {mlp.gate_up.scales is not None for mlp in dense}:
-                compile_gated_products(fp8=fp8)
+                compile_swiglu_gemms(fp8=fp8)
 
     def clear_scratch(self) -> None:
         self._splits.arrivals.zero_()
@@ -159,13 +158,13 @@ class FusedForward:
     def distinct_layers(self) -> int:
         """The first layers that use every kernel there is.
 
-        They differ in their windows and experts at most, and in whether another begins their norm and they the next.
+        They differ in their windows and experts at most, and in whether a deferred RMSNorm comes in and goes out.
         """
         kinds = [(window, type(layer.mlp)) for window, layer in zip(self._spec.windows, self._layers, strict=True)]
         return max(kinds.index(kind) for kind in set(kinds)) + 2
 
     def stacks(self, size: int, longest: int) -> bool:
-        """Whether such a step can run in one launch."""
+        """Whether such a decode step can run in one persistent kernel."""
         return self._stacked is not None and size == 1 and longest <= MOST_TOKENS
 
     def decode_stacked(
@@ -177,7 +176,7 @@ class FusedForward:
         logits: torch.Tensor,
         layers: int | None = None,
     ) -> torch.Tensor:
-        """A whole step of one sequence that decodes: its logits, and the likeliest token, returned and in its row."""
+        """A decode step of one sequence in one persistent kernel: its logits and the argmax, also put into its row."""
         attention, spec = self.attention, self._spec
         assert self._stacked is not None
         cache = KVCache(attention.keys, attention.values, attention.cos_sin, spec.scale, spec.windows[0])
@@ -188,18 +187,18 @@ class FusedForward:
         splits = self._splits
         # Not shared by steps that are warmed up side by side: wrong counts would lead outside the tiles.
         counts_E = torch.zeros(self._experts, dtype=torch.int32, device=self.device) if self._experts else None
-        begun: Begun | None = None
+        deferred: Deferred | None = None
         used = self._layers[:layers]
         for number, layer in enumerate(used):
             norm, (qkv, out) = (layer.attention_norm, self._eps), (layer.qkv, layer.out)
-            projected = linear(x_TC, qkv.weight, splits, scales=qkv.scales, norm=norm, begun=begun)
+            projected = linear(x_TC, qkv.weight, splits, scales=qkv.scales, norm=norm, deferred=deferred)
             if qkv.bias is not None:
                 projected.add_(qkv.bias)
             mixed = attend(number, projected).flatten(1)
             next_gain = layer.mlp_norm if isinstance(layer.mlp, _Dense) else None
-            begun = add_linear(x_TC, mixed, out.weight, splits, scales=out.scales, next_gain=next_gain)
+            deferred = add_linear(x_TC, mixed, out.weight, splits, scales=out.scales, next_gain=next_gain)
             following = used[number + 1].attention_norm if number + 1 < len(used) else None
-            begun = self._feed_forward(x_TC, layer, counts_E, begun, following)
+            deferred = self._feed_forward(x_TC, layer, counts_E, deferred, following)
         return x_TC
 
     def _feed_forward(
@@ -207,14 +206,16 @@ class FusedForward:
         x_TC: torch.Tensor,
         layer: _Layer,
         counts_E: torch.Tensor | None,
-        begun: Begun | None,
+        deferred: Deferred | None,
         next_gain: torch.Tensor | None,
-    ) -> Begun | None:
-        """Adds to the residual stream, and begins the norm of the next layer where that is possible."""
+    ) -> Deferred | None:
+        """Adds the MLP to the residual stream; may leave a part of that, or of the next norm, deferred."""
         norm, mlp = (layer.mlp_norm, self._eps), layer.mlp
         if isinstance(mlp, _Dense):
             gate_up, down = mlp.gate_up, mlp.down
-            inner = gated_linear(x_TC, gate_up.weight, self._splits, scales=gate_up.scales, norm=norm, begun=begun)
+            inner = gated_linear(
+                x_TC, gate_up.weight, self._splits, scales=gate_up.scales, norm=norm, deferred=deferred
+            )
             return add_linear(x_TC, inner, down.weight, self._splits, scales=down.scales, next_gain=next_gain)
         assert counts_E is not None
         normed = add_rms_norm(x_TC, *norm)
@@ -245,8 +246,8 @@ class FusedForward:
             head_norm=first.head_norms is not None,
             fp8=first.qkv.scales is not None,
         )
-        programs = torch.cuda.get_device_properties(keys.device).multi_processor_count
-        if not fits(shape, config.head_dim, keys.shape[3], programs):
+        ctas = torch.cuda.get_device_properties(keys.device).multi_processor_count
+        if not fits(shape, config.head_dim, keys.shape[3], ctas):
             return None
 
         def addresses(layer: _Layer) -> list[int]:
@@ -266,7 +267,7 @@ class FusedForward:
             self._norm,
             self._head,
             config.norm_eps,
-            programs,
+            ctas,
         )
 
 
@@ -275,30 +276,8 @@ def supports_fused(model: CausalLM, config: ModelConfig) -> TypeGuard[Llama]:
     return isinstance(model, Llama) and not config.mlp_bias and not config.output_bias
 
 
-def quantize_fp8(model: Llama) -> None:
-    """Replace the weights of all layers by e4m3 with a scale per channel, one by one.
-
-    Embedding, head and routers stay as they are.
-    """
-    for layer in model.layers:
-        attention, mlp = layer.attention, layer.mlp
-        if isinstance(mlp, Experts):
-            gate_up, down = quantize_channels(mlp.gate_up), quantize_channels(mlp.down)
-            mlp.gate_up, mlp.down = (_frozen(part.weight) for part in (gate_up, down))
-            mlp.scales = (gate_up.scales, down.scales)
-        dense = [mlp.gate_up, mlp.down] if isinstance(mlp, MLP) else []
-        for module in (attention.qkv, attention.out, *dense):
-            quantized = quantize_channels(module.weight)
-            module.weight = _frozen(quantized.weight)
-            module.register_buffer("scales", quantized.scales)
-
-
-def _frozen(weight: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(weight, requires_grad=False)
-
-
 def _projection(module: Linear) -> _Projection:
-    return _Projection(module.weight, getattr(module, "scales", None), module.bias)
+    return _Projection(module.weight, getattr(module, "weight_scales", None), module.bias)
 
 
 def _layer(layer: DecoderLayer) -> _Layer:
@@ -318,6 +297,7 @@ def _feed_forward(mlp: FeedForward) -> _Dense | _Routed:
     if isinstance(mlp, MLP):
         return _Dense(_projection(mlp.gate_up), _projection(mlp.down))
     assert isinstance(mlp, Experts), "a feed-forward that the kernels do not know"
-    moe = mlp.moe
-    experts = ExpertWeights(mlp.gate_up, mlp.down, mlp.scales, moe.experts_per_token, moe.norm_topk_prob)
+    moe, fp8 = mlp.moe, hasattr(mlp, "gate_up_scales")
+    scales = (mlp.get_buffer("gate_up_scales"), mlp.get_buffer("down_scales")) if fp8 else None
+    experts = ExpertWeights(mlp.gate_up, mlp.down, scales, moe.experts_per_token, moe.norm_topk_prob)
     return _Routed(mlp.router.weight, experts)

@@ -1,4 +1,4 @@
-"""Logits to tokens on the host: the same choices as sampler.py, without torch and with the draws in native code.
+"""Samples tokens from logits on the host: the same choices as sampler.py, without torch, in native code.
 
 N sequences, V vocabulary.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.native import DRAW
+from penstock.kernels.native.bindings import DRAW
 from penstock.runner.batch import Ints
 from penstock.runner.rows import HostRows, Needs
 
@@ -19,10 +19,10 @@ Floats = npt.NDArray[np.float32]
 Draw = Callable[[Floats, npt.NDArray[Any]], Ints]  # rows of logits, draws -> tokens
 
 
-def sample(draw: Draw, logits_NV: Floats, likeliest_N: Ints, state: HostRows, rows_N: Ints, positions_N: Ints) -> Ints:
-    """One token per row, counted there. May overwrite the logits; `likeliest_N` is their argmax as it was."""
+def sample(draw: Draw, logits_NV: Floats, greedy_N: Ints, state: HostRows, rows_N: Ints, positions_N: Ints) -> Ints:
+    """One token per row, counted there. May overwrite the logits; `greedy_N` is their argmax as it was."""
     needs_N = state.needs[rows_N]
-    tokens_N = likeliest_N.copy()
+    tokens_N = greedy_N.copy()
     for i in np.flatnonzero(needs_N & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS)).tolist():
         _adjust(logits_NV[i], state, int(rows_N[i]), int(positions_N[i]), int(needs_N[i]))
         tokens_N[i] = logits_NV[i].argmax()

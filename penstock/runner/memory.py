@@ -1,4 +1,4 @@
-"""How many KV blocks fit, and why, in one line."""
+"""How many blocks the KV cache gets, from the setting or from free memory, with one log line that says why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GIB = 2**30
-# On a GPU the rest is for the allocator and captured graphs; on a CPU the machine has other tenants.
+# On a GPU the rest is for the allocator and CUDA graphs; on a CPU the machine has other tenants.
 _GPU_SHARE = 0.95
 _CPU_SHARE = 0.5
 _CPU_FLOOR = 2**28  # 256 MiB: a server that shares a laptop should stay small until told otherwise

@@ -1,11 +1,11 @@
-"""Steps with prompts in them, padded to a ladder of sizes so that most of them replay a captured CUDA graph.
+"""Steps with prompts in them on a GPU, padded to graph buckets so that most of them replay a CUDA graph.
 
-Launching such a step kernel by kernel takes the host 10 to 20 ms, longer than the device needs for a few hundred
-tokens, or for thousands by a small model; streams would stall for it and first tokens wait. What a step reads lies in
-one fixed buffer, sent in one copy. Padding has context 0, writes to no slot and samples into a spare row. Only the
-number of tokens costs time, so their ladder is fine; of sequences that decode there are few sizes: attention over the
-first rows writes zeros beyond them, and attention of the prompts, which comes after, overwrites those. T tokens, S
-sequences, N sequences that sample.
+Launching the kernels of such a step one by one takes the host 10 to 20 ms, longer than the device needs for a few
+hundred tokens, or for thousands by a small model; streams would stall for it and first tokens wait. What a step reads
+lies in one fixed buffer, sent in one copy. Padding has context 0, writes to no slot and samples into a spare row. Only
+the number of tokens costs time, so its buckets are close together; for the number of decoding sequences there are few:
+decode attention writes zeros beyond them, and attention of the prompts, which comes after, overwrites those.
+T tokens, S sequences, N sequences that sample.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.sampling_triton import SamplingScratch, argmax
+from penstock.kernels.triton.sampling import SamplingScratch, argmax
 from penstock.runner.batch import Batch
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.paged_attention import MixedStep
@@ -29,7 +29,7 @@ _TOKENS = (128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 # Larger steps of a small model take the device less time than launching them takes the host, even if padded so far.
 _SMALL, _TOKENS_OF_SMALL = 2_000_000_000, tuple(range(2560, 8193, 512))
 _MOST_PADDING = 512  # tokens, beyond the padding of sequences that decode
-_PROMPTS = (32, 256)  # in a captured step; beyond, a multiple of the latter
+_PROMPTS = (32, 256)  # buckets; beyond, a multiple of the latter
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,15 @@ class MixedSteps:
         self._max_seqs = len(logits)
         self._decodes = [size for size in _DECODES if size < self._max_seqs] + [self._max_seqs]
         self._prompts = _PROMPTS if self._max_seqs > _PROMPTS[0] else _PROMPTS[:1]
-        ladder = _TOKENS + _TOKENS_OF_SMALL if forward.parameters < _SMALL else _TOKENS
-        self._tokens = [size for size in ladder if size <= max_tokens]
+        buckets = _TOKENS + _TOKENS_OF_SMALL if forward.parameters < _SMALL else _TOKENS
+        self._tokens = [size for size in buckets if size <= max_tokens]
         self._max_tokens = max_tokens
         largest = self._layout(self._max_seqs, self._max_seqs, max_tokens)
         self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
         self._graphs: dict[Layout, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     def run(self, batch: Batch, state: RowState) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and likeliest tokens of the sequences that sample, which are in their rows already."""
+        """Logits and greedy tokens of the sequences that sample, which are in their rows already."""
         decodes, sampled = batch.num_decodes, len(batch.rows_N)
         layout = self._layout(decodes, len(batch.contexts_S) - decodes, len(batch.tokens_T))
         packed = torch.from_numpy(layout.pack(batch, spare=self._max_seqs))
@@ -122,7 +122,7 @@ class MixedSteps:
         return next((size for size in self._tokens if size >= tokens), -(-tokens // 256) * 256)
 
     def _layout(self, decodes: int, prompts: int, tokens: int) -> Layout:
-        """The smallest captured one that holds this; beyond those, one of not too many shapes."""
+        """The smallest bucket that holds this; beyond the largest, one of not too many layouts without a graph."""
         decodes = next(size for size in self._decodes if size >= decodes)
         most = self._prompts[-1]
         prompts = next((size for size in self._prompts if size >= prompts), -(-prompts // most) * most)
@@ -145,7 +145,7 @@ class MixedSteps:
 
     @property
     def layouts(self) -> list[Layout]:
-        """Those that are captured; they use every kernel. The largest come first: smaller ones share their memory.
+        """Those that have a graph; they use every kernel. The largest come first: smaller ones share their memory.
 
         Among them are full steps, which a long queue makes one after the other, of few prompts or many.
         """

@@ -1,4 +1,4 @@
-"""The executor in plain torch: one forward pass and one sampled token per caught-up sequence."""
+"""The executor in plain torch, on any device: one forward pass per step, and one sampled token per sequence."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from penstock.runner.scoring import scored_rows as scored_rows
 
 
 class ModelRunner:
-    """Plain torch, on any device. Runs a step when its result is asked for, as `NativeRunner` does and why."""
+    """Runs a step when its result is collected: on a CPU, a step launched ahead would compete with the scheduling."""
 
     runs_ahead = False
+    host_memory = None
 
     def __init__(self, forward: Forward, state: RowState, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
@@ -26,6 +27,9 @@ class ModelRunner:
         self._forward = forward
         self._state = state
         self._block_size = block_size
+
+    def enter_thread(self) -> None:
+        """Nothing to prepare."""
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens
@@ -39,12 +43,12 @@ class ModelRunner:
         batch = build_batch(step, self._state, self._block_size)
         scored = scored_prompts(self._state, step)
         logit_rows = np.concatenate([batch.last_N, *(rows for _, rows, _ in scored)])
-        logits_RV, likeliest_R = self._forward(batch, self._state, logit_rows)
+        logits_RV, greedy_R = self._forward(batch, self._state, logit_rows)
         result = StepResult([-1] * len(step.rows))
         sampling = len(batch.rows_N)
         if sampling:
             logits_NV = logits_RV[:sampling]
-            tokens_N = sample(logits_NV, likeliest_R[:sampling], self._state, batch.rows_N, batch.next_positions_N)
+            tokens_N = sample(logits_NV, greedy_R[:sampling], self._state, batch.rows_N, batch.next_positions_N)
             for index, token in zip(batch.sampled_N.tolist(), tokens_N.tolist(), strict=True):
                 result.tokens[index] = token
             asked, widths = scored_rows(self._state, batch.rows_N)

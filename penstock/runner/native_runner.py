@@ -1,4 +1,4 @@
-"""The executor on the CPU: one native call computes a step, one more draws tokens where rows ask for it. No torch."""
+"""The executor on the CPU, without torch: one native call computes a step, one more samples if rows ask for it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from itertools import accumulate, chain, compress
 
 import numpy as np
 
-from penstock.engine.executor import Step, StepResult
-from penstock.kernels.native_model import NativeModel, NativeRows, NativeStep
+from penstock.engine.executor import HostMemory, Step, StepResult
+from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.runner.host_sampler import Floats, sample
 from penstock.runner.rows import HostRows
 from penstock.runner.scoring import score, scored_prompts, scored_rows
@@ -30,6 +30,13 @@ class NativeRunner:
         self._state = state
         self._rows = NativeRows(state.tables_RM, state.last_token_R)
 
+    @property
+    def host_memory(self) -> HostMemory:
+        return HostMemory(self.model.weight_bytes, self.model.cache_bytes)
+
+    def enter_thread(self) -> None:
+        self.model.pin_caller()
+
     def padded_tokens(self, tokens: int) -> int:
         return tokens
 
@@ -49,18 +56,18 @@ class NativeRunner:
         return result
 
     def _demanding(self, step: Step) -> StepResult:
-        """A step with rows that want more than the likeliest token."""
+        """A step with rows that want more than the greedy token: sampling, penalties or log-probabilities."""
         state, last_N = self._state, _last_tokens(step)
         scored, sampling = scored_prompts(state, step), len(last_N)
         prompt_rows = chain.from_iterable(rows.tolist() for _, rows, _ in scored)
-        logits_RV, likeliest_R = self._forward(step, [*last_N, *prompt_rows], logits=True)
+        logits_RV, greedy_R = self._forward(step, [*last_N, *prompt_rows], logits=True)
         sampled_N = np.flatnonzero(step.samples)
         rows_N = np.array(step.rows, dtype=np.int32)[sampled_N]
         positions_N = np.add(step.starts, step.counts, dtype=np.int32)[sampled_N]  # where the sampled token will stand
         asked, widths = scored_rows(state, rows_N)
         logits_AV = logits_RV[asked]  # copies: sampling may overwrite the originals
-        likeliest_N = np.array(likeliest_R[:sampling], dtype=np.int32)
-        tokens_N = sample(self.model.sample, logits_RV[:sampling], likeliest_N, state, rows_N, positions_N)
+        greedy_N = np.array(greedy_R[:sampling], dtype=np.int32)
+        tokens_N = sample(self.model.sample, logits_RV[:sampling], greedy_N, state, rows_N, positions_N)
         state.last_token_R[rows_N] = tokens_N
         result = StepResult(_by_sequence(step, tokens_N.tolist()))
         scores = score(logits_AV, tokens_N[asked], widths)

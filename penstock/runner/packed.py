@@ -1,4 +1,4 @@
-"""The native model of a checkpoint: its weights quantised and packed, and kept on disk between starts."""
+"""Load a checkpoint for the native CPU kernels: weights are quantised and packed, and cached on disk between starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pathlib import Path
 from penstock.checkpoint.source import PACKED_WEIGHTS, Checkpoint
 from penstock.core.errors import StartupError
 from penstock.core.machine import cache_folder
-from penstock.kernels.native import Floats, KVFormat, Scheme, isa
-from penstock.kernels.native_model import NativeModel, tensor_shapes
+from penstock.kernels.native.bindings import Floats, KVFormat, Scheme, isa
+from penstock.kernels.native.model import NativeModel
+from penstock.kernels.native.shape import tensor_shapes
 from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies, rope_magnitude
 from penstock.models.host_weights import host_weights

@@ -1,6 +1,6 @@
-"""Attention of a step on CUDA over the paged cache, which is kept here.
+"""Paged attention of a step on CUDA; it owns the KV cache.
 
-A step makes one `Attend` for all its layers: how sequences that decode are divided is planned once. T tokens, S
+A step makes one `Attend` for all its layers: how decoding sequences are split into parts is planned once. T tokens, S
 sequences, H query heads, K key/value heads, D head size.
 """
 
@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 
 from penstock.kernels.base import AttentionSpec
-from penstock.kernels.decode_inputs_triton import DecodeInputs
-from penstock.kernels.decode_triton import DecodeConfig, Turn, decode_attention, decode_config, decode_scratch
 from penstock.kernels.hopper.attention import clear_counters
 from penstock.kernels.hopper.decode import StreamConfig, decode_stream, stream_config, streams_decode
-from penstock.kernels.prefill_triton import prefill_attention
-from penstock.kernels.prefix_triton import SharedPrefix, prefix_splits
-from penstock.kernels.rope_triton import rope_and_cache
+from penstock.kernels.triton.decode import DecodeConfig, Rope, decode_attention, decode_config, decode_scratch
+from penstock.kernels.triton.decode_inputs import DecodeInputs
+from penstock.kernels.triton.prefill import prefill_attention
+from penstock.kernels.triton.prefix import SharedPrefix, prefix_splits
+from penstock.kernels.triton.rope import rope_and_cache
 from penstock.models.rope import Rotary
 from penstock.runner.batch import Batch
 
@@ -80,15 +80,15 @@ class PagedAttention:
         self.cos_sin = _cos_sin(rotary, max_model_len, device)
         self.allocate(num_blocks)
         H, K = spec.num_heads, spec.num_kv_heads
-        turned = self.cos_sin.shape[1]
-        self._streams = streams_decode(spec.head_dim, H // K, block_size, turned, dtype, kv_dtype, device)
+        rotated = self.cos_sin.shape[1]
+        self._streams = streams_decode(spec.head_dim, H // K, block_size, rotated, dtype, kv_dtype, device)
         sizes = range(1, max_seqs + 1)
         shared = max(size * prefix_splits(size, H, max_model_len) for size in sizes)
         parts = max(self._decode_config(size).division(size, K).parts for size in sizes)
         self._scratch = decode_scratch(max_seqs, H, K, spec.head_dim, parts + shared, device)
 
     def allocate(self, num_blocks: int) -> None:
-        """Anew: what is in the cache, and what was captured over it, is lost."""
+        """Replace the KV cache: its contents and the CUDA graphs over it become invalid."""
         spec = self._spec
         shape = (spec.num_layers, num_blocks, spec.num_kv_heads, self._block_size, spec.head_dim)
         self.num_blocks = num_blocks
@@ -132,7 +132,7 @@ class PagedAttention:
     def attend_decode(
         self, inputs: DecodeInputs, contexts_S: torch.Tensor, prefix: SharedPrefix | None = None
     ) -> Attend:
-        """Attention of sequences that all decode, over a prefix that some of them share where there is one."""
+        """Attention of sequences that all decode, with cascade attention where some share a prefix."""
         spec = self._spec
         attend_parts = self._divided(inputs.tables_SM, contexts_S, prefix)
 
@@ -142,14 +142,14 @@ class PagedAttention:
                 q_SHD = self._turn(layer, qkv, inputs.positions_S, inputs.slots_S)
                 attend_parts(layer, out_SHD, q_SHD, None, prefix)
             else:
-                attend_parts(layer, out_SHD, qkv, Turn(self.cos_sin, self._head_norms[layer], self._eps), None)
+                attend_parts(layer, out_SHD, qkv, Rope(self.cos_sin, self._head_norms[layer], self._eps), None)
             return out_SHD
 
         return attend
 
     def _divided(
         self, tables_SM: torch.Tensor, contexts_S: torch.Tensor, prefix: SharedPrefix | None = None
-    ) -> Callable[[int, torch.Tensor, torch.Tensor, Turn | None, SharedPrefix | None], None]:
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, Rope | None, SharedPrefix | None], None]:
         """Decode attention by one plan for all layers of the same window."""
         spec = self._spec
         config = self._decode_config(len(contexts_S), after_prefix=prefix is not None)
@@ -162,14 +162,14 @@ class PagedAttention:
         }
 
         def attend(
-            layer: int, out_SHD: torch.Tensor, q: torch.Tensor, turn: Turn | None, prefix: SharedPrefix | None
+            layer: int, out_SHD: torch.Tensor, q: torch.Tensor, rope: Rope | None, prefix: SharedPrefix | None
         ) -> None:
             given = (out_SHD, q, self.keys[layer], self.values[layer], tables_SM, plans[spec.windows[layer]])
             scale, scratch = spec.scale, self._scratch
             if isinstance(config, StreamConfig):
-                decode_stream(*given, scale=scale, scratch=scratch, config=config, turn=turn, prefix=prefix)
+                decode_stream(*given, scale=scale, scratch=scratch, config=config, rope=rope, prefix=prefix)
             else:
-                decode_attention(*given, scale=scale, scratch=scratch, config=config, turn=turn, prefix=prefix)
+                decode_attention(*given, scale=scale, scratch=scratch, config=config, rope=rope, prefix=prefix)
 
         return attend
 

@@ -1,4 +1,4 @@
-"""What quantisation costs on a text: perplexity, and how far the predictions are from those in float32."""
+"""Measures what quantisation costs on a text: perplexity, top-1 agreement and KL divergence against float32."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from penstock.kernels.decoder_reference import ReferenceDecoder, Weights, stages, untied
-from penstock.kernels.native_model import NativeModel, NativeRows, NativeStep, tensor_shapes
+from penstock.kernels.native.decoder_reference import ReferenceDecoder, Weights, stages, untied
+from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
+from penstock.kernels.native.shape import tensor_shapes
 from penstock.models.config import ModelConfig
 from penstock.models.frequencies import inverse_frequencies, rope_magnitude
 

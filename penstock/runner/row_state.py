@@ -1,4 +1,4 @@
-"""Rows whose changing part lives on a device: the next step can be launched before the token is known here.
+"""Per-sequence state on a device, in fixed rows, so that a step can be launched before the last token is known here.
 
 R rows, V vocabulary.
 """

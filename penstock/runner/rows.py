@@ -1,4 +1,4 @@
-"""What is remembered of each running sequence, in fixed rows: block table, last token, sampling parameters.
+"""Per-sequence state of an executor, in fixed rows on the host: block table, last token, sampling parameters.
 
 A row is written when a sequence takes it and when it gets blocks. R rows, M blocks per table.
 """
@@ -16,7 +16,7 @@ from penstock.engine.executor import RowSetup, Step
 
 
 class Needs(IntFlag):
-    """What a row asks of the sampler beyond the likeliest token."""
+    """What a row asks of the sampler beyond the greedy token."""
 
     NOTHING = 0
     RANDOM = 1
@@ -101,7 +101,7 @@ class HostRows(Rows):
         super().__init__(rows, table_blocks)
         self._vocab_size = vocab_size
         self.last_token_R = np.zeros(rows, dtype=np.int32)
-        self.demanding: set[int] = set()  # rows that need more than the likeliest token
+        self.demanding: set[int] = set()  # rows that need more than the greedy token
         # Of rows with penalties: how often each token was sampled; 0 for those that are only in the prompt.
         self._seen: dict[int, dict[int, int]] = {}
 

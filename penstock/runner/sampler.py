@@ -1,4 +1,4 @@
-"""Logits to tokens. Sampling is a pure function of (seed, position, logits).
+"""Samples tokens from logits in torch. Sampling is a pure function of (seed, position, logits).
 
 Random choice is the Gumbel-max trick: token = argmax(logits / temperature + g), with g drawn by Philox4x32-10, a
 counter-based generator, for each (seed, position, token). No state is carried from step to step, so the same request
@@ -20,7 +20,7 @@ from penstock.runner.rows import Needs
 from penstock.runner.transfer import to_device
 
 _MASK = 0xFFFFFFFF
-# Sorting a vocabulary is slow; the nucleus nearly always lies within this many of the likeliest tokens.
+# Sorting a vocabulary is slow; the nucleus nearly always lies within this many of the top tokens.
 _CANDIDATES = 1024
 
 
@@ -42,19 +42,19 @@ Choose = Callable[[torch.Tensor, Draws], torch.Tensor]  # logits [N, V] -> token
 
 def sample(
     logits_NV: torch.Tensor,
-    likeliest_N: torch.Tensor,
+    greedy_N: torch.Tensor,
     state: RowState,
     rows: npt.NDArray[np.int32],
     positions: npt.NDArray[np.int32],
     choose: Choose | None = None,
 ) -> torch.Tensor:
-    """Choose one token per row and remember it there. `likeliest_N` is the argmax, which greedy rows take as it is."""
+    """Choose one token per row and remember it there. `greedy_N` is the argmax, which greedy rows take as it is."""
     device = logits_NV.device
     needs = state.needs[rows]
     rows_N = to_device(rows, device)
-    tokens_N = likeliest_N
+    tokens_N = greedy_N
     if needs.any():
-        tokens_N = _sample_unusual(logits_NV, likeliest_N, state, rows, positions, needs, choose or choose_reference)
+        tokens_N = _sample_unusual(logits_NV, greedy_N, state, rows, positions, needs, choose or choose_reference)
         penalised = _only(needs, Needs.PENALTIES)
         if len(penalised):
             index = to_device(penalised, device)
@@ -150,7 +150,7 @@ def choose_reference(logits_NV: torch.Tensor, draws: Draws) -> torch.Tensor:
 def _candidates(
     scaled_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, min_p_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens in descending order, with -inf for those that top-k, top-p or min-p exclude."""
+    """The top tokens in descending order, with -inf for those that top-k, top-p or min-p exclude."""
     vocab = scaled_NV.shape[-1]
     width = min(_CANDIDATES, vocab)
     total_N1 = scaled_NV.logsumexp(-1, keepdim=True)
@@ -168,7 +168,7 @@ def _candidates(
     within_NC = rank_C < limit_N[:, None]
     kept_N1 = mass_NC.gather(-1, limit_N.clamp(max=width)[:, None].long() - 1)
     kept_N1 = torch.where(limit_N[:, None] >= vocab, torch.ones_like(kept_N1), kept_N1)
-    before_NC = mass_NC - (values_NC - total_N1).exp()  # mass of the likelier ones; the first is always kept
+    before_NC = mass_NC - (values_NC - total_N1).exp()  # mass of those before it; the first is always kept
     keep_NC = within_NC & ((before_NC < top_p_N[:, None] * kept_N1) | (rank_C == 0))
     keep_NC &= values_NC >= values_NC[:, :1] + min_p_N[:, None].log()
     return values_NC.masked_fill(~keep_NC, float("-inf")), tokens_NC

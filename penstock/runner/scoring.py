@@ -1,4 +1,4 @@
-"""Log-probabilities that requests ask for: whose, and, on the host, how large. V vocabulary."""
+"""Log-probabilities of sampled and prompt tokens: who asks for them, and their values on the host. V vocabulary."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def _score(logits_V: Floats, token: int, width: int) -> TokenLogprob:
     total = peak + np.log(np.exp(logits_V - peak).sum(dtype=np.float64))
     top: list[int] = []
     if width:
-        likeliest = np.argpartition(logits_V, -width)[-width:]
-        top = likeliest[np.lexsort((likeliest, -logits_V[likeliest]))].tolist()
+        candidates = np.argpartition(logits_V, -width)[-width:]
+        top = candidates[np.lexsort((candidates, -logits_V[candidates]))].tolist()
     return TokenLogprob(token, float(logits_V[token] - total), tuple((t, float(logits_V[t] - total)) for t in top))

@@ -1,4 +1,4 @@
-"""From a model's name to something that can run steps: resolve, load, size the cache, put the parts together."""
+"""Starts an engine from a model's name: resolve and load the checkpoint, size the KV cache, build the engine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus
 from penstock.core.onednn import cap_onednn
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import Executor
+from penstock.engine.executor import LoadedExecutor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.settings import EngineConfig
 from penstock.engine.step_time import kept_step_times
-from penstock.kernels.native import KVFormat, Scheme
-from penstock.kernels.native_model import block_bytes, unsupported_reason
+from penstock.kernels.native.bindings import KVFormat, Scheme
+from penstock.kernels.native.shape import native_block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config
 from penstock.runner.memory import KVDemand, kv_blocks
 
@@ -84,7 +84,9 @@ class _Plan:
         return KVDemand(bytes_per_block, self.engine.block_size, self.max_model_len, self.engine.max_seqs, reserve)
 
 
-def start(model: str, config: EngineConfig, progress: Progress | None = None) -> tuple[Scheduler, Executor, EngineInfo]:
+def start(
+    model: str, config: EngineConfig, progress: Progress | None = None
+) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
     """Load a model and return the two halves of an engine: who decides and who computes."""
     keep_compiled("torch")
     checkpoint = resolve(model)
@@ -147,7 +149,7 @@ def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: Engin
         ) from None
 
 
-def _cpu_executor(plan: _Plan) -> Executor:
+def _cpu_executor(plan: _Plan) -> LoadedExecutor:
     scheme = _cpu_scheme(plan)
     if scheme is not None:
         return _native_executor(plan, scheme)
@@ -204,14 +206,14 @@ def _packed_scheme(plan: _Plan, problem: str | None) -> Scheme:
     return "int4" if scheme == "int4" else "int8"
 
 
-def _native_executor(plan: _Plan, scheme: Scheme) -> Executor:
+def _native_executor(plan: _Plan, scheme: Scheme) -> LoadedExecutor:
     from penstock.runner.native_runner import NativeRunner
     from penstock.runner.packed import fill, native_model, usual_kv
     from penstock.runner.rows import HostRows
 
     config, model = plan.engine, plan.model
     kv = usual_kv(scheme) if config.kv_dtype == "auto" else cast(KVFormat, config.kv_dtype)
-    demand = plan.kv_demand(block_bytes(model, config.block_size, kv))
+    demand = plan.kv_demand(native_block_bytes(model, config.block_size, kv))
     num_blocks = kv_blocks(demand, config.kv_memory_gib)
     network = native_model(
         model, scheme, block_size=config.block_size, num_blocks=num_blocks, threads=usable_cpus(), kv=kv
@@ -220,15 +222,15 @@ def _native_executor(plan: _Plan, scheme: Scheme) -> Executor:
     return NativeRunner(network, HostRows(config.max_seqs, plan.table_blocks, model.vocab_size))
 
 
-def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
+def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     """The model as it is written down, on any device."""
-    from penstock.kernels.attention_reference import ReferenceAttention, block_bytes
+    from penstock.kernels.attention_reference import ReferenceAttention, torch_block_bytes
     from penstock.runner.forward import TorchForward
     from penstock.runner.model_runner import ModelRunner
     from penstock.runner.row_state import RowState
 
     config, spec = plan.engine, model.attention_spec
-    demand = plan.kv_demand(block_bytes(spec, config.block_size, plan.dtype))
+    demand = plan.kv_demand(torch_block_bytes(spec, config.block_size, plan.dtype))
     num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device)
     attention = ReferenceAttention(spec, num_blocks, config.block_size, plan.dtype, plan.device)
     state = RowState(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)
@@ -236,7 +238,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> Executor:
     return ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
 
 
-def _cuda_executor(plan: _Plan) -> Executor:
+def _cuda_executor(plan: _Plan) -> LoadedExecutor:
     _need("triton", "device cuda", "engine.device", extra="cuda")
     keep_kernels()
     import torch

@@ -1,4 +1,4 @@
-"""Small arrays to a device without waiting for it."""
+"""Copies of small arrays to and from a device that do not wait for it."""
 
 from __future__ import annotations
 

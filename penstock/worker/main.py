@@ -20,7 +20,7 @@ from pathlib import Path
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import PenstockError
 from penstock.engine.calibration import calibrate
-from penstock.engine.executor import Executor
+from penstock.engine.executor import LoadedExecutor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.observability.logging import configure_logging
@@ -49,7 +49,7 @@ def main() -> int:
     return 0
 
 
-def _load(wanted: Start, connection: socket.socket) -> tuple[Scheduler, Executor, EngineInfo]:
+def _load(wanted: Start, connection: socket.socket) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
     from penstock.runner.progress import LoadProgress  # numpy, and torch where it is needed, from here on
     from penstock.runner.startup import start
 
@@ -74,7 +74,7 @@ def _end_with_gateway(connection: socket.socket, loaded: threading.Event) -> Non
         os._exit(0)
 
 
-async def serve(connection: socket.socket, scheduler: Scheduler, executor: Executor, info: EngineInfo) -> None:
+async def serve(connection: socket.socket, scheduler: Scheduler, executor: LoadedExecutor, info: EngineInfo) -> None:
     """Run the engine for the gateway at the other end, until that goes away or SIGTERM comes."""
     server = await WorkerServer.over(connection)
     engine = EngineLoop(scheduler, executor, server.emit)
@@ -107,13 +107,11 @@ async def _end_if_stalled(engine: EngineLoop) -> None:
             os._exit(SOFTWARE_ERROR)
 
 
-def _log_memory(executor: Executor) -> None:
+def _log_memory(executor: LoadedExecutor) -> None:
     """What the machine gives for this: now, and once the KV cache is full."""
-    from penstock.runner.native_runner import NativeRunner
-
     here, gateway = _resident_mib("self"), _resident_mib(str(os.getppid()))
-    if isinstance(executor, NativeRunner):
-        weights, cache = executor.model.weight_bytes / 2**20, executor.model.cache_bytes / 2**20
+    if memory := executor.host_memory:
+        weights, cache = memory.weights / 2**20, memory.cache / 2**20
         log.info(
             "memory: %.0f MiB resident here (weights %.0f, Python and libraries %.0f) and %.0f in the gateway; "
             "the KV cache takes up to %.0f more as it fills: %.0f MiB in all",
@@ -136,11 +134,8 @@ def _resident_mib(process: str) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def _run(engine: EngineLoop, executor: Executor) -> None:
-    from penstock.runner.native_runner import NativeRunner
-
-    if isinstance(executor, NativeRunner):
-        executor.model.pin_caller()
+def _run(engine: EngineLoop, executor: LoadedExecutor) -> None:
+    executor.enter_thread()
     try:
         engine.run()
     except BaseException:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.kernels import native
+from penstock.kernels.native import bindings
 from tests.e2e.test_greedy_equality import TEXTS
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
+pytestmark = pytest.mark.skipif(not bindings.available(), reason=str(bindings.unavailable_reason()))
 
 PROMPTS = TEXTS[::2]
 NOVEL = (Path(__file__).parents[1] / "data" / "moby-dick.txt").read_text()

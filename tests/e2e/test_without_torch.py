@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from penstock.checkpoint.source import resolve
-from penstock.kernels.native import LIBRARY
+from penstock.kernels.native.bindings import LIBRARY
 from penstock.text.tokenizer import load_tokenizer
 from tests.conftest import start_server
 

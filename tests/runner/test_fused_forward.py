@@ -27,8 +27,8 @@ from penstock.runner.row_state import RowState
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels.decode_inputs_triton import gather_decode_inputs, gather_decode_inputs_reference
-from penstock.kernels.sampling_triton import sampling_scratch
+from penstock.kernels.triton.decode_inputs import gather_decode_inputs, gather_decode_inputs_reference
+from penstock.kernels.triton.sampling import sampling_scratch
 from penstock.runner import mixed_steps
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.mixed_steps import MixedSteps
@@ -114,8 +114,8 @@ def generate(forward: Forward, block_size: int, num_blocks: int) -> dict[str, li
     return outputs
 
 
-class CapturedPath:
-    """Steps go the way that captured ones go: decodes gathered on the device, those with prompts padded."""
+class GraphPath:
+    """Steps go the way that CUDA graphs go: decodes gathered on the device, those with prompts padded to a bucket."""
 
     def __init__(self, forward: FusedForward, block_size: int) -> None:
         self._forward = forward
@@ -158,15 +158,15 @@ def test_same_tokens_as_plain_torch(family: str, tmp_path: Path, monkeypatch: py
     expected = generate(reference, block_size, num_blocks)
     assert [len(tokens) for tokens in expected.values()] == [5] * 4
     fused = FusedForward(model, config, num_blocks=num_blocks, block_size=block_size, max_seqs=4, max_model_len=128)
-    if family in ("llama", "mixtral"):  # launched one by one; the same kernels as below, without padding
+    if family in ("llama", "mixtral"):  # without graph buckets; the same kernels as below, without padding
         assert generate(fused, block_size, num_blocks) == expected
     monkeypatch.setattr(mixed_steps, "_DECODES", (3,))
     monkeypatch.setattr(mixed_steps, "_TOKENS", (5, STEP_TOKENS))
     monkeypatch.setattr(mixed_steps, "_PROMPTS", (3,))
-    captured = CapturedPath(fused, block_size)
-    assert generate(captured, block_size, num_blocks) == expected
-    assert captured.steps > 0
-    assert captured.mixed_steps > 0
+    graphs = GraphPath(fused, block_size)
+    assert generate(graphs, block_size, num_blocks) == expected
+    assert graphs.steps > 0
+    assert graphs.mixed_steps > 0
 
 
 def test_decode_inputs_match_their_reference() -> None:

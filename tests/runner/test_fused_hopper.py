@@ -22,12 +22,12 @@ from penstock.runner.row_state import RowState
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels import activation_triton, prefill_triton
-from penstock.kernels.decode_inputs_triton import DecodeInputs
 from penstock.kernels.hopper import attention, decode, gemm, gemm_configs, layers, program, tensor_map
+from penstock.kernels.triton import activation, prefill
+from penstock.kernels.triton.decode_inputs import DecodeInputs
 from penstock.runner import fused_forward
 from penstock.runner.fused_forward import FusedForward
-from tests.kernels.emulated_gpu import available, emulated_kernel, emulated_tensor_map
+from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 
 pytestmark = pytest.mark.skipif(not available, reason="needs g++")
 
@@ -66,12 +66,12 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
         monkeypatch.setattr(module, "kernel", kernel)
     for module in (tensor_map, gemm, decode):
         monkeypatch.setattr(module, "tensor_map", emulated_tensor_map)
-    for module in (program, gemm_configs, decode, activation_triton):
+    for module in (program, gemm_configs, decode, activation):
         monkeypatch.setattr(module, "is_hopper", lambda device: True)
     scratch = attention.new_scratch(CPU)
     monkeypatch.setattr(attention, "_scratch", lambda: scratch)
-    monkeypatch.setattr(attention, "_multiprocessors", lambda: 3)
-    monkeypatch.setattr(prefill_triton, "suits_hopper", lambda *_: True)
+    monkeypatch.setattr(attention, "_sm_count", lambda: 3)
+    monkeypatch.setattr(prefill, "suits_hopper", lambda *_: True)
     return used
 
 
@@ -122,7 +122,7 @@ def logits_of(forward: Forward) -> torch.Tensor:
 
 
 class BothWays:
-    """The first decoding step goes as those with prompts do, the second as captured ones: attention turns keys."""
+    """The first decoding step goes as those with prompts do, the second as CUDA graphs do: attention applies RoPE."""
 
     def __init__(self, forward: FusedForward) -> None:
         self._forward = forward

@@ -13,14 +13,14 @@ import torch
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.request import SamplingParams
 from penstock.engine.executor import RowSetup, Step
-from penstock.kernels import native
-from penstock.kernels.native_model import NativeModel
+from penstock.kernels.native import bindings
+from penstock.kernels.native.model import NativeModel
 from penstock.runner import host_sampler, sampler, scoring
 from penstock.runner.model_runner import score as torch_score
 from penstock.runner.row_state import RowState
 from penstock.runner.rows import HostRows
 
-pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
+pytestmark = pytest.mark.skipif(not bindings.available(), reason=str(bindings.unavailable_reason()))
 
 VOCAB = 3001  # no multiple of a vector
 SHAPE = {
@@ -58,15 +58,15 @@ PARAMS = [
 ]
 
 
-@pytest.fixture(params=get_args(native.Isa))
+@pytest.fixture(params=get_args(bindings.Isa))
 def model(request: pytest.FixtureRequest) -> Iterator[NativeModel]:
-    best = native.isa()
+    best = bindings.isa()
     try:
-        native.set_isa(request.param)
+        bindings.set_isa(request.param)
     except StartupError:
         pytest.skip(f"no {request.param} here")
     yield make_model()
-    native.set_isa(best)
+    bindings.set_isa(best)
 
 
 def make_model() -> NativeModel:
@@ -94,8 +94,8 @@ def test_the_same_tokens_as_torch(model: NativeModel) -> None:
         positions = np.full(len(PARAMS), 6 + number, dtype=np.int32)
         given = torch.from_numpy(logits.copy())
         expected = sampler.sample(given, given.argmax(-1), device, rows, positions).tolist()
-        likeliest = logits.argmax(axis=1).astype(np.int32)
-        assert host_sampler.sample(model.sample, logits, likeliest, host, rows, positions).tolist() == expected
+        greedy = logits.argmax(axis=1).astype(np.int32)
+        assert host_sampler.sample(model.sample, logits, greedy, host, rows, positions).tolist() == expected
 
 
 def test_a_row_taken_over_forgets_what_was_counted() -> None:
@@ -106,12 +106,12 @@ def test_a_row_taken_over_forgets_what_was_counted() -> None:
     logits[0, 7], logits[0, 9] = 2, 1
     index, position = np.zeros(1, dtype=np.int32), np.full(1, 2, dtype=np.int32)
 
-    def likeliest() -> int:
+    def greedy() -> int:
         return int(host_sampler.sample(model.sample, logits.copy(), np.array([7]), rows, index, position)[0])
 
-    assert likeliest() == 9
+    assert greedy() == 9
     rows.apply(Step(setups=[RowSetup(0, params, 0, (1,), 1, ())]))
-    assert likeliest() == 7
+    assert greedy() == 7
 
 
 def test_scores_match_torch() -> None:
@@ -127,7 +127,7 @@ def test_scores_match_torch() -> None:
 
 
 def test_draws_outside_the_logits_are_refused() -> None:
-    draws = np.zeros(1, dtype=native.DRAW)
+    draws = np.zeros(1, dtype=bindings.DRAW)
     draws["row"] = 2
     with pytest.raises(EngineFailure, match="names a row that does not exist"):
         make_model().sample(np.zeros((2, VOCAB), dtype=np.float32), draws)

@@ -10,7 +10,7 @@ import pytest
 from penstock.checkpoint.source import resolve
 from penstock.core.errors import StartupError
 from penstock.engine.settings import EngineConfig
-from penstock.kernels import native
+from penstock.kernels.native import bindings
 from penstock.models.config import read_config
 from penstock.models.host_weights import host_weights
 from penstock.runner.forward import TorchForward
@@ -79,15 +79,15 @@ def test_float32_is_plain_torch() -> None:
 def test_without_the_library_it_runs_on_torch_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(native, "LIBRARY", Path("/nowhere/_native.so"))
-    native._load.cache_clear()
+    monkeypatch.setattr(bindings, "LIBRARY", Path("/nowhere/_native.so"))
+    bindings._load.cache_clear()
     try:
         assert runs_on_torch(executor_of(EngineConfig(**SMALL)))  # type: ignore[arg-type]
         assert "reinstall with a C++20 compiler" in caplog.text
         with pytest.raises(StartupError, match=r"quantization int4: .*was not built"):
             start("smollm2-135m", EngineConfig(quantization="int4", **SMALL))  # type: ignore[arg-type]
     finally:
-        native._load.cache_clear()
+        bindings._load.cache_clear()
 
 
 def test_fp8_needs_a_gpu() -> None:
@@ -129,7 +129,7 @@ def test_what_quantised_weights_cost() -> None:
     tokens = load_tokenizer(checkpoint).encode(TEXT.read_text())[: 4 * 512]
     exact = ExactText(host_weights(checkpoint, config), config, tokens)
 
-    def measured(scheme: native.Scheme, kv: native.KVFormat) -> Quality:
+    def measured(scheme: bindings.Scheme, kv: bindings.KVFormat) -> Quality:
         model = native_model(config, scheme, block_size=16, num_blocks=32, threads=2, kv=kv)
         fill(model, checkpoint, config, None)
         return exact.compare(model)

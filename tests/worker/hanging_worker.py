@@ -21,6 +21,10 @@ class HangingExecutor:
     num_blocks = 12
     runs_ahead = False
     idle_seconds = None
+    host_memory = None
+
+    def enter_thread(self) -> None:
+        pass
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens

@@ -1,1 +1,1 @@
-"""Kernels in CUDA C++ for Hopper (compute capability 9.0): what Triton cannot express. NVRTC compiles them."""
+"""Kernels in CUDA C++ for Hopper GPUs (compute capability 9.0) that Triton cannot express; NVRTC compiles them."""

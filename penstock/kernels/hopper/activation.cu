@@ -1,9 +1,9 @@
-// One row, or SiLU(gate) * up of one, quantised to e4m3 with a scale of its own. The row stays in registers between
-// finding its largest value and quantising it, and all of its loads are under way at once: Triton, which pads rows to a
-// power of two, reaches half of the bandwidth.
+// Quantisation of rows, or of SwiGLU of rows, to e4m3 with one scale per row. A row stays in registers between finding its
+// largest value and quantising it, and all of its loads are in flight at once: Triton, which pads rows to a power of two,
+// reaches half of the bandwidth.
 //
-// WIDTH: of the result, a multiple of 8. GATED: SiLU(gate) * up, and then SCALED: they come without the scales of their
-// row and channels.
+// WIDTH: of the result, a multiple of 8. GATED: SiLU(gate) * up, and then SCALED: the GEMM before has left the scales of
+// rows and channels to this kernel.
 #include "common.cuh"
 
 constexpr int THREADS = 256, VECTORS = (WIDTH / 8 + THREADS - 1) / THREADS;

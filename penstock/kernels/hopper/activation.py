@@ -1,4 +1,4 @@
-"""Rows or SiLU(gate) * up quantised, for Hopper: a row stays in registers until its largest value is known."""
+"""Quantisation to fp8 per row on Hopper, of plain rows or of SwiGLU; a row stays in registers meanwhile."""
 
 from __future__ import annotations
 

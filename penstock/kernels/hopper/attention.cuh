@@ -1,10 +1,10 @@
 // Attention of tiles of queries over a paged cache: bf16, heads of 128. `prefill.cu` and `prefix.cu` say which tiles.
 //
 // A tile is 128 rows: BLOCK_Q queries with all GROUP query heads of one key/value head. One warp copies queries and keys,
-// one values; two warpgroups of 64 rows each multiply. While one multiplies, the other computes its softmax: they take
-// turns at the tensor cores. Within a warpgroup the scores of the next keys are multiplied before the softmax of those
+// one values; two warpgroups of 64 rows each multiply. While one multiplies, the other computes its softmax
+// (ping-pong). Within a warpgroup the scores of the next keys are multiplied before the softmax of those
 // present is needed. Keys are taken from the last visible ones to the first, so that masks concern the first ones taken
-// alone. Thread blocks stay for many tiles and copy for the next while they finish one.
+// alone. CTAs are persistent: they copy for the next tile while they finish one.
 #pragma once
 #include "device.cuh"
 
@@ -16,7 +16,7 @@ constexpr int TILE = 128 * DIM * 2, HALF = TILE / 2;
 constexpr int ROW = 128;            // bytes of a row of one half
 constexpr float UNSEEN = -1.0e30f;  // finite: a row that saw no key yet must not produce NaN
 constexpr int TILES_AHEAD = 2;      // of queries: one computed, one on its way
-constexpr int TURN = 1, OWN = 3;    // named barriers: of the turns, and of a warpgroup alone; plus its number
+constexpr int TURN = 1, OWN = 3;    // named barriers: of the ping-pong, and of a warpgroup alone; plus its number
 
 struct Work {
     int first;          // row of the first query
@@ -44,7 +44,7 @@ struct Shared {
     int arrived[2];
 };
 
-// -- products of a warpgroup: 64 rows by 128 columns ----------------------------------------------------------------------
+// -- matmuls of a warpgroup: 64 rows by 128 columns -----------------------------------------------------------------------
 
 DEVICE void score(float (&scores)[64], u64 q, u64 k) {
     begin_wgmma();

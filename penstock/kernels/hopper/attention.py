@@ -1,4 +1,7 @@
-"""Attention of many queries on Hopper: what `prefill_triton` and `prefix_triton` do, for bf16 and heads of 128."""
+"""Paged attention of many queries on Hopper: prefill and shared prefixes, in bfloat16 with heads of 128.
+
+The same in Triton: `triton/prefill.py` and `triton/prefix.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 
 from penstock.kernels.hopper import program, tensor_map
 from penstock.kernels.hopper.program import TensorMap
-from penstock.kernels.paged_triton import LOG2_E
+from penstock.kernels.triton.paged import LOG2_E
 
 _ROWS = 128
 _HALF = 64  # elements of a row of shared memory
@@ -38,10 +41,10 @@ def prefill_on_hopper(
     *,
     scale: float,
 ) -> None:
-    """As `prefill_attention`. One launch at a time: they share a scratch."""
+    """The same as `prefill_attention` in Triton. Only one launch may run at a time: all share one scratch."""
     S, H, K = len(contexts_S), q_THD.shape[1], k_cache.shape[1]
     program.kernel("prefill.cu", "prefill", GROUP=H // K)(
-        (_multiprocessors(),), _THREADS, _SHARED,
+        (_sm_count(),), _THREADS, _SHARED,
         *_maps(q_THD, k_cache, v_cache), out_THD, tables_SM, query_starts, contexts_S, *_scratch(),
         _SLOTS, S, K, scale * LOG2_E, out_THD.stride(0), tables_SM.stride(0),
         pdl=True,
@@ -65,7 +68,7 @@ def prefix_on_hopper(
     S, H, K = *q_SHD.shape[:2], k_cache.shape[1]
     items = -(-S // (_ROWS * K // H)) * K
     program.kernel("prefix.cu", "prefix", GROUP=H // K)(
-        (min(items * splits, _multiprocessors()),), _THREADS, _SHARED,
+        (min(items * splits, _sm_count()),), _THREADS, _SHARED,
         *_maps(q_SHD, k_cache, v_cache), out, lse, table_M, length, S, K, splits, scale * LOG2_E,
         pdl=pdl,
     )  # fmt: skip
@@ -88,7 +91,7 @@ def _in_halves(cache_NKBD: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _multiprocessors() -> int:
+def _sm_count() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
 
 
@@ -99,7 +102,7 @@ def _scratch() -> tuple[torch.Tensor, ...]:
 
 
 def clear_counters(device: torch.device) -> None:
-    """After launches side by side, which kernels compile by: they may leave counters that are not zero."""
+    """Zero the counters: launches on several streams at once, as while compiling, may leave them at other values."""
     if program.is_hopper(device):
         _scratch()[2].zero_()
 

@@ -1,8 +1,8 @@
-// Blocks of one cluster, which read each other's shared memory.
+// Instructions for clusters: CTAs that read each other's shared memory.
 #pragma once
 #include "device.cuh"
 
-DEVICE float4 load_from_block(const float* place, u32 block) {
+DEVICE float4 load_from_cta(const float* place, u32 block) {
     float4 out;
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %4, %5;"
@@ -12,17 +12,17 @@ DEVICE float4 load_from_block(const float* place, u32 block) {
         : "memory");
     return out;
 }
-// All threads of all blocks; what was written to shared memory before is seen after. It is there once a fence of the block
-// has passed; the release that the barrier can make would wait for the whole device.
+// Barrier of all threads of a cluster; what was written to shared memory before is seen after. A fence of the CTA is enough
+// for that; the release that the barrier can make would wait for the whole device.
 DEVICE void sync_cluster() {
     asm volatile(
         "fence.acq_rel.cta;\nbarrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// Where nothing was written for the others.
-DEVICE void meet_cluster() {
+// Barrier of a cluster without memory ordering.
+DEVICE void sync_cluster_relaxed() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-// At that block's barrier in the same place. What has been read before it is not read later.
+// Arrives at that CTA's mbarrier in the same place. What has been read before it is not read later.
 DEVICE void arrive_at(u64* barrier, u32 block) {
     asm volatile(
         "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
@@ -30,7 +30,7 @@ DEVICE void arrive_at(u64* barrier, u32 block) {
         "r"(block)
         : "memory");
 }
-// To the same place of both blocks of a pair, where their barriers in the same place count the bytes.
+// Multicast copy to the same place of both CTAs of a pair, where their mbarriers in the same place count the bytes.
 DEVICE void copy_box_to_both(void* to, const TensorMap* map, int column, int row, u64* barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "

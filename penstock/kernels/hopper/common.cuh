@@ -1,8 +1,8 @@
-// What several kernels share beside the instructions of device.cuh.
+// Small functions that several kernels use.
 #pragma once
 #include "device.cuh"
 
-// Without the trap of `wait`: with it the compiler does not use the registers that were taken.
+// Waits without the trap of `wait`: with it the compiler does not use the registers that were taken.
 DEVICE void await(u64* barrier, u32 parity) {
     while (!try_wait(barrier, parity)) {
     }

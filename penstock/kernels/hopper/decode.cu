@@ -1,18 +1,18 @@
-// Paged decode attention, one query per sequence, for a key/value head of a part of a sequence: one warp and no more,
-// which copies keys and values, 16 tokens at a time, to a ring in shared memory and keeps a running softmax. Many of
-// them share a multiprocessor. The last part of a sequence to arrive merges them all.
+// Paged decode attention (flash decoding), one query per sequence. A CTA is one warp for one key/value head of one part of a
+// sequence; it copies keys and values, 16 tokens at a time, to a ring in shared memory and keeps a running softmax. Many
+// CTAs share an SM. The last part of a sequence to arrive merges them all.
 //
-// Products are transposed, for mma's 16 rows would be mostly padding with so few heads: scores[token, head] = K q', and
+// The matmuls are transposed, for mma's 16 rows would be mostly padding with so few heads: scores[token, head] = K q', and
 // out[dim, head] = V' p. Head h of the group is column h of 8.
 //
 // What does not come from the kernel before this one is read ahead of the wait: the plan, the tables and the cache, but
 // for the new token's place. With ROTARY that is filled in from `q`; else its block is read after the wait.
 //
-// What sequences share at their start may have been left to another kernel (`prefix.cu`): its partial results, a row for
+// A shared prefix may have been left to another kernel (`prefix.cu`, cascade attention): its partial results, a row for
 // each of `splits` pieces and each of `sequences`, come first in the memory of the partial results and are merged too.
 //
-// ROTARY: elements of a head that turn; 0: `q` is ready and the new token in the cache. NORM: RMSNorm of heads before.
-// FP8: the cache is e4m3 without scales, and products are of float16, which holds each of its values.
+// ROTARY: elements of a head that RoPE rotates; 0: `q` is ready and the new token in the cache. NORM: RMSNorm of heads.
+// FP8: the cache is e4m3 without scales, and the matmuls are of float16, which holds each of its values.
 // GROUP: query heads of a key/value head.
 #include "device.cuh"
 
@@ -47,7 +47,7 @@ DEVICE int swizzled(int row, int d) {
     return byte / 128 * (MATRIX / 2) + row * 128 + ((byte / 16 ^ row) & 7) * 16 + byte % 16;
 }
 
-// A softmax under way: out[dim_of(i, g, 0 or 1), 2 t (+ 1)] of lane 4 g + t.
+// A running softmax: out[dim_of(i, g, 0 or 1), 2 t (+ 1)] of lane 4 g + t.
 struct Running {
     float out[8][4], total[2], peak[2];
 
@@ -78,7 +78,7 @@ struct Merged {
     }
     // Of `parts` parts from a row on, rows so far apart, with the logarithm of each total.
     DEVICE void add(const float* results, const float* lse, i64 row, i64 distance, int parts, int lane) {
-        constexpr int STEP = GROUP > 4 ? 2 : 4;  // parts under way
+        constexpr int STEP = GROUP > 4 ? 2 : 4;  // parts in flight
 #pragma unroll 1
         for (int p = 0; p < parts; p += STEP) {
             float4 other[STEP][GROUP];
@@ -107,20 +107,20 @@ struct Merged {
     }
 };
 
-// Two pairs of elements, a half turn apart, of each head: what a lane turns.
-struct Turned {
+// Two pairs of elements of each head, half of the rotated part of the head apart: what a lane rotates.
+struct RopePair {
     float x[4];
 
     DEVICE void unpack(u32 first, u32 second) {
         x[0] = low_bf16(first), x[1] = high_bf16(first), x[2] = low_bf16(second), x[3] = high_bf16(second);
     }
-    DEVICE void normalize(const Turned& gain, float eps) {
+    DEVICE void normalize(const RopePair& gain, float eps) {
         float sum = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3];
         for (int lanes = 1; lanes < 32; lanes *= 2) sum += across(sum, lanes);
         const float factor = inverse_root_approx(sum / HEAD + eps);
         for (int e = 0; e < 4; e++) x[e] *= factor * gain.x[e];
     }
-    DEVICE void turn(float2 cos, float2 sin) {
+    DEVICE void rotate(float2 cos, float2 sin) {
         const float a = x[0], b = x[1];
         x[0] = a * cos.x - x[2] * sin.x, x[1] = b * cos.y - x[3] * sin.y;
         x[2] = x[2] * cos.x + a * sin.x, x[3] = x[3] * cos.y + b * sin.y;
@@ -176,10 +176,10 @@ extern "C" __global__ void __launch_bounds__(32, 12) decode(
     const int lane = threadIdx.x, g = lane / 4, t = lane % 4, head = blockIdx.x, entry = blockIdx.y;
     const int4 place = read_ints(plan + entry * FIELDS), division = read_ints(plan + entry * FIELDS + 4);
     const int seq = place.x, start = place.y, stop = place.z, part = division.x, parts = division.z;
-    const bool turns = 2 * lane < HALF;
-    const int d = turns ? 2 * lane : ROTARY + 2 * lane - HALF, apart = turns ? HALF : HEAD / 2 - HALF;
+    const bool rotates = 2 * lane < HALF;
+    const int d = rotates ? 2 * lane : ROTARY + 2 * lane - HALF, apart = rotates ? HALF : HEAD / 2 - HALF;
     auto pair = [&](const bf16* at, int u) { return *reinterpret_cast<const u32*>(at + d + u * apart); };
-    Turned q_gains, k_gains;
+    RopePair q_gains, k_gains;
     if (NORM) q_gains.unpack(pair(q_gain, 0), pair(q_gain, 1)), k_gains.unpack(pair(k_gain, 0), pair(k_gain, 1));
     if (lane == 0) {
         for (int i = 0; i < STAGES; i++) init_barrier(full + i, 1);
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(32, 12) decode(
     int ids = lane < blocks ? read_int(table + lane) : 0;
     i64 new_block = newest ? read_int(table + blocks - 1) : 0;
     float2 cos = make_float2(1, 1), sin = make_float2(0, 0);
-    if (turns) {
+    if (rotates) {
         const float* angles = cos_sin + static_cast<i64>(max(place.w - 1, 0)) * ROTARY + d;
         cos = *reinterpret_cast<const float2*>(angles), sin = *reinterpret_cast<const float2*>(angles + HALF);
     }
@@ -226,11 +226,11 @@ extern "C" __global__ void __launch_bounds__(32, 12) decode(
             raw[GROUP + 1][u] = pair(projected + (HEADS + KV_HEADS + head) * HEAD, u);
         }
     for (int h = 0; h < 8; h++) {
-        Turned query = {};
+        RopePair query = {};
         if (h < GROUP) {
             query.unpack(raw[h][0], raw[h][1]);
             if (NORM) query.normalize(q_gains, eps);
-            if (ROTARY) query.turn(cos, sin);
+            if (ROTARY) query.rotate(cos, sin);
         }
         for (int u = 0; u < 2; u++)
             *reinterpret_cast<u32*>(queries + h * QUERY + place_of(d + u * apart) * 2) =
@@ -240,11 +240,11 @@ extern "C" __global__ void __launch_bounds__(32, 12) decode(
     u32 query[4][4];  // word w of row j: elements 32 j + 8 w + 2 t and the next one of head g
     for (int j = 0; j < 4; j++)
         load_matrices(query[j], shared_address(queries) + lane % 8 * QUERY + (4 * j + lane / 8) * 16);
-    Turned key, value;
+    RopePair key, value;
     if (newest) {
         key.unpack(raw[GROUP][0], raw[GROUP][1]), value.unpack(raw[GROUP + 1][0], raw[GROUP + 1][1]);
         if (NORM) key.normalize(k_gains, eps);
-        key.turn(cos, sin);
+        key.rotate(cos, sin);
         const i64 row = (new_block * KV_HEADS + head) * TOKENS + (stop - 1) % TOKENS;
         for (int u = 0; u < 2; u++) {
             store(k_cache + (row * HEAD + d + u * apart) * BYTES, key.x[2 * u], key.x[2 * u + 1]);

@@ -1,7 +1,7 @@
-"""Paged decode attention on Hopper: `decode_attention` of `decode_triton` in CUDA C++, for the heads of most models.
+"""Paged decode attention on Hopper in CUDA C++, for the head sizes of most models; `triton/decode.py` has the rest.
 
-A program is one warp, which has its first keys and values under way before the projection ahead of it has ended. That
-there are many small ones evens out that some multiprocessors get half the bandwidth of others.
+A CTA is one warp, which has its first keys and values in flight before the QKV projection ahead of it has ended. Many
+small CTAs even out that some SMs get half the bandwidth of others.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.kernels.decode_plan_triton import Division
-from penstock.kernels.decode_triton import Turn
 from penstock.kernels.hopper.program import TensorMap, is_hopper, kernel
 from penstock.kernels.hopper.tensor_map import tensor_map
-from penstock.kernels.overlap_triton import overlaps_launches
-from penstock.kernels.paged_triton import LOG2_E
-from penstock.kernels.prefix_triton import DecodeScratch, SharedPrefix, attend_prefix
+from penstock.kernels.triton.decode import Rope
+from penstock.kernels.triton.decode_plan import Division
+from penstock.kernels.triton.overlap import overlaps_launches
+from penstock.kernels.triton.paged import LOG2_E
+from penstock.kernels.triton.prefix import DecodeScratch, SharedPrefix, attend_prefix
 
 _HEAD_DIM, _BLOCK_SIZE, _MOST_GROUP = 128, 16, 8
 _QUERIES = 8 * (_HEAD_DIM * 2 + 16)  # bytes of shared memory
@@ -24,16 +24,16 @@ _QUERIES = 8 * (_HEAD_DIM * 2 + 16)  # bytes of shared memory
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
-    stages: int  # blocks of keys and values that a program has under way
+    stages: int  # KV blocks that a CTA has in flight
     tile: int  # tokens; of a `Division`
-    spare: int  # programs, more than one for each head of each sequence
+    spare: int  # CTAs, more than one for each head of each sequence
 
     def division(self, num_seqs: int, num_kv_heads: int) -> Division:
         return Division(num_seqs + -(-self.spare // num_kv_heads), self.tile)
 
 
 def stream_config(num_seqs: int, num_kv_heads: int) -> StreamConfig:
-    """Measured in whole steps on an H200: few sequences want many programs at once, more of them long runs of tokens.
+    """Measured in whole steps on an H200: few sequences want many CTAs at once, more of them long runs of tokens.
 
     Parts of a sequence are small enough to end together.
     """
@@ -52,7 +52,7 @@ def streams_decode(
     kv_dtype: torch.dtype,
     device: torch.device,
 ) -> bool:
-    """Whether there is a kernel for that here."""
+    """Whether this kernel supports such a model and cache."""
     fits = head_dim == _HEAD_DIM and group <= _MOST_GROUP and block_size == _BLOCK_SIZE and rotary % 4 == 0
     return fits and dtype == torch.bfloat16 and kv_dtype in (dtype, torch.float8_e4m3fn) and is_hopper(device)
 
@@ -75,7 +75,7 @@ def decode_stream(
     scale: float,
     scratch: DecodeScratch,
     config: StreamConfig,
-    turn: Turn | None = None,
+    rope: Rope | None = None,
     prefix: SharedPrefix | None = None,
 ) -> None:
     """`decode_attention` by a plan of `config`.
@@ -86,17 +86,17 @@ def decode_stream(
     S, H = out_SHD.shape[:2]
     K = k_cache.shape[1]
     if prefix is not None:
-        if turn is not None:
-            raise ValueError("queries over a shared prefix must be turned before, by rope_and_cache")
+        if rope is not None:
+            raise ValueError("queries over a shared prefix must be rotated before, by rope_and_cache")
         attend_prefix(q, k_cache, v_cache, prefix, scratch, scale, overlaps_launches())
-    gains = turn.norm_weights if turn else None
+    gains = rope.norm_weights if rope else None
     q_gain, k_gain = gains or (q, q)
     run = kernel(
         "decode.cu",
         "decode",
         GROUP=H // K,
         KV_HEADS=K,
-        ROTARY=turn.cos_sin.shape[1] if turn else 0,
+        ROTARY=rope.cos_sin.shape[1] if rope else 0,
         NORM=int(gains is not None),
         FP8=int(k_cache.dtype == torch.float8_e4m3fn),
         STAGES=config.stages,
@@ -105,7 +105,7 @@ def decode_stream(
     run(
         (K, len(plan)), 32, config.stages * slot + _QUERIES,
         cache_map(k_cache), cache_map(v_cache), out_SHD, q, k_cache, v_cache, tables_SM, plan,
-        scratch.out, scratch.lse, scratch.arrivals, turn.cos_sin if turn else scratch.lse, q_gain, k_gain,
-        turn.eps if turn else 0.0, scale * LOG2_E, S, prefix.splits if prefix else 0,
+        scratch.out, scratch.lse, scratch.arrivals, rope.cos_sin if rope else scratch.lse, q_gain, k_gain,
+        rope.eps if rope else 0.0, scale * LOG2_E, S, prefix.splits if prefix else 0,
         out_SHD.stride(0), q.stride(0), tables_SM.stride(0), pdl=True,
     )  # fmt: skip

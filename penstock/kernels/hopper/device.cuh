@@ -1,4 +1,4 @@
-// What the kernels share: Hopper's instructions by name. No CUDA headers: NVRTC has none, and none are needed.
+// Instructions of Hopper as functions, for all kernels of this folder. No CUDA headers: NVRTC has none, and none are needed.
 #pragma once
 
 using bf16 = unsigned short;  // bits
@@ -12,7 +12,7 @@ struct alignas(64) TensorMap {
 };
 
 #define DEVICE __device__ __forceinline__
-// What a launch gives a block, from a multiple of 1,024 on.
+// Dynamic shared memory of a CTA, aligned to 1,024 bytes.
 #define SHARED_MEMORY(name) extern __shared__ __align__(1024) unsigned char name[]
 
 DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
@@ -34,7 +34,7 @@ DEVICE void arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 // Once `read`, the last word that the warp has read of what the barrier guards, is there: an arrival may overtake reads that
-// are under way. The address is the barrier's; that a count of bits is below 64 is not known to the assembler.
+// are in flight. The address is the barrier's; that a count of bits is below 64 is not known to the assembler.
 DEVICE void arrive_having(u64* barrier, u32 read) {
     asm volatile(
         "{ .reg .b32 t; popc.b32 t, %1; shr.b32 t, t, 6; add.u32 t, t, %0; mbarrier.arrive.shared::cta.b64 _, [t]; }" ::"r"(
@@ -129,7 +129,7 @@ DEVICE void sync_threads(u32 barrier, u32 threads) {
 DEVICE void arrive_threads(u32 barrier, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-// One thread of a warp that is together: as the compiler knows that it is one, it need not look for others.
+// One thread of a warp that is together: as the compiler knows that it is one, it generates no code for others.
 DEVICE bool elected() {
     u32 is;
     asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(is));
@@ -221,7 +221,7 @@ DEVICE void wgmma_n128(float (&sum)[64], const u32* a, u64 b) {
 DEVICE u64 swizzled_tile_of_rows(u32 address, u32 halves_apart) {
     return swizzled_tile(address) - (1ull << 16) + (static_cast<u64>(halves_apart >> 4) << 16);
 }
-// What a product in flight reads or writes stays what and where it is until here.
+// Registers that a wgmma in flight reads or writes stay unchanged until here.
 template <int SIZE>
 DEVICE void keep_in_place(float (&values)[SIZE]) {
 #pragma unroll
@@ -298,9 +298,9 @@ DEVICE u32 larger_halves(u32 a, u32 b) {
     return out;
 }
 
-// -- global memory that other blocks write and read at the same time ---------------------------------------------------------
+// -- global memory that other CTAs write and read at the same time -----------------------------------------------------------
 
-DEVICE uint4 look(const void* place) {
+DEVICE uint4 poll(const void* place) {
     uint4 v;
     asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
@@ -308,7 +308,7 @@ DEVICE uint4 look(const void* place) {
                  : "memory");
     return v;
 }
-DEVICE u32 look_word(const void* place) {
+DEVICE u32 poll_word(const void* place) {
     u32 v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(place) : "memory");
     return v;
@@ -323,7 +323,7 @@ DEVICE void put_after_all(void* place, u32 value) {
 DEVICE void put_word(void* place, u32 value) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place), "r"(value) : "memory");
 }
-DEVICE u64 look_long(const void* place) {
+DEVICE u64 poll_long(const void* place) {
     u64 v;
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(place) : "memory");
     return v;
@@ -331,7 +331,7 @@ DEVICE u64 look_long(const void* place) {
 DEVICE void put_long(void* place, u64 value) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(place), "l"(value) : "memory");
 }
-// From the L2 cache: what another multiprocessor may have written.
+// From L2: what another SM may have written.
 DEVICE int read_int(const int* at) {
     int out;
     asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(out) : "l"(at) : "memory");

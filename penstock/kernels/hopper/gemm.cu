@@ -1,34 +1,35 @@
-// out[rows, N] = x[rows, K] weight[N, K]^T for up to some hundred rows: the weight is streamed by the tensor memory
-// accelerator, and is the long side of the matrix instructions, so that few rows waste nothing.
+// Weight-streaming GEMM: out[rows, N] = x[rows, K] weight[N, K]^T for up to some hundred rows. TMA streams the weight,
+// which is the M side of wgmma, so that few rows waste nothing.
 //
-// A block computes TILE channels of ROWS rows over its part of K; where there are more rows, blocks that share a tile are
-// neighbours, and all but the first find it in the cache. One warp copies, TILE / 64 (at most 2) warpgroups multiply.
-// The first weights are on their way before the previous kernel has ended. Sums are laid down in shared memory, where
-// the SPLITS blocks that share a tile (a cluster) read each other's and finish some rows each: in a fixed order, without
-// scratch memory.
+// A CTA computes TILE channels of ROWS rows over its part of K; where there are more rows, CTAs that share a tile are
+// neighbours, and all but the first find it in L2. One producer warp copies, TILE / 64 (at most 2) warpgroups multiply.
+// The first weights are in flight before the previous kernel has ended (programmatic dependent launch). In the epilogue
+// the sums go to shared memory, where the SPLITS CTAs that share a tile (a cluster; split-K) read each other's and finish
+// some rows each: in a fixed order, without scratch memory.
 //
-// ROWS     of a block, a multiple of 16          FP8    e4m3 with scales of channels and rows, else bfloat16
-// TILE     channels of a block: 64, 128, 256     GATED  SiLU(gate) * up: a tile has TILE / 2 channels of each
-// STAGES   steps of 128 bytes of K in flight     ADD    out += product
-// SPLITS   blocks along K                        WIDE   out is float32, else bfloat16
-// NORMED   x is not yet divided by its root mean square, and row_scales [slots, rows] are sums of its squares
-// FEEDS    (with ADD) for such a product to come: gained = out * gain, and its squares in as many slots as there are
-//          tiles, or two to a tile of 256
+// ROWS     of a CTA, a multiple of 16            FP8    e4m3 with scales of channels and rows, else bfloat16
+// TILE     channels of a CTA: 64, 128, 256       GATED  SwiGLU epilogue: a tile has TILE / 2 channels of gate and of up
+// STAGES   steps of 128 bytes of K in flight     ADD    residual epilogue: out is added to
+// SPLITS   CTAs along K                          WIDE   out is float32, else bfloat16
+// APPLIES_NORM  x has a deferred RMSNorm: it is not yet divided by its root mean square, and row_scales [slots, rows] are
+//               sums of its squares
+// DEFERS_NORM   (with ADD) defers the RMSNorm of out to the GEMM that reads it: deferred = out * gain, and its squares in as
+//               many slots as there are tiles, or two to a tile of 256
 #include "cluster.cuh"
 #include "common.cuh"
 #include "wgmma.cuh"
 
 constexpr int GROUPS = TILE == 64 ? 1 : 2;        // warpgroups that multiply
-constexpr int BLOCKS = TILE / 64 / GROUPS;        // of 64 channels, of each of them
-constexpr int THREADS = GROUPS * 128;             // and those that copy: one, but registers are moved by warpgroups
-constexpr bool CROWDED = BLOCKS * ROWS > 256;     // more sums than registers, unless the others give theirs
-constexpr int HELPERS = NORMED ? 96 : 0;          // that sum squares up while the others multiply
-constexpr int COPIERS = CROWDED || NORMED ? 128 : 32;
+constexpr int BLOCKS = TILE / 64 / GROUPS;        // of 64 channels, per warpgroup
+constexpr int THREADS = GROUPS * 128;             // that multiply; one copies, but registers are moved by warpgroups
+constexpr bool CROWDED = BLOCKS * ROWS > 256;     // more accumulators than registers, unless the producer gives its own
+constexpr int HELPERS = APPLIES_NORM ? 96 : 0;    // threads that sum squares while the others multiply
+constexpr int COPIERS = CROWDED || APPLIES_NORM ? 128 : 32;
 constexpr int WEIGHT_BYTES = TILE * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
 constexpr int LAG = TILE < 256;                   // steps being multiplied while the next is issued
 constexpr int DEPTH = FP8 ? 128 : 64;             // of K in a step
-constexpr bool FACTORS = FP8 || NORMED;           // rows have one
+constexpr bool FACTORS = FP8 || APPLIES_NORM;     // each row is multiplied by one
 constexpr bool GATES_FIRST = GATED && SPLITS == 1;
 constexpr int PITCH = (GATES_FIRST ? TILE / 2 : TILE) + 4;  // of the sums: neither stores nor loads collide in banks
 constexpr int SUMS_BYTES = ROWS * PITCH * 4;
@@ -40,24 +41,24 @@ constexpr int ITEMS = ((ROWS + SPLITS - 1) / SPLITS * QUADS + THREADS - 1) / THR
 constexpr int BATCH = ITEMS < 4 ? ITEMS : 4;
 
 DEVICE void copy_weight(unsigned char* to, const TensorMap* map, int step, int tile, u64* barrier) {
-    // Gated: 8 channels of the gate and the same of up in turn, so that a thread gets both values of a channel.
+    // Gated: 8 channels of the gate interleaved with the same 8 of up, so that a thread gets both values of a channel.
     if (GATED)
         copy_box(to, map, step * DEPTH, 0, 0, tile * (TILE / 16), barrier, EVICT_FIRST);
     else
         copy_box(to, map, step * DEPTH, tile * TILE, barrier, EVICT_FIRST);
 }
 
-// Others read from here until then.
+// Other CTAs of the cluster read this one's shared memory until then.
 DEVICE void leave() {
     __syncwarp();
-    if (SPLITS > 1) meet_cluster();
+    if (SPLITS > 1) sync_cluster_relaxed();
 }
 
-DEVICE float4 sum_over_blocks(const float* sums) {
+DEVICE float4 sum_over_ctas(const float* sums) {
     float4 parts[SPLITS];
 #pragma unroll
     for (int block = 0; block < SPLITS; block++)
-        parts[block] = SPLITS > 1 ? load_from_block(sums, block) : *reinterpret_cast<const float4*>(sums);
+        parts[block] = SPLITS > 1 ? load_from_cta(sums, block) : *reinterpret_cast<const float4*>(sums);
     float4 total = parts[0];
 #pragma unroll
     for (int block = 1; block < SPLITS; block++) {
@@ -76,23 +77,23 @@ DEVICE float inverse_root(const float* squares, int rows, int slots, float per_c
     return rsqrtf(total * per_channel + eps);
 }
 
-// Four channels of a row multiplied by the gain of the next norm; the sum of the squares of what they were.
-DEVICE float feed(bf16* gained, uint2 values, const bf16* gain) {
+// Stores four channels of a row times the gain of the deferred RMSNorm; returns the sum of their squares before that.
+DEVICE float defer_norm(bf16* deferred, uint2 values, const bf16* gain) {
     const uint2 gains = *reinterpret_cast<const uint2*>(gain);
     const float4 v = {low_bf16(values.x), high_bf16(values.x), low_bf16(values.y), high_bf16(values.y)};
-    *reinterpret_cast<uint2*>(gained) = {pack_bf16(v.x * low_bf16(gains.x), v.y * high_bf16(gains.x)),
+    *reinterpret_cast<uint2*>(deferred) = {pack_bf16(v.x * low_bf16(gains.x), v.y * high_bf16(gains.x)),
                                          pack_bf16(v.z * low_bf16(gains.y), v.w * high_bf16(gains.y))};
     return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
 }
 
-// Which four channels of which row are an item of a thread that finishes.
+// Epilogue: which four channels of which row are an item of a thread.
 struct Place {
     int row, local, column;
     DEVICE Place(u32 item, int tile, int split)
         : row(item / QUADS * SPLITS + split), local(item % QUADS * 4), column(tile * WIDTH + local) {}
 };
 
-// What out was, where a thread is to finish.
+// Epilogue with ADD: loads the residual for the items of a thread.
 DEVICE void load_before(uint2 (&before)[BATCH], const void* out, int begin, int tile, int split, int rows, int width, int stride) {
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
@@ -104,7 +105,7 @@ DEVICE void load_before(uint2 (&before)[BATCH], const void* out, int begin, int 
 
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
-     const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* gained,
+     const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* deferred,
      float* squares, int all_rows, int row_blocks, int width, int steps, int stride_out, int slots, float per_channel,
      float eps) {
     SHARED_MEMORY(ring);
@@ -118,7 +119,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     const int rows = all_rows - first_row < ROWS ? all_rows - first_row : ROWS;
     out = static_cast<unsigned char*>(out) + i64(first_row) * stride_out * (WIDE ? 4 : 2);
     row_scales += first_row, squares += first_row;
-    gained += i64(first_row) * width;
+    deferred += i64(first_row) * width;
     const int first = steps * split / SPLITS, count = steps * (split + 1) / SPLITS - first;
     const int ahead = count < STAGES ? count : STAGES;
     const bool copies = threadIdx.x == THREADS;
@@ -139,7 +140,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     }
     __syncwarp();
     if (SPLITS > 1)
-        meet_cluster();
+        sync_cluster_relaxed();
     else
         __syncthreads();
 
@@ -158,7 +159,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
                 copy_box(ring + stage * STAGE_BYTES + WEIGHT_BYTES, &x_map, (first + i) * DEPTH, first_row, &full[stage], EVICT_LAST);
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
-            let_next_start();  // its weights follow ours: earlier they would only be in their way
+            let_next_start();  // the next kernel's weights follow ours: earlier they would compete
         }
         __syncwarp();
         const int helper = static_cast<int>(threadIdx.x) - THREADS - 32;
@@ -247,9 +248,9 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
                 const bool real = at.row < rows && at.column < width;
                 float square = 0.0f;
                 if (real) {
-                    float4 value = sum_over_blocks(laid + at.row * PITCH + at.local);
+                    float4 value = sum_over_ctas(laid + at.row * PITCH + at.local);
                     if (GATED && !GATES_FIRST) {
-                        const float4 up = sum_over_blocks(laid + at.row * PITCH + WIDTH + at.local);
+                        const float4 up = sum_over_ctas(laid + at.row * PITCH + WIDTH + at.local);
                         value = {silu_times(value.x, up.x), silu_times(value.y, up.y), silu_times(value.z, up.z),
                                  silu_times(value.w, up.w)};
                     }
@@ -263,9 +264,9 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
                         *reinterpret_cast<float4*>(static_cast<float*>(out) + place) = value;
                     else
                         *reinterpret_cast<uint2*>(static_cast<bf16*>(out) + place) = rounded;
-                    if (FEEDS) square = feed(gained + i64(at.row) * width + at.column, rounded, gain + at.column);
+                    if (DEFERS_NORM) square = defer_norm(deferred + i64(at.row) * width + at.column, rounded, gain + at.column);
                 }
-                if (FEEDS) {
+                if (DEFERS_NORM) {
 #pragma unroll
                     for (int other = 1; other < LANES; other *= 2) square += __shfl_xor_sync(0xffffffffu, square, other);
                     if (real && lane % LANES == 0) squares[at.column / (LANES * 4) * all_rows + at.row] = square;

@@ -1,7 +1,8 @@
-"""Weight-streaming products on Hopper: out[rows, N] = x[rows, K] @ weight[N, K].T for 2 rows to some hundred.
+"""Weight-streaming GEMMs on Hopper: out[rows, N] = x[rows, K] @ weight[N, K].T for 2 rows to some hundred.
 
-What `gemm.cu` computes: in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of
-`x`; SiLU(gate) * up or the addition to the residual are part of it. The reference is `gemm_triton.linear_reference`.
+`gemm.cu` computes in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of `x`,
+and has SwiGLU and residual epilogues.
+The reference is `linear_reference` of `triton/gemm.py`.
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ STEP_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig:
-    tile: int  # output channels of a block: 64, 128 or 256 (gated: half of them of the gate)
+    tile: int  # output channels of a CTA: 64, 128 or 256 (gated: half of them of the gate)
     stages: int  # steps of 128 bytes of K in flight
-    splits: int = 1  # blocks along K that share a tile, a cluster
-    row_blocks: int = 1  # into which the rows are divided
+    splits: int = 1  # CTAs along K that share a tile (split-K); they are a cluster
+    row_blocks: int = 1  # CTAs along the rows
 
 
 @dataclass(frozen=True, slots=True)
-class GainedRows:
-    """The residual stream on its way through an RMSNorm: the product that reads it divides by the root mean square."""
+class DeferredNorm:
+    """A deferred RMSNorm of the residual stream: the GEMM that reads these rows divides by their root mean square."""
 
-    values: torch.Tensor  # [T, C], multiplied by the gain
-    squares: torch.Tensor  # float32 [slots, T]: sums of squares before that, of some channels each
+    values: torch.Tensor  # [T, C]: the residual stream times the gain
+    squares: torch.Tensor  # float32 [slots, T]: sums of squares of the residual stream, each slot over some channels
 
 
 def padded_rows(rows: int, row_blocks: int = 1) -> int:
-    """Of one block."""
+    """Rows of one CTA."""
     return next(size for size in _ROWS if rows <= size * row_blocks)
 
 
 def shared_bytes(config: HopperConfig, rows: int, gated: bool) -> int:
-    """The ring of stages, where the sums are laid down in the end; two barriers per stage; a number per row."""
+    """The ring of stages, reused for the sums in the epilogue; two barriers per stage; a float per row."""
     ring = config.stages * (config.tile + rows) * STEP_BYTES
     laid = config.tile // 2 if gated and config.splits == 1 else config.tile
     return max(ring, rows * (laid + 4) * 4) + 16 * config.stages + 4 * rows
 
 
-def empty_gained(x: torch.Tensor, config: HopperConfig) -> GainedRows:
-    """For a product of that configuration to fill, in the shape of the residual stream `x`."""
+def empty_deferred_norm(x: torch.Tensor, config: HopperConfig) -> DeferredNorm:
+    """Memory that a GEMM of that config fills, for the residual stream `x`."""
     rows, width = x.shape
     slots = -(-width // min(config.tile, 128))
     values = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    return GainedRows(values, torch.empty((slots, rows), dtype=torch.float32, device=x.device))
+    return DeferredNorm(values, torch.empty((slots, rows), dtype=torch.float32, device=x.device))
 
 
 def hopper_gemm(
@@ -63,13 +64,13 @@ def hopper_gemm(
     norm: tuple[torch.Tensor, float] | None = None,
     gated: bool = False,
     add: bool = False,
-    feeds: tuple[torch.Tensor, GainedRows] | None = None,
+    defers: tuple[torch.Tensor, DeferredNorm] | None = None,
 ) -> torch.Tensor:
-    """For fp8, `scales` are (of the channels, of the rows), float32. `add`: `out` += product.
+    """For fp8, `scales` are (of the channels, of the rows), float32. `add`: `out` is added to.
 
     `gated`: the first half of `weight` is the gate, the second half the up projection, and `out` has N / 2 columns.
-    `norm`: `x` are the values of `GainedRows`, these are its squares and eps.
-    `feeds`: (gain, what it fills) for the RMSNorm of the sum `out`; bfloat16 only, as `norm`.
+    `norm`: `x` are the values of a `DeferredNorm`; (its squares, eps).
+    `defers`: (gain, memory to fill) for a deferred RMSNorm of `out`. Both in bfloat16 only.
     """
     rows, depth = x.shape
     padded, step = padded_rows(rows, config.row_blocks), STEP_BYTES // x.itemsize
@@ -81,14 +82,14 @@ def hopper_gemm(
     program = kernel(
         "gemm.cu", "gemm", ROWS=padded, TILE=config.tile, STAGES=config.stages, SPLITS=config.splits,
         FP8=int(scales is not None), GATED=int(gated), ADD=int(add), WIDE=int(out.dtype == torch.float32),
-        NORMED=int(norm is not None), FEEDS=int(feeds is not None),
+        APPLIES_NORM=int(norm is not None), DEFERS_NORM=int(defers is not None),
     )  # fmt: skip
     of_channels, of_rows = scales or (x, norm[0] if norm else x)
-    gain, gained = feeds or (x, GainedRows(x, x))
+    gain, deferred = defers or (x, DeferredNorm(x, x))
     program(
         (blocks,), groups * 128 + (128 if crowded or norm else 32), shared_bytes(config, padded, gated),
         _weight_map(weight, config.tile, step, gated), tensor_map(x, (padded, step)),
-        out, of_channels, of_rows, gain, gained.values, gained.squares, rows, config.row_blocks, columns,
+        out, of_channels, of_rows, gain, deferred.values, deferred.squares, rows, config.row_blocks, columns,
         -(-depth // step), out.stride(0), len(of_rows), 1.0 / depth, norm[1] if norm else 0.0,
         pdl=True, cluster=config.splits,
     )  # fmt: skip

@@ -1,15 +1,15 @@
-// A decoding step of one sequence of a dense decoder in one launch, one block of threads on each multiprocessor: from the
-// last token to the logits and the likeliest next one.
+// A decode step of one sequence of a dense decoder in one persistent kernel, one CTA per SM: from the last token to the
+// logits and their argmax.
 //
 //     norm, qkv | q/k norm, rope, cache write, attention | out + residual | norm, gate_up, silu * mul | down + residual
-//     and after all layers: norm, head | likeliest token
+//     and after all layers: norm, head | argmax
 //
-// A warp streams this block's rows of every weight into a ring of shared memory, through all phases: it waits for free
-// slots only, so memory is busy while the others wait for each other's results. Those are handed over without a barrier
-// (layers_exchange.cuh). docs/design/0010-all-layers-in-one-launch.md
+// A producer warp streams this CTA's rows of every weight into a ring of shared memory, through all phases: it waits for
+// free slots only, so memory is busy while the other warps poll for each other's results. Those are published without a
+// grid barrier (layers_exchange.cuh). See docs/design/0010-persistent-decode-kernel.md
 //
-// Macros: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_NORM, FP8, PROGRAMS (blocks of the grid), UNDERWAY (slots that are being
-// filled at most). Head size 128, tokens in blocks of 16.
+// Macros: HIDDEN, INNER, HEADS, KV_HEADS, HEAD_NORM, FP8, CTAS (of the grid), IN_FLIGHT (slots that are being filled
+// at most). Head size 128, tokens in KV blocks of 16.
 #include "common.cuh"
 #include "layers_attention.cuh"
 #include "layers_head.cuh"
@@ -17,18 +17,18 @@
 // The phases of a layer, each with a projection.
 enum { TO_QKV, TO_OUT, TO_GATE_UP, TO_DOWN };
 
-constexpr int HOLD_SLOTS = 6;  // what registers can hold
+constexpr int HOLD_SLOTS = 6;  // slots that registers can hold
 
-// What the threads that compute know in all phases.
+// State of the threads that compute, through all phases.
 struct Compute {
     Ring ring;
-    bf16* given;  // where this block's results go
+    bf16* given;  // where this CTA publishes its results
     const u64* layer;
     float eps;
     float residual;  // of this thread's row, in float32
 
-    // Between those all of a phase's input has come: what the phase before has read may be restored then, and this one may
-    // hand over its result once that of the phase before is restored.
+    // Between these two calls all of a phase's input has arrived. Then what the phase before has read may be restored to
+    // UNWRITTEN, and this phase may publish its result once that of the phase before is restored.
     DEVICE void await_clean(int phase) {
         if (threadIdx.x == THREADS - 1 && phase > 0) wait(&ring.shared.clean, (phase - 1) % 2);
     }
@@ -37,16 +37,16 @@ struct Compute {
         if (threadIdx.x == THREADS - 1) arrive(&ring.shared.seen);
     }
 
-    // `give` puts the input to shared memory; it calls what it is given while it waits.
+    // `give` writes the input to shared memory; it calls its argument before it polls.
     template <int WHICH, int K, int SHARE, class Give>
     DEVICE void phase(int number, const Rows& rows, Give give) {
         constexpr bool NORMED = WHICH % 2 == 0, GATED = WHICH == TO_GATE_UP;
         Shared& shared = ring.shared;
         const int row = rows.first + threadIdx.x, count = GATED ? 2 * rows.count : rows.count;
         const bool mine = static_cast<int>(threadIdx.x) < rows.count;
-        Product<FP8, K, tiled(GATED ? 2 * SHARE : SHARE) / ROWS, HOLD_SLOTS> product;
+        Gemv<FP8, K, tiled(GATED ? 2 * SHARE : SHARE) / ROWS, HOLD_SLOTS> gemv;
         await_clean(4 * number + WHICH);
-        float squares = 0, factor = give(squares, [&] { product.hold(ring, count); });
+        float squares = 0, factor = give(squares, [&] { gemv.hold(ring, count); });
         report_seen();
         float scale = 1, up_scale = 1;
         if (FP8 && mine) {
@@ -54,7 +54,7 @@ struct Compute {
             scale = __ldg(reinterpret_cast<const float*>(scales) + row);
             if (GATED) up_scale = __ldg(reinterpret_cast<const float*>(scales) + INNER + row);
         }
-        product.compute(ring, count);
+        gemv.compute(ring, count);
         if (NORMED) add_squares(shared, squares);
         sync_warps();
         if (mine) {
@@ -66,7 +66,7 @@ struct Compute {
             }
             if (!NORMED) sum = residual += sum;
             constexpr int TO[] = {PROJECTED, MIDDLE, INSIDE, ENTERING};
-            hand_over(given, TO[WHICH] + row, to_bf16(sum));
+            publish(given, TO[WHICH] + row, to_bf16(sum));
         }
     }
 };
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
                             INNER - inner.count);
             producer.stream(address(layer, DOWN), INNER * SIZE, hidden);
         }
-        producer.limit = 4;  // nothing else is waited for
+        producer.limit = 4;  // nothing else is in flight any more
         producer.stream(reinterpret_cast<u64>(head_weight), HIDDEN * 2, tokens);
         return;
     }

@@ -1,6 +1,6 @@
-"""A decoding step of one sequence of a dense decoder in one launch on Hopper (`layers.cu`).
+"""A decode step of one sequence of a dense decoder in one persistent kernel on Hopper (`layers.cu`).
 
-Docs: docs/design/0010-all-layers-in-one-launch.md.
+See docs/design/0010-persistent-decode-kernel.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_INPUTS = 16384  # of a projection: they lie in shared memory
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What the layers have in common; the kernel is compiled for it."""
+    """The sizes that all layers have in common; the kernel is compiled for them."""
 
     hidden: int
     inner: int
@@ -40,7 +40,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class StackedLayers:
-    """A decoder: addresses of the weights of all layers, whoever keeps those, and where programs leave results."""
+    """A decoder as the kernel reads it: addresses of weights that others own, and memory that CTAs exchange by."""
 
     shape: LayerShape
     addresses: torch.Tensor  # int64 [layers, 12], as in `layers.cu`
@@ -49,7 +49,7 @@ class StackedLayers:
     norm: torch.Tensor  # bfloat16 [hidden], before the head
     head: torch.Tensor
     eps: float
-    programs: int  # one for each multiprocessor: all must run at once
+    ctas: int  # one per SM: all must be resident at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class KVCache:
     window: int = 0
 
 
-def fits(shape: LayerShape, head_dim: int, block_size: int, programs: int) -> bool:
+def fits(shape: LayerShape, head_dim: int, block_size: int, ctas: int) -> bool:
     """Whether the kernel can run such layers."""
     weight = 1 if shape.fp8 else 2
     mixed = shape.heads * _HEAD_DIM
@@ -71,28 +71,28 @@ def fits(shape: LayerShape, head_dim: int, block_size: int, programs: int) -> bo
     return (
         head_dim == _HEAD_DIM
         and block_size == _BLOCK_SIZE
-        and shape.heads <= programs
+        and shape.heads <= ctas
         and shape.heads <= _MOST_GROUP * shape.kv_heads
         and all(width * weight % 128 == 0 and width <= _MOST_INPUTS for width in (shape.hidden, shape.inner, mixed))
-        and all(programs <= count <= programs * 32 * _WARPS for count in rows)  # each has some, and a thread for each
+        and all(ctas <= count <= ctas * 32 * _WARPS for count in rows)  # each has some, and a thread for each
     )
 
 
-def exchange_places(shape: LayerShape, programs: int) -> int:
-    """Of 16 bits: the residual stream twice, queries, keys and values, parts of attention and their weights, the inside
-    of the feed-forward, and likeliest tokens."""
-    mixed, parts = shape.heads * _HEAD_DIM, min(programs // shape.heads, _MOST_PARTS)
+def exchange_places(shape: LayerShape, ctas: int) -> int:
+    """Places of 16 bits: the residual stream twice, queries, keys and values, parts of attention and their weights, the
+    inner activations of the MLP, and the argmax of each CTA."""
+    mixed, parts = shape.heads * _HEAD_DIM, min(ctas // shape.heads, _MOST_PARTS)
     qkv = mixed + 2 * shape.kv_heads * _HEAD_DIM
-    places = 2 * shape.hidden + qkv + parts * mixed + shape.inner + 2 * parts * shape.heads + 2 * programs
-    places = -(-places // 4) * 4 + 4 * programs
+    places = 2 * shape.hidden + qkv + parts * mixed + shape.inner + 2 * parts * shape.heads + 2 * ctas
+    places = -(-places // 4) * 4 + 4 * ctas
     return _REPLICAS * (-(-places // 64) * 64)
 
 
-def slots_under_way(shape: LayerShape, programs: int) -> int:
-    """Slots of 16 KiB that each program asks of memory at once. What small layers hand over waits behind them."""
+def slots_in_flight(shape: LayerShape, ctas: int) -> int:
+    """Slots of 16 KiB that each CTA has in flight. In small layers the exchanged results would wait behind more."""
     mixed, kv = shape.heads * _HEAD_DIM, shape.kv_heads * _HEAD_DIM
     weights = shape.hidden * (2 * mixed + 2 * kv + 3 * shape.inner)
-    return 2 if weights * (1 if shape.fp8 else 2) < programs << 20 else 4
+    return 2 if weights * (1 if shape.fp8 else 2) < ctas << 20 else 4
 
 
 def stack_layers(
@@ -102,14 +102,14 @@ def stack_layers(
     norm: torch.Tensor,
     head: torch.Tensor,
     eps: float,
-    programs: int,
+    ctas: int,
 ) -> StackedLayers:
     """`addresses` of each layer: attention norm, qkv, query norm, key norm, out, mlp norm, gate_up, down, then the
     scales of qkv, out, gate_up and down (any number where there are none)."""
     device = head.device
-    exchange = torch.full((exchange_places(shape, programs),), -1, dtype=torch.int16, device=device)  # unwritten
+    exchange = torch.full((exchange_places(shape, ctas),), -1, dtype=torch.int16, device=device)  # unwritten
     stacked = torch.tensor(addresses, device=device)
-    return StackedLayers(shape, stacked, exchange, embedding, norm, head, eps, programs)
+    return StackedLayers(shape, stacked, exchange, embedding, norm, head, eps, ctas)
 
 
 def decode_step(
@@ -123,7 +123,7 @@ def decode_step(
     *,
     num_layers: int | None = None,
 ) -> torch.Tensor:
-    """From the last token of a row to `logits` [1, vocabulary] and the likeliest token, which goes to the row as well.
+    """From the last token of a row to `logits` [1, vocabulary] and the argmax, which goes to the row as well.
 
     `row` and `context` (int32 [1]) are read on the device. A context of 0 is padding: nothing is written to the cache.
     """
@@ -138,11 +138,11 @@ def decode_step(
         KV_HEADS=shape.kv_heads,
         HEAD_NORM=int(shape.head_norm),
         FP8=int(shape.fp8),
-        PROGRAMS=layers.programs,
-        UNDERWAY=slots_under_way(shape, layers.programs),
+        CTAS=layers.ctas,
+        IN_FLIGHT=slots_in_flight(shape, layers.ctas),
     )
     run(
-        (layers.programs,),
+        (layers.ctas,),
         32 * (_WARPS + 2),
         _SHARED_BYTES,
         cache_map(cache.keys),

@@ -1,7 +1,7 @@
-// Attention for one new token: the queries of one KV head over one part of the context.
+// Attention of layers.cu for one new token: the queries of one KV head over one part of the context (flash decoding).
 //
-// Keys and values come by the ring, 128 tokens in a pass; keys lie in registers before the queries are there. A warp weighs
-// 16 tokens, all warps share the weights, and each takes 16 dimensions of the values.
+// Keys and values come by the ring, 128 tokens in a pass; keys are in registers before the queries arrive. A warp computes
+// the weights of 16 tokens, all warps share them, and each sums 16 dimensions of the values.
 #pragma once
 #include "layers_inputs.cuh"
 
@@ -9,7 +9,7 @@ constexpr int GROUP = HEADS / KV_HEADS;
 static_assert(GROUP <= 8 && D == 16 * WARPS && PASS_TOKENS == 16 * WARPS, "shares of a warp");
 
 // Half a warp holds a head, each lane eight dimensions of it; `other` are those that they are rotated against.
-DEVICE void turn(float (&out)[8], const uint4& raw, const uint4& raw_other, const uint4& gain, const uint4& gain_other,
+DEVICE void rotate(float (&out)[8], const uint4& raw, const uint4& raw_other, const uint4& gain, const uint4& gain_other,
                  const Shared& shared, float eps) {
     const int lane = threadIdx.x % 16;
     float other[8];
@@ -38,8 +38,8 @@ DEVICE uint4 packed(const float (&x)[8]) {
     return make_uint4(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7]));
 }
 
-// What is awaited of this step, to shared memory: queries, and for the last part the new token's score and value, which go
-// to the cache at `place` (none for padding) as well. Half a warp has a head.
+// Polls for what this step projects and writes it to shared memory: queries, and for the last part the new token's score
+// and value; its key and value also go to the cache at `place` (none for padding). Half a warp has a head.
 DEVICE void give_queries(Shared& shared, const Unit& unit, const bf16* exchange, bf16* keys, bf16* values, i64 place,
                          u64 query_gain, u64 key_gain, float eps, float scale) {
     const int lane = threadIdx.x % 16, head = threadIdx.x / 16, rotated = lane ^ 8;
@@ -49,36 +49,36 @@ DEVICE void give_queries(Shared& shared, const Unit& unit, const bf16* exchange,
     const bf16* key = exchange + PROJECTED + MIXED + unit.kv_head * D;
     const bf16* value = key + KV_HEADS * D;
     const auto place_of = [&](int i) { return (i < 2 ? query : i < 4 ? key : value) + (i % 2 ? rotated : lane) * 8; };
-    uint4 raw[5] = {look(place_of(0)), look(place_of(1))}, gains[4] = {};
-    if (unit.last) raw[2] = look(place_of(2)), raw[3] = look(place_of(3)), raw[4] = look(place_of(4));
+    uint4 raw[5] = {poll(place_of(0)), poll(place_of(1))}, gains[4] = {};
+    if (unit.last) raw[2] = poll(place_of(2)), raw[3] = poll(place_of(3)), raw[4] = poll(place_of(4));
     if (HEAD_NORM) {
         gains[0] = load_once(reinterpret_cast<const bf16*>(query_gain) + lane * 8);
         gains[1] = load_once(reinterpret_cast<const bf16*>(query_gain) + rotated * 8);
         gains[2] = load_once(reinterpret_cast<const bf16*>(key_gain) + lane * 8);
         gains[3] = load_once(reinterpret_cast<const bf16*>(key_gain) + rotated * 8);
     }
-    look_until_written(raw, place_of);
+    poll_until_written(raw, place_of);
     float q[8];
-    turn(q, raw[0], raw[1], gains[0], gains[1], shared, eps);
+    rotate(q, raw[0], raw[1], gains[0], gains[1], shared, eps);
     if (head < GROUP) *reinterpret_cast<uint4*>(scratch.queries[head] + lane * 8) = packed(q);
     if (!unit.last) return;
     float k[8], score = 0;
-    turn(k, raw[2], raw[3], gains[2], gains[3], shared, eps);
-    const uint4 turned = packed(k);
-    unpack(k, turned);
+    rotate(k, raw[2], raw[3], gains[2], gains[3], shared, eps);
+    const uint4 new_key = packed(k);
+    unpack(k, new_key);
     for (int j = 0; j < 8; j++) score += q[j] * k[j];
     score = over_lanes(score, 16);
     if (lane == 0 && head < GROUP) scratch.new_scores[head] = score * scale;
     if (head == 0) {
         *reinterpret_cast<uint4*>(scratch.new_value + lane * 8) = raw[4];
         if (place >= 0) {
-            *reinterpret_cast<uint4*>(keys + place + lane * 8) = turned;
+            *reinterpret_cast<uint4*>(keys + place + lane * 8) = new_key;
             *reinterpret_cast<uint4*>(values + place + lane * 8) = raw[4];
         }
     }
 }
 
-// What a warp takes of a pass, as operands of mma: keys of its 16 tokens, and its 16 dimensions of all values. Garbage where
+// A warp's share of a pass, as operands of mma: keys of its 16 tokens, and its 16 dimensions of all values. Garbage where
 // there are no tokens.
 struct Pass {
     Shared& shared;
@@ -124,7 +124,7 @@ struct Pass {
     }
 };
 
-// `exchange` is where to look, `given` where results go.
+// `exchange` is where to poll, `given` where to publish.
 DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* given, bf16* key_cache, bf16* value_cache,
                    i64 place, u64 query_gain, u64 key_gain, float eps, float scale) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane / 4, pair = lane % 4;
@@ -210,9 +210,9 @@ DEVICE void attend(Ring& ring, const Unit& unit, const bf16* exchange, bf16* giv
     const u32 high = transposed(pack_bf16(sums[2] * inverses[0], sums[3] * inverses[1]));
     if (column < GROUP) {
         const int its = unit.part * HEADS + unit.kv_head * GROUP + column;
-        hand_over(given, ATTENDED + its * D + 16 * warp + 2 * pair, low);
-        hand_over(given, ATTENDED + its * D + 16 * warp + 2 * pair + 8, high);
-        if (warp == 0 && pair == 0) hand_over(given, WEIGHTS + 2 * its, __float_as_uint(peak + log2_approx(whole)));
+        publish(given, ATTENDED + its * D + 16 * warp + 2 * pair, low);
+        publish(given, ATTENDED + its * D + 16 * warp + 2 * pair + 8, high);
+        if (warp == 0 && pair == 0) publish(given, WEIGHTS + 2 * its, __float_as_uint(peak + log2_approx(whole)));
     }
     sync_warps();  // the next input takes the place of what was read here
 }

@@ -1,7 +1,7 @@
-// What all parts of layers.cu know: the shape of the layers, shared memory, and what blocks hand to each other.
+// Common to all parts of layers.cu: the sizes of the layers, shared memory, and how CTAs exchange results.
 //
-// A place of `exchange` is UNWRITTEN until its number is there, whoever needs it looks until it is, and one warp of its
-// owner restores it once all have read it.
+// A place of `exchange` in global memory holds UNWRITTEN until its value is published. Whoever needs it polls until it is
+// there, and one warp of its owner restores UNWRITTEN once all have read it.
 #pragma once
 #include "device.cuh"
 
@@ -11,19 +11,19 @@ constexpr int MIXED = HEADS * D, QKV = MIXED + 2 * KV_HEADS * D;
 constexpr int SIZE = FP8 ? 1 : 2;      // bytes of a weight
 constexpr int ROWS = 8, CHUNK = 2048;  // rows of a weight in a slot of the ring, and bytes of each
 constexpr int STRIDE = CHUNK + 64;     // of rows in a slot, so that two rows' 64 bytes lie in different banks
-constexpr int MOST_PARTS = PROGRAMS / HEADS < 8 ? PROGRAMS / HEADS : 8;  // of the context
+constexpr int MOST_PARTS = CTAS / HEADS < 8 ? CTAS / HEADS : 8;  // of the context
 
-// What a block hands to others, as places in `exchange` of 16 bits.
+// What CTAs publish, as places in `exchange` of 16 bits.
 constexpr int ENTERING = 0;                               // the residual stream that enters a layer
 constexpr int PROJECTED = ENTERING + HIDDEN;              // queries, keys and values
 constexpr int ATTENDED = PROJECTED + QKV;                 // [MOST_PARTS, HEADS, D]
 constexpr int MIDDLE = ATTENDED + MOST_PARTS * MIXED;     // the residual stream after attention
 constexpr int INSIDE = MIDDLE + HIDDEN;                   // silu(gate) * up
 constexpr int WEIGHTS = INSIDE + INNER;                   // float32 [MOST_PARTS, HEADS]: log2 of the parts' weights
-constexpr int ORDER = WEIGHTS + 2 * MOST_PARTS * HEADS;   // 32 bits of each block, read by none
-constexpr int LIKELIEST = (ORDER + 2 * PROGRAMS + 3) / 4 * 4;  // 64 bits of each block: its likeliest token, for block 0
-constexpr int PLACES = (LIKELIEST + 4 * PROGRAMS + 63) / 64 * 64;
-constexpr int REPLICAS = 4;                               // of all that: each is looked at by a quarter of the blocks
+constexpr int ORDER = WEIGHTS + 2 * MOST_PARTS * HEADS;   // 32 bits of each CTA, read by none
+constexpr int ARGMAX = (ORDER + 2 * CTAS + 3) / 4 * 4;  // 64 bits of each CTA: its argmax, for CTA 0
+constexpr int PLACES = (ARGMAX + 4 * CTAS + 63) / 64 * 64;
+constexpr int REPLICAS = 4;                               // of all that: each is polled by a quarter of the CTAs
 constexpr u32 UNWRITTEN = 0xFFFF, NOTHING = 0xFFFFFFFF;   // NaNs that no conversion and no sum gives
 constexpr float UNSEEN = -1e30f, NEVER = -1e38f;          // the highest score of none; the score of no token
 
@@ -35,7 +35,7 @@ enum {
 
 constexpr int least(int a, int b) { return a < b ? a : b; }
 constexpr int most(int a, int b) { return a > b ? a : b; }
-constexpr int share(int rows) { return (rows + PROGRAMS - 1) / PROGRAMS; }
+constexpr int share(int rows) { return (rows + CTAS - 1) / CTAS; }
 constexpr int tiled(int rows) { return (rows + ROWS - 1) / ROWS * ROWS; }
 
 constexpr int HEAD_ROWS = 64;  // of the head, whose sums are added up together
@@ -45,7 +45,7 @@ constexpr int SLOT = ROWS * STRIDE;
 constexpr int SLOT_TOKENS = 32;   // or keys of so many tokens, then their values
 constexpr int PASS_TOKENS = 128;  // that are attended to at a time
 
-constexpr int MEMORY = 232448;  // what a block can have
+constexpr int MEMORY = 232448;  // shared memory that a CTA can have
 
 // What warps exchange while they attend; rows are apart so that columns of them lie in different banks.
 struct AttentionScratch {
@@ -68,26 +68,26 @@ struct Shared {
     alignas(16) float sums[WARPS][SUMS];   // of each warp, for each row
     alignas(16) float angles[D];           // cosines, then sines, of the position
     float squares[WARPS], peaks[WARPS];    // of the input
-    u64 likeliest[WARPS];                  // of each warp's tokens, as a key
+    u64 argmax[WARPS];                     // of each warp's tokens, as a key
     u64 full[SLOTS], empty[SLOTS], seen, clean;
 };
-static_assert(sizeof(Shared) <= MEMORY && UNDERWAY <= SLOTS, "more shared memory than there is");
+static_assert(sizeof(Shared) <= MEMORY && IN_FLIGHT <= SLOTS, "more shared memory than there is");
 static_assert(SLOT % 512 == 0 && SLOT >= 4 * SLOT_TOKENS * D + 512, "keys and values must fit");
 static_assert(share(QKV) <= THREADS && share(HIDDEN) <= THREADS && share(INNER) <= THREADS, "a thread for each row");
-static_assert(PROGRAMS <= THREADS, "a thread for each block");
+static_assert(CTAS <= THREADS, "a thread for each CTA");
 
 struct Rows {
     int first, count;
 };
 DEVICE Rows own_rows(int rows) {
-    const int first = static_cast<int>(static_cast<i64>(blockIdx.x) * rows / PROGRAMS);
-    return {first, static_cast<int>((static_cast<i64>(blockIdx.x) + 1) * rows / PROGRAMS) - first};
+    const int first = static_cast<int>(static_cast<i64>(blockIdx.x) * rows / CTAS);
+    return {first, static_cast<int>((static_cast<i64>(blockIdx.x) + 1) * rows / CTAS) - first};
 }
 
 // Where keys and values lie in a slot: at a multiple of 1,024.
 DEVICE unsigned char* aligned_slot(Shared& shared, int slot) { return shared.slots[slot] + slot % 2 * 512; }
 
-// What this block attends to: the queries of one KV head over one part of the context.
+// This CTA's part of attention: the queries of one KV head over one part of the context.
 struct Unit {
     int kv_head, part, parts;
     int first, start, stop;  // tokens of the cache; none before the first is seen
@@ -118,12 +118,12 @@ struct Ring {
 DEVICE u64 address(const u64* layer, int which) { return __ldg(layer + which); }
 DEVICE void sync_warps() { sync_threads(1, THREADS); }
 
-// A number, or 32 bits of it, to all who look.
-DEVICE void hand_over(bf16* exchange, int place, bf16 value) {
+// Publishes one value, or two in 32 bits, to all replicas.
+DEVICE void publish(bf16* exchange, int place, bf16 value) {
 #pragma unroll
     for (int i = 0; i < REPLICAS; i++) put_half(exchange + i * PLACES + place, value);
 }
-DEVICE void hand_over(bf16* exchange, int place, u32 value) {
+DEVICE void publish(bf16* exchange, int place, u32 value) {
 #pragma unroll
     for (int i = 0; i < REPLICAS; i++) put_word(exchange + i * PLACES + place, value);
 }
@@ -132,18 +132,18 @@ DEVICE bool written(const uint4& v) {
     return (top & 0xFFFF) != UNWRITTEN && top >> 16 != UNWRITTEN;
 }
 template <class Step>
-DEVICE void look_until(Step all_there) {
+DEVICE void poll_until(Step all_there) {
     for (u32 tries = 0; !all_there(); tries++)
-        if (tries > 8000000) trap();  // seconds: a block is missing
+        if (tries > 8000000) trap();  // seconds: a CTA is missing
 }
-// Each time, all that is missing is looked for at once.
+// Each round polls for all that is missing at once.
 template <int N, class Place>
-DEVICE void look_until_written(uint4 (&v)[N], Place place) {
-    look_until([&] {
+DEVICE void poll_until_written(uint4 (&v)[N], Place place) {
+    poll_until([&] {
         bool missing = false;
 #pragma unroll
         for (int i = 0; i < N; i++)
-            if (!written(v[i])) v[i] = look(place(i)), missing = true;
+            if (!written(v[i])) v[i] = poll(place(i)), missing = true;
         return !missing;
     });
 }
@@ -161,16 +161,16 @@ DEVICE float over_lanes(float value, int lanes) {
 
 DEVICE void unwrite(bf16* exchange, int place, int count) {
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < count; i += 32) hand_over(exchange, place + i, static_cast<bf16>(UNWRITTEN));
+    for (int i = threadIdx.x % 32; i < count; i += 32) publish(exchange, place + i, static_cast<bf16>(UNWRITTEN));
 }
 
-// What a layer reads beside weights, to the L2 cache; of what all blocks read, each fetches a part.
+// Prefetches to L2 what a layer reads beside weights; of what all CTAs read, each prefetches a part.
 DEVICE void prefetch(u64 from, int bytes, int number, int of) {
     const u64 line = from / 128 * 128;
     for (u64 at = line + 128 * number; at < from + bytes; at += 128 * of) prefetch_line(at);
 }
 DEVICE void prefetch_by_all(u64 from, int bytes) {
-    prefetch(from, bytes, blockIdx.x * 32 + threadIdx.x % 32, PROGRAMS * 32);
+    prefetch(from, bytes, blockIdx.x * 32 + threadIdx.x % 32, CTAS * 32);
 }
 DEVICE void prefetch_layer(const u64* layer, const Rows& qkv, const Rows& hidden, const Rows& inner) {
     const int lane = threadIdx.x % 32;
@@ -192,8 +192,8 @@ DEVICE void prefetch_layer(const u64* layer, const Rows& qkv, const Rows& hidden
     }
 }
 
-// When a phase has all of its input, everyone has read that of the phase before it, and its own places may be restored;
-// they are awaited again only by those who have seen what this block writes later.
+// When a phase has all of its input, every CTA has read the input of the phase before, so those places may be restored;
+// they are polled again only by CTAs that have seen what this CTA publishes later.
 DEVICE void restore_all(Shared& shared, bf16* exchange, const u64* layers, int num_layers, const Unit& unit,
                         u64 head_gain) {
     const Rows qkv = own_rows(QKV), hidden = own_rows(HIDDEN), inner = own_rows(INNER);

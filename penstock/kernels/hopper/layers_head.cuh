@@ -1,13 +1,13 @@
-// The final norm, the head and the likeliest token: the end of a step.
+// The end of a step of layers.cu: final norm, output projection (head) and argmax.
 #pragma once
 #include "layers_inputs.cuh"
 
 struct Head {
     float* logits;
-    i64 *token, *last_token;  // the likeliest, to both
+    i64 *token, *last_token;  // the argmax goes to both
 };
 
-// A higher score has a higher key, and of equal scores the lower token. None is UNDECIDED.
+// A key orders tokens: a higher score has a higher key, and of equal scores the lower token. No key is UNDECIDED.
 constexpr u64 UNDECIDED = ~0ull;
 DEVICE u64 key_of(float score, u32 token) {
     const u32 bits = __float_as_uint(score + 0.0f);  // no negative zero
@@ -21,24 +21,25 @@ DEVICE u64 highest_of_warp(u64 key) {
     }
     return key;
 }
-// In every thread.
-DEVICE u64 highest_of_block(Shared& shared, u64 key) {
+// The highest key of the CTA, in every thread.
+DEVICE u64 highest_of_cta(Shared& shared, u64 key) {
     key = highest_of_warp(key);
-    if (threadIdx.x % 32 == 0) shared.likeliest[threadIdx.x / 32] = key;
+    if (threadIdx.x % 32 == 0) shared.argmax[threadIdx.x / 32] = key;
     sync_warps();
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) key = shared.likeliest[warp] > key ? shared.likeliest[warp] : key;
+    for (int warp = 0; warp < WARPS; warp++) key = shared.argmax[warp] > key ? shared.argmax[warp] : key;
     return key;
 }
 
-// Logits of this block's tokens, HEAD_ROWS at a time: while some threads add up those, all go on with the next.
+// Logits of this CTA's tokens, HEAD_ROWS at a time: while some threads add those up, all go on with the next.
+// Returns the key of their argmax.
 DEVICE u64 compute_logits(Ring& ring, const Head& head, const Rows& rows, float factor, float eps) {
     Shared& shared = ring.shared;
     float best = __int_as_float(0xFF800000);  // of none
-    int likeliest = rows.first;
+    int argmax = rows.first;
     for (int base = 0; base < rows.count; base += HEAD_ROWS) {
         const int group = base / HEAD_ROWS, count = least(rows.count - base, HEAD_ROWS), to = group % 2 * HEAD_ROWS;
-        Product<false, HIDDEN, HEAD_ROWS / ROWS, 0>().compute(ring, count, to);
+        Gemv<false, HIDDEN, HEAD_ROWS / ROWS, 0>().compute(ring, count, to);
         sync_warps();
         if (base == 0) factor *= inverse_norm(shared, eps);
         const int mine = threadIdx.x - group * HEAD_ROWS % THREADS;
@@ -46,23 +47,23 @@ DEVICE u64 compute_logits(Ring& ring, const Head& head, const Rows& rows, float 
             const int token = rows.first + base + mine;
             const float score = total(shared, to + mine) * factor;
             head.logits[token] = score;
-            if (score > best) best = score, likeliest = token;
+            if (score > best) best = score, argmax = token;
         }
     }
-    return highest_of_block(shared, key_of(best, likeliest));
+    return highest_of_cta(shared, key_of(best, argmax));
 }
 
-// Block 0 has the last word, and leaves the places as it found them.
+// CTA 0 takes the argmax over all CTAs, and restores the places that it has read.
 DEVICE void choose_token(Shared& shared, const Head& head, bf16* exchange, u64 key) {
-    if (threadIdx.x == 0) put_long(exchange + LIKELIEST + 4 * blockIdx.x, key);
+    if (threadIdx.x == 0) put_long(exchange + ARGMAX + 4 * blockIdx.x, key);
     if (blockIdx.x > 0) return;
     u64 theirs = 0;
-    if (threadIdx.x < PROGRAMS) {
-        bf16* place = exchange + LIKELIEST + 4 * threadIdx.x;
-        look_until([&] { return (theirs = look_long(place)) != UNDECIDED; });
+    if (threadIdx.x < CTAS) {
+        bf16* place = exchange + ARGMAX + 4 * threadIdx.x;
+        poll_until([&] { return (theirs = poll_long(place)) != UNDECIDED; });
         put_long(place, UNDECIDED);
     }
-    sync_warps();  // all have read what highest_of_block left
-    const u64 highest = highest_of_block(shared, theirs);
+    sync_warps();  // all have read what highest_of_cta left
+    const u64 highest = highest_of_cta(shared, theirs);
     if (threadIdx.x == 0) *head.token = *head.last_token = NOTHING - static_cast<u32>(highest);
 }

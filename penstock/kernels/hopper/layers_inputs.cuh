@@ -1,6 +1,6 @@
-// A phase's input, to shared memory once all of it is there.
+// The input of each phase of layers.cu: polled for in global memory, and written to shared memory once all of it is there.
 #pragma once
-#include "layers_products.cuh"
+#include "layers_gemm.cuh"
 
 // Eight numbers of the input at a time; of what 16 bytes of a weight are multiplied with, first the even words.
 template <bool QUANTIZED>
@@ -10,7 +10,8 @@ DEVICE void place_input(Shared& shared, int eight, const u32 (&words)[4]) {
     to[QUANTIZED ? 2 : 1] = make_uint2(words[1], words[3]);
 }
 
-// What the product is to be multiplied by. Float16 has a small range: with fp8 weights the input is scaled to it.
+// Writes the input; returns what the GEMV's result must be multiplied by: with fp8 weights the input is scaled to the small
+// range of float16.
 template <bool QUANTIZED, int COUNT, int EIGHTS>
 DEVICE float give_input(Shared& shared, const float (&values)[COUNT][8]) {
     float factor = 1, inverse = 1;
@@ -43,9 +44,9 @@ DEVICE float give_input(Shared& shared, const float (&values)[COUNT][8]) {
 
 constexpr int eights_each(int size) { return (size / 8 + THREADS - 1) / THREADS; }
 
-// A phase's input, and what is done `meanwhile`: between asking for it and having it.
+// Each of these gives a phase its input; `meanwhile` runs between the first poll and the rest.
 
-// The residual stream times the gain; each thread adds to `squares`.
+// The residual stream times the gain of its deferred RMSNorm; each thread adds to `squares`.
 template <bool QUANTIZED, class Meanwhile>
 DEVICE float give_normed(Shared& shared, const bf16* x, bool ready, u64 gain, float& squares, Meanwhile meanwhile) {
     constexpr int COUNT = eights_each(HIDDEN), EIGHTS = HIDDEN / 8;
@@ -56,12 +57,12 @@ DEVICE float give_normed(Shared& shared, const bf16* x, bool ready, u64 gain, fl
         const int eight = threadIdx.x + i * THREADS;
         gains[i] = raw[i] = make_uint4(0, 0, 0, 0);
         if (eight < EIGHTS) {
-            raw[i] = look(x + eight * 8);
+            raw[i] = poll(x + eight * 8);
             gains[i] = load_once(reinterpret_cast<const uint4*>(gain) + eight);
         }
     }
     meanwhile();
-    if (!ready) look_until_written(raw, [&](int i) { return x + (threadIdx.x + i * THREADS) * 8; });
+    if (!ready) poll_until_written(raw, [&](int i) { return x + (threadIdx.x + i * THREADS) * 8; });
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         float factors[8];
@@ -72,7 +73,7 @@ DEVICE float give_normed(Shared& shared, const bf16* x, bool ready, u64 gain, fl
     }
     return give_input<QUANTIZED, COUNT, EIGHTS>(shared, values);
 }
-// Later, off the way of what is waited for: the sum of each warp, and from those the factor.
+// The rest of the deferred RMSNorm, off the critical path: the sum of squares of each warp, and from those the factor.
 DEVICE void add_squares(Shared& shared, float squares) {
     squares = over_lanes(squares, 32);
     if (threadIdx.x % 32 == 0) shared.squares[threadIdx.x / 32] = squares;
@@ -92,16 +93,16 @@ DEVICE float give_inner(Shared& shared, const bf16* inner, Meanwhile meanwhile) 
 #pragma unroll
     for (int i = 0; i < COUNT; i++) {
         const int eight = threadIdx.x + i * THREADS;
-        raw[i] = eight < EIGHTS ? look(inner + eight * 8) : make_uint4(0, 0, 0, 0);
+        raw[i] = eight < EIGHTS ? poll(inner + eight * 8) : make_uint4(0, 0, 0, 0);
     }
     meanwhile();
-    look_until_written(raw, [&](int i) { return inner + (threadIdx.x + i * THREADS) * 8; });
+    poll_until_written(raw, [&](int i) { return inner + (threadIdx.x + i * THREADS) * 8; });
 #pragma unroll
     for (int i = 0; i < COUNT; i++) unpack(values[i], raw[i]);
     return give_input<FP8, COUNT, EIGHTS>(shared, values);
 }
 
-// The parts of the context merged.
+// The output of attention, its parts merged by their weights.
 template <class Meanwhile>
 DEVICE float give_attended(Shared& shared, const bf16* attended, const float* weights, int parts, Meanwhile meanwhile) {
     constexpr int COUNT = eights_each(MIXED), EIGHTS = MIXED / 8;
@@ -116,15 +117,15 @@ DEVICE float give_attended(Shared& shared, const bf16* attended, const float* we
     for (int n = 0; n < COUNT * MOST_PARTS; n++) {
         raw[n] = make_uint4(0, 0, 0, 0), shares[n] = __float_as_uint(NEVER);
         if (threadIdx.x + n / MOST_PARTS * THREADS < EIGHTS && n % MOST_PARTS < parts)
-            raw[n] = look(place(n)), shares[n] = look_word(share_of(n));
+            raw[n] = poll(place(n)), shares[n] = poll_word(share_of(n));
     }
     meanwhile();
-    look_until([&] {
+    poll_until([&] {
         bool missing = false;
 #pragma unroll
         for (int n = 0; n < COUNT * MOST_PARTS; n++) {
-            if (!written(raw[n])) raw[n] = look(place(n)), missing = true;
-            if (shares[n] == NOTHING) shares[n] = look_word(share_of(n)), missing = true;
+            if (!written(raw[n])) raw[n] = poll(place(n)), missing = true;
+            if (shares[n] == NOTHING) shares[n] = poll_word(share_of(n)), missing = true;
         }
         return !missing;
     });

@@ -1,5 +1,5 @@
-// Attention of all queries of a decode batch over a prefix that they share, in pieces: float32 results of each piece with
-// the base-2 logarithm of their denominators.
+// Shared-prefix (cascade) attention: all queries of a decode batch over the prefix that they share, in pieces, with float32
+// results of each piece and the base-2 logarithm of their denominators.
 #include "attention.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -1,7 +1,7 @@
-"""CUDA C++ of this folder, compiled for the values it is specialised on, kept on disk, launched from Python.
+"""Compiles the CUDA C++ kernels of this folder by NVRTC, caches them on disk, and launches them from Python.
 
 NVRTC comes with torch's CUDA builds, so nothing is needed that torch does not need. A launch costs Python about 20 µs:
-these kernels belong into captured graphs, or must be long.
+these kernels belong into CUDA graphs, or must be long.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Argument = torch.Tensor | int | float | ctypes.Structure
 
 
 class Kernel:
-    """A function on the device. What a launch hands over lies in one place that the next launch uses again."""
+    """A function on the device. All launches use the same memory for their arguments."""
 
     def __init__(self, function: ctypes.c_void_p) -> None:
         self._function = function
@@ -118,7 +118,7 @@ def _attributes(pdl: bool, cluster: int) -> ctypes.Array[_Attribute]:
 
 
 def c_value(argument: Argument) -> Any:
-    """As C has it."""
+    """An argument as the C type that a kernel takes."""
     if isinstance(argument, torch.Tensor):
         return ctypes.c_uint64(argument.data_ptr())
     if isinstance(argument, int):

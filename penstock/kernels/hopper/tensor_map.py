@@ -24,7 +24,7 @@ def tensor_map(tensor: torch.Tensor, box: tuple[int, ...], swizzle: int = 128) -
     return _encoded(tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), box, swizzle)
 
 
-@lru_cache(1 << 15)  # it holds no more than what it is made from, and captured steps use the same memory again
+@lru_cache(1 << 15)  # it holds no more than what it is made from, and CUDA graphs use the same memory again
 def _encoded(
     address: int,
     dtype: torch.dtype,

@@ -1,6 +1,6 @@
-// wgmma for the ROWS that a program is compiled for: sums[64, ROWS] += a[64, 32 bytes] b[ROWS, 32 bytes]^T, both in shared
-// memory (`swizzled_tile`). Of a warp's 16 channels a thread has the sums of lane / 4 and of that + 8, of every 8 rows those of
-// 2 (lane % 4) and of that + 1: sums[row / 8 * 4 + channel / 8 * 2 + row % 2].
+// The wgmma instruction for the ROWS that a kernel is compiled for: sums[64, ROWS] += a[64, 32 bytes] b[ROWS, 32 bytes]^T,
+// both in shared memory (`swizzled_tile`). Of a warp's 16 channels a thread has the sums of lane / 4 and of that + 8, of every
+// 8 rows those of 2 (lane % 4) and of that + 1: sums[row / 8 * 4 + channel / 8 * 2 + row % 2].
 #pragma once
 #include "device.cuh"
 

@@ -1,4 +1,4 @@
-// The C ABI that native.py loads. Pointers are opaque; every function that can fail returns a message or null.
+// The C ABI that bindings.py loads. Pointers are opaque; every function that can fail returns a message or null.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -116,8 +116,8 @@ PENSTOCK_API void penstock_hadamard(float* rows, int64_t count, int32_t width, i
     for (int64_t i = 0; i < count; i++) active->hadamard(rows + i * width, width, block);
 }
 
-// One matrix product by itself, for tests: packs w [n, k], quantises x [rows, k] as a step would, gives y [rows, n].
-// Operands begin with a cache line, as a model's do. Returns the shortest of the times, in seconds, that the product
+// One GEMM by itself, for tests: packs w [n, k], quantises x [rows, k] as a step would, gives y [rows, n].
+// Operands begin with a cache line, as a model's do. Returns the shortest of the times, in seconds, that the GEMM
 // alone took one thread.
 PENSTOCK_API double penstock_matmul(const float* x, const float* w, const float* bias, int32_t scheme, int32_t rows,
                                     int32_t n, int32_t k, int32_t times, float* y) {

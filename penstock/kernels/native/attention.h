@@ -1,4 +1,4 @@
-// Attention over the paged cache.
+// Attention over the paged KV cache: the part that all cache formats share.
 //
 // Rows are (token, head) pairs that share a key/value head.
 #pragma once

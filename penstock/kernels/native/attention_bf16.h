@@ -1,7 +1,7 @@
 // Attention over bfloat16 keys and values in float32, or in bfloat16 where that is faster (attention_dot2.h).
 //
 // Up to 4 rows (a decoding sequence) read the cache straight into registers: the limit is bandwidth, 4 * head_dim bytes
-// per key. More rows (prefill) unpack each chunk once to float32 scratch in L1 and run two small matrix products on it:
+// per key. More rows (prefill) unpack each chunk once to float32 scratch in L1 and run two small GEMMs on it:
 // the limit is the float multiply rate.
 #pragma once
 

@@ -1,4 +1,4 @@
-// The part all matrix products share: how rows are cut into register tiles and what happens to a finished tile.
+// What the GEMMs of all number formats share: how rows are divided into register tiles, and the epilogue of a tile.
 //
 // A thread walks its own panels; a panel (18 KiB for 576 inputs in int8) stays in L1 while the rows of activations
 // pass it from L2. One or a few rows read each weight once: the limit is memory bandwidth. From about a dozen

@@ -1,8 +1,8 @@
-// Matrix products of 16 rows and more in AMX tiles, from the panels that the other levels read.
+// GEMMs of 16 rows and more in AMX tiles, from the panels that the other levels read.
 //
 // A tile is 16 rows of 64 bytes. 64 bytes of depth of a panel are two tiles whose rows lie 128 bytes apart, and rows of
 // activations are tiles as they are. Two of each, and the four tiles of sums they add to, fill the eight registers:
-// 32 x 32 outputs take 4 products of 16 cycles for what takes VNNI or bfloat16 vectors about 8 times as long.
+// 32 x 32 outputs take 4 tile matmuls of 16 cycles for what takes VNNI or bfloat16 vectors about 8 times as long.
 #pragma once
 
 #include "gemm_float.h"

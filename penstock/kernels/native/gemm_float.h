@@ -1,5 +1,5 @@
-// bfloat16 weights times float32 activations, accumulated in float32. Two bytes per weight from memory; in arithmetic
-// a quarter of the int8 rate. With bfloat16 instructions activations are rounded to bfloat16 too.
+// GEMM of bfloat16 weights and float32 activations, accumulated in float32. Two bytes per weight from memory; in
+// arithmetic a quarter of the int8 rate. With bfloat16 instructions activations are rounded to bfloat16 too.
 #pragma once
 
 #include "gemm.h"

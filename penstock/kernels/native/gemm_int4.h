@@ -1,4 +1,4 @@
-// 4-bit weights w = minimum + scale * q (q in 0..15, per 32 inputs) times int8 activations:
+// GEMM of 4-bit weights w = minimum + scale * q (q in 0..15, per 32 inputs) times int8 activations:
 //   y = sum over groups of scale_a * (scale_g * sum q a + minimum_g * sum a), the inner sums exact in int32.
 //
 // 5 bits per weight. The float work per group (2 multiply-adds and a conversion per 8 integer dots) makes this kernel

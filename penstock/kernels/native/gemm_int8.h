@@ -1,4 +1,4 @@
-// int8 weights times int8 activations, with sums of products that are exact in int32. Both spread the range from their
+// GEMM of int8 weights and int8 activations, with sums that are exact in int32. Both spread the range from their
 // smallest to their largest value over all 256 levels: w = scale_w (u - zero) and a = scale_a q + middle, so
 //   y = scale_w (scale_a (sum u q - zero sum q) + middle sum (u - zero))
 //

@@ -1,4 +1,4 @@
-// What the model asks of a kernel set; one `Kernels` table exists per instruction set.
+// The interface between a model and its kernels; one `Kernels` table exists per instruction set.
 //
 // Plain data only: this header is compiled both with and without vector flags.
 #pragma once
@@ -104,7 +104,7 @@ constexpr int KEY_CHUNK = 64;       // keys per softmax update
 constexpr int MAX_QUERY_ROWS = 64;  // (token, head) rows of one attention task
 
 // The queries of some consecutive tokens, and the keys one pass over the cache covers. The tokens are of one sequence, or
-// one each of sequences that begin alike, and then all these keys come before all of them.
+// one each of sequences with a shared prefix, and then all these keys come before all of them.
 struct AttentionTask {
     const int32_t* table;
     int32_t first_token, num_tokens;   // rows of the step

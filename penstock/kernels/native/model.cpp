@@ -1,4 +1,4 @@
-// A step, run by all threads together as a row of phases, each of which hands out items to whoever is free and is over
+// A step of the model on all threads: a sequence of phases, each of which hands out items to whoever is free and is over
 // when all are done.
 #include "model.h"
 
@@ -17,7 +17,7 @@ constexpr int ROW_BLOCK = 240;       // rows whose activations stay in L2 while 
 constexpr int STREAMING_ROWS = 16;   // up to here weights are read once, in order
 constexpr int RUN_PANELS = 8;        // that a thread then takes at a time, so that kernels may walk them side by side
 constexpr int TASK_ROWS = 48;        // (token, head) rows that share one unpacking of keys and values
-constexpr int OWN_ROWS = 3;          // so few rows each thread norms and quantises for itself: cheaper than to meet
+constexpr int OWN_ROWS = 3;          // so few rows each thread norms and quantises for itself: cheaper than a barrier
 constexpr int MIN_SPLIT_KEYS = 64;   // shorter key ranges are not worth a merge
 constexpr int MIN_SHARED_KEYS = 128;  // the same of keys that several sequences read together
 
@@ -177,8 +177,8 @@ std::pair<int, int> Model::shared_run(int first) const {
     return {last - first, keys};
 }
 
-// Cut the step into tasks of similar size: tiles of queries, and for few long sequences also ranges of keys. Sequences
-// that decode after the same beginning attend to it in tiles, as the queries of a prompt do.
+// Divide the step into attention tasks of similar size: tiles of queries, and for few long sequences also ranges of keys.
+// Sequences that decode after a shared prefix attend to it in tiles, as the queries of a prompt do (cascade attention).
 void Model::plan_attention() {
     const Batch& b = batch_;
     const int sequences = int(b.tables.size());
@@ -338,7 +338,7 @@ void Model::quantize(const Activations& x, int row, int width, int transform) {
     kernels_->quantize_row(x, row, width, Scheme(spec_.scheme));
 }
 
-// Into how many runs of panels a product is cut.
+// Into how many runs of panels a GEMM is divided.
 int Model::runs_of(const Matrix& w, int rows) const {
     const int panels = w.num_panels();
     const int streams = int(round_up((panels + RUN_PANELS - 1) / RUN_PANELS, pool_.size()));
@@ -346,7 +346,7 @@ int Model::runs_of(const Matrix& w, int rows) const {
 }
 
 // prepare(row, to) makes row `to` of the operand. Many rows are prepared by all threads together; of a few, each thread
-// makes copies for itself behind the shared ones, once it has a part of the product.
+// makes copies for itself behind the shared ones, once it has a part of the GEMM.
 template <class Prepare>
 void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& number,
                      const Prepare& prepare) {
@@ -366,19 +366,19 @@ void Model::multiply(const Matrix& w, const Activations& x, int rows, const Outp
 void Model::rotate_and_cache(const Layer& layer, const Cache& cache, int token, int head) {
     const int dim = spec_.head_dim, group = spec_.heads / spec_.kv_heads;
     const float scale = 1.44269504f / std::sqrt(float(dim));  // attention works in powers of two
-    // One outlier would take the precision of a key's other values. Spread alike, queries and keys have the same products.
+    // One outlier would take the precision of a key's other values. Spread alike, queries and keys keep their dot products.
     const int spread = spec_.kv_format == KV_INT8 ? dim & -dim : 0;
-    const float* turn = cos_sin_ + token * round_up(dim, 16);
+    const float* cos_sin = cos_sin_ + token * round_up(dim, 16);
     float* q = qkv_ + token * qkv_stride_;
     float* k = q + size_t(spec_.heads + head) * dim;
     const float* v = k + size_t(spec_.kv_heads) * dim;
     for (int h = head * group; h < (head + 1) * group; h++) {
         if (layer.q_norm) kernels_->rms_norm(q + h * dim, layer.q_norm, spec_.norm_eps, dim, q + h * dim);
-        kernels_->rotate(q + h * dim, turn, dim, scale);
+        kernels_->rotate(q + h * dim, cos_sin, dim, scale);
         if (spread) kernels_->hadamard(q + h * dim, dim, spread);
     }
     if (layer.k_norm) kernels_->rms_norm(k, layer.k_norm, spec_.norm_eps, dim, k);
-    kernels_->rotate(k, turn, dim, 1.f);
+    kernels_->rotate(k, cos_sin, dim, 1.f);
     if (spread) kernels_->hadamard(k, dim, spread);
     kernels_->write_cache(cache, head, batch_.slots[token], k, v);
 }

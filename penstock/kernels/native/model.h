@@ -10,7 +10,7 @@
 
 namespace penstock {
 
-// The C ABI's view of a model; mirrored field by field in native.py.
+// The C ABI's view of a model; mirrored field by field in bindings.py.
 struct ModelSpec {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab;
     int32_t qk_norm, attention_bias, output_bias, mlp_bias, tied;
@@ -38,7 +38,7 @@ struct Step {
     const int32_t *rows, *starts, *counts;   // [num_sequences]: row, first position and number of tokens
     const int32_t* logit_rows;               // [num_logits]: indices of the tokens whose logits are wanted
     const int32_t* tables;                   // [num_rows, table_width]
-    int32_t* last_tokens;                    // [num_rows]: set to the likeliest token after a sequence's last one
+    int32_t* last_tokens;                    // [num_rows]: set to the argmax after a sequence's last token
     float* logits;                           // [num_logits, vocab]; null: only the argmax is wanted
     int32_t* argmax;                         // [num_logits]
 };
@@ -53,7 +53,7 @@ struct Batch {
     std::vector<int32_t> last_of;                   // [num_tokens]: the row of which this is the last token, or -1
 };
 
-// How one row of logits is drawn from; top_k 0, top_p 1 and min_p 0 are off.
+// The sampling parameters of one row of logits; top_k 0, top_p 1 and min_p 0 are off.
 struct Draw {
     int64_t seed;
     int32_t row, position, top_k;

@@ -1,4 +1,5 @@
-// Row operations between the matrix products. Each touches one token and is bound by L1 and L2.
+// Row operations between the GEMMs: norms, quantisation, Hadamard transform, RoPE, argmax. Each touches one token and is
+// bound by L1 and L2.
 #pragma once
 
 #include "kernels.h"

@@ -26,7 +26,7 @@ float gumbel(const Draw& draw, int32_t token) {
     return -std::log(-std::log((float(word >> 9) + 0.5f) * 0x1p-23f));
 }
 
-// The tokens that top-k, top-p and min-p leave, likeliest first, at the front of `likely`; returns how many.
+// Puts the tokens that top-k, top-p and min-p leave at the front of `likely`, in descending order; returns how many.
 int filter(const Kernels& kernels, const Draw& draw, const float* v, int n, float peak, int32_t* likely) {
     const double total = kernels.total_mass(v, n, peak);
     const float farthest = draw.min_p > 0 ? -std::log(draw.min_p) : INFINITY;

@@ -1,4 +1,4 @@
-// Drawing tokens: the vector part. The noise of a token is word token % 4 of Philox4x32-10 with the seed as key and
+// The vector part of sampling. The noise of a token is word token % 4 of Philox4x32-10 with the seed as key and
 // (token / 4, position, 0, 0) as counter; word x gives u = (x / 512 + 0.5) / 2^23 and the noise -log(-log(u)).
 #pragma once
 

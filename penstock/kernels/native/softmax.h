@@ -1,4 +1,4 @@
-// The online softmax that attention over every kind of cache shares, 64 keys at a time.
+// Online softmax of attention over any cache format, 64 keys at a time.
 //
 // Queries come multiplied by scale * log2(e), so it works in powers of two.
 #pragma once

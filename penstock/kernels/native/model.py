@@ -1,0 +1,344 @@
+"""A whole dense Llama-family model in native memory, run by one C++ call per step."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import time
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate, chain, repeat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.errors import EngineFailure, StartupError
+from penstock.core.machine import usable_cpus
+from penstock.kernels.native.balancing import EXACT_NORM, balanced
+from penstock.kernels.native.bindings import (
+    KV_FORMATS,
+    SCHEMES,
+    CSpec,
+    CStep,
+    Floats,
+    Ints,
+    KVFormat,
+    Scheme,
+    library,
+)
+from penstock.kernels.native.decoder_reference import ReferenceDecoder, untied
+from penstock.kernels.native.shape import ModelShape, native_block_bytes, tensor_shapes, unsupported_reason
+from penstock.quantization.rotation import hadamard_block, split_name
+
+LAYOUT_VERSION = 5  # of packed files; raise it whenever the order or packing of weights changes
+MAGIC = b"PENSTOCK"
+ALIGNMENT = 4096  # of the weights in a packed file, so that they can be mapped
+PIECE = 4 * 2**20  # bytes of weights for which a packed file has a checksum
+
+# In the order of the enum in model.h.
+TENSORS = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.norm.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+    "self_attn.q_proj.weight",
+    "self_attn.k_proj.weight",
+    "self_attn.v_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_proj.weight",
+    "mlp.up_proj.weight",
+    "mlp.down_proj.weight",
+    "self_attn.q_norm.weight",
+    "self_attn.k_norm.weight",
+    "self_attn.q_proj.bias",
+    "self_attn.k_proj.bias",
+    "self_attn.v_proj.bias",
+    "self_attn.o_proj.bias",
+    "mlp.gate_proj.bias",
+    "mlp.up_proj.bias",
+    "mlp.down_proj.bias",
+    EXACT_NORM,
+)
+
+
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+
+
+def _read_into(piece: memoryview, fd: int, offset: int) -> None:
+    """Fill the memory from the file, as far as the file goes."""
+    while piece and (count := os.preadv(fd, [piece], offset)):
+        piece, offset = piece[count:], offset + count
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove the partial files of processes that were killed while they wrote this file."""
+    for partial in path.parent.glob(f"{path.name}.*.partial"):
+        try:
+            os.kill(int(partial.name.split(".")[-2]), 0)
+        except ProcessLookupError:
+            partial.unlink(missing_ok=True)
+        except PermissionError:
+            pass  # it lives, as another user's
+
+
+def _round_up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _checked(
+    weights: Iterator[tuple[str, Floats]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Floats]]:
+    for name, tensor in weights:
+        if name not in shapes:
+            raise StartupError(f"tensor {name} is not part of a model with this configuration")
+        if tensor.shape != shapes[name]:
+            raise StartupError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shapes[name])}")
+        yield name, tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStep:
+    """Tokens of several sequences, one after the other; a list has an entry per sequence where nothing else is said."""
+
+    tokens: Sequence[int]  # of all sequences; -1 for the last token of the sequence's row
+    rows: Sequence[int]  # of the sequence, in NativeRows
+    starts: Sequence[int]  # position of its first token
+    counts: Sequence[int]  # of its tokens
+    logit_rows: Sequence[int]  # indices of the tokens whose logits are wanted
+
+
+class NativeRows:
+    """Block tables and last tokens, int32 [R, M] and [R], in memory that stays where it is.
+
+    A step reads both, and where it computes the logits of a sequence's last token, it leaves the argmax there.
+    """
+
+    def __init__(self, tables_RM: Ints, last_token_R: Ints) -> None:
+        if tables_RM.ndim != 2 or len(tables_RM) != len(last_token_R):
+            raise EngineFailure("native rows: there must be one last token for each table")
+        if not all(a.dtype == np.int32 and a.flags.c_contiguous for a in (tables_RM, last_token_R)):
+            raise EngineFailure("native rows: tables and last tokens must be contiguous int32")
+        self.tables_RM, self.last_token_R = tables_RM, last_token_R
+        self.shape = tables_RM.shape
+        self.addresses = (tables_RM.ctypes.data, last_token_R.ctypes.data)
+
+
+class NativeModel:
+    """A model and its paged cache in native memory. Not for use by two threads at once."""
+
+    def __init__(
+        self,
+        config: ModelShape,
+        inverse_frequencies: npt.NDArray[np.float32],
+        *,
+        scheme: Scheme,
+        block_size: int,
+        num_blocks: int,
+        threads: int | None = None,
+        kv: KVFormat = "bf16",
+        rope_magnitude: float = 1.0,
+    ) -> None:
+        if reason := unsupported_reason(config, block_size):
+            raise StartupError(reason)
+        self._library = library()
+        self._handle: int | None = None
+        self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+        self.config, self.scheme = config, scheme
+        self.block_size, self.num_blocks = block_size, num_blocks
+        self.block_bytes = native_block_bytes(config, block_size, kv)
+        self.call_began = self.call_ended = 0.0  # of the last native step, by time.perf_counter
+        spec = CSpec(
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            qk_norm=config.qk_norm,
+            attention_bias=config.attention_bias,
+            output_bias=config.output_bias,
+            mlp_bias=config.mlp_bias,
+            tied=config.tie_embeddings,
+            scheme=SCHEMES[scheme],
+            block_size=block_size,
+            num_blocks=num_blocks,
+            threads=threads or usable_cpus(),
+            kv_format=KV_FORMATS[kv],
+            hidden_transform=hadamard_block(config.hidden_size) if scheme == "int8" else 0,
+            mlp_transform=hadamard_block(config.intermediate_size) if scheme == "int8" else 0,
+            norm_eps=config.norm_eps,
+            rope_magnitude=rope_magnitude,
+        )
+        self._spec, self._windows = spec, np.array(config.windows, dtype=np.int32)
+        frequencies = np.ascontiguousarray(inverse_frequencies, dtype=np.float32)
+        if frequencies.shape != (config.head_dim // 2,):
+            raise StartupError(f"{config.head_dim // 2} rotary frequencies are needed, not {frequencies.shape}")
+        self._decoder = ReferenceDecoder(config, frequencies, rope_magnitude)
+        self._frequencies = frequencies
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Allocate memory for all weights, zeroed, and for the KV cache."""
+        self.close()
+        error = ctypes.c_char_p()
+        self._handle = self._library.penstock_model_new(
+            ctypes.byref(self._spec),
+            self._windows.ctypes.data,
+            self._frequencies.ctypes.data,
+            ctypes.byref(error),
+        )
+        if not self._handle:
+            raise StartupError(f"cannot allocate the model: {(error.value or b'').decode()}")
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if getattr(self, "_handle", None):
+            self._library.penstock_model_free(self._handle)
+            self._handle = None
+
+    def pin_caller(self) -> None:
+        """Keep the calling thread, which is to call `forward`, on a CPU of its own among the computing threads."""
+        self._library.penstock_model_pin_caller(self._handle)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the whole KV cache; memory is taken only as blocks are used."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def weight_bytes(self) -> int:
+        return int(self._library.penstock_model_weight_bytes(self._handle))
+
+    def load(self, weights: Iterator[tuple[str, Floats]]) -> None:
+        """Quantise and pack a checkpoint's tensors, given in any order by their Hugging Face names.
+
+        They may be overwritten.
+        """
+        shapes = tensor_shapes(self.config)
+        missing = set(shapes)
+        weights = _checked(untied(weights) if self.config.tie_embeddings else weights, shapes)
+        if self.scheme == "int8":
+            weights = balanced(weights, self._decoder, shapes)
+        for name, tensor in weights:
+            layer, part = split_name(name)
+            number = int(layer.split(".")[2]) if layer else 0
+            values = np.ascontiguousarray(tensor, dtype=np.float32)
+            rows, columns = values.shape if values.ndim == 2 else (values.shape[0], 1)
+            problem = self._library.penstock_model_set(
+                self._handle, TENSORS.index(part), number, values.ctypes.data, rows, columns
+            )
+            if problem:
+                raise StartupError(f"tensor {name} {problem.decode()}")
+            missing.discard(name)
+        if missing:
+            raise StartupError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
+
+    def save_packed(self, path: Path, fingerprint: str) -> None:
+        """Write the packed weights, so that `load_packed` needs no quantising. `fingerprint` names their source."""
+        header = self._header(fingerprint)
+        _remove_leftovers(path)
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        with partial.open("wb") as file:
+            file.write(MAGIC + len(header).to_bytes(8, "little") + header)
+            file.seek(_round_up(file.tell(), ALIGNMENT))
+            file.write(self._weights())
+            file.write(self._checksums(lambda begin, piece: None))
+        partial.replace(path)
+
+    def load_packed(self, path: Path, fingerprint: str) -> bool:
+        """Read what `save_packed` wrote; False where the file is missing or holds other weights or another layout.
+
+        Raises StartupError where it is damaged; the weights are those of a new model then.
+        """
+        expected = self._header(fingerprint)
+        start = len(MAGIC) + 8
+        try:
+            with path.open("rb") as file:
+                found = file.read(start + len(expected))
+                if found != MAGIC + len(expected).to_bytes(8, "little") + expected:
+                    return False
+                at = _round_up(len(found), ALIGNMENT)
+                checksums = self._checksums(lambda begin, piece: _read_into(piece, file.fileno(), at + begin))
+                file.seek(at + self.weight_bytes)
+                if file.read() == checksums:
+                    return True
+                problem = "the checksums do not match"
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            problem = error.strerror or str(error)
+        self._allocate()  # padding, which loading leaves as it is, may be damaged too
+        raise StartupError(f"the packed weights in {path} are damaged: {problem}")
+
+    def _checksums(self, prepare: Callable[[int, memoryview], None]) -> bytes:
+        """CRC-32 of each piece of the weights, after `prepare` was called with it; on all cores."""
+        weights = self._weights()
+
+        def checksum(begin: int) -> bytes:
+            piece = weights[begin : begin + PIECE]
+            prepare(begin, piece)
+            return zlib.crc32(piece).to_bytes(4, "little")
+
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            return b"".join(pool.map(checksum, range(0, self.weight_bytes, PIECE)))
+
+    def _header(self, fingerprint: str) -> bytes:
+        shape = {name: getattr(self.config, name) for name in SHAPE}
+        layout = {"version": LAYOUT_VERSION, "scheme": self.scheme, "bytes": self.weight_bytes}
+        return json.dumps({**layout, "fingerprint": fingerprint, **shape}).encode()
+
+    def _weights(self) -> memoryview:
+        address = self._library.penstock_model_weights(self._handle)
+        return memoryview((ctypes.c_uint8 * self.weight_bytes).from_address(address)).cast("B")
+
+    def _logits_buffer(self, rows: int) -> Floats:
+        """Kept from call to call: fresh memory of this size would be mapped and zeroed by the kernel each time."""
+        if rows > len(self._logits):
+            self._logits = np.empty((rows, self.config.vocab_size), dtype=np.float32)
+        return self._logits[:rows]
+
+    def forward(self, step: NativeStep, rows: NativeRows, *, logits: bool = True) -> tuple[Floats, list[int]]:
+        """Logits of the wanted rows, [R, V], valid until the next call, and the token of the largest in each.
+
+        Without `logits` only the latter are computed, and there are none of the former.
+        """
+        sequences, wanted = len(step.rows), len(step.logit_rows)
+        if not sequences == len(step.starts) == len(step.counts):
+            raise EngineFailure("native step: rows, starts and counts must describe the same sequences")
+        out = self._logits_buffer(wanted if logits else 0)
+        inputs = (step.tokens, step.rows, step.starts, step.counts, step.logit_rows)
+        # All lists in one array, with room for the answer. No numpy: in caches that a step has swept it is slow.
+        values = array("i", [*chain.from_iterable(inputs), *repeat(0, wanted)])
+        begin, size = values.buffer_info()[0], values.itemsize
+        *inputs_at, argmax_at = [begin + size * end for end in accumulate(map(len, inputs), initial=0)]
+        logits_at = out.ctypes.data if logits else None
+        sizes = (len(step.tokens), sequences, *rows.shape, wanted)
+        call = CStep(*sizes, *inputs_at, *rows.addresses, logits_at, argmax_at)
+        self.call_began = time.perf_counter()
+        problem = self._library.penstock_model_forward(self._handle, ctypes.byref(call))
+        self.call_ended = time.perf_counter()
+        if problem:
+            raise EngineFailure(f"native step: {problem.decode()}")
+        return out, values[len(values) - wanted :].tolist()
+
+    def sample(self, logits: Floats, draws: npt.NDArray[Any]) -> Ints:
+        """One token per draw; `draws` has the fields of DRAW."""
+        if not (logits.flags.c_contiguous and logits.shape[1:] == (self.config.vocab_size,)):
+            raise EngineFailure("native sampling: logits must be contiguous rows over the vocabulary")
+        if len(draws) and not 0 <= draws["row"].min() <= draws["row"].max() < len(logits):
+            raise EngineFailure("native sampling: a draw names a row that does not exist")
+        tokens = np.empty(len(draws), dtype=np.int32)
+        self._library.penstock_model_sample(
+            self._handle, logits.ctypes.data, draws.ctypes.data, len(draws), tokens.ctypes.data
+        )
+        return tokens

@@ -1,0 +1,134 @@
+"""The weight-streaming GEMM for Hopper, on the emulated GPU, against its reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tests.triton_interpreter  # noqa: F401  isort: skip
+
+from penstock.kernels import linear as linear_layers
+from penstock.kernels.hopper import gemm
+from penstock.kernels.hopper.gemm import (
+    STEP_BYTES,
+    HopperConfig,
+    hopper_gemm,
+    padded_rows,
+    shared_bytes,
+)
+from penstock.kernels.hopper.gemm_configs import most_rows, tile_config
+from penstock.kernels.triton.gemm import linear_reference, split_scratch
+from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
+from tests.kernels.hopper.gemm_inputs import draw_gemm_inputs
+
+_SHARED_BYTES = 227 << 10  # that a CTA on Hopper may have
+
+
+@pytest.fixture
+def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not available:
+        pytest.skip("needs g++")
+    monkeypatch.setattr(gemm, "kernel", emulated_kernel(tmp_path, resident=12))
+    monkeypatch.setattr(gemm, "tensor_map", emulated_tensor_map)
+
+
+def close(actual: object, expected: torch.Tensor, error: float) -> None:
+    assert isinstance(actual, torch.Tensor)
+    assert float((actual.float() - expected).norm() / expected.norm()) < error
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("config", "rows", "n", "k", "kind", "fp8"),
+    [
+        (HopperConfig(128, 2), 2, 200, 192, "wide", False),  # a tile past the end, more steps than stages
+        (HopperConfig(64, 2, splits=2), 9, 64, 320, "add", False),  # an odd number of steps for two CTAs
+        (HopperConfig(256, 2), 16, 256, 384, "gated", True),
+        (HopperConfig(64, 2, splits=4), 16, 128, 256, "gated", False),
+        (HopperConfig(128, 2, splits=3), 23, 128, 512, "plain", False),  # rows and steps are no multiples of 3
+        (HopperConfig(128, 3, splits=2), 10, 128, 512, "add", True),
+        (HopperConfig(256, 2), 150, 256, 128, "plain", True),  # registers are moved between warpgroups
+        (HopperConfig(64, 2, splits=2, row_blocks=3), 39, 96, 256, "add", True),  # the third has seven rows
+        (HopperConfig(128, 2, row_blocks=2), 20, 160, 128, "wide", False),
+    ],
+)
+def test_gemm_is_that_of_the_reference(config: HopperConfig, rows: int, n: int, k: int, kind: str, fp8: bool) -> None:
+    weight, x, scales = draw_gemm_inputs(rows, n, k, fp8=fp8)
+    width = n // 2 if kind == "gated" else n
+    memory = torch.full((rows + 2, width + 8), torch.nan, dtype=torch.float32 if kind == "wide" else torch.bfloat16)
+    out = memory[:rows, :width]
+    residual = None
+    if kind == "add":
+        residual = torch.randn(rows, n).bfloat16()
+        out.copy_(residual)
+    gated = kind == "gated"
+    hopper_gemm(out, x, weight, config=config, scales=scales, gated=gated, add=kind == "add")
+    of_channels, of_rows = scales or (None, None)
+    expected = linear_reference(x, weight, scales=of_channels, x_scales=of_rows, gated=gated, residual=residual)
+    close(out, expected, 4e-3)
+    assert memory[rows:].isnan().all()
+    assert memory[:, width:].isnan().all()
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("rows", "first", "second"),
+    [
+        (11, HopperConfig(256, 2), HopperConfig(64, 2, splits=2)),
+        (21, HopperConfig(64, 2, splits=2, row_blocks=2), HopperConfig(128, 2, row_blocks=2)),
+    ],
+)
+def test_deferred_norm_between_two_gemms(
+    rows: int, first: HopperConfig, second: HopperConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width, depth, norm_eps = 256, 128, 1e-2
+    torch.manual_seed(0)
+    residual, x = torch.randn(rows, width).bfloat16(), torch.randn(rows, depth).bfloat16()
+    down, gate_up, gain = (torch.randn(*shape).bfloat16() for shape in ((width, depth), (128, width), (width,)))
+    monkeypatch.setattr(linear_layers, "hopper_config", lambda x, weight: first if weight is down else second)
+    stream, scratch, norm = residual.clone(), split_scratch(torch.device("cpu"), 1, 1), (gain, norm_eps)
+    deferred = linear_layers.add_linear(stream, x, down, scratch, next_gain=gain)
+    close(stream, linear_reference(x, down, residual=residual), 4e-3)
+    gated = linear_layers.gated_linear(stream, gate_up, scratch, norm=norm, deferred=deferred)
+    close(gated, linear_reference(stream, gate_up, norm=norm, gated=True), 8e-3)
+    plain = linear_layers.linear(stream, gate_up, scratch, norm=norm, deferred=deferred)
+    close(plain, linear_reference(stream, gate_up, norm=norm), 8e-3)
+
+
+@given(
+    n=st.integers(1, 10_000).map(lambda units: 16 * units),
+    k=st.integers(1, 2_000).map(lambda units: 16 * units),
+    itemsize=st.sampled_from([1, 2]),
+    rows=st.integers(2, 512),
+)
+def test_any_product_is_cut_into_blocks_that_fit(n: int, k: int, itemsize: int, rows: int) -> None:
+    rows = min(rows, most_rows(n, k, itemsize))
+    config, steps = tile_config(n, k, itemsize, rows), -(-k * itemsize // STEP_BYTES)
+    padded = padded_rows(rows, config.row_blocks)
+    assert padded * config.row_blocks >= rows
+    assert padded * max(1, config.tile // 128) <= 384  # accumulators in registers of two warpgroups
+    assert 1 <= config.stages * config.splits < steps + config.splits
+    assert shared_bytes(config, padded, gated=False) <= _SHARED_BYTES
+    assert config.splits == 1 or -(-n // config.tile) * config.row_blocks * config.splits <= 132
+
+
+def test_tile_configs_of_common_shapes_are_those_measured_best() -> None:
+    def blocks(n: int, k: int, itemsize: int, *rows: int) -> list[tuple[int, ...]]:
+        configs = [tile_config(n, k, itemsize, number) for number in rows]
+        return [(config.tile, config.stages, config.splits, config.row_blocks) for config in configs]
+
+    assert blocks(4096, 14336, 2, 32, 160) == [(64, 18, 2, 1), (64, 8, 2, 1)]
+    assert blocks(4096, 14336, 1, 32, 96, 160) == [(64, 12, 2, 1), (64, 7, 2, 1), (64, 8, 2, 1)]
+    assert blocks(6144, 4096, 2, 32, 64, 96, 128) == [(128, 11, 2, 1), (128, 9, 2, 1), (128, 5, 2, 1), (64, 9, 1, 1)]
+    assert blocks(28672, 4096, 1, 16, 32, 64, 96, 192, 224) == [
+        (128, 8, 1, 1), (128, 7, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1), (256, 4, 1, 1), (128, 5, 1, 1),
+    ]  # fmt: skip
+    assert blocks(128256, 4096, 2, 32, 64) == [(128, 5, 1, 1), (128, 9, 1, 1)]
+    assert blocks(1024, 2048, 2, 32, 128, 384) == [(64, 8, 4, 1), (64, 8, 4, 1), (64, 11, 2, 4)]
+    assert blocks(4096, 1024, 2, 16, 32, 96, 128) == [(64, 11, 1, 1), (128, 8, 2, 1), (128, 8, 2, 1), (64, 9, 1, 1)]
+    assert blocks(4096, 1024, 2, 256, 512) == [(64, 9, 1, 2), (128, 7, 1, 4)]
+    assert blocks(6144, 1024, 2, 32, 192, 512) == [(128, 11, 1, 1), (128, 8, 1, 2), (128, 4, 1, 2)]
