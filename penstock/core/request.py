@@ -37,7 +37,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
-    max_tokens: int | None = None  # None: until the context is full
+    max_tokens: int | None = None  # None: until the context is full; 0: the prompt is computed and nothing sampled
     min_tokens: int = 0
     stop: tuple[str, ...] = ()  # applied to text, outside the engine
     stop_token_ids: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class SamplingParams:
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be between -2 and 2")
         _require(all(-100 <= v <= 100 for v in self.logit_bias.values()), "logit_bias", "values must be in -100..100")
         _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in 64 bits")
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "must not be negative")
         _require(self.min_tokens >= 0, "min_tokens", "must not be negative")
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
@@ -131,6 +131,9 @@ class GenerateRequest:
     prompt: Sequence[int]
     params: SamplingParams
     seed: int = 0  # decided by whoever builds the request, so that any engine continues the same stream
+    # Tokens that another engine has emitted for this request. They count as its output wherever output is counted
+    # (penalties, limits, sampling positions, usage) and do not come again in chunks.
+    output: Sequence[int] = ()
     priority: int = 0  # within a class lower runs first
     cache_salt: str = ""  # prefixes are shared only between equal salts
     prefix_scope: str = ""  # and only within a scope: a tenant, unless tenants share

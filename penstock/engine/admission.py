@@ -41,7 +41,7 @@ class Admission:
         """Forecast the first token, and refuse what would miss its objective or its deadline."""
         ttft = math.inf if objective.ttft is None else objective.ttft
         allowed = min(ttft, sequence.request.deadline or math.inf)
-        own = self._times.chunk_seconds(sequence.prompt_len - sequence.to_compute, sequence.to_compute)
+        own = self._times.chunk_seconds(sequence.given - sequence.to_compute, sequence.to_compute)
         if own:
             forecast = self._forecast(sequence, own, allowed, load)
             late = forecast * self._times.slowdown - allowed * (1.0 - self._calibration.margin(objective.name))
@@ -66,7 +66,7 @@ class Admission:
             if ranking.of(other) < mine:
                 before += seconds
                 joining += 1
-                context += other.prompt_len
+                context += other.given
             else:
                 after += seconds
         decodes = load.decodes
@@ -95,5 +95,5 @@ class Admission:
 
 def remaining_seconds(sequence: Sequence, times: StepTimes) -> float:
     """Of prefill, not counting what was in the cache on arrival."""
-    start = max(sequence.computed, sequence.prompt_len - sequence.to_compute)
+    start = max(sequence.computed, sequence.given - sequence.to_compute)
     return times.chunk_seconds(start, sequence.known - start)

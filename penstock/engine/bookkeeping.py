@@ -135,7 +135,7 @@ def close_ledger(sequence: Sequence, reason: FinishReason, now: float) -> Ledger
     if objective.ttft is not None and reason != "abort":
         ledger.met_ttft = ledger.ttft is not None and ledger.ttft <= objective.ttft
     if objective.gap is not None and reason != "abort":
-        gaps = max(0, sequence.outputs - 1)
+        gaps = max(0, len(sequence.tokens) - sequence.given - 1)
         ledger.met_gap = sequence.late_gaps <= gaps - 1 - min(gaps - 1, int(0.99 * gaps)) if gaps else True
     longest = sorted(sequence.stalls.items(), key=lambda item: -item[1][0])[:MAX_STALLS]
     ledger.stalls = [Stall(culprit, seconds, int(steps)) for culprit, (seconds, steps) in longest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from penstock.core.ledger import MissCause
 from penstock.engine.block_pool import BlockPool
@@ -70,11 +71,13 @@ class Placement:
         sequence.shared = len(hits)
         sequence.computed = len(hits) * self._limits.block_size
         sequence.row = self._free_rows.pop()
-        request = sequence.request
+        request, params = sequence.request, sequence.request.params
+        if sequence.prompt_logprobs is None and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)  # they were sent with the output that it came with
         self._setups.append(
             RowSetup(
                 row=sequence.row,
-                params=request.params,
+                params=params,
                 seed=request.seed,
                 tokens=tuple(sequence.tokens),
                 prompt_len=sequence.prompt_len,

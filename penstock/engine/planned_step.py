@@ -27,7 +27,7 @@ class PlannedStep:
         step.rows = [s.row for s in sequences]
         step.starts = [s.computed for s in sequences]
         step.counts = [1] * count
-        step.samples = [True] * count
+        step.samples = [1] * count
         step.tokens = [s.tokens[s.computed] if not s.pending else SAMPLED for s in sequences]
         self.shape = StepShape(count, sum(step.starts) + count)
         for s in sequences:
@@ -37,7 +37,7 @@ class PlannedStep:
             account.charge(OUTPUT_TOKEN_COST * number)
 
     def compute(self, sequence: Sequence, count: int) -> None:
-        """The next so many tokens of a prompt; the last of them is sampled once it has caught up."""
+        """The next so many tokens of a prompt; the last of them is sampled once it has caught up, if it samples."""
         step, start, tokens = self.step, sequence.computed, sequence.tokens
         end = start + count
         self.sequences.append(sequence)
@@ -53,7 +53,6 @@ class PlannedStep:
             self.largest, self.culprit = count, sequence.request.id
         sequence.account.charge(count)
         sequence.computed = end
-        caught_up = end == len(tokens) + sequence.pending
-        step.samples.append(caught_up)
-        if caught_up:
-            sequence.pending += 1
+        samples = int(sequence.sampling and end == len(tokens) + sequence.pending)
+        step.samples.append(samples)
+        sequence.pending += samples

@@ -85,23 +85,27 @@ class Scheduler:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= limits.eos_ids
-        max_new = params.max_tokens or limits.longest_sequence
+        max_new = limits.longest_sequence if params.max_tokens is None else params.max_tokens
+        max_len = min(len(request.prompt) + max_new, limits.longest_sequence)
+        tokens = [*request.prompt, *request.output]
         sequence = Sequence(
             request=request,
             order=(objective.rank, request.priority, self._arrivals),
             arrival=now,
-            max_len=min(len(request.prompt) + max_new, limits.longest_sequence),
+            max_len=max_len,
             stop_ids=stop_ids,
-            tokens=list(request.prompt),
+            tokens=tokens,
             prompt_len=len(request.prompt),
+            given=len(tokens),
             account=self._accounts.enter("" if limits.fcfs else request.tenant, request.weight),
             ledger=books.open_ledger(request),
             due=now,  # first come, first served, unless it is set below
             promised=objective.ttft is not None,
             gap=objective.gap or math.inf,
             paced=objective.paced,
-            to_compute=len(request.prompt),
-            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            sampling=len(tokens) < max_len,
+            to_compute=len(tokens),
+            prompt_logprobs=None if params.prompt_logprobs is None or request.output else [None],
             mark=now,
         )
         if not limits.fcfs:
@@ -123,7 +127,7 @@ class Scheduler:
             heappush(self._deadlines, (now + request.deadline, sequence.order[2], sequence))
 
     def _load(self, now: float) -> Load:
-        prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > 1)]
+        prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > s.sampling)]
         decodes = self._decode_shape()
         return Load(self._ranking(now), prompts, decodes, self._longest_step(self.running, decodes), self._free_at(now))
 
@@ -236,7 +240,7 @@ class Scheduler:
 
     def _plan_prompts(self, ranking: Ranking) -> list[Sequence]:
         """Running sequences with more to compute, the most urgent last. That one has blocks for all it knows."""
-        prompts = [s for s in self.running if len(s.tokens) + s.pending - s.computed > 1]
+        prompts = [s for s in self.running if len(s.tokens) + s.pending - s.computed > s.sampling]
         for sequence in prompts:
             demote_if_late(sequence, ranking.now, self.times)
         prompts.sort(key=ranking.of, reverse=True)
@@ -326,8 +330,8 @@ class Scheduler:
         cached = len(hits) * self.limits.block_size
         if sequence.started is None:
             sequence.started = now
-            sequence.ledger.cached_tokens = cached
-            self.counters.cached_tokens += cached
+            sequence.ledger.cached_tokens = min(cached, sequence.prompt_len)
+            self.counters.cached_tokens += sequence.ledger.cached_tokens
             books.missed(sequence, self.limits.block_size, self._placement.miss_cause(sequence, len(hits)))
         else:
             sequence.ledger.recomputed_tokens += max(0, sequence.lost - cached)
@@ -371,9 +375,11 @@ class Scheduler:
                 skip = known - (step.starts[index] + 1)
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[index][skip:])
             if step.samples[index]:
-                chunks.append(self._append(sequence, result.tokens[index], result, index, now))
+                chunks.append(self._append(sequence, step.samples[index], result, index, now))
+            elif not sequence.sampling and step.starts[index] + step.counts[index] == sequence.given:
+                chunks.append(self._prefilled(sequence, now))
         books.passed_over(self.running, culprit, now)
-        self.counters.output_tokens += len(chunks)
+        self.counters.output_tokens += sum([len(chunk.token_ids) for chunk in chunks])
         return chunks
 
     def _learn(self, planned: PlannedStep, now: float) -> float:
@@ -384,31 +390,52 @@ class Scheduler:
         shape = planned.shape
         return self.times.predict(shape.without_prefill()) if shape.prefill and shape.decodes else math.inf
 
-    def _append(self, sequence: Sequence, token: int, result: StepResult, index: int, now: float) -> Chunk:
-        tokens = sequence.tokens
-        sequence.pending -= 1
-        tokens.append(token)
+    def _append(self, sequence: Sequence, samples: int, result: StepResult, index: int, now: float) -> Chunk:
+        """Take the tokens that a sequence sampled, up to the one that ends it."""
+        tokens, sampled = sequence.tokens, result.tokens[index]
+        chunk = Chunk(sequence.request.id, sampled)
+        sequence.pending -= samples
+        if len(sampled) < samples and sequence.row >= 0:
+            sequence.computed -= samples - len(sampled)  # of tokens that were proposed and rejected
+        known = len(tokens)
+        for token in sampled:
+            tokens.append(token)
+            if token in sequence.stop_ids and sequence.outputs >= sequence.request.params.min_tokens:
+                chunk.finish_reason = "stop"
+                break
+            if len(tokens) >= sequence.max_len:
+                chunk.finish_reason = "length"
+                break
         if sequence.row >= 0 and len(tokens) // self.limits.block_size > sequence.shared:
             self._placement.share_full_blocks(sequence)
-        chunk = Chunk(sequence.request.id, [token])
         if sequence.first_token is None:
-            sequence.first_token = now
-            self._admission.learn(sequence, now)
-            chunk.cached_tokens = sequence.ledger.cached_tokens
-            chunk.queue_seconds = (sequence.started or sequence.arrival) - sequence.arrival
-            chunk.prompt_logprobs = sequence.prompt_logprobs
+            self._first_chunk(sequence, chunk, now)
         elif now - sequence.last_token > sequence.gap:
             sequence.late_gaps += 1
         sequence.last_token = now
         if result.logprobs and index in result.logprobs:
-            chunk.logprobs = [result.logprobs[index]]
-        if token in sequence.stop_ids and sequence.outputs >= sequence.request.params.min_tokens:
-            chunk.finish_reason = "stop"
-        elif len(tokens) >= sequence.max_len:
-            chunk.finish_reason = "length"
+            chunk.logprobs = result.logprobs[index]
         if chunk.finish_reason is not None:
+            taken = len(tokens) - known
+            del sampled[taken:]
+            if chunk.logprobs is not None:
+                del chunk.logprobs[taken:]
             chunk.ledger = self._finish(sequence, chunk.finish_reason, now)
         return chunk
+
+    def _prefilled(self, sequence: Sequence, now: float) -> Chunk:
+        """The only chunk of a sequence that samples nothing: all its tokens are computed."""
+        chunk = Chunk(sequence.request.id, finish_reason="length")
+        self._first_chunk(sequence, chunk, now)
+        chunk.ledger = self._finish(sequence, "length", now)
+        return chunk
+
+    def _first_chunk(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
+        sequence.first_token = now
+        self._admission.learn(sequence, now)
+        chunk.cached_tokens = sequence.ledger.cached_tokens
+        chunk.queue_seconds = (sequence.started or sequence.arrival) - sequence.arrival
+        chunk.prompt_logprobs = sequence.prompt_logprobs
 
     def fail(self, steps: Iterable[PlannedStep], message: str, now: float) -> list[Chunk]:
         """These steps were lost and cache contents with them: their sequences end, all others start over."""
@@ -442,7 +469,7 @@ class Scheduler:
     # -- observation -------------------------------------------------------------------------------------------------
 
     def _decode_shape(self) -> StepShape:
-        decoding = [s.computed for s in self.running if s.known - s.computed <= 1]
+        decoding = [s.computed for s in self.running if s.sampling and s.known - s.computed <= 1]
         return StepShape(len(decoding), sum(decoding))
 
     def stats(self, seconds_since_step: float = 0.0) -> EngineStats:

@@ -26,13 +26,15 @@ class Sequence:
     stop_ids: frozenset[int]
     tokens: list[int]  # prompt and output as far as this side knows
     prompt_len: int
+    given: int  # tokens that came with the request: the prompt, and output from elsewhere
     account: Account
     ledger: Ledger
     due: float  # when its next token is owed while it waits or prefills
     promised: bool = False  # whether `due` is an objective; else it is only how long a request should wait at most
     gap: float = math.inf  # owed between its tokens, in seconds
     paced: bool = False  # whether steps are kept short for its stream even if no gap is promised
-    to_compute: int = 0  # tokens of the prompt that were in no cache when it arrived
+    sampling: bool = True  # False: it ends once its tokens are computed
+    to_compute: int = 0  # of the tokens given: those that were in no cache when it arrived
     pending: int = 0  # tokens sampled in launched steps and not read back yet
     computed: int = 0
     row: int = -1  # device row while running

@@ -41,8 +41,8 @@ def demote_if_late(sequence: Sequence, now: float, times: StepTimes) -> bool:
     """An objective that cannot be met any more gives way to those that can: it is due in as much time again."""
     if not sequence.promised:
         return False
-    start = max(sequence.computed, sequence.prompt_len - sequence.to_compute)
-    if now + times.chunk_seconds(start, sequence.prompt_len - start) <= sequence.due:
+    start = max(sequence.computed, sequence.given - sequence.to_compute)
+    if now + times.chunk_seconds(start, sequence.given - start) <= sequence.due:
         return False
     sequence.promised = False
     sequence.due = now + (sequence.due - sequence.arrival)

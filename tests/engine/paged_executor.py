@@ -5,25 +5,31 @@ something else than `expected_output` says, or finds a slot that nobody wrote.""
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from penstock.engine.executor import SAMPLED, Step, StepResult
+from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult
 
 VOCAB = 50
 EOS = 7
 
 
-def next_token(context: Sequence[int], seed: int) -> int:
-    return random.Random(hash((tuple(context), seed))).randrange(VOCAB)
+def next_token(context: Sequence[int], prompt_len: int, seed: int, forbidden: Collection[int] = ()) -> int:
+    """Depends on what is prompt and what is output too, as penalties do."""
+    draw = random.Random(hash((tuple(context), prompt_len, seed)))
+    while (token := draw.randrange(VOCAB)) in forbidden:
+        pass
+    return token
 
 
-def expected_output(prompt: Sequence[int], seed: int, max_tokens: int, stop: frozenset[int]) -> list[int]:
-    tokens = list(prompt)
-    while len(tokens) < len(prompt) + max_tokens:
-        tokens.append(next_token(tokens, seed))
-        if tokens[-1] in stop:
+def expected_output(
+    prompt: Sequence[int], seed: int, max_tokens: int, stop: frozenset[int], min_tokens: int = 0
+) -> list[int]:
+    tokens, first = list(prompt), len(prompt)
+    while len(tokens) < first + max_tokens:
+        tokens.append(next_token(tokens, first, seed, stop if len(tokens) - first < min_tokens else ()))
+        if tokens[-1] in stop and len(tokens) - first >= min_tokens:
             break
-    return tokens[len(prompt) :]
+    return tokens[first:]
 
 
 class PagedExecutor:
@@ -35,7 +41,7 @@ class PagedExecutor:
         self._block_size = block_size
         self._slots: dict[int, int] = {}
         self._tables: dict[int, dict[int, int]] = {}
-        self._seeds: dict[int, int] = {}
+        self._setups: dict[int, RowSetup] = {}
         self._last: dict[int, int] = {}
         self.fail_next = False
 
@@ -49,7 +55,7 @@ class PagedExecutor:
             self.fail_next = False
             raise RuntimeError("device lost")
         for setup in step.setups:
-            self._seeds[setup.row] = setup.seed
+            self._setups[setup.row] = setup
             self._tables[setup.row] = {}
         for row, index, blocks in step.blocks:
             for offset, block in enumerate(blocks):
@@ -63,13 +69,21 @@ class PagedExecutor:
                 written.add(slot)
                 self._slots[slot] = self._last[row] if token == SAMPLED else token
             offset += count
-        tokens = []
-        for row, start, count, samples in zip(step.rows, step.starts, step.counts, step.samples, strict=True):
-            tokens.append(-1)
-            if samples:
-                context = [self._slots[self._slot(row, position)] for position in range(start + count)]
-                tokens[-1] = self._last[row] = next_token(context, self._seeds[row])
-        return StepResult(tokens)
+        ends = (start + count for start, count in zip(step.starts, step.counts, strict=True))
+        return StepResult([self._sample(*one) for one in zip(step.rows, ends, step.samples, strict=True)])
+
+    def _sample(self, row: int, end: int, samples: int) -> list[int]:
+        """After each of the last `samples` tokens, as long as the token that follows is the one that was sampled."""
+        setup, sampled = self._setups[row], []
+        context = [self._slots[self._slot(row, position)] for position in range(end)] if samples else []
+        for length in range(end - samples + 1, end + 1):
+            early = length - setup.prompt_len < setup.params.min_tokens
+            token = next_token(context[:length], setup.prompt_len, setup.seed, setup.stop_ids if early else ())
+            sampled.append(token)
+            self._last[row] = token
+            if length < end and context[length] != token:
+                break
+        return sampled
 
     def _slot(self, row: int, position: int) -> int:
         return self._tables[row][position // self._block_size] * self._block_size + position % self._block_size

@@ -87,7 +87,7 @@ class VirtualEngine:
                 sent += 1
             self.now = end
             self._ahead = False
-            tokens = [7 if samples else -1 for samples in planned.step.samples]
+            tokens = [[7] * samples for samples in planned.step.samples]
             self._take(self.scheduler.complete(planned, StepResult(tokens), end))
         return self.answers
 
