@@ -125,7 +125,7 @@ class CachedEngine:
         status: CacheStatus | None = None
         async with aclosing(flight.listen(expires)) as chunks:
             async for chunk in chunks:
-                if status is None:
+                if status is None and chunk.error is None:
                     status = flight.found or (SHARED if joined else MISS)
                     self.metrics.count(status)
                 if joined:  # nothing was computed for this request
@@ -246,6 +246,8 @@ class _TextEnd:
 
     def after(self, chunk: Chunk) -> End | None:
         """None: it goes on, or it ended in a way that must not be stored."""
+        if chunk.error is not None:
+            return None
         if self._text is not None and isinstance(self._text.push(chunk).stop_matched, str):
             return "stop string"
         reason = chunk.finish_reason

@@ -27,7 +27,7 @@ class PrefillChunk:
 class Stall:
     """Time lost to another request's prefill, or to its turn."""
 
-    request_id: str
+    request_id: str  # "" if it is of another tenant, or no single one
     seconds: float
     steps: int = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import Failure, InvalidRequest, PenstockError
 from penstock.core.ledger import Ledger
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
@@ -176,6 +176,16 @@ class Chunk:
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first chunk, when asked for
     cached_tokens: int = 0  # prompt tokens not computed because their KV was there; with the first chunk
     queue_seconds: float = 0.0  # from arrival at the engine to the first step; with the first chunk
-    error: str | None = None  # with finish_reason "error" or "deadline"
+    error: Failure | None = None  # with finish_reason "error", "deadline" or "abort": the request failed
     ledger: Ledger | None = None  # with the last chunk
     cache: CacheStatus | None = None  # with the first chunk, when a result cache stands before the engine
+
+    def raise_failure(self) -> None:
+        """For readers who want a failed request as an exception. Engines give it as a chunk, with its ledger."""
+        if self.error is not None:
+            raise self.error.exception()
+
+
+def failed(request_id: str, reason: FinishReason, error: PenstockError, ledger: Ledger | None) -> Chunk:
+    """The last chunk of a request that failed."""
+    return Chunk(request_id, finish_reason=reason, error=Failure.of(error), ledger=ledger)

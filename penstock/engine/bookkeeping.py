@@ -75,11 +75,11 @@ def computed(sequence: Sequence, tokens: int, now: float) -> None:
     sequence.mark = now
 
 
-def decoded(sequence: Sequence, usual: float, culprit: str, now: float) -> None:
+def decoded(sequence: Sequence, usual: float, culprit: Sequence | None, now: float) -> None:
     """A token was decoded, which without the prefill of others would have taken `usual` seconds."""
     elapsed, ledger = now - sequence.mark, sequence.ledger
     ledger.decode_steps += 1
-    if elapsed <= usual or not culprit:
+    if elapsed <= usual or culprit is None:
         ledger.decode += elapsed
     else:
         ledger.decode += usual
@@ -96,7 +96,7 @@ def ended(sequence: Sequence, now: float) -> None:
         computed(sequence, 0, now)
 
 
-def passed_over(sequences: Iterable[Sequence], culprit: str, now: float) -> None:
+def passed_over(sequences: Iterable[Sequence], culprit: Sequence | None, now: float) -> None:
     """A step ended that did nothing for these: new ones were admitted while it ran, others had to let it pass."""
     for sequence in sequences:
         if sequence.mark < now:
@@ -107,9 +107,11 @@ def passed_over(sequences: Iterable[Sequence], culprit: str, now: float) -> None
                 sequence.mark = now
 
 
-def _stall(sequence: Sequence, seconds: float, culprit: str) -> None:
+def _stall(sequence: Sequence, seconds: float, culprit: Sequence | None) -> None:
+    """Requests of other tenants are not named."""
+    named = culprit is not None and culprit.request.tenant == sequence.request.tenant
     sequence.ledger.stalled += seconds
-    entry = sequence.stalls.setdefault(culprit, [0.0, 0])
+    entry = sequence.stalls.setdefault(culprit.request.id if culprit is not None and named else "", [0.0, 0])
     entry[0] += seconds
     entry[1] += 1
 

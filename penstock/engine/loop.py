@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.core.engine import EngineStats, Health
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.errors import EngineFailure, PenstockError, Unavailable
+from penstock.core.request import Chunk, FinishReason, GenerateRequest
 from penstock.engine.executor import Executor
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
@@ -46,8 +47,12 @@ class EngineLoop:
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
+        """Its last chunk comes as every other one does."""
+        self.end(request_id, "abort", Unavailable("the engine aborted the request", code="aborted"))
+
+    def end(self, request_id: str, reason: FinishReason, error: PenstockError) -> None:
         with self._lock:
-            last = self._scheduler.abort(request_id, time.monotonic())
+            last = self._scheduler.end(request_id, reason, error, time.monotonic())
         if last is not None:
             self._emit([last])
 
@@ -94,8 +99,8 @@ class EngineLoop:
             lost = [step for step in (previous and previous[0], planned) if step is not None]
             self._in_flight = None  # steps run in order, so its result may be left unread
             with self._lock:
-                message = "the engine failed while computing this request; send it again"
-                chunks = self._scheduler.fail(lost, message, time.monotonic())
+                error = EngineFailure("the engine failed while computing this request; send it again")
+                chunks = self._scheduler.fail(lost, error, time.monotonic())
             self._emit(chunks)
         self._last_progress = time.monotonic()
         self.turns += 1

@@ -18,7 +18,7 @@ class PlannedStep:
     sequences: list[Sequence] = field(default_factory=list)  # that it advances
     shape: StepShape = field(default_factory=StepShape)
     largest: int = 0  # tokens of its largest chunk
-    culprit: str = ""  # the request that one belongs to: who is to blame if this step takes long
+    culprit: Sequence | None = None  # whose chunk that is: who is to blame if this step takes long
 
     def decode(self, sequences: list[Sequence]) -> None:
         """First of all: as `compute` does with one token each, but most of what a busy engine does, so in one go."""
@@ -50,7 +50,7 @@ class PlannedStep:
             step.tokens.append(SAMPLED)
         self.shape = self.shape.with_chunk(start, count)
         if count > self.largest:
-            self.largest, self.culprit = count, sequence.request.id
+            self.largest, self.culprit = count, sequence
         sequence.account.charge(count)
         sequence.computed = end
         samples = int(sequence.sampling and end == len(tokens) + sequence.pending)

@@ -16,9 +16,9 @@ from heapq import heappop, heappush
 from operator import attrgetter
 
 from penstock.core.engine import EngineStats
-from penstock.core.errors import Overloaded
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError
 from penstock.core.ledger import Ledger
-from penstock.core.request import Chunk, FinishReason, GenerateRequest, Objective
+from penstock.core.request import Chunk, FinishReason, GenerateRequest, Objective, failed
 from penstock.engine import bookkeeping as books
 from penstock.engine.admission import Admission, Load, remaining_seconds
 from penstock.engine.executor import StepResult
@@ -147,12 +147,10 @@ class Scheduler:
         """About how long all that is waiting takes to prefill; at least a second."""
         return max(1.0, sum(self.times.chunk_seconds(0, s.to_compute) for s in self.waiting))
 
-    def abort(self, request_id: str, now: float) -> Chunk | None:
-        """Its last chunk; None if it has ended already."""
+    def end(self, request_id: str, reason: FinishReason, error: PenstockError, now: float) -> Chunk | None:
+        """Stop working for a request. Returns its last chunk; None if it has ended already."""
         sequence = self._sequences.get(request_id)
-        if sequence is None:
-            return None
-        return Chunk(request_id, finish_reason="abort", ledger=self._finish(sequence, "abort", now))
+        return None if sequence is None else self._fail(sequence, reason, error, now)
 
     def take_notices(self) -> list[Chunk]:
         """Last chunks of requests that ended outside a step."""
@@ -199,9 +197,8 @@ class Scheduler:
             _, _, sequence = heappop(self._deadlines)
             if sequence.finished is None:
                 self.counters.expired += 1
-                message = f"the deadline passed after {sequence.outputs} tokens"
-                ledger = self._finish(sequence, "deadline", now)
-                self._notices.append(Chunk(sequence.request.id, finish_reason="deadline", error=message, ledger=ledger))
+                error = DeadlineExceeded(f"the deadline passed after {sequence.outputs} tokens")
+                self._notices.append(self._fail(sequence, "deadline", error, now))
 
     def _make_way(self, ranking: Ranking) -> None:
         """The most urgent request displaces running ones that may wait, those with the least work to lose first."""
@@ -437,18 +434,18 @@ class Scheduler:
         chunk.queue_seconds = (sequence.started or sequence.arrival) - sequence.arrival
         chunk.prompt_logprobs = sequence.prompt_logprobs
 
-    def fail(self, steps: Iterable[PlannedStep], message: str, now: float) -> list[Chunk]:
+    def fail(self, steps: Iterable[PlannedStep], error: PenstockError, now: float) -> list[Chunk]:
         """These steps were lost and cache contents with them: their sequences end, all others start over."""
         self._in_flight.clear()
         lost = list({s: None for planned in steps for s in planned.sequences if s.finished is None})
-        chunks = []
-        for s in lost:
-            ledger = self._finish(s, "error", now)
-            chunks.append(Chunk(s.request.id, finish_reason="error", error=message, ledger=ledger))
+        chunks = [self._fail(sequence, "error", error, now) for sequence in lost]
         for sequence in list(self.running):
             self._preempt(sequence)
         self.pool.forget()
         return chunks
+
+    def _fail(self, sequence: Sequence, reason: FinishReason, error: PenstockError, now: float) -> Chunk:
+        return failed(sequence.request.id, reason, error, self._finish(sequence, reason, now))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Ledger:
         sequence.finished = reason

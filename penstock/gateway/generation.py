@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from msgspec import UNSET, UnsetType
 
 from penstock.core.engine import ServedEngine
-from penstock.core.errors import DeadlineExceeded, EngineFailure, Unavailable
+from penstock.core.errors import EngineFailure
 from penstock.core.ledger import Ledger
 from penstock.core.request import (
     CacheControl,
@@ -197,7 +197,7 @@ class Generation:
         finally:
             choice.ended = time.monotonic()
             await chunks.aclose()
-            if self.exchange.gone and choice.computed and choice.ledger is None:  # nobody waits for the answer any more
+            if choice.computed and choice.ledger is None:  # it was ended here: by a stop string, or the client left
                 choice.ledger = await self.engine.aborted(choice.request.id)
 
     def _first_chunk(self, choice: Choice, chunk: Chunk, now: float) -> None:
@@ -215,7 +215,7 @@ class Generation:
     def _last_chunk(self, choice: Choice, chunk: Chunk) -> None:
         if chunk.ledger is not None and chunk.ledger.request_id == choice.request.id:
             choice.ledger = chunk.ledger
-        _raise_failure(chunk)
+        chunk.raise_failure()
 
     def _record(self) -> None:
         usage = self.final_usage = self.usage()
@@ -304,12 +304,3 @@ def _count(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:
             prompt_tokens += len(choice.prompt.token_ids)
             cached_tokens += choice.cached_tokens
     return prompt_tokens, cached_tokens, [choice.stream.output_tokens for choice in choices]
-
-
-def _raise_failure(chunk: Chunk) -> None:
-    if chunk.finish_reason == "error":
-        raise EngineFailure(chunk.error or "the engine could not finish the request")
-    if chunk.finish_reason == "deadline":
-        raise DeadlineExceeded(chunk.error or "the deadline passed before the answer was finished")
-    if chunk.finish_reason == "abort":
-        raise Unavailable("the engine aborted the request", code="aborted")

@@ -15,9 +15,9 @@ import struct
 
 import msgspec
 
-from penstock.core import errors
 from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo, EngineStats
+from penstock.core.errors import Failure
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 
 BEAT_SECONDS = 0.25
@@ -63,23 +63,10 @@ class PromptScores(msgspec.Struct, tag="scores", array_like=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True):
+    """What was never accepted has no ledger, hence no last chunk."""
+
     request_id: str
-    error: str  # name of a class in core.errors
-    message: str
-    param: str | None
-    retry_after: float | None = None
-
-    @classmethod
-    def of(cls, request_id: str, error: errors.PenstockError) -> Refused:
-        retry_after = error.retry_after if isinstance(error, errors.Overloaded) else None
-        return cls(request_id, type(error).__name__, error.message, error.param, retry_after)
-
-    def exception(self) -> errors.PenstockError:
-        if self.error == "Overloaded":
-            return errors.Overloaded(self.message, retry_after=self.retry_after or 1.0, param=self.param)
-        kinds: dict[str, type[errors.InvalidRequest] | type[errors.EngineFailure]]
-        kinds = {"InvalidRequest": errors.InvalidRequest, "ContextTooLong": errors.ContextTooLong}
-        return kinds.get(self.error, errors.EngineFailure)(self.message, param=self.param)
+    failure: Failure
 
 
 class Beat(msgspec.Struct, tag="beat", array_like=True):

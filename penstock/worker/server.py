@@ -7,7 +7,7 @@ import contextlib
 import socket
 
 from penstock.core.engine import EngineInfo
-from penstock.core.errors import PenstockError
+from penstock.core.errors import Failure, PenstockError
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.loop import EngineLoop
 from penstock.worker.protocol import (
@@ -79,7 +79,7 @@ class WorkerServer:
                 raise PenstockError(f"request id {request.id!r} is in use")
             engine.submit(request)
         except PenstockError as error:
-            self._send(Refused.of(request.id, error))
+            self._send(Refused(request.id, Failure.of(error)))
         else:
             self._requests.add(request.id)
 

@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from penstock.core.errors import ContextTooLong, InvalidRequest
+from penstock.core.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineFailure,
+    Failure,
+    InvalidRequest,
+    Unavailable,
+)
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.limits import SchedulerLimits
@@ -36,6 +43,8 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     cached: int = 0
+    error: Failure | None = None
+    ledger: Ledger | None = None
 
 
 class Harness:
@@ -57,6 +66,7 @@ class Harness:
             outcome.cached += chunk.cached_tokens
             if chunk.finish_reason is not None:
                 outcome.finish_reasons.append(chunk.finish_reason)
+                outcome.error, outcome.ledger = chunk.error, chunk.ledger
 
     def submit(self, prompt: list[int], max_tokens: int | None = None, **options: object) -> str:
         params = SamplingParams(
@@ -265,6 +275,44 @@ def test_decodes_keep_running_while_a_long_prompt_is_prefilled() -> None:
     assert len(harness.outcomes[short].tokens) >= 9
 
 
+def test_stalls_name_requests_of_the_same_tenant_only() -> None:
+    harness = Harness(limits(num_blocks=64, max_seqs=2, max_model_len=100))
+    stream = harness.submit([1, 2], 60, ignore_eos=True, tenant="ann")
+    harness.loop.step()
+    for tenant in ("bob", "ann"):
+        other = harness.submit([3] * 40, 1, ignore_eos=True, tenant=tenant)
+        while not harness.outcomes[other].finish_reasons:
+            harness.loop.step()
+    harness.run()
+    ledger = harness.outcomes[stream].ledger
+    assert ledger is not None
+    assert {stall.request_id for stall in ledger.stalls} == {"", "r2"}
+
+
+def test_every_end_has_its_ledger() -> None:
+    harness = Harness(limits(num_blocks=64, max_seqs=2))
+    aborted = harness.submit([1] * 9, 5)
+    done = harness.submit([2], 2, ignore_eos=True)
+    expired = harness.submit([3] * 9, 5, deadline=1e-9)
+    harness.loop.step()
+    harness.loop.abort(aborted)
+    harness.run()
+    lost = harness.submit([4] * 9, 5)
+    harness.executor.fail_next = True
+    harness.run()
+    found = {
+        request_id: (outcome.finish_reasons, outcome.error and type(outcome.error.exception()))
+        for request_id, outcome in harness.outcomes.items()
+    }
+    assert found == {
+        aborted: (["abort"], Unavailable),
+        done: (["length"], None),
+        expired: (["deadline"], DeadlineExceeded),
+        lost: (["error"], EngineFailure),
+    }
+    assert all(outcome.ledger is not None for outcome in harness.outcomes.values())
+
+
 def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     harness = Harness(limits(num_blocks=64, max_seqs=2))
     lost = [harness.submit([i] * 9, 5, ignore_eos=True) for i in range(2)]
@@ -296,11 +344,9 @@ def test_output_from_elsewhere_counts_in_the_ledger_and_not_among_cached_prompt_
     first = harness.submit(list(range(6)), 12, ignore_eos=True)
     harness.run()
     emitted = harness.outcomes[first].tokens[:9]
-    ledgers: dict[str, Ledger | None] = {}
-    harness.loop._emit = lambda chunks: ledgers.update((chunk.request_id, chunk.ledger) for chunk in chunks)
     resumed = harness.submit(list(range(6)), 12, ignore_eos=True, output=emitted)
     harness.run()
-    ledger = ledgers[resumed]
+    ledger = harness.outcomes[resumed].ledger
     assert ledger is not None
     assert (ledger.prompt_tokens, ledger.cached_tokens, ledger.output_tokens) == (6, 6, 12)
     assert ledger.decode_steps == 2, "three tokens were sampled here, the first of them with the prefill"

@@ -11,8 +11,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from penstock.checkpoint.source import BUILT_IN, resolve
 from penstock.core.config import Settings
 from penstock.core.engine import EngineInfo, EngineStats, Health
+from penstock.core.errors import Failure
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
-from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
+from penstock.core.request import Chunk, FinishReason, GenerateRequest, TokenLogprob
 from penstock.gateway.app import create_app
 from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
@@ -21,8 +22,8 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 MODEL = "scripted"
 MAX_MODEL_LEN = 512
 
-# token ids make a chunk, an exception is raised, a callable is awaited
-Step = Sequence[int] | Exception | Callable[[], Awaitable[object]]
+# token ids make a chunk, a failure the last one, an exception is raised, a callable is awaited
+Step = Sequence[int] | Failure | Exception | Callable[[], Awaitable[object]]
 Script = Callable[[GenerateRequest], Sequence[Step]]
 
 
@@ -80,7 +81,7 @@ class ScriptedEngine:
         self.script = script
         self.requests: list[GenerateRequest] = []
         self.ended: dict[str, threading.Event] = {}  # set when the iterator of a request is left for good
-        self.begun: dict[str, tuple[GenerateRequest, float]] = {}
+        self.begun: dict[str, tuple[GenerateRequest, float]] = {}  # those that raised nothing
         self._eos = tokenizer.eos_ids
 
     def health(self) -> Health:
@@ -93,10 +94,15 @@ class ScriptedEngine:
         try:
             async for chunk in self._chunks(request):
                 yield chunk
+        except Exception:
+            del self.begun[request.id]
+            raise
         finally:
             ended.set()
 
     async def aborted(self, request_id: str) -> Ledger | None:
+        if request_id not in self.begun:
+            return None
         await asyncio.to_thread(self.ended[request_id].wait, 20)
         request, begun = self.begun[request_id]
         return ledger_of(request, time.monotonic() - begun, 1)
@@ -108,6 +114,11 @@ class ScriptedEngine:
         for step in self.script(request):
             if isinstance(step, Exception):
                 raise step
+            if isinstance(step, Failure):
+                reason: FinishReason = "deadline" if step.error == "DeadlineExceeded" else "error"
+                ledger = ledger_of(request, time.monotonic() - arrived, sent)
+                yield Chunk(request.id, finish_reason=reason, error=step, ledger=ledger)
+                return
             if callable(step):
                 await step()
                 continue

@@ -15,8 +15,19 @@ from hypothesis import strategies as st
 
 from penstock.core.config import EngineConfig
 from penstock.core.engine import EngineInfo, EngineStats
-from penstock.core.errors import StartupError, Unavailable
-from penstock.core.request import Chunk, GenerateRequest, SamplingParams, TokenLogprob
+from penstock.core.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineFailure,
+    Failure,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+    StartupError,
+    Unavailable,
+)
+from penstock.core.ledger import Ledger
+from penstock.core.request import Chunk, GenerateRequest, SamplingParams, TokenLogprob, failed
 from penstock.worker.client import DEAD_AFTER_BEATS, WorkerClient
 from penstock.worker.protocol import (
     BEAT_SECONDS,
@@ -24,6 +35,7 @@ from penstock.worker.protocol import (
     Chunks,
     Failed,
     Hello,
+    Refused,
     Start,
     frame,
     frames_of,
@@ -87,6 +99,34 @@ async def test_what_came_before_the_worker_died_is_delivered() -> None:
     assert not client.health().ok
     with pytest.raises(Unavailable, match="not running"):
         await anext(client.submit(REQUEST))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("no", param="prompt"),
+        ContextTooLong("too long", param="prompt"),
+        Overloaded("full", retry_after=2.5),
+        DeadlineExceeded("late"),
+        Unavailable("gone", code="aborted"),
+        EngineFailure("lost"),
+    ],
+)
+async def test_errors_cross_the_socket_as_they_are(error: PenstockError) -> None:
+    def same(other: PenstockError) -> bool:
+        return type(other) is type(error) and vars(other) == vars(error)
+
+    refusing = await connect(frame(Refused("r", Failure.of(error))))
+    with pytest.raises(PenstockError) as refused:
+        await anext(refusing.submit(REQUEST))
+    assert same(refused.value)
+    assert await refusing.aborted("r") is None
+    failing = await connect(frame(Chunks([failed("r", "error", error, Ledger("r"))])))
+    (chunk,) = [chunk async for chunk in failing.submit(REQUEST)]
+    assert chunk.ledger == Ledger("r")
+    with pytest.raises(PenstockError) as ended:
+        chunk.raise_failure()
+    assert same(ended.value)
 
 
 @pytest.mark.parametrize("junk", [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00junk", frame(Chunks([]))[:-1]])
