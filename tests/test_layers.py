@@ -26,10 +26,11 @@ BELOW: dict[str, set[str]] = {
     "state": {"core"},
     "cache": {"core", "text"},
     "worker": {"core", "engine", "runner", "observability"},
+    "simulation": {"core", "engine", "text"},
     "gateway": {"core", "text", "observability", "state", "http_client"},
     "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "http_client"},
 }
-WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway")
+WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway", "simulation")
 ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")
 SERVER_ONLY = {
     *("starlette", "uvicorn", "msgspec", "pydantic", "prometheus_client", "yaml", "rich", "prompt_toolkit"),

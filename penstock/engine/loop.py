@@ -26,15 +26,23 @@ class EngineLoop:
     The lock is held to decide, never while a step computes: a request is refused or queued at once.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, emit: Callable[[list[Chunk]], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        emit: Callable[[list[Chunk]], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
+        self._clock = clock
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
         self._in_flight: tuple[PlannedStep, Any] | None = None
-        self._last_progress = time.monotonic()
+        self._last_progress = self._clock()
         self.turns = 0  # that have ended
 
     def submit(self, request: GenerateRequest) -> None:
@@ -42,8 +50,8 @@ class EngineLoop:
         self._scheduler.limits.check(request)
         with self._lock:
             if not self._busy:
-                self._last_progress = time.monotonic()
-            self._scheduler.add(request, time.monotonic())
+                self._last_progress = self._clock()
+            self._scheduler.add(request, self._clock())
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
@@ -52,7 +60,7 @@ class EngineLoop:
 
     def end(self, request_id: str, reason: FinishReason, error: PenstockError) -> None:
         with self._lock:
-            last = self._scheduler.end(request_id, reason, error, time.monotonic())
+            last = self._scheduler.end(request_id, reason, error, self._clock())
         if last is not None:
             self._emit([last])
 
@@ -82,7 +90,7 @@ class EngineLoop:
         planned = None
         try:
             with self._lock:
-                planned = self._scheduler.schedule(time.monotonic())
+                planned = self._scheduler.schedule(self._clock())
                 chunks = self._scheduler.take_notices()
             if planned is not None:
                 self._in_flight = (planned, self._executor.launch(planned.step))
@@ -91,7 +99,7 @@ class EngineLoop:
             if previous is not None:
                 result = self._executor.collect(previous[1])
                 with self._lock:
-                    chunks += self._scheduler.complete(previous[0], result, time.monotonic())
+                    chunks += self._scheduler.complete(previous[0], result, self._clock())
             if chunks:
                 self._emit(chunks)
         except Exception:
@@ -100,9 +108,9 @@ class EngineLoop:
             self._in_flight = None  # steps run in order, so its result may be left unread
             with self._lock:
                 error = EngineFailure("the engine failed while computing this request; send it again")
-                chunks = self._scheduler.fail(lost, error, time.monotonic())
+                chunks = self._scheduler.fail(lost, error, self._clock())
             self._emit(chunks)
-        self._last_progress = time.monotonic()
+        self._last_progress = self._clock()
         self.turns += 1
         return True
 
@@ -114,7 +122,7 @@ class EngineLoop:
     @property
     def stats(self) -> EngineStats:
         with self._lock:
-            return self._scheduler.stats(time.monotonic() - self._last_progress if self._busy else 0.0)
+            return self._scheduler.stats(self._clock() - self._last_progress if self._busy else 0.0)
 
     def overdue(self, seconds: float) -> bool:
         """Whether a busy engine that has not finished a step for so long must hang."""

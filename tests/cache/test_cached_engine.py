@@ -16,9 +16,9 @@ from penstock.cache.engine import CachedEngine
 from penstock.core.config import CacheConfig, Settings
 from penstock.core.errors import DeadlineExceeded, EngineFailure, NotCached, Overloaded
 from penstock.core.request import CacheControl, Chunk, GenerateRequest, Objective, SamplingParams, choice_seed
+from penstock.simulation.scripted_engine import ScriptedEngine, says
 from penstock.text.tokenizer import Tokenizer
 from tests.cache.conftest import GREEDY, answer, request, state, text_of
-from tests.gateway.scripted_engine import ScriptedEngine, says
 from tests.redis_server import RedisServer
 
 ANSWER = "The answer is forty-two, friend."

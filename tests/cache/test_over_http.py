@@ -15,10 +15,10 @@ import pytest
 
 from penstock.core.config import CacheConfig, SemanticConfig, ServerConfig, Settings
 from penstock.core.request import SamplingParams
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 from tests.redis_server import RedisServer
 
 ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}

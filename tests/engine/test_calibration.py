@@ -6,7 +6,7 @@ from penstock.core.engine import EngineStats
 from penstock.engine.calibration import calibrate
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
-from tests.engine.paged_executor import VOCAB, PagedExecutor
+from penstock.simulation.paged_executor import VOCAB, PagedExecutor
 
 
 @pytest.mark.parametrize(("num_blocks", "max_seqs", "max_waiting"), [(2000, 32, 100), (12, 2, 1)])

@@ -15,7 +15,7 @@ from penstock.core.errors import Overloaded
 from penstock.core.request import GenerateRequest, Objective, SamplingParams
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
-from tests.engine.virtual_clock import Answer, VirtualEngine, cpu_step_seconds, gpu_step_seconds
+from penstock.simulation.virtual_engine import Outcome, VirtualEngine, cpu_step_seconds, gpu_step_seconds
 
 GPU = SchedulerLimits(
     num_blocks=50_000, block_size=16, max_seqs=512, max_step_tokens=8192, max_model_len=32_768, vocab_size=100_000
@@ -57,7 +57,7 @@ def engine(limits: SchedulerLimits, *, noise: float = 0.04) -> VirtualEngine:
     requests = Requests(seed=99)
     longest = 15_000 if on_gpu else 5000
     virtual.run([(i * 0.02, requests.make(20 + i * longest // 60, 20)) for i in range(60)])
-    virtual.answers.clear()
+    virtual.outcomes.clear()
     return virtual
 
 
@@ -79,14 +79,14 @@ def percentile(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
-def met(arrivals: list[Arrival], answers: dict[str, Answer]) -> float:
+def met(arrivals: list[Arrival], answers: dict[str, Outcome]) -> float:
     """Share of all requests that kept both objectives; a refusal does not."""
     kept = 0
     for _, request in arrivals:
         answer, objective = answers[request.id], request.objective
         assert objective.ttft is not None
         assert objective.gap is not None
-        kept += answer.ttft <= objective.ttft and answer.gap(0.99) <= objective.gap
+        kept += answer.ttft <= objective.ttft and answer.itl(0.99) <= objective.gap
     return kept / len(arrivals)
 
 
@@ -142,8 +142,8 @@ def test_waiting_as_long_as_told_helps() -> None:
     virtual = engine(GPU, noise=0)
     requests, now = Requests(seed=4), virtual.now
     for _ in range(40):
-        virtual.submit(requests.make(14_000, 8, objective=LONG), now)
-    refused = [a.refused for a in virtual.answers.values() if a.refused is not None]
+        virtual.submit(requests.make(14_000, 8, objective=LONG))
+    refused = [a.refused for a in virtual.outcomes.values() if a.refused is not None]
     assert 0 < len(refused) < 40
     with pytest.raises(Overloaded) as caught:
         virtual.scheduler.add(requests.make(14_000, 8, objective=LONG), now)
@@ -156,7 +156,7 @@ def test_what_promises_nothing_is_queued_up_to_a_bound() -> None:
     virtual = engine(replace(CPU, max_waiting=10))
     requests = Requests(seed=5)
     for _ in range(30):
-        virtual.submit(requests.make(400, 4, objective=Objective("batch", rank=1)), virtual.now)
+        virtual.submit(requests.make(400, 4, objective=Objective("batch", rank=1)))
     answers = virtual.run([])
     assert sum(a.refused is not None for a in answers.values()) == 20
     assert sum(a.finish_reason == "length" for a in answers.values()) == 10
@@ -296,7 +296,7 @@ def test_any_trace(trace: list[tuple], runs_ahead: bool, num_blocks: int) -> Non
         assert ledger.output_tokens == len(answer.token_times)
         assert sum(stall.seconds for stall in ledger.stalls) <= ledger.stalled + 1e-9
         if answer.finish_reason == "length":
-            assert ledger.total == pytest.approx(virtual.answers[request.id].token_times[-1] - answer.arrival)
+            assert ledger.total == pytest.approx(virtual.outcomes[request.id].token_times[-1] - answer.arrival)
             assert ledger.ttft == pytest.approx(answer.ttft)
         if answer.token_times:
             assert ledger.cached_tokens + sum(ledger.missed_tokens.values()) == len(request.prompt)

@@ -22,7 +22,7 @@ from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
-from tests.engine.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
+from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
 
 
 def limits(**changes: int) -> SchedulerLimits:

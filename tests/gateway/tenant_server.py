@@ -14,9 +14,10 @@ from penstock.gateway.listener import bind
 from penstock.gateway.server import serve
 from penstock.gateway.tenants import open_directory
 from penstock.observability.logging import configure_logging
+from penstock.simulation.scripted_engine import MODEL, ScriptedEngine, says
 from penstock.state import redis
 from penstock.state.open import open_store
-from tests.gateway.scripted_engine import MODEL, ScriptedEngine, load_built_in_tokenizer, says
+from tests.gateway.scripted_server import load_built_in_tokenizer
 
 
 async def main(settings: Settings) -> int:

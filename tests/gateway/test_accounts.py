@@ -21,9 +21,9 @@ from penstock.core.errors import DeadlineExceeded, EngineFailure, Failure, Penst
 from penstock.gateway.exchange import Exchange
 from penstock.observability.account import Account
 from penstock.observability.request_log import RequestLog
+from penstock.simulation.scripted_engine import MODEL, hang
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL, hang
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.core.config import ServerConfig, Settings
 from penstock.gateway.http import MAX_HEAD
+from penstock.simulation.scripted_engine import hang
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import hang
 from tests.gateway.wire import CHAT, GET_HEALTH, Wire, chat, wire
 
 

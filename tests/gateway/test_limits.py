@@ -16,10 +16,10 @@ from penstock.core.config import settings_from_mapping
 from penstock.core.engine import EngineStats
 from penstock.core.errors import DeadlineExceeded
 from penstock.gateway.budgets import BILLION, Prices, machine_price
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL, hang
 from penstock.state.memory import MemoryStore
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL, hang
 from tests.gateway.test_bad_input import check_error
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -27,9 +27,9 @@ from penstock.gateway import reading
 from penstock.gateway.chat import ChatReader
 from penstock.gateway.completions import CompletionReader
 from penstock.gateway.reading import INLINE_BYTES, Bounds
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
 from tests.gateway.test_bad_input import check_error
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -173,7 +173,7 @@ def test_a_reader_that_dies_is_replaced(gateway: Gateway) -> None:
 
 def test_a_reader_ends_with_its_gateway() -> None:
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.gateway.scripted_engine", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "tests.gateway.scripted_server", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with server:
         assert server.stdout is not None
@@ -191,7 +191,7 @@ def test_a_reader_ends_with_its_gateway() -> None:
 def out_of_descriptors() -> Iterator[HTTPConnection]:
     """A server whose descriptors are all taken by connections, and one of these."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.gateway.scripted_engine", "0"],
+        [sys.executable, "-m", "tests.gateway.scripted_server", "0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

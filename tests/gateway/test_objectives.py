@@ -12,9 +12,9 @@ from penstock.core.config import settings_from_mapping
 from penstock.core.engine import EngineStats
 from penstock.core.request import GenerateRequest, Objective
 from penstock.gateway.objectives import Objectives, derived
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 from tests.gateway.test_bad_input import check_error
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -10,9 +10,9 @@ import pytest
 
 from penstock.core.config import ServerConfig, Settings, TenantConfig, settings_from_mapping
 from penstock.core.errors import StartupError
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -18,9 +18,9 @@ import pytest
 
 from penstock.gateway.keys import create_key
 from penstock.http_client import HttpClient, Response
+from penstock.simulation.scripted_engine import MODEL
 from penstock.state.redis import RedisStore
 from penstock.state.store import Usage
-from tests.gateway.scripted_engine import MODEL
 from tests.redis_server import RedisServer
 
 CHAT = "/v1/chat/completions"

@@ -27,10 +27,10 @@ from penstock.core.config import Settings, settings_from_mapping
 from penstock.core.errors import StartupError
 from penstock.gateway import issuer_keys
 from penstock.gateway.tenants import Directory
+from penstock.simulation.scripted_engine import MODEL
 from penstock.state.memory import MemoryStore
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 from tests.gateway.test_bad_input import check_error
 
 HI = [{"role": "user", "content": "Hi"}]

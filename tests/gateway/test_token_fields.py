@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL
 from tests.gateway.conftest import Gateway
-from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
 from tests.gateway.test_bad_input import CHAT, HI, TEXT, check_error
 
 ASKED: dict[str, dict[str, Any]] = {CHAT: {"messages": HI}, TEXT: {"prompt": "Once upon"}}

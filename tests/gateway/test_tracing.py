@@ -15,9 +15,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from penstock.core.config import ObservabilityConfig, Settings
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.observability.tracing import start_tracing
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 CHAT = "/v1/chat/completions"

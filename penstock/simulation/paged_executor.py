@@ -1,6 +1,13 @@
 """An executor that computes nothing but honours the cache: it stores token ids in the slots that a step assigns and
 samples from what it reads back through the block tables. If blocks are shared, freed or reused wrongly, it samples
-something else than `expected_output` says, or finds a slot that nobody wrote."""
+something else than `expected_output` says, or finds a slot that nobody wrote.
+
+    loop = EngineLoop(Scheduler(limits), PagedExecutor(limits.num_blocks, limits.block_size), chunks.extend)
+    loop.submit(GenerateRequest("r", prompt, SamplingParams(max_tokens=5, ignore_eos=True)))
+    while loop.step():
+        pass
+    assert [t for c in chunks for t in c.token_ids] == expected_output(prompt, 0, 5, frozenset())
+"""
 
 from __future__ import annotations
 
@@ -33,7 +40,9 @@ def expected_output(
 
 
 class PagedExecutor:
-    idle_seconds = None
+    """`fail_next`: the next step fails, as if the device were lost."""
+
+    idle_seconds: float | None = None
 
     def __init__(self, num_blocks: int, block_size: int, *, runs_ahead: bool = True) -> None:
         self.runs_ahead = runs_ahead
