@@ -1,4 +1,4 @@
-"""An answer as it is stored, and how it is told again."""
+"""An answer as it is stored, and its replay."""
 
 from __future__ import annotations
 

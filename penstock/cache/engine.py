@@ -33,7 +33,7 @@ MISS = CacheStatus("miss")
 SHARED = CacheStatus("shared")
 
 # Whoever joins a computation must lose nothing by it: the class that orders it and what may be read are its own. The
-# class by its name, for what it is owed may be measured anew while it runs.
+# class by its name, for its objective may be measured anew while it runs.
 FlightName = tuple[bytes, CacheControl, str, int]
 
 
@@ -121,7 +121,7 @@ class CachedEngine:
         flight = self._flights.get(name)
         joined = flight is not None and flight.outlasts(expires)
         if flight is None or not joined:
-            flight = self._take_off(name, request, now)
+            flight = self._start_flight(name, request, now)
         status: CacheStatus | None = None
         async with aclosing(flight.listen(expires)) as chunks:
             async for chunk in chunks:
@@ -133,7 +133,7 @@ class CachedEngine:
                 chunk.cache = status
                 yield chunk
 
-    def _take_off(self, name: FlightName, request: GenerateRequest, now: float) -> Flight:
+    def _start_flight(self, name: FlightName, request: GenerateRequest, now: float) -> Flight:
         """Listeners keep their own deadlines; the engine's is later, so that others may join until the first one's."""
 
         def ended(flight: Flight) -> None:

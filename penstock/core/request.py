@@ -78,14 +78,14 @@ class Objective:
 
     name: str = "standard"
     ttft: float | None = None  # from arrival to the first token
-    gap: float | None = None  # between two tokens
+    itl: float | None = None  # inter-token latency: between two tokens
     rank: int = 0  # classes of a smaller rank go first
     paced: bool = (
-        False  # somebody reads along: without a gap, too, prompts of others must not slow the stream down much
+        False  # somebody reads along: without an itl, too, prompts of others must not slow the stream down much
     )
 
     def __post_init__(self) -> None:
-        for name, value in (("ttft", self.ttft), ("gap", self.gap)):
+        for name, value in (("ttft", self.ttft), ("itl", self.itl)):
             _require(value is None or 0 < value < float("inf"), name, "must be above 0")
 
 

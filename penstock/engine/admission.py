@@ -13,7 +13,9 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import Ranking
 
-_LEADER_SHARE = 0.7  # of the gap owed that decoding may take up for streams of a tenant that leads: others find room
+_LEADER_SHARE = (
+    0.7  # of the ITL objective that decoding may take up for streams of a tenant that leads: others find room
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +73,16 @@ class Admission:
                 after += seconds
         decodes = load.decodes
         decode = times.base_seconds(StepShape(decodes.decodes + joining // 2, decodes.context + context // 2))
-        longest = sequence.gap * _LEADER_SHARE if mine[2] else times.plan_within(sequence.gap)
+        longest = sequence.itl * _LEADER_SHARE if mine[2] else times.plan_within(sequence.itl)
         if decode > longest:
             return math.inf
-        gap = min(load.longest_step, times.plan_within(sequence.gap))
+        longest = min(load.longest_step, times.plan_within(sequence.itl))
         tightest = min(self._promises.tightest(now), allowed)
         arriving = min(0.9, self._promises.more_urgent_than(allowed, now))
         factor = self._calibration.factor(sequence.request.objective.name)
 
         def first_token(share: float) -> float:
-            limit = step_limit(gap, tightest, decode, share)
+            limit = step_limit(longest, tightest, decode, share)
             return factor * Backlog(load.free_at - now, decode, limit, before, after, arriving).first_token(own)
 
         sequence.ledger.predicted_ttft = first_token(needed_share(sorted(work), now))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from penstock.core.ledger import MAX_CHUNKS, MAX_STALLS, Ledger, MissCause, PrefillChunk, QueueCause, Stall
 from penstock.core.request import FinishReason, GenerateRequest
@@ -12,6 +13,21 @@ from penstock.engine.sequence import Sequence
 
 def open_ledger(request: GenerateRequest) -> Ledger:
     return Ledger(request.id, request.tenant, request.objective.name, time.time(), prompt_tokens=len(request.prompt))
+
+
+@dataclass(slots=True)
+class Counts:
+    """What an engine has done in all, as `EngineStats` tells it."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    batch_tokens: int = 0
+    batch_sequences: int = 0
+    refused: int = 0
+    expired: int = 0
 
 
 class QueueClock:
@@ -136,9 +152,9 @@ def close_ledger(sequence: Sequence, reason: FinishReason, now: float) -> Ledger
         ledger.ttft = sequence.first_token - sequence.arrival
     if objective.ttft is not None and reason != "abort":
         ledger.met_ttft = ledger.ttft is not None and ledger.ttft <= objective.ttft
-    if objective.gap is not None and reason != "abort":
-        gaps = max(0, len(sequence.tokens) - sequence.given - 1)
-        ledger.met_gap = sequence.late_gaps <= gaps - 1 - min(gaps - 1, int(0.99 * gaps)) if gaps else True
+    if objective.itl is not None and reason != "abort":
+        count = max(0, len(sequence.tokens) - sequence.given - 1)
+        ledger.met_gap = sequence.late_tokens <= count - 1 - min(count - 1, int(0.99 * count)) if count else True
     longest = sorted(sequence.stalls.items(), key=lambda item: -item[1][0])[:MAX_STALLS]
     ledger.stalls = [Stall(culprit, seconds, int(steps)) for culprit, (seconds, steps) in longest]
     return ledger

@@ -1,4 +1,4 @@
-"""The engine's heartbeat: schedule, launch, collect the previous step, emit."""
+"""The engine loop: schedule, launch, collect the previous step, emit."""
 
 from __future__ import annotations
 

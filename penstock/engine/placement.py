@@ -26,14 +26,14 @@ class Placement:
     def has_free_row(self) -> bool:
         return bool(self._free_rows)
 
-    def owed(self, running: Iterable[Sequence]) -> int:
+    def reserved(self, running: Iterable[Sequence]) -> int:
         """Blocks that known tokens of running sequences have yet to get."""
         return sum(self.missing_blocks(s, s.known) for s in running)
 
-    def room_for(self, sequence: Sequence, owed: int, *, leads: bool) -> list[int] | None:
+    def room_for(self, sequence: Sequence, reserved: int, *, leads: bool) -> list[int] | None:
         """The cached blocks a waiting sequence would start with, or None if its known tokens will not fit now.
 
-        So many blocks are `owed` to others. Preempted with a token still in flight, it has to wait until that is
+        So many blocks are `reserved` for others. Preempted with a token still in flight, it has to wait until that is
         known. A tenant that leads leaves some rows and blocks to the others.
         """
         limits = self._limits
@@ -44,7 +44,7 @@ class Placement:
         hits = self.cached_blocks(sequence)
         needed = self.missing_blocks(sequence, sequence.known) - len(hits)
         available = self.pool.available - self.pool.evictable_among(hits) - int(kept * limits.num_blocks)
-        return hits if owed + needed <= available else None
+        return hits if reserved + needed <= available else None
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the beginning of this sequence. One token at least is left to compute, to have logits."""

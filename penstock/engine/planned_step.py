@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from penstock.core.cost import OUTPUT_TOKEN_COST
 from penstock.engine.executor import SAMPLED, Step
 from penstock.engine.sequence import Sequence
-from penstock.engine.step_time import StepShape
+from penstock.engine.step_time import StepShape, StepTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -33,8 +34,8 @@ class PlannedStep:
         for s in sequences:
             s.computed += 1
             s.pending += 1
-        for account, number in Counter(s.account for s in sequences).items():
-            account.charge(OUTPUT_TOKEN_COST * number)
+        for counter, number in Counter(s.counter for s in sequences).items():
+            counter.charge(OUTPUT_TOKEN_COST * number)
 
     def compute(self, sequence: Sequence, count: int) -> None:
         """The next so many tokens of a prompt; the last of them is sampled once it has caught up, if it samples."""
@@ -51,8 +52,43 @@ class PlannedStep:
         self.shape = self.shape.with_chunk(start, count)
         if count > self.largest:
             self.largest, self.culprit = count, sequence
-        sequence.account.charge(count)
+        sequence.counter.charge(count)
         sequence.computed = end
         samples = int(sequence.sampling and end == len(tokens) + sequence.pending)
         step.samples.append(samples)
         sequence.pending += samples
+
+
+class StepsInFlight:
+    """Steps that were planned and whose results are not there yet. The step-time model learns when they end."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._steps: deque[PlannedStep] = deque()
+        self._last_end = 0.0
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        return [planned.shape for planned in self._steps]
+
+    def add(self, planned: PlannedStep) -> None:
+        self._steps.append(planned)
+
+    def free_at(self, now: float) -> float:
+        """When all of them will have ended."""
+        end = self._last_end
+        for planned in self._steps:
+            end = max(end, planned.planned) + self._times.predict(planned.shape)
+        return max(end, now)
+
+    def end(self, planned: PlannedStep, now: float) -> float:
+        """Returns how long the step would have taken without its prompts."""
+        self._steps.remove(planned)
+        self._times.observe(planned.shape, now - max(planned.planned, self._last_end))
+        self._last_end = now
+        shape = planned.shape
+        return self._times.predict(shape.without_prefill()) if shape.prefill and shape.decodes else math.inf
+
+    def clear(self) -> None:
+        """They were lost."""
+        self._steps.clear()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.core.ledger import Ledger
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
 from penstock.engine.block_pool import chain_hashes, enter_scope, root_hash
-from penstock.engine.fairness import Account
+from penstock.engine.fairness import TenantCounter
 
 
 @dataclass(slots=True, eq=False)
@@ -27,12 +27,12 @@ class Sequence:
     tokens: list[int]  # prompt and output as far as this side knows
     prompt_len: int
     given: int  # tokens that came with the request: the prompt, and output from elsewhere
-    account: Account
+    counter: TenantCounter
     ledger: Ledger
-    due: float  # when its next token is owed while it waits or prefills
+    due: float  # when its next token should be there while it waits or prefills
     promised: bool = False  # whether `due` is an objective; else it is only how long a request should wait at most
-    gap: float = math.inf  # owed between its tokens, in seconds
-    paced: bool = False  # whether steps are kept short for its stream even if no gap is promised
+    itl: float = math.inf  # the objective for its inter-token latency, in seconds
+    paced: bool = False  # whether steps are kept short for its stream even if there is no such objective
     sampling: bool = True  # False: it ends once its tokens are computed
     to_compute: int = 0  # of the tokens given: those that were in no cache when it arrived
     pending: int = 0  # tokens sampled in launched steps and not read back yet
@@ -48,7 +48,7 @@ class Sequence:
     mark: float = 0.0  # up to here its time is in the ledger
     first_token: float | None = None
     last_token: float = 0.0
-    late_gaps: int = 0  # gaps between tokens that were longer than owed
+    late_tokens: int = 0  # that came later after the one before than the objective says
     stalls: dict[str, list[float]] = field(default_factory=dict)  # by the request at fault: seconds, steps
 
     @property
@@ -58,6 +58,23 @@ class Sequence:
     @property
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def append(self, sampled: list[int], samples: int) -> FinishReason | None:
+        """Take the tokens that a step sampled for it, `samples` at most, and say whether they end it. Those after the
+        one that does are deleted from `sampled`."""
+        tokens, known = self.tokens, len(self.tokens)
+        self.pending -= samples
+        if len(sampled) < samples and self.row >= 0:
+            self.computed -= samples - len(sampled)  # tokens that were proposed and rejected
+        for token in sampled:
+            tokens.append(token)
+            if token in self.stop_ids and self.outputs >= self.request.params.min_tokens:
+                del sampled[len(tokens) - known :]
+                return "stop"
+            if len(tokens) >= self.max_len:
+                del sampled[len(tokens) - known :]
+                return "length"
+        return None
 
     def block_hashes(self, block_size: int, blocks: int) -> list[bytes]:
         """Hashes of the first `blocks` full blocks, extended as tokens become known. Those of tokens that all scopes

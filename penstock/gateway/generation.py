@@ -186,7 +186,7 @@ class Generation:
                 if last is None:
                     self._first_chunk(choice, chunk, now)
                 elif (count := len(chunk.token_ids)) and choice.computed:
-                    self.metrics.token_gap.observe((now - last) / count, count)
+                    self.metrics.inter_token.observe((now - last) / count, count)
                 last = now
                 delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_matched

@@ -14,11 +14,11 @@ from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.loop import activity
 from penstock.worker.protocol import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     Abort,
-    Beat,
     Chunks,
     FromWorker,
+    Heartbeat,
     Hello,
     PromptScores,
     Refused,
@@ -31,7 +31,7 @@ from penstock.worker.protocol import (
 
 LAST_CHUNK_SECONDS = 1.0  # how long the ledger of an aborted request is waited for
 KEPT_LEDGER_SECONDS = 60.0  # how long one is kept for a reader who is slow to ask
-DEAD_AFTER_BEATS = 8  # without a byte: 2 s
+DEAD_AFTER_HEARTBEATS = 8  # without a byte: 2 s
 
 
 class _Inbox:
@@ -72,7 +72,7 @@ class WorkerClient(asyncio.Protocol):
         self._received = bytearray()
         self._inboxes: dict[str, _Inbox] = {}
         self._aborted: dict[str, asyncio.Future[Ledger | None]] = {}  # their ledgers, which may yet come
-        self._beats_missed = 0
+        self._heartbeats_missed = 0
         self._silence = ""
         self._lost = False
         self._loop = asyncio.get_running_loop()
@@ -140,7 +140,7 @@ class WorkerClient(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """What it raises ends the connection."""
-        self._beats_missed = 0
+        self._heartbeats_missed = 0
         for body in take_frames(self._received, data):
             self._take(decode_from_worker(body))
 
@@ -159,7 +159,7 @@ class WorkerClient(asyncio.Protocol):
             inbox = self._inboxes.get(message.request_id)
             if inbox is not None:
                 inbox.scores += message.logprobs
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat):
             self.stats = message.stats
         elif isinstance(message, Refused):
             inbox = self._inboxes.get(message.request_id)
@@ -175,17 +175,17 @@ class WorkerClient(asyncio.Protocol):
             self._greeted.set_exception(StartupError(message.message))
 
     def _listen(self) -> None:
-        """Count beats without a byte, until there are too many.
+        """Count heartbeats without a byte, until there are too many.
 
         Not by the clock: where this process did not run itself (stopped, suspended, short of CPU), it finds out late
-        but counts one beat, and the socket is read before the next.
+        but counts one heartbeat, and the socket is read before the next.
         """
-        if self._beats_missed >= DEAD_AFTER_BEATS:
-            self._silence = f"nothing heard from it for {DEAD_AFTER_BEATS * BEAT_SECONDS:.0f} s"
+        if self._heartbeats_missed >= DEAD_AFTER_HEARTBEATS:
+            self._silence = f"nothing heard from it for {DEAD_AFTER_HEARTBEATS * HEARTBEAT_SECONDS:.0f} s"
             self._transport.abort()
         elif not self._lost:
-            self._beats_missed += 1
-            self._loop.call_later(BEAT_SECONDS, self._listen)
+            self._heartbeats_missed += 1
+            self._loop.call_later(HEARTBEAT_SECONDS, self._listen)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True

@@ -2,7 +2,7 @@
 
 gateway → worker   Start once, then Submit, Abort
 worker → gateway   Hello or Failed once, then Chunks per step, PromptScores before the Chunks they belong to, Refused,
-                   and a Beat four times a second
+                   and a Heartbeat four times a second
 
 Whatever was submitted gets one last word: Refused, or a chunk with a finish reason and the ledger, also after an Abort.
 """
@@ -20,7 +20,7 @@ from penstock.core.engine import EngineInfo, EngineStats
 from penstock.core.errors import Failure
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 
-BEAT_SECONDS = 0.25
+HEARTBEAT_SECONDS = 0.25
 MAX_FRAME = 256 * 2**20
 SCORES_IN_FRAME = 256  # tokens; decoded in about a millisecond
 _LENGTH = struct.Struct("<I")
@@ -69,12 +69,12 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
     failure: Failure
 
 
-class Beat(msgspec.Struct, tag="beat", array_like=True):
+class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     stats: EngineStats
 
 
 ToWorker = Start | Submit | Abort
-FromWorker = Hello | Failed | Chunks | PromptScores | Refused | Beat
+FromWorker = Hello | Failed | Chunks | PromptScores | Refused | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -264,7 +264,7 @@ async def test_nobody_joins_a_computation_of_another_class_or_one_that_may_be_gi
         request(deadline=90.0),
         request(),  # without any: that computation is for all
         request(deadline=500.0),
-        request(objective=Objective(gap=0.2)),  # of the same class, whose promise follows the engine's measured speed
+        request(objective=Objective(itl=0.2)),  # of the same class, whose promise follows the engine's measured speed
         request(objective=Objective("batch", rank=1)),
         request(priority=5),
     ]

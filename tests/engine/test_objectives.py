@@ -21,8 +21,8 @@ GPU = SchedulerLimits(
     num_blocks=50_000, block_size=16, max_seqs=512, max_step_tokens=8192, max_model_len=32_768, vocab_size=100_000
 )
 CPU = replace(GPU, num_blocks=4096, max_seqs=64, max_step_tokens=256, max_model_len=8192)
-SHORT = Objective("short", ttft=0.2, gap=0.05)
-LONG = Objective("long", ttft=4.0, gap=0.05)
+SHORT = Objective("short", ttft=0.2, itl=0.05)
+LONG = Objective("long", ttft=4.0, itl=0.05)
 
 Arrival = tuple[float, GenerateRequest]
 
@@ -85,8 +85,8 @@ def met(arrivals: list[Arrival], answers: dict[str, Outcome]) -> float:
     for _, request in arrivals:
         answer, objective = answers[request.id], request.objective
         assert objective.ttft is not None
-        assert objective.gap is not None
-        kept += answer.ttft <= objective.ttft and answer.itl(0.99) <= objective.gap
+        assert objective.itl is not None
+        kept += answer.ttft <= objective.ttft and answer.itl(0.99) <= objective.itl
     return kept / len(arrivals)
 
 
@@ -128,9 +128,9 @@ def test_short_requests_on_a_cpu_beside_long_prompts() -> None:
     for fcfs in (False, True):
         virtual = engine(replace(CPU, fcfs=fcfs))
         requests, start = Requests(seed=3), virtual.now
-        objective = Objective("short", ttft=1.0, gap=0.15)
+        objective = Objective("short", ttft=1.0, itl=0.15)
         short = [(at, requests.make(100, 32, objective=objective)) for at in requests.poisson(1.0, start, 60)]
-        patient = Objective("long", ttft=30.0, gap=0.15)
+        patient = Objective("long", ttft=30.0, itl=0.15)
         long = [(at, requests.make(5000, 16, objective=patient)) for at in requests.poisson(0.15, start, 60)]
         answers = virtual.run(short + long)
         ttft[fcfs] = percentile([answers[request.id].ttft for _, request in short], 0.99)
@@ -233,7 +233,7 @@ TRACE = st.lists(
     st.tuples(
         st.floats(0, 2),
         SIZES,
-        st.sampled_from([Objective(), Objective("batch", rank=1), Objective("short", ttft=0.4, gap=0.05)]),
+        st.sampled_from([Objective(), Objective("batch", rank=1), Objective("short", ttft=0.4, itl=0.05)]),
         st.sampled_from(["", "a", "b"]),
         st.sampled_from([None, None, 0.3]),
         st.sampled_from(["", "salt"]),
@@ -258,7 +258,7 @@ def test_any_trace(trace: list[tuple], runs_ahead: bool, num_blocks: int) -> Non
         scheduler.check_integrity()
         for admitted in (s for s in scheduler.running if s.started == now):
             for other in scheduler.waiting:
-                if (other.order[:2], other.account) == (admitted.order[:2], admitted.account):
+                if (other.order[:2], other.counter) == (admitted.order[:2], admitted.counter):
                     assert (admitted.due, admitted.order[2]) <= (other.due, other.order[2])
         return planned
 

@@ -15,7 +15,7 @@ from penstock.engine.step_time import StepShape, StepTimes
 from penstock.simulation.virtual_engine import VirtualEngine, cpu_step_seconds
 from tests.engine.test_objectives import CPU, GPU, Requests, engine, met, percentile
 
-INTERACTIVE = Objective("interactive", ttft=1.6, gap=0.08)
+INTERACTIVE = Objective("interactive", ttft=1.6, itl=0.08)
 CAPACITY = 20.0  # requests of 64 in and 32 out a second on the virtual CPU
 
 

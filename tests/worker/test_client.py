@@ -28,12 +28,12 @@ from penstock.core.errors import (
 )
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams, TokenLogprob, failed
-from penstock.worker.client import DEAD_AFTER_BEATS, WorkerClient
+from penstock.worker.client import DEAD_AFTER_HEARTBEATS, WorkerClient
 from penstock.worker.protocol import (
-    BEAT_SECONDS,
-    Beat,
+    HEARTBEAT_SECONDS,
     Chunks,
     Failed,
+    Heartbeat,
     Hello,
     Refused,
     Start,
@@ -156,10 +156,10 @@ def beating_worker() -> Iterator[socket.socket]:
     def beat() -> None:
         theirs.sendall(HELLO)
         steps = 0
-        while not stop.wait(BEAT_SECONDS):
+        while not stop.wait(HEARTBEAT_SECONDS):
             steps += 1
             with suppress(OSError):
-                theirs.sendall(frame(Beat(EngineStats(steps=steps))))
+                theirs.sendall(frame(Heartbeat(EngineStats(steps=steps))))
 
     with theirs:
         thread = threading.Thread(target=beat)
@@ -183,8 +183,8 @@ async def test_a_worker_that_falls_silent_is_a_dead_one() -> None:
 async def test_a_gateway_that_was_held_up_does_not_blame_its_worker() -> None:
     with beating_worker() as connection:
         client = await WorkerClient.connect(connection, START)
-        time.sleep(1.5 * DEAD_AFTER_BEATS * BEAT_SECONDS)  # noqa: ASYNC251  (the loop is what is held up)
+        time.sleep(1.5 * DEAD_AFTER_HEARTBEATS * HEARTBEAT_SECONDS)  # noqa: ASYNC251  (the loop is what is held up)
         known = client.stats.steps
-        while client.stats.steps < known + 2 * DEAD_AFTER_BEATS and not client.closed.done():  # noqa: ASYNC110
-            await asyncio.sleep(BEAT_SECONDS)
+        while client.stats.steps < known + 2 * DEAD_AFTER_HEARTBEATS and not client.closed.done():  # noqa: ASYNC110
+            await asyncio.sleep(HEARTBEAT_SECONDS)
         assert client.health().ok
