@@ -80,9 +80,7 @@ class Objective:
     ttft: float | None = None  # from arrival to the first token
     itl: float | None = None  # inter-token latency: between two tokens
     rank: int = 0  # classes of a smaller rank go first
-    paced: bool = (
-        False  # somebody reads along: without an itl, too, prompts of others must not slow the stream down much
-    )
+    paced: bool = False  # somebody reads along: without an ITL, too, prompts of others must not slow it down much
 
     def __post_init__(self) -> None:
         for name, value in (("ttft", self.ttft), ("itl", self.itl)):

@@ -13,9 +13,7 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import Ranking
 
-_LEADER_SHARE = (
-    0.7  # of the ITL objective that decoding may take up for streams of a tenant that leads: others find room
-)
+_LEADER_SHARE = 0.7  # of the ITL objective that decoding may take up for streams of a tenant that leads
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from penstock.engine.admission import remaining_seconds
 from penstock.engine.forecast import needed_share, step_limit
@@ -25,16 +25,12 @@ class Pacing:
         longest = self._times.plan_within(min((s.itl for s in streams), default=math.inf))
         return min(longest, self._times.pace(decodes)) if any(s.paced for s in streams) else longest
 
-    def step_limit(
-        self, longest: float, ttft: float, shape: StepShape, prompts: Iterable[Sequence], now: float
-    ) -> float:
-        """Seconds that a step may take that streams allow to be as long as `longest`, when the tightest time to first
-        token is `ttft`, with these prompts to compute."""
-        if longest == ttft == math.inf:
-            return math.inf
-        share, pending = math.inf, list(prompts)
-        if pending and all(s.promised for s in pending):
-            share = needed_share(sorted((s.due, remaining_seconds(s, self._times)) for s in pending), now)
+    def step_limit(self, longest: float, ttft: float, shape: StepShape, prompts: list[Sequence], now: float) -> float:
+        """Seconds that a step may take: `longest` as far as its streams go, in time for the tightest `ttft` promised,
+        and no longer than these prompts need where all of them have an objective."""
+        share = math.inf
+        if prompts and all(s.promised for s in prompts):
+            share = needed_share(sorted((s.due, remaining_seconds(s, self._times)) for s in prompts), now)
         return step_limit(longest, ttft, self._times.base_seconds(shape), share)
 
     def fitting(self, shape: StepShape, sequence: Sequence, start: int, most: int, limit: float) -> int:

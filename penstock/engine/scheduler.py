@@ -48,7 +48,7 @@ class Scheduler:
         self.counters = books.Counts()
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
-        self._counters = TenantCounters(min(_ALLOWANCE, limits.max_step_tokens))
+        self._tenants = TenantCounters(min(_ALLOWANCE, limits.max_step_tokens))
         self._admission = Admission(self.times)
         self._pacing = Pacing(limits, self.times)
         self._clock = books.QueueClock()
@@ -66,7 +66,7 @@ class Scheduler:
             self.counters.refused += 1
             raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=self._queue_seconds())
         objective = objective_of(request, limits)
-        counter = self._counters.enter("" if limits.fcfs else request.tenant, request.weight)
+        counter = self._tenants.enter("" if limits.fcfs else request.tenant, request.weight)
         sequence = sequence_of(request, self._arrivals, counter, limits, now)
         if not limits.fcfs:
             sequence.to_compute -= len(self._placement.cached_blocks(sequence)) * limits.block_size
@@ -75,7 +75,7 @@ class Scheduler:
             try:
                 self._admission.admit(sequence, objective, self._load(now))
             except Overloaded:
-                self._counters.leave(counter)
+                self._tenants.leave(counter)
                 self.counters.refused += 1
                 raise
         self._arrivals += 1
@@ -139,7 +139,7 @@ class Scheduler:
     def _ranking(self, now: float) -> Ranking:
         classes = [self.waiting.best_class, self.running[0].order[:2] if self.running else None]
         best = min((c for c in classes if c is not None), default=(0, 0))
-        return Ranking(now, self._counters.leads(), best)
+        return Ranking(now, self._tenants.leads(), best)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].finished is not None):
@@ -242,6 +242,8 @@ class Scheduler:
         if not (prompts or self.waiting):
             return math.inf
         longest, ttft = self._pacing.longest_step(planned.sequences, planned.shape), self._admission.tightest_ttft(now)
+        if longest == ttft == math.inf:
+            return math.inf
         paced = [*prompts, *self.waiting] if len(self.waiting) <= _PACED_PROMPTS else []
         return self._pacing.step_limit(longest, ttft, planned.shape, paced, now)
 
@@ -354,7 +356,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Ledger:
         sequence.finished = reason
         del self._sequences[sequence.request.id]
-        self._counters.leave(sequence.counter)
+        self._tenants.leave(sequence.counter)
         if sequence.row < 0:
             self.waiting.remove(sequence)
             self._clock.leave(sequence, now)
