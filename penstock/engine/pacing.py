@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from penstock.engine.admission import remaining_seconds
 from penstock.engine.forecast import needed_share, step_limit
@@ -44,3 +44,9 @@ class Pacing:
         if not shape.prefill:
             return max(count, min(most, self._limits.least_prefill))
         return count if count >= self._limits.block_size else 0  # crumbs cost a step's overhead each
+
+
+def decode_shape(running: Iterable[Sequence]) -> StepShape:
+    """Of a step that gives each running stream its next token."""
+    decoding = [s.computed for s in running if s.sampling and s.known - s.computed <= 1]
+    return StepShape(len(decoding), sum(decoding))

@@ -24,7 +24,7 @@ from penstock.engine.arrival import objective_of, sequence_of
 from penstock.engine.executor import StepResult
 from penstock.engine.fairness import TenantCounters
 from penstock.engine.limits import SchedulerLimits
-from penstock.engine.pacing import Pacing
+from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.placement import Placement
 from penstock.engine.planned_step import PlannedStep, StepsInFlight
 from penstock.engine.sequence import Sequence
@@ -88,7 +88,7 @@ class Scheduler:
 
     def _load(self, now: float) -> Load:
         prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > s.sampling)]
-        decodes = self._decode_shape()
+        decodes = decode_shape(self.running)
         longest = self._pacing.longest_step(self.running, decodes)
         return Load(self._ranking(now), prompts, decodes, longest, self._in_flight.free_at(now))
 
@@ -285,7 +285,7 @@ class Scheduler:
     def complete(self, planned: PlannedStep, result: StepResult, now: float) -> list[Chunk]:
         """Append what was sampled, end what is done, and say what happened to each request."""
         usual = self._in_flight.end(planned, now)
-        step, culprit = planned.step, planned.culprit
+        step, culprit, all_samples = planned.step, planned.culprit, planned.step.samples
         chunks = []
         for index, sequence in enumerate(planned.sequences):
             if sequence.finished is not None:
@@ -298,19 +298,25 @@ class Scheduler:
                 known = len(sequence.prompt_logprobs)  # a recomputed prompt gives its logprobs again
                 skip = known - (step.starts[index] + 1)
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[index][skip:])
-            if step.samples[index]:
-                chunks.append(self._append(sequence, step.samples[index], result, index, now))
+            samples = all_samples[index]
+            if samples:
+                chunks.append(self._append(sequence, samples, result, index, now))
             elif not sequence.sampling and step.starts[index] + step.counts[index] == sequence.given:
                 chunks.append(self._prefilled(sequence, now))
         books.passed_over(self.running, culprit, now)
-        self.counters.output_tokens += sum([len(chunk.token_ids) for chunk in chunks])
+        self.counters.output_tokens += len(chunks)  # nearly all have one token; the others correct it
         return chunks
 
     def _append(self, sequence: Sequence, samples: int, result: StepResult, index: int, now: float) -> Chunk:
         """Take the tokens that a sequence sampled, up to the one that ends it."""
-        sampled = result.tokens[index]
-        reason = sequence.append(sampled, samples)
-        if sequence.row >= 0 and len(sequence.tokens) // self.limits.block_size > sequence.shared:
+        tokens, sampled = sequence.tokens, result.tokens[index]
+        tokens += sampled
+        sequence.pending -= samples
+        reason = None
+        if samples != 1 or sampled[0] in sequence.stop_ids or len(tokens) >= sequence.max_len:
+            reason = sequence.cut(sampled, samples)
+            self.counters.output_tokens += len(sampled) - 1
+        if sequence.row >= 0 and len(tokens) // self.limits.block_size > sequence.shared:
             self._placement.share_full_blocks(sequence)
         chunk = Chunk(sequence.request.id, sampled, reason)
         if sequence.first_token is None:
@@ -329,6 +335,7 @@ class Scheduler:
     def _prefilled(self, sequence: Sequence, now: float) -> Chunk:
         """The only chunk of a sequence that samples nothing: all its tokens are computed."""
         chunk = Chunk(sequence.request.id, finish_reason="length")
+        self.counters.output_tokens -= 1
         self._first_chunk(sequence, chunk, now)
         chunk.ledger = self._finish(sequence, "length", now)
         return chunk
@@ -371,12 +378,8 @@ class Scheduler:
 
     # -- observation -------------------------------------------------------------------------------------------------
 
-    def _decode_shape(self) -> StepShape:
-        decoding = [s.computed for s in self.running if s.sampling and s.known - s.computed <= 1]
-        return StepShape(len(decoding), sum(decoding))
-
     def stats(self, seconds_since_step: float = 0.0) -> EngineStats:
-        decoding = self._decode_shape()
+        decoding = decode_shape(self.running)
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),

@@ -59,21 +59,22 @@ class Sequence:
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
 
-    def append(self, sampled: list[int], samples: int) -> FinishReason | None:
-        """Take the tokens that a step sampled for it, `samples` at most, and say whether they end it. Those after the
-        one that does are deleted from `sampled`."""
-        tokens, known = self.tokens, len(self.tokens)
-        self.pending -= samples
-        if len(sampled) < samples and self.row >= 0:
+    def cut(self, sampled: list[int], samples: int) -> FinishReason | None:
+        """Why these tokens, the last ones, of up to `samples` that a step might have given, end it, if they do. Those
+        after the one that ends it are deleted here and in `sampled`."""
+        if self.row >= 0:
             self.computed -= samples - len(sampled)  # tokens that were proposed and rejected
-        for token in sampled:
-            tokens.append(token)
-            if token in self.stop_ids and self.outputs >= self.request.params.min_tokens:
-                del sampled[len(tokens) - known :]
-                return "stop"
-            if len(tokens) >= self.max_len:
-                del sampled[len(tokens) - known :]
-                return "length"
+        first = len(self.tokens) - len(sampled)
+        for taken, token in enumerate(sampled, start=1):
+            end = first + taken
+            if token in self.stop_ids and end - self.prompt_len >= self.request.params.min_tokens:
+                reason: FinishReason = "stop"
+            elif end >= self.max_len:
+                reason = "length"
+            else:
+                continue
+            del self.tokens[end:], sampled[taken:]
+            return reason
         return None
 
     def block_hashes(self, block_size: int, blocks: int) -> list[bytes]:
