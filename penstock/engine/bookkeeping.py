@@ -125,9 +125,11 @@ def passed_over(sequences: Iterable[Sequence], culprit: Sequence | None, now: fl
 
 def _stall(sequence: Sequence, seconds: float, culprit: Sequence | None) -> None:
     """Requests of other tenants are not named."""
-    named = culprit is not None and culprit.request.tenant == sequence.request.tenant
+    name = ""
+    if culprit is not None and culprit.request.tenant == sequence.request.tenant:
+        name = culprit.request.id
     sequence.ledger.stalled += seconds
-    entry = sequence.stalls.setdefault(culprit.request.id if culprit is not None and named else "", [0.0, 0])
+    entry = sequence.stalls.setdefault(name, [0.0, 0])
     entry[0] += seconds
     entry[1] += 1
 

@@ -23,7 +23,8 @@ IDLE_CHECK_SECONDS = 1.0
 class EngineLoop:
     """Owns scheduler and executor. `submit`, `abort` and `stop` may be called from any thread; one thread steps.
 
-    The lock is held to decide, never while a step computes: a request is refused or queued at once.
+    The lock is held to decide, never while a step computes: a request is refused or queued at once. `clock` gives the
+    time in seconds; in a simulation it is a virtual one.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class EngineLoop:
         self.end(request_id, "abort", Unavailable("the engine aborted the request", code="aborted"))
 
     def end(self, request_id: str, reason: FinishReason, error: PenstockError) -> None:
+        """Stop working for a request and end it with this error, unless it has ended already."""
         with self._lock:
             last = self._scheduler.end(request_id, reason, error, self._clock())
         if last is not None:

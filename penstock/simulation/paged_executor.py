@@ -2,6 +2,8 @@
 samples from what it reads back through the block tables. If blocks are shared, freed or reused wrongly, it samples
 something else than `expected_output` says, or finds a slot that nobody wrote.
 
+One request:
+
     loop = EngineLoop(Scheduler(limits), PagedExecutor(limits.num_blocks, limits.block_size), chunks.extend)
     loop.submit(GenerateRequest("r", prompt, SamplingParams(max_tokens=5, ignore_eos=True)))
     while loop.step():

@@ -1,8 +1,10 @@
 """An engine that answers from a script, to see what the parts before it make of that.
 
-(hello,) = says(tokenizer, "Hello there!")
-engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in hello])
-app = create_app(engine, tokenizer, Settings(), model_names=["scripted"])
+A gateway that always says hello:
+
+    (hello,) = says(tokenizer, "Hello there!")
+    engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in hello])
+    app = create_app(engine, tokenizer, Settings(), model_names=["scripted"])
 """
 
 from __future__ import annotations

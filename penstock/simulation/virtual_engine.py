@@ -1,8 +1,10 @@
 """The real engine loop on a virtual clock: steps take as long as a formula says, so an hour of load takes seconds.
 
-virtual = VirtualEngine(Scheduler(limits), cpu_step_seconds, runs_ahead=False)
-outcomes = virtual.run([(0.0, request), (1.5, another)])
-assert outcomes[request.id].ttft < 0.1
+Two requests, one and a half seconds apart:
+
+    virtual = VirtualEngine(Scheduler(limits), cpu_step_seconds, runs_ahead=False)
+    outcomes = virtual.run([(0.0, request), (1.5, another)])
+    assert outcomes[request.id].ttft < 0.1
 """
 
 from __future__ import annotations

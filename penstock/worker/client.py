@@ -165,6 +165,8 @@ class WorkerClient(asyncio.Protocol):
             inbox = self._inboxes.get(message.request_id)
             if inbox is not None:
                 inbox.put(message.failure.exception())
+            else:
+                self._settle(message.request_id, None)
         elif self._greeted.done():
             raise ConnectionError("a worker greets once")
         elif isinstance(message, Hello):

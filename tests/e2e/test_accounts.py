@@ -107,6 +107,7 @@ def check_early_end(account: dict[str, Any]) -> None:
     parts, engine = choice["parts"], choice["engine"]
     assert sum(parts.values()) == pytest.approx(account["total"], abs=ROUNDING)
     assert parts["answer"] == 0
+    assert all(seconds >= 0 for seconds in parts.values()), parts
     assert engine["request_id"].startswith(account["id"])
     assert engine["prefill"]
 
