@@ -69,7 +69,7 @@ def logits_of(forward: Forward, prompts: list[Prompt], vocab: int, every: bool =
         step.rows.append(row)
         step.starts.append(0)
         step.counts.append(prompt.prefilled)
-        step.samples.append(True)
+        step.samples.append(1)
         step.tokens += prompt.tokens[: prompt.prefilled]
     found: list[list[torch.Tensor]] = [[] for _ in prompts]
     decodes = min(len(prompt.tokens) - prompt.prefilled for prompt in prompts)
@@ -85,7 +85,7 @@ def logits_of(forward: Forward, prompts: list[Prompt], vocab: int, every: bool =
                 rows=step.rows,
                 starts=[prompt.prefilled + decode for prompt in prompts],
                 counts=[1] * len(prompts),
-                samples=[True] * len(prompts),
+                samples=[1] * len(prompts),
                 tokens=[prompt.tokens[prompt.prefilled + decode] for prompt in prompts],
             )
     return torch.cat([torch.cat(rows) for rows in found])

@@ -37,10 +37,10 @@ def try_with(model: str, free_gib: float, config: EngineConfig) -> str | None:
     held = torch.empty(max(0, free - int(free_gib * GIB)), dtype=torch.uint8, device="cuda")
     try:
         scheduler, executor, info = start(model, config)
-        failed: list[str | None] = []
+        failed: list[str] = []
 
         def take(chunks: list[Chunk]) -> None:
-            failed.extend(chunk.error for chunk in chunks if chunk.finish_reason == "error")
+            failed.extend(chunk.error.message for chunk in chunks if chunk.error is not None)
 
         loop = EngineLoop(scheduler, executor, take)
         length = min(info.max_model_len - 9, 1000)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.checkpoint.source import DEFAULT_MODEL, resolve
-from penstock.core.errors import EngineFailure, InvalidRequest
+from penstock.core.errors import InvalidRequest
 from penstock.core.request import (
     Chunk,
     FinishReason,
@@ -120,6 +120,7 @@ class LLM:
         chunks = self.engine.submit(_request(self._encode(prompt), params, 0))
         try:
             async for chunk in chunks:
+                chunk.raise_failure()
                 delta = text.push(chunk)
                 yield delta
                 if delta.finish_reason is not None:
@@ -154,8 +155,7 @@ class _Job:
     stream: TextStream
 
     def take(self, chunk: Chunk) -> TextDelta:
-        if chunk.finish_reason == "error":
-            raise EngineFailure(chunk.error or "the step failed")
+        chunk.raise_failure()
         delta = self.stream.push(chunk)
         choice = self.choice
         choice.text += delta.text

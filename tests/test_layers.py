@@ -29,12 +29,13 @@ BELOW: dict[str, set[str]] = {
     "cache": {"core", "text"},
     "client": {"core"},
     "worker": {"core", "engine", "runner", "observability"},
+    "simulation": {"core", "engine", "text"},
     "gateway": {"core", "text", "observability", "state", "client", "cache.settings", "engine.settings"},
     "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "client"},
 }
 # The gateway's protocol server could serve anything: neither tenants nor models are known there.
 HTTP_SERVER = {"core", "observability", "gateway.errors", "gateway.http", "gateway.settings"}
-WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway")
+WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway", "simulation")
 ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")
 SERVER_ONLY = {
     *("starlette", "uvicorn", "msgspec", "pydantic", "prometheus_client", "yaml", "rich", "prompt_toolkit"),

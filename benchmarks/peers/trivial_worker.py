@@ -18,10 +18,10 @@ from penstock.core.engine import EngineInfo, EngineStats
 from penstock.core.ledger import Ledger, PrefillChunk
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.worker.protocol import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     Abort,
-    Beat,
     Chunks,
+    Heartbeat,
     Hello,
     Submit,
     decode_to_worker,
@@ -59,8 +59,8 @@ class Client(asyncio.Protocol):
 
     def beat(self) -> None:
         if not self.transport.is_closing():
-            self.transport.write(frame(Beat(EngineStats(kv_blocks=1000))))
-            self.loop.call_later(BEAT_SECONDS, self.beat)
+            self.transport.write(frame(Heartbeat(EngineStats(kv_blocks=1000))))
+            self.loop.call_later(HEARTBEAT_SECONDS, self.beat)
 
     def data_received(self, data: bytes) -> None:
         for body in take_frames(self.received, data):

@@ -138,8 +138,8 @@ def with_objectives(workload: Workload, given: Mapping[str, Objective], scale: f
 
 
 def _scaled(objective: Objective, scale: float) -> Objective:
-    ttft, gap = (None if limit is None else limit * scale for limit in (objective.ttft, objective.gap))
-    return replace(objective, ttft=ttft, gap=gap)
+    ttft, itl = (None if limit is None else limit * scale for limit in (objective.ttft, objective.itl))
+    return replace(objective, ttft=ttft, itl=itl)
 
 
 def parse_objectives(text: str) -> dict[str, Objective]:
@@ -148,12 +148,12 @@ def parse_objectives(text: str) -> dict[str, Objective]:
     for part in text.split(","):
         name, _, limits = part.partition("=")
         try:
-            ttft, gap = (None if limit == "-" else float(limit) / 1e3 for limit in limits.split("/"))
+            ttft, itl = (None if limit == "-" else float(limit) / 1e3 for limit in limits.split("/"))
         except ValueError as error:
             raise InvalidRequest(
                 f"objectives: {part!r} must look like short=200/50 (TTFT and gap in ms, - for none)", param="objectives"
             ) from error
-        objectives[name] = Objective(name, ttft, gap)
+        objectives[name] = Objective(name, ttft, itl)
     return objectives
 
 

@@ -36,7 +36,8 @@ class Timeline:
         return self.token_times[0] - self.sent if self.token_times else None
 
     @property
-    def gaps(self) -> list[float]:
+    def itls(self) -> list[float]:
+        """Inter-token latencies."""
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
     @property
@@ -51,11 +52,11 @@ class Timeline:
 
     @property
     def met(self) -> bool:
-        """Whether it was answered as promised: the first token in time, and the 99th percentile of its own gaps."""
-        ttft, gaps, owed = self.ttft, self.gaps, self.objective or Objective()
-        if self.failed or ttft is None or (owed.ttft is not None and ttft > owed.ttft):
+        """Whether it was answered as promised: the first token in time, and the 99th percentile of its own ITLs."""
+        ttft, itls, objective = self.ttft, self.itls, self.objective or Objective()
+        if self.failed or ttft is None or (objective.ttft is not None and ttft > objective.ttft):
             return False
-        return owed.gap is None or not gaps or percentile(gaps, 0.99) <= owed.gap
+        return objective.itl is None or not itls or percentile(itls, 0.99) <= objective.itl
 
     @property
     def forecast_error(self) -> float | None:
@@ -194,7 +195,7 @@ def _summarise_class(timelines: Sequence[Timeline], wall_s: float) -> ClassSumma
         met=len(met),
         goodput_tok_s=sum(t.output_tokens for t in met) / wall_s,
         ttft_ms=Percentiles.of_ms([ttft for t in done if (ttft := t.ttft) is not None]),
-        gap_ms=Percentiles.of_ms([gap for t in done for gap in t.gaps]),
+        gap_ms=Percentiles.of_ms([itl for t in done for itl in t.itls]),
         objective=timelines[0].objective if timelines else None,
     )
 

@@ -56,7 +56,7 @@ class Result:
             "rate": self.workload.rate,
             "metric": self.workload.metric,
             "value": self.value,
-            **dataclasses.asdict(self.summary),
+            **_summary_json(self.summary),
             **self.detail,
         }
         if self.target is not None:
@@ -68,9 +68,17 @@ class Result:
         return result
 
 
+def _summary_json(summary: Summary) -> dict[str, Any]:
+    found = dataclasses.asdict(summary)
+    for one in found["classes"].values():
+        if one["objective"] is not None:
+            one["objective"]["gap"] = one["objective"].pop("itl")  # its name in reports
+    return found
+
+
 def _timeline_json(timeline: Timeline, start: float) -> dict[str, Any]:
     """One request of an open loop, in seconds after the start of the run."""
-    gaps = timeline.gaps
+    itls = timeline.itls
     ledger = timeline.ledger
     return {
         "sent": timeline.sent - start,
@@ -80,8 +88,8 @@ def _timeline_json(timeline: Timeline, start: float) -> dict[str, Any]:
         "output_tokens": timeline.output_tokens,
         "ttft": timeline.ttft,
         "predicted_ttft": ledger and ledger.predicted_ttft,
-        "p99_gap": percentile(gaps, 0.99) if gaps else None,
-        "longest_gap": max(gaps, default=None),
+        "p99_gap": percentile(itls, 0.99) if itls else None,
+        "longest_gap": max(itls, default=None),
         "finished": None if timeline.finished is None else timeline.finished - start,
         "met": timeline.met,
         "error": timeline.error,

@@ -134,13 +134,13 @@ class LoadedEngine:
         self,
         scheduler: Scheduler,
         jobs: Sequence[Job],
-        owed: Mapping[str, Objective],
+        objectives: Mapping[str, Objective],
         allowed: int | None,
         progress: Progress,
     ) -> list[Timeline]:
         engine = LocalEngine(scheduler, self.executor, self.info)
         try:
-            return OpenLoop(engine, owed, allowed, progress).run(jobs, self._salt())
+            return OpenLoop(engine, objectives, allowed, progress).run(jobs, self._salt())
         finally:
             time.sleep(SETTLE_SECONDS)
             engine.close()

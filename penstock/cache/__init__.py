@@ -1,7 +1,7 @@
 """Answers without a model: an `Engine` before another one that remembers what it said.
 
 key.py         what makes two requests the same
-answer.py      an answer as it is stored, and how it is told again
+answer.py      an answer as it is stored, and its replay
 memory.py, redis_tier.py, disk_tier.py (tier.py)   where answers are kept, nearest first
 flight.py      one computation, any number of listeners
 engine.py      `CachedEngine`, which puts these together

@@ -1,4 +1,4 @@
-"""An answer as it is stored, and how it is told again."""
+"""An answer as it is stored, and its replay."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     def replay(self, request_id: str, prompt_tokens: int) -> Iterator[Chunk]:
         """The chunks an engine might have sent, had it computed the answer in long steps."""
         count = len(self.token_ids)
-        for start in range(0, count, REPLAY_TOKENS):
+        for start in range(0, count or 1, REPLAY_TOKENS):
             piece = slice(start, start + REPLAY_TOKENS)
             chunk = Chunk(request_id, self.token_ids[piece])
             if self.logprobs is not None:

@@ -33,7 +33,7 @@ MISS = CacheStatus("miss")
 SHARED = CacheStatus("shared")
 
 # Whoever joins a computation must lose nothing by it: the class that orders it and what may be read are its own. The
-# class by its name, for what it is owed may be measured anew while it runs.
+# class by its name, for its objective may be measured anew while it runs.
 FlightName = tuple[bytes, CacheControl, str, int]
 
 
@@ -121,11 +121,11 @@ class CachedEngine:
         flight = self._flights.get(name)
         joined = flight is not None and flight.outlasts(expires)
         if flight is None or not joined:
-            flight = self._take_off(name, request, now)
+            flight = self._start_flight(name, request, now)
         status: CacheStatus | None = None
         async with aclosing(flight.listen(expires)) as chunks:
             async for chunk in chunks:
-                if status is None:
+                if status is None and chunk.error is None:
                     status = flight.found or (SHARED if joined else MISS)
                     self.metrics.count(status)
                 if joined:  # nothing was computed for this request
@@ -133,7 +133,7 @@ class CachedEngine:
                 chunk.cache = status
                 yield chunk
 
-    def _take_off(self, name: FlightName, request: GenerateRequest, now: float) -> Flight:
+    def _start_flight(self, name: FlightName, request: GenerateRequest, now: float) -> Flight:
         """Listeners keep their own deadlines; the engine's is later, so that others may join until the first one's."""
 
         def ended(flight: Flight) -> None:
@@ -246,6 +246,8 @@ class _TextEnd:
 
     def after(self, chunk: Chunk) -> End | None:
         """None: it goes on, or it ended in a way that must not be stored."""
+        if chunk.error is not None:
+            return None
         if self._text is not None and isinstance(self._text.push(chunk).stop_matched, str):
             return "stop string"
         reason = chunk.finish_reason

@@ -181,7 +181,7 @@ def _engine(ledger: dict[str, Any]) -> Iterable[RenderableType]:
         yield f"Decode: {ledger['output_tokens']} tokens in {ledger['decode_steps']} steps of {duration(each)}."
     if ledger["stalled"] > 0:
         by = [
-            f"{duration(stall['seconds'])} by {stall['request_id']} ({stall['steps']} steps)"
+            f"{duration(stall['seconds'])} by {stall['request_id'] or 'others'} ({stall['steps']} steps)"
             for stall in ledger["stalls"][:5]
         ]
         yield f"Stalled: {duration(ledger['stalled'])}" + (": " + ", ".join(by) if by else "") + "."

@@ -48,7 +48,10 @@ class EngineStats:
 
 class Engine(Protocol):
     def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        """Yield chunks until one has a finish reason. Closing the iterator aborts the request and frees its memory."""
+        """Yield chunks until one has a finish reason. That one has the ledger, also if the request failed: then it has
+        an error as well. Closing the iterator aborts the request and frees its memory.
+
+        Raises what an engine refuses, and Unavailable where it is lost and has no ledger to give."""
         ...
 
 
@@ -72,6 +75,6 @@ class ServedEngine(Engine, Protocol):
     def health(self) -> Health: ...
 
     async def aborted(self, request_id: str) -> Ledger | None:
-        """The ledger of a request whose iterator has just been closed early; None if it does not come within a second,
-        as when the computation goes on for others."""
+        """The ledger of a request whose iterator has just been closed early. None if there is none, or if it does not
+        come within a second, as when the computation goes on for others."""
         ...

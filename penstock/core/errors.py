@@ -17,22 +17,27 @@ PenstockError
 ├── EngineFailure             500  a step failed; the request was lost, others go on
 └── StartupError              --   settings, checkpoint or memory do not allow serving at all
 
-An error knows its HTTP status and whether sending the same request again can help.
+An error knows its HTTP status and whether sending the same request again can help. Between processes it travels as a
+`Failure`, which is data.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 
 class PenstockError(Exception):
     status = 500
     kind = "server_error"
     retryable = False
+    code: str | None = None
+    param: str | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.param = param
-        self.code = code
+        self.param = param or type(self).param
+        self.code = code or type(self).code
 
 
 class InvalidRequest(PenstockError):
@@ -41,8 +46,8 @@ class InvalidRequest(PenstockError):
 
 
 class ContextTooLong(InvalidRequest):
-    def __init__(self, message: str, *, param: str | None = "messages") -> None:
-        super().__init__(message, param=param, code="context_length_exceeded")
+    code = "context_length_exceeded"
+    param = "messages"
 
 
 class RequestTooLarge(InvalidRequest):
@@ -52,9 +57,7 @@ class RequestTooLarge(InvalidRequest):
 class Unauthorized(PenstockError):
     status = 401
     kind = "authentication_error"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code="invalid_api_key")
+    code = "invalid_api_key"
 
 
 class Forbidden(PenstockError):
@@ -77,41 +80,34 @@ class Overloaded(PenstockError):
     status = 429
     kind = "rate_limit_error"
     retryable = True
+    code = "overloaded"
 
     def __init__(self, message: str, *, retry_after: float, param: str | None = None) -> None:
-        super().__init__(message, param=param, code="overloaded")
+        super().__init__(message, param=param)
         self.retry_after = retry_after
 
 
 class LimitReached(Overloaded):
-    def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message, retry_after=retry_after)
-        self.code = "rate_limit_exceeded"
+    code = "rate_limit_exceeded"
 
 
 class BudgetSpent(Overloaded):
     kind = "insufficient_quota"
     retryable = False
-
-    def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message, retry_after=retry_after)
-        self.code = "insufficient_quota"
+    code = "insufficient_quota"
 
 
 class DeadlineExceeded(PenstockError):
     status = 504
     kind = "timeout_error"
-
-    def __init__(self, message: str, *, param: str | None = "deadline_ms") -> None:
-        super().__init__(message, param=param, code="deadline_exceeded")
+    code = "deadline_exceeded"
+    param = "deadline_ms"
 
 
 class NotCached(PenstockError):
     status = 504
     kind = "invalid_request_error"
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, code="not_cached")
+    code = "not_cached"
 
 
 class Unavailable(PenstockError):
@@ -128,3 +124,34 @@ class EngineFailure(PenstockError):
 
 class StartupError(PenstockError):
     """Raised before serving begins; the message says what to change."""
+
+
+# Those that an engine may give as the reason why a request was refused or ended.
+_OF_ENGINES: dict[str, type[PenstockError]] = {
+    kind.__name__: kind
+    for kind in (InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded, Unavailable, EngineFailure)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as data, for the last chunk of a request and for the wire."""
+
+    error: str  # name of its class
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: float | None = None
+
+    @classmethod
+    def of(cls, error: PenstockError) -> Failure:
+        retry_after = error.retry_after if isinstance(error, Overloaded) else None
+        return cls(type(error).__name__, error.message, error.param, error.code, retry_after)
+
+    def exception(self) -> PenstockError:
+        """An error of the same class; one that engines do not give becomes an `EngineFailure`."""
+        kind = _OF_ENGINES.get(self.error, EngineFailure)
+        extras = {} if self.retry_after is None else {"retry_after": self.retry_after}
+        error = kind(self.message, **extras)  # type: ignore[arg-type]
+        error.param, error.code = self.param, self.code
+        return error

@@ -27,7 +27,7 @@ class PrefillChunk:
 class Stall:
     """Time lost to another request's prefill, or to its turn."""
 
-    request_id: str
+    request_id: str  # "" if it is of another tenant, or no single one
     seconds: float
     steps: int = 1
 
@@ -56,7 +56,7 @@ class Ledger:
     preemptions: int = 0
     recomputed_tokens: int = 0
     met_ttft: bool | None = None  # None: nothing was promised
-    met_gap: bool | None = None  # of the 99th percentile of its gaps
+    met_gap: bool | None = None  # of the 99th percentile of its inter-token latencies
 
     @property
     def accounted(self) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import Failure, InvalidRequest, PenstockError
 from penstock.core.ledger import Ledger
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
@@ -37,7 +37,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     seed: int | None = None
-    max_tokens: int | None = None  # None: until the context is full
+    max_tokens: int | None = None  # None: until the context is full; 0: the prompt is computed and nothing sampled
     min_tokens: int = 0
     stop: tuple[str, ...] = ()  # applied to text, outside the engine
     stop_token_ids: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ class SamplingParams:
         _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be between -2 and 2")
         _require(all(-100 <= v <= 100 for v in self.logit_bias.values()), "logit_bias", "values must be in -100..100")
         _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in 64 bits")
-        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "must be at least 1")
+        _require(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "must not be negative")
         _require(self.min_tokens >= 0, "min_tokens", "must not be negative")
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
@@ -78,14 +78,12 @@ class Objective:
 
     name: str = "standard"
     ttft: float | None = None  # from arrival to the first token
-    gap: float | None = None  # between two tokens
+    itl: float | None = None  # inter-token latency: between two tokens
     rank: int = 0  # classes of a smaller rank go first
-    paced: bool = (
-        False  # somebody reads along: without a gap, too, prompts of others must not slow the stream down much
-    )
+    paced: bool = False  # somebody reads along: without an ITL, too, prompts of others must not slow it down much
 
     def __post_init__(self) -> None:
-        for name, value in (("ttft", self.ttft), ("gap", self.gap)):
+        for name, value in (("ttft", self.ttft), ("itl", self.itl)):
             _require(value is None or 0 < value < float("inf"), name, "must be above 0")
 
 
@@ -131,6 +129,9 @@ class GenerateRequest:
     prompt: Sequence[int]
     params: SamplingParams
     seed: int = 0  # decided by whoever builds the request, so that any engine continues the same stream
+    # Tokens that another engine has emitted for this request. They count as its output wherever output is counted
+    # (penalties, limits, sampling positions, usage) and do not come again in chunks.
+    output: Sequence[int] = ()
     priority: int = 0  # within a class lower runs first
     cache_salt: str = ""  # prefixes are shared only between equal salts
     prefix_scope: str = ""  # and only within a scope: a tenant, unless tenants share
@@ -173,6 +174,16 @@ class Chunk:
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first chunk, when asked for
     cached_tokens: int = 0  # prompt tokens not computed because their KV was there; with the first chunk
     queue_seconds: float = 0.0  # from arrival at the engine to the first step; with the first chunk
-    error: str | None = None  # with finish_reason "error" or "deadline"
+    error: Failure | None = None  # with finish_reason "error", "deadline" or "abort": the request failed
     ledger: Ledger | None = None  # with the last chunk
     cache: CacheStatus | None = None  # with the first chunk, when a result cache stands before the engine
+
+    def raise_failure(self) -> None:
+        """For readers who want a failed request as an exception. Engines give it as a chunk, with its ledger."""
+        if self.error is not None:
+            raise self.error.exception()
+
+
+def failed(request_id: str, reason: FinishReason, error: PenstockError, ledger: Ledger | None) -> Chunk:
+    """The last chunk of a request that failed."""
+    return Chunk(request_id, finish_reason=reason, error=Failure.of(error), ledger=ledger)

@@ -2,6 +2,9 @@
 
 loop.py         schedule, launch, collect the previous step, emit
 scheduler.py    what the next step computes; preemption, completion
+arrival.py      a request becomes a sequence
+pacing.py       how long a step may take, and how much of a prompt fits into it
+planned_step.py a step from its planning until its result is there
 settings.py     the `engine` section of the settings
 limits.py       what a scheduler may use, and which requests could never run
 admission.py    whether a promise can be kept, decided on arrival

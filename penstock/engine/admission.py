@@ -13,7 +13,7 @@ from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import Ranking
 
-_LEADER_SHARE = 0.7  # of the gap owed that decoding may take up for streams of a tenant that leads: others find room
+_LEADER_SHARE = 0.7  # of the ITL objective that decoding may take up for streams of a tenant that leads
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Admission:
         """Forecast the first token, and refuse what would miss its objective or its deadline."""
         ttft = math.inf if objective.ttft is None else objective.ttft
         allowed = min(ttft, sequence.request.deadline or math.inf)
-        own = self._times.chunk_seconds(sequence.prompt_len - sequence.to_compute, sequence.to_compute)
+        own = self._times.chunk_seconds(sequence.given - sequence.to_compute, sequence.to_compute)
         if own:
             forecast = self._forecast(sequence, own, allowed, load)
             late = forecast * self._times.slowdown - allowed * (1.0 - self._calibration.margin(objective.name))
@@ -66,21 +66,21 @@ class Admission:
             if ranking.of(other) < mine:
                 before += seconds
                 joining += 1
-                context += other.prompt_len
+                context += other.given
             else:
                 after += seconds
         decodes = load.decodes
         decode = times.base_seconds(StepShape(decodes.decodes + joining // 2, decodes.context + context // 2))
-        longest = sequence.gap * _LEADER_SHARE if mine[2] else times.plan_within(sequence.gap)
+        longest = sequence.itl * _LEADER_SHARE if mine[2] else times.plan_within(sequence.itl)
         if decode > longest:
             return math.inf
-        gap = min(load.longest_step, times.plan_within(sequence.gap))
+        longest = min(load.longest_step, times.plan_within(sequence.itl))
         tightest = min(self._promises.tightest(now), allowed)
         arriving = min(0.9, self._promises.more_urgent_than(allowed, now))
         factor = self._calibration.factor(sequence.request.objective.name)
 
         def first_token(share: float) -> float:
-            limit = step_limit(gap, tightest, decode, share)
+            limit = step_limit(longest, tightest, decode, share)
             return factor * Backlog(load.free_at - now, decode, limit, before, after, arriving).first_token(own)
 
         sequence.ledger.predicted_ttft = first_token(needed_share(sorted(work), now))
@@ -95,5 +95,5 @@ class Admission:
 
 def remaining_seconds(sequence: Sequence, times: StepTimes) -> float:
     """Of prefill, not counting what was in the cache on arrival."""
-    start = max(sequence.computed, sequence.prompt_len - sequence.to_compute)
+    start = max(sequence.computed, sequence.given - sequence.to_compute)
     return times.chunk_seconds(start, sequence.known - start)

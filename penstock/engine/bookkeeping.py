@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from penstock.core.ledger import MAX_CHUNKS, MAX_STALLS, Ledger, MissCause, PrefillChunk, QueueCause, Stall
 from penstock.core.request import FinishReason, GenerateRequest
@@ -12,6 +13,21 @@ from penstock.engine.sequence import Sequence
 
 def open_ledger(request: GenerateRequest) -> Ledger:
     return Ledger(request.id, request.tenant, request.objective.name, time.time(), prompt_tokens=len(request.prompt))
+
+
+@dataclass(slots=True)
+class Counts:
+    """What an engine has done in all, as `EngineStats` tells it."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    batch_tokens: int = 0
+    batch_sequences: int = 0
+    refused: int = 0
+    expired: int = 0
 
 
 class QueueClock:
@@ -75,11 +91,11 @@ def computed(sequence: Sequence, tokens: int, now: float) -> None:
     sequence.mark = now
 
 
-def decoded(sequence: Sequence, usual: float, culprit: str, now: float) -> None:
+def decoded(sequence: Sequence, usual: float, culprit: Sequence | None, now: float) -> None:
     """A token was decoded, which without the prefill of others would have taken `usual` seconds."""
     elapsed, ledger = now - sequence.mark, sequence.ledger
     ledger.decode_steps += 1
-    if elapsed <= usual or not culprit:
+    if elapsed <= usual or culprit is None:
         ledger.decode += elapsed
     else:
         ledger.decode += usual
@@ -96,7 +112,7 @@ def ended(sequence: Sequence, now: float) -> None:
         computed(sequence, 0, now)
 
 
-def passed_over(sequences: Iterable[Sequence], culprit: str, now: float) -> None:
+def passed_over(sequences: Iterable[Sequence], culprit: Sequence | None, now: float) -> None:
     """A step ended that did nothing for these: new ones were admitted while it ran, others had to let it pass."""
     for sequence in sequences:
         if sequence.mark < now:
@@ -107,9 +123,13 @@ def passed_over(sequences: Iterable[Sequence], culprit: str, now: float) -> None
                 sequence.mark = now
 
 
-def _stall(sequence: Sequence, seconds: float, culprit: str) -> None:
+def _stall(sequence: Sequence, seconds: float, culprit: Sequence | None) -> None:
+    """Requests of other tenants are not named."""
+    name = ""
+    if culprit is not None and culprit.request.tenant == sequence.request.tenant:
+        name = culprit.request.id
     sequence.ledger.stalled += seconds
-    entry = sequence.stalls.setdefault(culprit, [0.0, 0])
+    entry = sequence.stalls.setdefault(name, [0.0, 0])
     entry[0] += seconds
     entry[1] += 1
 
@@ -134,9 +154,9 @@ def close_ledger(sequence: Sequence, reason: FinishReason, now: float) -> Ledger
         ledger.ttft = sequence.first_token - sequence.arrival
     if objective.ttft is not None and reason != "abort":
         ledger.met_ttft = ledger.ttft is not None and ledger.ttft <= objective.ttft
-    if objective.gap is not None and reason != "abort":
-        gaps = max(0, sequence.outputs - 1)
-        ledger.met_gap = sequence.late_gaps <= gaps - 1 - min(gaps - 1, int(0.99 * gaps)) if gaps else True
+    if objective.itl is not None and reason != "abort":
+        count = max(0, len(sequence.tokens) - sequence.given - 1)
+        ledger.met_gap = sequence.late_tokens <= count - 1 - min(count - 1, int(0.99 * count)) if count else True
     longest = sorted(sequence.stalls.items(), key=lambda item: -item[1][0])[:MAX_STALLS]
     ledger.stalls = [Stall(culprit, seconds, int(steps)) for culprit, (seconds, steps) in longest]
     return ledger

@@ -36,7 +36,7 @@ class Step:
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # position of the first token computed
     counts: list[int] = field(default_factory=list)  # how many tokens
-    samples: list[bool] = field(default_factory=list)  # whether the last token's logits are sampled
+    samples: list[int] = field(default_factory=list)  # of how many tokens, the last ones, the logits are sampled
     tokens: list[int] = field(default_factory=list)  # all sequences' tokens, one after the other; may be SAMPLED
     setups: list[RowSetup] = field(default_factory=list)
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, index in its table, block ids)
@@ -44,11 +44,20 @@ class Step:
 
 @dataclass(slots=True)
 class StepResult:
-    """Parallel to the step's lists; token -1 where nothing was sampled."""
+    """What each sequence of a step sampled, in the order of the step's lists: up to as many tokens as `Step.samples`
+    says. The lists are given away: the chunks of the requests take them over."""
 
-    tokens: list[int]
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)  # by index of the sequence in the step
+    tokens: list[list[int]]
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # by index of the sequence in the step
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # for positions start+1 … start+count
+
+
+def at_most_one_each(samples: list[int], tokens: list[int]) -> list[list[int]]:
+    """`StepResult.tokens` of a step in which no sequence samples more than one token."""
+    if len(tokens) == len(samples):
+        return [[token] for token in tokens]
+    sampled = iter(tokens)
+    return [[next(sampled)] if count else [] for count in samples]
 
 
 class Executor(Protocol):

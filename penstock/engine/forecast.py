@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from penstock.engine.peak import RecentPeak
 
-TTFT_SHARE = 0.25  # of the time to first token owed: a request meets the rest of two steps and then has its own
+TTFT_SHARE = 0.25  # of the time to first token promised: a request meets the rest of two steps and then has its own
 SHORTEST_SHARE = 0.6  # of the limit: shorter steps than this waste the machine
 HEADROOM = 1.5  # more machine than the work at hand needs, for what will come before it is done
 ARRIVALS_SECONDS = 10.0  # over which the rate of arriving work is taken
@@ -47,13 +47,13 @@ class Backlog:
         return self.until_free + served / max(0.05, 1.0 - self.arriving)
 
 
-def step_limit(gap: float, ttft: float, decode: float, needed_share: float) -> float:
-    """The longest the next step may take: short enough for the tightest gap among running streams and for the tightest
+def step_limit(itl: float, ttft: float, decode: float, needed_share: float) -> float:
+    """The longest the next step may take: short enough for the tightest ITL among running streams and for the tightest
     time to first token that is being promised, and no longer than the work at hand needs to be done when it is due.
 
     `needed_share`: the part of the machine that prefill needs, headroom included; inf: all it can get.
     """
-    longest = min(gap, ttft * TTFT_SHARE)
+    longest = min(itl, ttft * TTFT_SHARE)
     if longest == math.inf or needed_share >= 1.0:
         return longest
     return min(longest, max(decode / (1.0 - needed_share), longest * SHORTEST_SHARE))

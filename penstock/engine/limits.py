@@ -40,9 +40,16 @@ class SchedulerLimits:
                 "tokens per request, prompt and output together",
                 param="prompt",
             )
+        if len(request.prompt) + len(request.output) > self.longest_sequence:
+            raise ContextTooLong(
+                f"prompt and output have {len(request.prompt) + len(request.output)} tokens; this server holds at most "
+                f"{self.longest_sequence} tokens per request",
+                param="output",
+            )
         params = request.params
         for name, ids in (
             ("prompt", request.prompt),
+            ("output", request.output),
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", params.logit_bias),
         ):

@@ -7,8 +7,8 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
-from penstock.core.errors import DeadlineExceeded, EngineFailure, Unavailable
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.errors import EngineFailure, Unavailable
+from penstock.core.request import Chunk, GenerateRequest, failed
 from penstock.engine.executor import Executor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
@@ -50,10 +50,6 @@ class LocalEngine:
         try:
             while True:
                 chunk = await chunks.get()
-                if chunk.finish_reason == "error":
-                    raise EngineFailure(chunk.error or "the step failed")
-                if chunk.finish_reason == "deadline":
-                    raise DeadlineExceeded(chunk.error or "the deadline passed")
                 yield chunk
                 if chunk.finish_reason is not None:
                     return
@@ -79,6 +75,9 @@ class LocalEngine:
         self._closed = True
         self._loop.stop()
         self._thread.join()
-        while self._sinks:
+        error = EngineFailure("the engine was closed before the answer was complete")
+        for request_id in list(self._sinks):
+            self._loop.end(request_id, "error", error)
+        while self._sinks:  # those that were just being submitted
             request_id, sink = self._sinks.popitem()
-            sink(Chunk(request_id, finish_reason="error", error="the engine was closed before the answer was complete"))
+            sink(failed(request_id, "error", error, None))

@@ -1,4 +1,4 @@
-"""The engine's heartbeat: schedule, launch, collect the previous step, emit."""
+"""The engine loop: schedule, launch, collect the previous step, emit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.core.engine import EngineStats, Health
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.errors import EngineFailure, PenstockError, Unavailable
+from penstock.core.request import Chunk, FinishReason, GenerateRequest
 from penstock.engine.executor import Executor
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
@@ -22,18 +23,27 @@ IDLE_CHECK_SECONDS = 1.0
 class EngineLoop:
     """Owns scheduler and executor. `submit`, `abort` and `stop` may be called from any thread; one thread steps.
 
-    The lock is held to decide, never while a step computes: a request is refused or queued at once.
+    The lock is held to decide, never while a step computes: a request is refused or queued at once. `clock` gives the
+    time in seconds; in a simulation it is a virtual one.
     """
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, emit: Callable[[list[Chunk]], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        emit: Callable[[list[Chunk]], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
+        self._clock = clock
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
         self._in_flight: tuple[PlannedStep, Any] | None = None
-        self._last_progress = time.monotonic()
+        self._last_progress = self._clock()
         self.turns = 0  # that have ended
 
     def submit(self, request: GenerateRequest) -> None:
@@ -41,13 +51,18 @@ class EngineLoop:
         self._scheduler.limits.check(request)
         with self._lock:
             if not self._busy:
-                self._last_progress = time.monotonic()
-            self._scheduler.add(request, time.monotonic())
+                self._last_progress = self._clock()
+            self._scheduler.add(request, self._clock())
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
+        """Its last chunk comes as every other one does."""
+        self.end(request_id, "abort", Unavailable("the engine aborted the request", code="aborted"))
+
+    def end(self, request_id: str, reason: FinishReason, error: PenstockError) -> None:
+        """Stop working for a request and end it with this error, unless it has ended already."""
         with self._lock:
-            last = self._scheduler.abort(request_id, time.monotonic())
+            last = self._scheduler.end(request_id, reason, error, self._clock())
         if last is not None:
             self._emit([last])
 
@@ -77,7 +92,7 @@ class EngineLoop:
         planned = None
         try:
             with self._lock:
-                planned = self._scheduler.schedule(time.monotonic())
+                planned = self._scheduler.schedule(self._clock())
                 chunks = self._scheduler.take_notices()
             if planned is not None:
                 self._in_flight = (planned, self._executor.launch(planned.step))
@@ -86,7 +101,7 @@ class EngineLoop:
             if previous is not None:
                 result = self._executor.collect(previous[1])
                 with self._lock:
-                    chunks += self._scheduler.complete(previous[0], result, time.monotonic())
+                    chunks += self._scheduler.complete(previous[0], result, self._clock())
             if chunks:
                 self._emit(chunks)
         except Exception:
@@ -94,10 +109,10 @@ class EngineLoop:
             lost = [step for step in (previous and previous[0], planned) if step is not None]
             self._in_flight = None  # steps run in order, so its result may be left unread
             with self._lock:
-                message = "the engine failed while computing this request; send it again"
-                chunks = self._scheduler.fail(lost, message, time.monotonic())
+                error = EngineFailure("the engine failed while computing this request; send it again")
+                chunks = self._scheduler.fail(lost, error, self._clock())
             self._emit(chunks)
-        self._last_progress = time.monotonic()
+        self._last_progress = self._clock()
         self.turns += 1
         return True
 
@@ -109,7 +124,7 @@ class EngineLoop:
     @property
     def stats(self) -> EngineStats:
         with self._lock:
-            return self._scheduler.stats(time.monotonic() - self._last_progress if self._busy else 0.0)
+            return self._scheduler.stats(self._clock() - self._last_progress if self._busy else 0.0)
 
     def overdue(self, seconds: float) -> bool:
         """Whether a busy engine that has not finished a step for so long must hang."""

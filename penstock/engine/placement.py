@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from penstock.core.ledger import MissCause
 from penstock.engine.block_pool import BlockPool
@@ -25,14 +26,14 @@ class Placement:
     def has_free_row(self) -> bool:
         return bool(self._free_rows)
 
-    def owed(self, running: Iterable[Sequence]) -> int:
+    def reserved(self, running: Iterable[Sequence]) -> int:
         """Blocks that known tokens of running sequences have yet to get."""
         return sum(self.missing_blocks(s, s.known) for s in running)
 
-    def room_for(self, sequence: Sequence, owed: int, *, leads: bool) -> list[int] | None:
+    def room_for(self, sequence: Sequence, reserved: int, *, leads: bool) -> list[int] | None:
         """The cached blocks a waiting sequence would start with, or None if its known tokens will not fit now.
 
-        So many blocks are `owed` to others. Preempted with a token still in flight, it has to wait until that is
+        So many blocks are `reserved` for others. Preempted with a token still in flight, it has to wait until that is
         known. A tenant that leads leaves some rows and blocks to the others.
         """
         limits = self._limits
@@ -43,7 +44,7 @@ class Placement:
         hits = self.cached_blocks(sequence)
         needed = self.missing_blocks(sequence, sequence.known) - len(hits)
         available = self.pool.available - self.pool.evictable_among(hits) - int(kept * limits.num_blocks)
-        return hits if owed + needed <= available else None
+        return hits if reserved + needed <= available else None
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the beginning of this sequence. One token at least is left to compute, to have logits."""
@@ -70,11 +71,13 @@ class Placement:
         sequence.shared = len(hits)
         sequence.computed = len(hits) * self._limits.block_size
         sequence.row = self._free_rows.pop()
-        request = sequence.request
+        request, params = sequence.request, sequence.request.params
+        if sequence.prompt_logprobs is None and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)  # they were sent with the output that it came with
         self._setups.append(
             RowSetup(
                 row=sequence.row,
-                params=request.params,
+                params=params,
                 seed=request.seed,
                 tokens=tuple(sequence.tokens),
                 prompt_len=sequence.prompt_len,

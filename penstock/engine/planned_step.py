@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from penstock.core.cost import OUTPUT_TOKEN_COST
 from penstock.engine.executor import SAMPLED, Step
 from penstock.engine.sequence import Sequence
-from penstock.engine.step_time import StepShape
+from penstock.engine.step_time import StepShape, StepTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +19,7 @@ class PlannedStep:
     sequences: list[Sequence] = field(default_factory=list)  # that it advances
     shape: StepShape = field(default_factory=StepShape)
     largest: int = 0  # tokens of its largest chunk
-    culprit: str = ""  # the request that one belongs to: who is to blame if this step takes long
+    culprit: Sequence | None = None  # whose chunk that is: who is to blame if this step takes long
 
     def decode(self, sequences: list[Sequence]) -> None:
         """First of all: as `compute` does with one token each, but most of what a busy engine does, so in one go."""
@@ -27,17 +28,17 @@ class PlannedStep:
         step.rows = [s.row for s in sequences]
         step.starts = [s.computed for s in sequences]
         step.counts = [1] * count
-        step.samples = [True] * count
+        step.samples = [1] * count
         step.tokens = [s.tokens[s.computed] if not s.pending else SAMPLED for s in sequences]
         self.shape = StepShape(count, sum(step.starts) + count)
         for s in sequences:
             s.computed += 1
             s.pending += 1
-        for account, number in Counter(s.account for s in sequences).items():
-            account.charge(OUTPUT_TOKEN_COST * number)
+        for counter, number in Counter(s.counter for s in sequences).items():
+            counter.charge(OUTPUT_TOKEN_COST * number)
 
     def compute(self, sequence: Sequence, count: int) -> None:
-        """The next so many tokens of a prompt; the last of them is sampled once it has caught up."""
+        """The next so many tokens of a prompt; the last of them is sampled once it has caught up, if it samples."""
         step, start, tokens = self.step, sequence.computed, sequence.tokens
         end = start + count
         self.sequences.append(sequence)
@@ -50,10 +51,44 @@ class PlannedStep:
             step.tokens.append(SAMPLED)
         self.shape = self.shape.with_chunk(start, count)
         if count > self.largest:
-            self.largest, self.culprit = count, sequence.request.id
-        sequence.account.charge(count)
+            self.largest, self.culprit = count, sequence
+        sequence.counter.charge(count)
         sequence.computed = end
-        caught_up = end == len(tokens) + sequence.pending
-        step.samples.append(caught_up)
-        if caught_up:
-            sequence.pending += 1
+        samples = int(sequence.sampling and end == len(tokens) + sequence.pending)
+        step.samples.append(samples)
+        sequence.pending += samples
+
+
+class StepsInFlight:
+    """Steps that were planned and whose results are not there yet. The step-time model learns when they end."""
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._steps: deque[PlannedStep] = deque()
+        self._last_end = 0.0
+
+    @property
+    def shapes(self) -> list[StepShape]:
+        return [planned.shape for planned in self._steps]
+
+    def add(self, planned: PlannedStep) -> None:
+        self._steps.append(planned)
+
+    def free_at(self, now: float) -> float:
+        """When all of them will have ended."""
+        end = self._last_end
+        for planned in self._steps:
+            end = max(end, planned.planned) + self._times.predict(planned.shape)
+        return max(end, now)
+
+    def end(self, planned: PlannedStep, now: float) -> float:
+        """Returns how long the step would have taken without its prompts."""
+        self._steps.remove(planned)
+        self._times.observe(planned.shape, now - max(planned.planned, self._last_end))
+        self._last_end = now
+        shape = planned.shape
+        return self._times.predict(shape.without_prefill()) if shape.prefill and shape.decodes else math.inf
+
+    def clear(self) -> None:
+        """They were lost."""
+        self._steps.clear()

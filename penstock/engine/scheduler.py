@@ -9,48 +9,32 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict
 from heapq import heappop, heappush
 from operator import attrgetter
 
 from penstock.core.engine import EngineStats
-from penstock.core.errors import Overloaded
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError
 from penstock.core.ledger import Ledger
-from penstock.core.request import Chunk, FinishReason, GenerateRequest, Objective
+from penstock.core.request import Chunk, FinishReason, GenerateRequest, failed
 from penstock.engine import bookkeeping as books
 from penstock.engine.admission import Admission, Load, remaining_seconds
+from penstock.engine.arrival import objective_of, sequence_of
 from penstock.engine.executor import StepResult
-from penstock.engine.fairness import Accounts
-from penstock.engine.forecast import needed_share, step_limit
+from penstock.engine.fairness import TenantCounters
 from penstock.engine.limits import SchedulerLimits
+from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.placement import Placement
-from penstock.engine.planned_step import PlannedStep
+from penstock.engine.planned_step import PlannedStep, StepsInFlight
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import Ranking, WaitingQueue, demote_if_late, patience
 
 _ORDER = attrgetter("order")
 
-# Scoring a prompt takes logits at every position; this many at a time bounds the memory of tokens times vocabulary.
-_SCORED_TOKENS = 256
 _ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smaller
 _PACED_PROMPTS = 64  # with more prompts than this at hand there is no point in asking how fast they must be computed
-_NOTHING = Objective()
-
-
-@dataclass(slots=True)
-class Counts:
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    preemptions: int = 0
-    batch_tokens: int = 0
-    batch_sequences: int = 0
-    refused: int = 0
-    expired: int = 0
 
 
 class Scheduler:
@@ -61,49 +45,29 @@ class Scheduler:
         self.pool = self._placement.pool
         self.running: list[Sequence] = []  # by order
         self.waiting = WaitingQueue()  # new, or preempted and to be recomputed
-        self.counters = Counts()
+        self.counters = books.Counts()
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
-        self._accounts = Accounts(min(_ALLOWANCE, limits.max_step_tokens))
+        self._tenants = TenantCounters(min(_ALLOWANCE, limits.max_step_tokens))
         self._admission = Admission(self.times)
+        self._pacing = Pacing(limits, self.times)
         self._clock = books.QueueClock()
         self._deadlines: list[tuple[float, int, Sequence]] = []  # heap
         self._notices: list[Chunk] = []  # of requests that ended outside a step
-        self._in_flight: deque[PlannedStep] = deque()
-        self._last_done = 0.0
+        self._in_flight = StepsInFlight(self.times)
         self._now = 0.0
 
     # -- requests in and out -----------------------------------------------------------------------------------------
 
     def add(self, request: GenerateRequest, now: float) -> None:
         """Raises Overloaded for work whose objective cannot be met, and when too much is waiting already."""
-        limits, params = self.limits, request.params
+        limits = self.limits
         if len(self.waiting) >= limits.max_waiting:
             self.counters.refused += 1
             raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=self._queue_seconds())
-        objective = _NOTHING if limits.fcfs else request.objective
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= limits.eos_ids
-        max_new = params.max_tokens or limits.longest_sequence
-        sequence = Sequence(
-            request=request,
-            order=(objective.rank, request.priority, self._arrivals),
-            arrival=now,
-            max_len=min(len(request.prompt) + max_new, limits.longest_sequence),
-            stop_ids=stop_ids,
-            tokens=list(request.prompt),
-            prompt_len=len(request.prompt),
-            account=self._accounts.enter("" if limits.fcfs else request.tenant, request.weight),
-            ledger=books.open_ledger(request),
-            due=now,  # first come, first served, unless it is set below
-            promised=objective.ttft is not None,
-            gap=objective.gap or math.inf,
-            paced=objective.paced,
-            to_compute=len(request.prompt),
-            prompt_logprobs=None if params.prompt_logprobs is None else [None],
-            mark=now,
-        )
+        objective = objective_of(request, limits)
+        counter = self._tenants.enter("" if limits.fcfs else request.tenant, request.weight)
+        sequence = sequence_of(request, self._arrivals, counter, limits, now)
         if not limits.fcfs:
             sequence.to_compute -= len(self._placement.cached_blocks(sequence)) * limits.block_size
             sequence.due += objective.ttft or patience(remaining_seconds(sequence, self.times))
@@ -111,7 +75,7 @@ class Scheduler:
             try:
                 self._admission.admit(sequence, objective, self._load(now))
             except Overloaded:
-                self._accounts.leave(sequence.account)
+                self._tenants.leave(counter)
                 self.counters.refused += 1
                 raise
         self._arrivals += 1
@@ -123,32 +87,19 @@ class Scheduler:
             heappush(self._deadlines, (now + request.deadline, sequence.order[2], sequence))
 
     def _load(self, now: float) -> Load:
-        prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > 1)]
-        decodes = self._decode_shape()
-        return Load(self._ranking(now), prompts, decodes, self._longest_step(self.running, decodes), self._free_at(now))
-
-    def _longest_step(self, streams: Collection[Sequence], decodes: StepShape) -> float:
-        """Seconds that a step may be planned to take beside these streams."""
-        longest = self.times.plan_within(min((s.gap for s in streams), default=math.inf))
-        return min(longest, self.times.pace(decodes)) if any(s.paced for s in streams) else longest
-
-    def _free_at(self, now: float) -> float:
-        """When the steps under way will have ended."""
-        end = self._last_done
-        for planned in self._in_flight:
-            end = max(end, planned.planned) + self.times.predict(planned.shape)
-        return max(end, now)
+        prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > s.sampling)]
+        decodes = decode_shape(self.running)
+        longest = self._pacing.longest_step(self.running, decodes)
+        return Load(self._ranking(now), prompts, decodes, longest, self._in_flight.free_at(now))
 
     def _queue_seconds(self) -> float:
         """About how long all that is waiting takes to prefill; at least a second."""
         return max(1.0, sum(self.times.chunk_seconds(0, s.to_compute) for s in self.waiting))
 
-    def abort(self, request_id: str, now: float) -> Chunk | None:
-        """Its last chunk; None if it has ended already."""
+    def end(self, request_id: str, reason: FinishReason, error: PenstockError, now: float) -> Chunk | None:
+        """Stop working for a request. Returns its last chunk; None if it has ended already."""
         sequence = self._sequences.get(request_id)
-        if sequence is None:
-            return None
-        return Chunk(request_id, finish_reason="abort", ledger=self._finish(sequence, "abort", now))
+        return None if sequence is None else self._fail(sequence, reason, error, now)
 
     def take_notices(self) -> list[Chunk]:
         """Last chunks of requests that ended outside a step."""
@@ -162,7 +113,7 @@ class Scheduler:
     @property
     def in_flight(self) -> list[StepShape]:
         """Steps planned whose results are not there yet."""
-        return [planned.shape for planned in self._in_flight]
+        return self._in_flight.shapes
 
     # -- planning a step ---------------------------------------------------------------------------------------------
 
@@ -188,33 +139,25 @@ class Scheduler:
     def _ranking(self, now: float) -> Ranking:
         classes = [self.waiting.best_class, self.running[0].order[:2] if self.running else None]
         best = min((c for c in classes if c is not None), default=(0, 0))
-        return Ranking(now, self._accounts.leads(), best)
+        return Ranking(now, self._tenants.leads(), best)
 
     def _expire(self, now: float) -> None:
         while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].finished is not None):
             _, _, sequence = heappop(self._deadlines)
             if sequence.finished is None:
                 self.counters.expired += 1
-                message = f"the deadline passed after {sequence.outputs} tokens"
-                ledger = self._finish(sequence, "deadline", now)
-                self._notices.append(Chunk(sequence.request.id, finish_reason="deadline", error=message, ledger=ledger))
+                error = DeadlineExceeded(f"the deadline passed after {sequence.outputs} tokens")
+                self._notices.append(self._fail(sequence, "deadline", error, now))
 
     def _make_way(self, ranking: Ranking) -> None:
         """The most urgent request displaces running ones that may wait, those with the least work to lose first."""
         head = self.waiting.first(ranking, self.times) if self.running else None
         if head is None or head.pending:
             return
-        rank, priority, lead, _, _ = ranking.of(head)
-        may_wait = [
-            s
-            for s in self.running
-            if s.order[:2] > (rank, priority)
-            or (head.promised and s.order[:2] == (rank, priority) and ranking.leads.get(s.account, 0) > lead)
-        ]
-        may_wait.sort(key=attrgetter("computed"))
-        for sequence in may_wait:
-            owed = self._placement.owed(self.running)
-            if self._placement.room_for(head, owed, leads=lead > 0) is not None:
+        lead = ranking.leads.get(head.counter, 0)
+        for sequence in ranking.giving_way(head, self.running):
+            reserved = self._placement.reserved(self.running)
+            if self._placement.room_for(head, reserved, leads=lead > 0) is not None:
                 return
             self._preempt(sequence)
 
@@ -236,7 +179,7 @@ class Scheduler:
 
     def _plan_prompts(self, ranking: Ranking) -> list[Sequence]:
         """Running sequences with more to compute, the most urgent last. That one has blocks for all it knows."""
-        prompts = [s for s in self.running if len(s.tokens) + s.pending - s.computed > 1]
+        prompts = [s for s in self.running if len(s.tokens) + s.pending - s.computed > s.sampling]
         for sequence in prompts:
             demote_if_late(sequence, ranking.now, self.times)
         prompts.sort(key=ranking.of, reverse=True)
@@ -261,7 +204,7 @@ class Scheduler:
         budget = self.limits.max_step_tokens - len(planned.sequences)
         limit = self._step_limit(planned, prompts, ranking.now)
         missing, seats = self._placement.missing_blocks, self._placement.has_free_row
-        owed = self._placement.owed(self.running) if admit and self.waiting and seats else 0
+        reserved = self._placement.reserved(self.running) if admit and self.waiting and seats else 0
         self._clock.blocked_by("order")
         while budget > 0:
             sequence = self.waiting.first(ranking, self.times) if admit else None
@@ -270,54 +213,39 @@ class Scheduler:
             if sequence is None:
                 return
             runs = sequence.row >= 0
-            leads = bool(ranking.leads.get(sequence.account))
-            hits = [] if runs else self._placement.room_for(sequence, owed, leads=leads)
+            leads = bool(ranking.leads.get(sequence.counter))
+            hits = [] if runs else self._placement.room_for(sequence, reserved, leads=leads)
             if hits is None:
                 self._clock.blocked_by("memory" if self._placement.has_free_row else "rows")
                 admit = False
                 continue
             start = sequence.computed + len(hits) * self.limits.block_size
-            count = self._fitting(planned, sequence, start, budget, limit)
+            most = budget
+            if runs:
+                most = min(budget, (len(sequence.blocks) + self.pool.available) * self.limits.block_size - start)
+            count = self._pacing.fitting(planned.shape, sequence, start, most, limit)
             if count == 0:
                 return
             if runs:
-                owed -= missing(sequence, sequence.known)
+                reserved -= missing(sequence, sequence.known)
                 prompts.pop()
             else:
                 self._admit(sequence, hits, ranking.now)
             self._placement.allocate(sequence, start + count)
             planned.compute(sequence, count)
             self._placement.share_full_blocks(sequence)
-            owed += missing(sequence, sequence.known)
+            reserved += missing(sequence, sequence.known)
             budget -= count
 
     def _step_limit(self, planned: PlannedStep, prompts: list[Sequence], now: float) -> float:
         """Seconds that this step may take."""
         if not (prompts or self.waiting):
             return math.inf
-        longest = self._longest_step(planned.sequences, planned.shape)
-        ttft = self._admission.tightest_ttft(now)
+        longest, ttft = self._pacing.longest_step(planned.sequences, planned.shape), self._admission.tightest_ttft(now)
         if longest == ttft == math.inf:
             return math.inf
-        pending = [*prompts, *self.waiting] if len(self.waiting) <= _PACED_PROMPTS else []
-        share = math.inf
-        if pending and all(s.promised for s in pending):
-            share = needed_share(sorted((s.due, remaining_seconds(s, self.times)) for s in pending), now)
-        return step_limit(longest, ttft, self.times.base_seconds(planned.shape), share)
-
-    def _fitting(self, planned: PlannedStep, sequence: Sequence, start: int, budget: int, limit: float) -> int:
-        """How many tokens of a prompt still fit into the step."""
-        most = min(sequence.known - start, budget)
-        if sequence.prompt_logprobs is not None:
-            most = min(most, _SCORED_TOKENS)
-        if sequence.row >= 0:
-            most = min(most, (len(sequence.blocks) + self.pool.available) * self.limits.block_size - start)
-        count = self.times.tokens_within(planned.shape, start, most, limit)
-        if count == most:
-            return count
-        if not planned.shape.prefill:
-            return max(count, min(most, self.limits.least_prefill))
-        return count if count >= self.limits.block_size else 0  # crumbs cost a step's overhead each
+        paced = [*prompts, *self.waiting] if len(self.waiting) <= _PACED_PROMPTS else []
+        return self._pacing.step_limit(longest, ttft, planned.shape, paced, now)
 
     def _admit(self, sequence: Sequence, hits: list[int], now: float) -> None:
         self.waiting.remove(sequence)
@@ -326,8 +254,8 @@ class Scheduler:
         cached = len(hits) * self.limits.block_size
         if sequence.started is None:
             sequence.started = now
-            sequence.ledger.cached_tokens = cached
-            self.counters.cached_tokens += cached
+            sequence.ledger.cached_tokens = min(cached, sequence.prompt_len)
+            self.counters.cached_tokens += sequence.ledger.cached_tokens
             books.missed(sequence, self.limits.block_size, self._placement.miss_cause(sequence, len(hits)))
         else:
             sequence.ledger.recomputed_tokens += max(0, sequence.lost - cached)
@@ -349,15 +277,15 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.batch_tokens += len(step.tokens)
         self.counters.batch_sequences += len(step.rows)
-        self._in_flight.append(planned)
+        self._in_flight.add(planned)
         return planned
 
     # -- taking a result ---------------------------------------------------------------------------------------------
 
     def complete(self, planned: PlannedStep, result: StepResult, now: float) -> list[Chunk]:
         """Append what was sampled, end what is done, and say what happened to each request."""
-        usual = self._learn(planned, now)
-        step, culprit = planned.step, planned.culprit
+        usual = self._in_flight.end(planned, now)
+        step, culprit, all_samples = planned.step, planned.culprit, planned.step.samples
         chunks = []
         for index, sequence in enumerate(planned.sequences):
             if sequence.finished is not None:
@@ -370,63 +298,72 @@ class Scheduler:
                 known = len(sequence.prompt_logprobs)  # a recomputed prompt gives its logprobs again
                 skip = known - (step.starts[index] + 1)
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[index][skip:])
-            if step.samples[index]:
-                chunks.append(self._append(sequence, result.tokens[index], result, index, now))
+            samples = all_samples[index]
+            if samples:
+                chunks.append(self._append(sequence, samples, result, index, now))
+            elif not sequence.sampling and step.starts[index] + step.counts[index] == sequence.given:
+                chunks.append(self._prefilled(sequence, now))
         books.passed_over(self.running, culprit, now)
-        self.counters.output_tokens += len(chunks)
+        self.counters.output_tokens += len(chunks)  # nearly all have one token; the others correct it
         return chunks
 
-    def _learn(self, planned: PlannedStep, now: float) -> float:
-        """Teach the step-time model; returns how long the step would have taken without its prompts."""
-        self._in_flight.remove(planned)
-        self.times.observe(planned.shape, now - max(planned.planned, self._last_done))
-        self._last_done = now
-        shape = planned.shape
-        return self.times.predict(shape.without_prefill()) if shape.prefill and shape.decodes else math.inf
-
-    def _append(self, sequence: Sequence, token: int, result: StepResult, index: int, now: float) -> Chunk:
-        tokens = sequence.tokens
-        sequence.pending -= 1
-        tokens.append(token)
+    def _append(self, sequence: Sequence, samples: int, result: StepResult, index: int, now: float) -> Chunk:
+        """Take the tokens that a sequence sampled, up to the one that ends it."""
+        tokens, sampled = sequence.tokens, result.tokens[index]
+        tokens += sampled
+        sequence.pending -= samples
+        reason = None
+        if samples != 1 or sampled[0] in sequence.stop_ids or len(tokens) >= sequence.max_len:
+            reason = sequence.cut(sampled, samples)
+            self.counters.output_tokens += len(sampled) - 1
         if sequence.row >= 0 and len(tokens) // self.limits.block_size > sequence.shared:
             self._placement.share_full_blocks(sequence)
-        chunk = Chunk(sequence.request.id, [token])
+        chunk = Chunk(sequence.request.id, sampled, reason)
         if sequence.first_token is None:
-            sequence.first_token = now
-            self._admission.learn(sequence, now)
-            chunk.cached_tokens = sequence.ledger.cached_tokens
-            chunk.queue_seconds = (sequence.started or sequence.arrival) - sequence.arrival
-            chunk.prompt_logprobs = sequence.prompt_logprobs
-        elif now - sequence.last_token > sequence.gap:
-            sequence.late_gaps += 1
+            self._first_chunk(sequence, chunk, now)
+        elif now - sequence.last_token > sequence.itl:
+            sequence.late_tokens += 1
         sequence.last_token = now
         if result.logprobs and index in result.logprobs:
-            chunk.logprobs = [result.logprobs[index]]
-        if token in sequence.stop_ids and sequence.outputs >= sequence.request.params.min_tokens:
-            chunk.finish_reason = "stop"
-        elif len(tokens) >= sequence.max_len:
-            chunk.finish_reason = "length"
-        if chunk.finish_reason is not None:
-            chunk.ledger = self._finish(sequence, chunk.finish_reason, now)
+            chunk.logprobs = result.logprobs[index]
+        if reason is not None:
+            if chunk.logprobs is not None:
+                del chunk.logprobs[len(sampled) :]
+            chunk.ledger = self._finish(sequence, reason, now)
         return chunk
 
-    def fail(self, steps: Iterable[PlannedStep], message: str, now: float) -> list[Chunk]:
+    def _prefilled(self, sequence: Sequence, now: float) -> Chunk:
+        """The only chunk of a sequence that samples nothing: all its tokens are computed."""
+        chunk = Chunk(sequence.request.id, finish_reason="length")
+        self.counters.output_tokens -= 1
+        self._first_chunk(sequence, chunk, now)
+        chunk.ledger = self._finish(sequence, "length", now)
+        return chunk
+
+    def _first_chunk(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
+        sequence.first_token = now
+        self._admission.learn(sequence, now)
+        chunk.cached_tokens = sequence.ledger.cached_tokens
+        chunk.queue_seconds = (sequence.started or sequence.arrival) - sequence.arrival
+        chunk.prompt_logprobs = sequence.prompt_logprobs
+
+    def fail(self, steps: Iterable[PlannedStep], error: PenstockError, now: float) -> list[Chunk]:
         """These steps were lost and cache contents with them: their sequences end, all others start over."""
         self._in_flight.clear()
         lost = list({s: None for planned in steps for s in planned.sequences if s.finished is None})
-        chunks = []
-        for s in lost:
-            ledger = self._finish(s, "error", now)
-            chunks.append(Chunk(s.request.id, finish_reason="error", error=message, ledger=ledger))
+        chunks = [self._fail(sequence, "error", error, now) for sequence in lost]
         for sequence in list(self.running):
             self._preempt(sequence)
         self.pool.forget()
         return chunks
 
+    def _fail(self, sequence: Sequence, reason: FinishReason, error: PenstockError, now: float) -> Chunk:
+        return failed(sequence.request.id, reason, error, self._finish(sequence, reason, now))
+
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Ledger:
         sequence.finished = reason
         del self._sequences[sequence.request.id]
-        self._accounts.leave(sequence.account)
+        self._tenants.leave(sequence.counter)
         if sequence.row < 0:
             self.waiting.remove(sequence)
             self._clock.leave(sequence, now)
@@ -441,31 +378,19 @@ class Scheduler:
 
     # -- observation -------------------------------------------------------------------------------------------------
 
-    def _decode_shape(self) -> StepShape:
-        decoding = [s.computed for s in self.running if s.known - s.computed <= 1]
-        return StepShape(len(decoding), sum(decoding))
-
     def stats(self, seconds_since_step: float = 0.0) -> EngineStats:
-        counters, decoding = self.counters, self._decode_shape()
+        decoding = decode_shape(self.running)
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
             kv_blocks=self.pool.num_blocks,
             kv_blocks_used=self.pool.used,
-            steps=counters.steps,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            output_tokens=counters.output_tokens,
-            preemptions=counters.preemptions,
-            batch_tokens=counters.batch_tokens,
-            batch_sequences=counters.batch_sequences,
             seconds_since_step=seconds_since_step,
-            refused=counters.refused,
-            expired=counters.expired,
             prefill_tokens_per_second=self.times.prefill_tokens_per_second,
             decode_step_seconds=self.times.predict(decoding if decoding.decodes else StepShape(1, 256)),
             loaded_step_seconds=self.times.loaded_step_seconds,
             step_time_error=self.times.median_error,
+            **asdict(self.counters),
         )
 
     def check_integrity(self) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.core.ledger import Ledger
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
 from penstock.engine.block_pool import chain_hashes, enter_scope, root_hash
-from penstock.engine.fairness import Account
+from penstock.engine.fairness import TenantCounter
 
 
 @dataclass(slots=True, eq=False)
@@ -26,13 +26,15 @@ class Sequence:
     stop_ids: frozenset[int]
     tokens: list[int]  # prompt and output as far as this side knows
     prompt_len: int
-    account: Account
+    given: int  # tokens that came with the request: the prompt, and output from elsewhere
+    counter: TenantCounter
     ledger: Ledger
-    due: float  # when its next token is owed while it waits or prefills
+    due: float  # when its next token should be there while it waits or prefills
     promised: bool = False  # whether `due` is an objective; else it is only how long a request should wait at most
-    gap: float = math.inf  # owed between its tokens, in seconds
-    paced: bool = False  # whether steps are kept short for its stream even if no gap is promised
-    to_compute: int = 0  # tokens of the prompt that were in no cache when it arrived
+    itl: float = math.inf  # the objective for its inter-token latency, in seconds
+    paced: bool = False  # whether steps are kept short for its stream even if there is no such objective
+    sampling: bool = True  # False: it ends once its tokens are computed
+    to_compute: int = 0  # of the tokens given: those that were in no cache when it arrived
     pending: int = 0  # tokens sampled in launched steps and not read back yet
     computed: int = 0
     row: int = -1  # device row while running
@@ -46,7 +48,7 @@ class Sequence:
     mark: float = 0.0  # up to here its time is in the ledger
     first_token: float | None = None
     last_token: float = 0.0
-    late_gaps: int = 0  # gaps between tokens that were longer than owed
+    late_tokens: int = 0  # that came later after the one before than the objective says
     stalls: dict[str, list[float]] = field(default_factory=dict)  # by the request at fault: seconds, steps
 
     @property
@@ -56,6 +58,24 @@ class Sequence:
     @property
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    def cut(self, sampled: list[int], samples: int) -> FinishReason | None:
+        """Why these tokens, the last ones, of up to `samples` that a step might have given, end it, if they do. Those
+        after the one that ends it are deleted here and in `sampled`."""
+        if self.row >= 0:
+            self.computed -= samples - len(sampled)  # tokens that were proposed and rejected
+        first = len(self.tokens) - len(sampled)
+        for taken, token in enumerate(sampled, start=1):
+            end = first + taken
+            if token in self.stop_ids and end - self.prompt_len >= self.request.params.min_tokens:
+                reason: FinishReason = "stop"
+            elif end >= self.max_len:
+                reason = "length"
+            else:
+                continue
+            del self.tokens[end:], sampled[taken:]
+            return reason
+        return None
 
     def block_hashes(self, block_size: int, blocks: int) -> list[bytes]:
         """Hashes of the first `blocks` full blocks, extended as tokens become known. Those of tokens that all scopes

@@ -208,7 +208,7 @@ class StepTimes:
         return max(1.0, self._slowest.value / self._mixed.drift)
 
     def pace(self, decodes: StepShape) -> float:
-        """How long a step may take beside streams that are promised no gap: until decoding is a quarter of it, or twice
+        """How long a step may take beside streams without an ITL objective: until decoding is a quarter of it, or twice
         as long as one with a usual prompt. A prompt far longer than that is slowed down by a half or so."""
         if not self.measured:
             return math.inf

@@ -8,10 +8,11 @@ nothing waits for ever, and the late do not make the others late.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
-from penstock.engine.fairness import Account
+from penstock.engine.fairness import TenantCounter
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepTimes
 
@@ -27,22 +28,33 @@ class Ranking:
     """What urgency depends on besides the request, the same for a whole step."""
 
     now: float
-    leads: Mapping[Account, int]
+    leads: Mapping[TenantCounter, int]
     best_class: tuple[int, int]  # (rank, priority) of the best request there is
 
     def of(self, sequence: Sequence) -> Urgency:
         rank, priority, number = sequence.order
         if self.now > sequence.due + AGING_SECONDS:
             rank, priority = self.best_class
-        return rank, priority, self.leads.get(sequence.account, 0), sequence.due, number
+        return rank, priority, self.leads.get(sequence.counter, 0), sequence.due, number
+
+    def giving_way(self, head: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
+        """Running sequences that may wait for this one, those with the least work to lose first."""
+        rank, priority, lead, _, _ = self.of(head)
+        found = [
+            s
+            for s in running
+            if s.order[:2] > (rank, priority)
+            or (head.promised and s.order[:2] == (rank, priority) and self.leads.get(s.counter, 0) > lead)
+        ]
+        return sorted(found, key=attrgetter("computed"))
 
 
 def demote_if_late(sequence: Sequence, now: float, times: StepTimes) -> bool:
     """An objective that cannot be met any more gives way to those that can: it is due in as much time again."""
     if not sequence.promised:
         return False
-    start = max(sequence.computed, sequence.prompt_len - sequence.to_compute)
-    if now + times.chunk_seconds(start, sequence.prompt_len - start) <= sequence.due:
+    start = max(sequence.computed, sequence.given - sequence.to_compute)
+    if now + times.chunk_seconds(start, sequence.given - start) <= sequence.due:
         return False
     sequence.promised = False
     sequence.due = now + (sequence.due - sequence.arrival)
@@ -59,7 +71,7 @@ class WaitingQueue:
     """Requests that hold no memory. A heap by due time for each class and tenant: only their heads compete."""
 
     def __init__(self) -> None:
-        self._heaps: dict[tuple[int, int, Account], list[tuple[float, int, Sequence]]] = {}
+        self._heaps: dict[tuple[int, int, TenantCounter], list[tuple[float, int, Sequence]]] = {}
         self._size = 0
 
     def __len__(self) -> int:
@@ -72,12 +84,12 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         rank, priority, number = sequence.order
-        heap = self._heaps.setdefault((rank, priority, sequence.account), [])
+        heap = self._heaps.setdefault((rank, priority, sequence.counter), [])
         heapq.heappush(heap, (sequence.due, number, sequence))
         self._size += 1
 
     def remove(self, sequence: Sequence) -> None:
-        key = (*sequence.order[:2], sequence.account)
+        key = (*sequence.order[:2], sequence.counter)
         heap = self._heaps[key]
         if heap[0][2] is sequence:
             heapq.heappop(heap)

@@ -18,7 +18,7 @@ class Parts(Struct, kw_only=True):
     prefill: float = 0.0
     decode: float = 0.0
     stalled: float = 0.0
-    answer: float = 0.0  # in place of the engine's four where it kept no ledger: answered from a cache, or ended early
+    answer: float = 0.0  # in place of the engine's four where it kept no ledger: answered from a cache, or never run
     relay: float = 0.0
 
 

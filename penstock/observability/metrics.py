@@ -78,7 +78,7 @@ class GatewayMetrics(Collector):
         self.first_token = Histogram(
             "penstock_time_to_first_token_seconds", "From arrival of a request to its first token", SECONDS
         )
-        self.token_gap = Histogram(
+        self.inter_token = Histogram(
             "penstock_inter_token_seconds", "Between tokens of one choice, after the first", GAP_SECONDS
         )
         self.request_time = Histogram(
@@ -128,7 +128,7 @@ class GatewayMetrics(Collector):
         yield CounterMetricFamily("penstock_prompt_tokens", "Prompt tokens of finished choices", self.prompt_tokens)
         yield CounterMetricFamily("penstock_cached_tokens", "Those of them served from cache", self.cached_tokens)
         yield CounterMetricFamily("penstock_output_tokens", "Tokens sent to clients", self.output_tokens)
-        for histogram in (self.first_token, self.token_gap, self.request_time, self.queue_time):
+        for histogram in (self.first_token, self.inter_token, self.request_time, self.queue_time):
             yield histogram.family()
         yield from self._collect_ledgers()
         yield from self._collect_engine(self._engine_stats())

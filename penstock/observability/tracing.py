@@ -169,7 +169,7 @@ def _request_attributes(account: Account) -> Attributes:
 def _engine_attributes(ledger: Ledger) -> Attributes:
     values: dict[str, str | int | float | bool | list[str] | None] = {
         "penstock.stalled_s": ledger.stalled,
-        "penstock.stalled_by": [stall.request_id for stall in ledger.stalls] or None,
+        "penstock.stalled_by": [stall.request_id for stall in ledger.stalls if stall.request_id] or None,
         "penstock.preemptions": ledger.preemptions,
         "penstock.recomputed_tokens": ledger.recomputed_tokens,
         "penstock.cached_tokens": ledger.cached_tokens,

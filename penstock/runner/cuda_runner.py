@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult
+from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, at_most_one_each
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.prefix import SharedPrefix, prefix_splits
 from penstock.kernels.triton.sampling import SamplingRows, argmax, sampling_scratch
@@ -61,7 +61,7 @@ class _Graph:
 
 @dataclass(slots=True)
 class _InFlight:
-    sequences: int
+    samples: list[int]  # as in the step
     began: torch.cuda.Event
     done: torch.cuda.Event
     after: torch.cuda.Event | None  # the end of the step before, if this one was launched before that had ended
@@ -124,7 +124,7 @@ class CudaRunner:
         began.record()
         self._state.apply(step)
         self._update_tables(step)
-        flight = _InFlight(len(step.rows), began, done, self._under_way)
+        flight = _InFlight(step.samples, began, done, self._under_way)
         self._under_way = done
         # The graph of a decode step takes every token from its row, and fills no block that another sequence may share.
         run = self._decode if max(step.tokens) == SAMPLED else self._mixed
@@ -138,9 +138,7 @@ class CudaRunner:
             self.idle_seconds = (self.idle_seconds or 0.0) + max(0.0, handle.after.elapsed_time(handle.began)) / 1e3
         if self._under_way is handle.done:
             self._under_way = None
-        result = StepResult([-1] * handle.sequences)
-        for index, token in zip(handle.sampled, handle.tokens.tolist(), strict=True):
-            result.tokens[index] = token
+        result = StepResult(at_most_one_each(handle.samples, handle.tokens.tolist()))
         for add in handle.scores:
             add(result)
         return result
@@ -197,7 +195,7 @@ class CudaRunner:
             indices = [flight.sampled[i] for i in asked]
 
             def add(result: StepResult) -> None:
-                result.logprobs = dict(zip(indices, scores.read(widths), strict=True))
+                result.logprobs = {index: [one] for index, one in zip(indices, scores.read(widths), strict=True)}
 
             flight.scores.append(add)
         return tokens
@@ -317,7 +315,7 @@ class CudaRunner:
             rows=list(range(rows)),
             starts=[0] * rows,
             counts=counts,
-            samples=[True] * rows,
+            samples=[1] * rows,
             tokens=[0] * sum(counts),
             setups=[RowSetup(row, _DEMANDING, 0, [0] * count, count, ()) for row, count in enumerate(counts)],
         )

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock.core.request import TokenLogprob
-from penstock.engine.executor import Step, StepResult
+from penstock.engine.executor import Step, StepResult, at_most_one_each
 from penstock.runner import scoring
 from penstock.runner.batch import Ints, build_batch
 from penstock.runner.forward import Forward
@@ -44,17 +44,18 @@ class ModelRunner:
         scored = scored_prompts(self._state, step)
         logit_rows = np.concatenate([batch.last_N, *(rows for _, rows, _ in scored)])
         logits_RV, greedy_R = self._forward(batch, self._state, logit_rows)
-        result = StepResult([-1] * len(step.rows))
+        result = StepResult([[] for _ in step.rows])
         sampling = len(batch.rows_N)
         if sampling:
             logits_NV = logits_RV[:sampling]
             tokens_N = sample(logits_NV, greedy_R[:sampling], self._state, batch.rows_N, batch.next_positions_N)
-            for index, token in zip(batch.sampled_N.tolist(), tokens_N.tolist(), strict=True):
-                result.tokens[index] = token
+            result.tokens = at_most_one_each(step.samples, tokens_N.tolist())
             asked, widths = scored_rows(self._state, batch.rows_N)
             if asked:
                 scores = score(logits_NV[asked], tokens_N[asked], widths)
-                result.logprobs = dict(zip(batch.sampled_N[asked].tolist(), scores, strict=True))
+                result.logprobs = {
+                    index: [one] for index, one in zip(batch.sampled_N[asked].tolist(), scores, strict=True)
+                }
         first = sampling
         for index, rows, tokens in scored:
             width = self._state.params(step.rows[index]).prompt_logprobs or 0

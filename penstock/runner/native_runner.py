@@ -6,7 +6,7 @@ from itertools import accumulate, chain, compress
 
 import numpy as np
 
-from penstock.engine.executor import HostMemory, Step, StepResult
+from penstock.engine.executor import HostMemory, Step, StepResult, at_most_one_each
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.runner.host_sampler import Floats, sample
 from penstock.runner.rows import HostRows
@@ -48,7 +48,7 @@ class NativeRunner:
         state.apply(step)
         if state.demanding.isdisjoint(step.rows):
             _, tokens_N = self._forward(step, _last_tokens(step), logits=False)
-            result = StepResult(_by_sequence(step, tokens_N))
+            result = StepResult(at_most_one_each(step.samples, tokens_N))
         else:
             result = self._demanding(step)
         if not step.setups:  # all that it computes was at hand when the last step ended
@@ -69,9 +69,9 @@ class NativeRunner:
         greedy_N = np.array(greedy_R[:sampling], dtype=np.int32)
         tokens_N = sample(self.model.sample, logits_RV[:sampling], greedy_N, state, rows_N, positions_N)
         state.last_token_R[rows_N] = tokens_N
-        result = StepResult(_by_sequence(step, tokens_N.tolist()))
+        result = StepResult(at_most_one_each(step.samples, tokens_N.tolist()))
         scores = score(logits_AV, tokens_N[asked], widths)
-        result.logprobs = dict(zip(sampled_N[asked].tolist(), scores, strict=True))
+        result.logprobs = {index: [one] for index, one in zip(sampled_N[asked].tolist(), scores, strict=True)}
         first = sampling
         for index, rows, tokens in scored:
             width = state.params(step.rows[index]).prompt_logprobs or 0
@@ -87,10 +87,3 @@ class NativeRunner:
 def _last_tokens(step: Step) -> list[int]:
     """Where in the step's tokens the last one of each sequence stands that samples."""
     return [end - 1 for end in compress(accumulate(step.counts), step.samples)]
-
-
-def _by_sequence(step: Step, tokens_N: list[int]) -> list[int]:
-    if len(tokens_N) == len(step.rows):
-        return tokens_N
-    sampled = iter(tokens_N)
-    return [next(sampled) if samples else -1 for samples in step.samples]

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from penstock.state.store import WINDOW_SECONDS, Claim, Grant, Limit, Room, Usage, UsageKey
+from penstock.state.store import WINDOW_SECONDS, Claim, Grant, Limit, Room, UsageKey, UsageRecord
 
 
 def seconds_to_next_day(now: float) -> float:
@@ -86,7 +86,7 @@ class MemoryStore:
         self._clock = clock
         self._wall_clock = wall_clock
         self._use: defaultdict[tuple[str, str], _Use] = defaultdict(_Use)
-        self._usage: dict[UsageKey, Usage] = {}
+        self._usage: dict[UsageKey, UsageRecord] = {}
         self.spent: dict[tuple[str, str], int] = {}  # by (tenant, day or month)
         self._reserved: defaultdict[str, int] = defaultdict(int)  # by tenant: what running requests may spend
         self._records: dict[str, dict[str, str]] = {}
@@ -155,11 +155,11 @@ class MemoryStore:
             self._day_ends = now + seconds_to_next_day(now)
         return self._day
 
-    def settle(self, grant: Grant, used: Usage) -> None:
+    def settle(self, grant: Grant, used: UsageRecord) -> None:
         self.release(grant, used)
         self.record(UsageKey(self.day(), grant.claim.tenant, grant.claim.model), used)
 
-    def release(self, grant: Grant, used: Usage) -> None:
+    def release(self, grant: Grant, used: UsageRecord) -> None:
         """The half of settling that concerns limits."""
         claim = grant.claim
         if claim.limited:
@@ -169,7 +169,7 @@ class MemoryStore:
             use.tokens.correct(grant.second, used.tokens - claim.tokens)
             self._reserved[claim.tenant] -= claim.reserved
 
-    def record(self, key: UsageKey, used: Usage) -> None:
+    def record(self, key: UsageKey, used: UsageRecord) -> None:
         """The half that concerns spend."""
         if not any(used):
             return
@@ -179,7 +179,7 @@ class MemoryStore:
             for period in (key.day, key.day[:7]):
                 self.spent[key.tenant, period] = self._spent(key.tenant, period) + used.cost
 
-    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, Usage]:
+    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, UsageRecord]:
         return {key: used for key, used in self._usage.items() if first_day <= key.day <= last_day}
 
     async def put(self, kind: str, name: str, value: str) -> None:

@@ -26,7 +26,7 @@ from redis.exceptions import RedisError
 from penstock.core.errors import StartupError, Unavailable
 from penstock.state.memory import MemoryStore, budget_wait
 from penstock.state.redis_script import BATCH
-from penstock.state.store import Claim, Grant, Limit, Room, Usage, UsageKey, days_between
+from penstock.state.store import Claim, Grant, Limit, Room, UsageKey, UsageRecord, days_between
 
 logger = logging.getLogger("penstock.state")
 
@@ -101,7 +101,7 @@ class RedisStore:
         self._wake.set()
         return await answer or await self.local.reserve(claim)
 
-    def settle(self, grant: Grant, used: Usage) -> None:
+    def settle(self, grant: Grant, used: UsageRecord) -> None:
         if grant.local:
             self.local.release(grant, used)
         self._held.pop(grant.claim.id, None)
@@ -172,7 +172,7 @@ class RedisStore:
             if not answer.done():
                 answer.set_result(grant)
             elif grant.refused is None:  # its client left while it waited here
-                self.settle(grant, Usage())
+                self.settle(grant, UsageRecord())
 
     def _reservation(self, claim: Claim) -> Operation:
         limits = (
@@ -212,7 +212,7 @@ class RedisStore:
             local=False,
         )
 
-    def _settlement(self, grant: Grant, used: Usage) -> Operation:
+    def _settlement(self, grant: Grant, used: UsageRecord) -> Operation:
         claim = grant.claim
         second = -1 if grant.local else grant.second
         changes = (used.requests - claim.requests, used.tokens - claim.tokens, claim.reserved)
@@ -233,15 +233,15 @@ class RedisStore:
 
     # ---------------------------------------------------------------- usage and records
 
-    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, Usage]:
-        found: dict[UsageKey, Usage] = {}
+    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, UsageRecord]:
+        found: dict[UsageKey, UsageRecord] = {}
         for day in days_between(first_day, last_day):
             amounts: dict[str, str] = await self._ask(self.redis.hgetall(f"{self._prefix}:usage:{day}"))
             for field, amount in amounts.items():
                 tenant, rest = field.split(" ", 1)
                 model, name = rest.rsplit(" ", 1)
                 key = UsageKey(day, tenant, model)
-                found[key] = found.get(key, Usage()).plus(Usage(**{name: int(amount)}))
+                found[key] = found.get(key, UsageRecord()).plus(UsageRecord(**{name: int(amount)}))
         return found
 
     async def put(self, kind: str, name: str, value: str) -> None:

@@ -63,8 +63,8 @@ class Grant(NamedTuple):
     local: bool = True  # booked in this process, not in the shared store
 
 
-class Usage(NamedTuple):
-    """What a request used, or many."""
+class UsageRecord(NamedTuple):
+    """What a request used, or many requests."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -76,8 +76,8 @@ class Usage(NamedTuple):
     def tokens(self) -> int:
         return self.prompt_tokens + self.output_tokens
 
-    def plus(self, other: Usage) -> Usage:
-        return Usage(*map(operator.add, self, other))
+    def plus(self, other: UsageRecord) -> UsageRecord:
+        return UsageRecord(*map(operator.add, self, other))
 
 
 class UsageKey(NamedTuple):
@@ -97,11 +97,11 @@ class Store(Protocol):
         """Book the claim if every limit has room for it, else nothing; atomic among all users of the store."""
         ...
 
-    def settle(self, grant: Grant, used: Usage) -> None:
+    def settle(self, grant: Grant, used: UsageRecord) -> None:
         """Replace what was reserved by what was used. Returns at once; the store catches up in the background."""
         ...
 
-    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, Usage]: ...
+    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, UsageRecord]: ...
 
     async def put(self, kind: str, name: str, value: str) -> None: ...
 

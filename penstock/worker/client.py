@@ -9,16 +9,16 @@ from collections.abc import AsyncGenerator
 from typing import cast
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
-from penstock.core.errors import DeadlineExceeded, EngineFailure, PenstockError, StartupError, Unavailable
+from penstock.core.errors import PenstockError, StartupError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.loop import activity
 from penstock.worker.protocol import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     Abort,
-    Beat,
     Chunks,
     FromWorker,
+    Heartbeat,
     Hello,
     PromptScores,
     Refused,
@@ -30,7 +30,8 @@ from penstock.worker.protocol import (
 )
 
 LAST_CHUNK_SECONDS = 1.0  # how long the ledger of an aborted request is waited for
-DEAD_AFTER_BEATS = 8  # without a byte: 2 s
+KEPT_LEDGER_SECONDS = 60.0  # how long one is kept for a reader who is slow to ask
+DEAD_AFTER_HEARTBEATS = 8  # without a byte: 2 s
 
 
 class _Inbox:
@@ -70,8 +71,8 @@ class WorkerClient(asyncio.Protocol):
         self.stats = EngineStats()
         self._received = bytearray()
         self._inboxes: dict[str, _Inbox] = {}
-        self._aborted: dict[str, asyncio.Future[Ledger | None]] = {}
-        self._beats_missed = 0
+        self._aborted: dict[str, asyncio.Future[Ledger | None]] = {}  # their ledgers, which may yet come
+        self._heartbeats_missed = 0
         self._silence = ""
         self._lost = False
         self._loop = asyncio.get_running_loop()
@@ -103,33 +104,43 @@ class WorkerClient(asyncio.Protocol):
                     ended = True
                     raise item
                 ended = item.finish_reason is not None
-                if item.finish_reason == "error":
-                    raise EngineFailure(item.error or "the step failed")
-                if item.finish_reason == "deadline":
-                    raise DeadlineExceeded(item.error or "the deadline passed")
                 yield item
         finally:
             del self._inboxes[request.id]
-            if not ended and not self._lost:
+            if ended:
+                self._settle(request.id, None)
+            elif not self._lost:
+                self._expect_ledger(request.id)
                 self._transport.write(frame(Abort(request.id)))
 
     async def aborted(self, request_id: str) -> Ledger | None:
-        ledger: asyncio.Future[Ledger | None] = asyncio.get_running_loop().create_future()
-        self._aborted[request_id] = ledger
+        if request_id in self._inboxes:  # whoever reads it is being cancelled
+            self._expect_ledger(request_id)
+        ledger = self._aborted.get(request_id)
+        if ledger is None:
+            return None
         try:
             async with asyncio.timeout(LAST_CHUNK_SECONDS):
-                return await ledger
+                return await asyncio.shield(ledger)
         except TimeoutError:
             return None
-        finally:
-            del self._aborted[request_id]
+
+    def _expect_ledger(self, request_id: str) -> None:
+        if request_id not in self._aborted:
+            self._aborted[request_id] = self._loop.create_future()
+            self._loop.call_later(KEPT_LEDGER_SECONDS, self._aborted.pop, request_id, None)
+
+    def _settle(self, request_id: str, ledger: Ledger | None) -> None:
+        expected = self._aborted.get(request_id)
+        if expected is not None and not expected.done():
+            expected.set_result(ledger)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
 
     def data_received(self, data: bytes) -> None:
         """What it raises ends the connection."""
-        self._beats_missed = 0
+        self._heartbeats_missed = 0
         for body in take_frames(self._received, data):
             self._take(decode_from_worker(body))
 
@@ -142,18 +153,20 @@ class WorkerClient(asyncio.Protocol):
                     if inbox.scores:
                         chunk.prompt_logprobs, inbox.scores = inbox.scores, []
                     inbox.put(chunk)
-                elif chunk.finish_reason is not None and chunk.request_id in self._aborted:
-                    _settle(self._aborted[chunk.request_id], chunk.ledger)
+                elif chunk.finish_reason is not None:
+                    self._settle(chunk.request_id, chunk.ledger)
         elif isinstance(message, PromptScores):
             inbox = self._inboxes.get(message.request_id)
             if inbox is not None:
                 inbox.scores += message.logprobs
-        elif isinstance(message, Beat):
+        elif isinstance(message, Heartbeat):
             self.stats = message.stats
         elif isinstance(message, Refused):
             inbox = self._inboxes.get(message.request_id)
             if inbox is not None:
-                inbox.put(message.exception())
+                inbox.put(message.failure.exception())
+            else:
+                self._settle(message.request_id, None)
         elif self._greeted.done():
             raise ConnectionError("a worker greets once")
         elif isinstance(message, Hello):
@@ -164,17 +177,17 @@ class WorkerClient(asyncio.Protocol):
             self._greeted.set_exception(StartupError(message.message))
 
     def _listen(self) -> None:
-        """Count beats without a byte, until there are too many.
+        """Count heartbeats without a byte, until there are too many.
 
         Not by the clock: where this process did not run itself (stopped, suspended, short of CPU), it finds out late
-        but counts one beat, and the socket is read before the next.
+        but counts one heartbeat, and the socket is read before the next.
         """
-        if self._beats_missed >= DEAD_AFTER_BEATS:
-            self._silence = f"nothing heard from it for {DEAD_AFTER_BEATS * BEAT_SECONDS:.0f} s"
+        if self._heartbeats_missed >= DEAD_AFTER_HEARTBEATS:
+            self._silence = f"nothing heard from it for {DEAD_AFTER_HEARTBEATS * HEARTBEAT_SECONDS:.0f} s"
             self._transport.abort()
         elif not self._lost:
-            self._beats_missed += 1
-            self._loop.call_later(BEAT_SECONDS, self._listen)
+            self._heartbeats_missed += 1
+            self._loop.call_later(HEARTBEAT_SECONDS, self._listen)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lost = True
@@ -182,13 +195,10 @@ class WorkerClient(asyncio.Protocol):
             self._greeted.set_exception(ConnectionError("the worker went away without a greeting"))
         for inbox in self._inboxes.values():
             inbox.put(Unavailable("the worker died while this request was running; send it again"))
+        for request_id in self._aborted:
+            self._settle(request_id, None)
         if not self.closed.done():
             self.closed.set_result(self._silence)
 
     def health(self) -> Health:
         return Health(False, "the worker is not running") if self._lost else activity(self.stats)
-
-
-def _settle(waited_for: asyncio.Future[Ledger | None], ledger: Ledger | None) -> None:
-    if not waited_for.done():  # whoever waited may have been cancelled
-        waited_for.set_result(ledger)

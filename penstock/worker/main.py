@@ -24,7 +24,7 @@ from penstock.engine.executor import LoadedExecutor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.observability.logging import configure_logging
-from penstock.worker.protocol import BEAT_SECONDS, Failed, Start, frame, read_start
+from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Start, frame, read_start
 from penstock.worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ async def serve(connection: socket.socket, scheduler: Scheduler, executor: Loade
     thread = threading.Thread(target=_run, args=(engine, executor), name="engine", daemon=True)
     thread.start()
     watching = asyncio.create_task(_end_if_stalled(engine))
-    await server.converse(engine, info)
+    await server.handle_client(engine, info)
     engine.stop()
     await asyncio.to_thread(thread.join)
     watching.cancel()
@@ -98,9 +98,9 @@ async def _end_if_stalled(engine: EngineLoop) -> None:
     """
     turns, silent = -1, 0.0
     while True:
-        await asyncio.sleep(BEAT_SECONDS)
+        await asyncio.sleep(HEARTBEAT_SECONDS)
         idle = not engine.stats.seconds_since_step
-        silent = 0.0 if idle or engine.turns != turns else silent + BEAT_SECONDS
+        silent = 0.0 if idle or engine.turns != turns else silent + HEARTBEAT_SECONDS
         turns = engine.turns
         if engine.overdue(silent):
             log.error("no step finished for %.0f s with work to do; this worker ends so that another can start", silent)

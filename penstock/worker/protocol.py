@@ -2,7 +2,7 @@
 
 gateway → worker   Start once, then Submit, Abort
 worker → gateway   Hello or Failed once, then Chunks per step, PromptScores before the Chunks they belong to, Refused,
-                   and a Beat four times a second
+                   and a Heartbeat four times a second
 
 Whatever was submitted gets one last word: Refused, or a chunk with a finish reason and the ledger, also after an Abort.
 """
@@ -15,12 +15,12 @@ import struct
 
 import msgspec
 
-from penstock.core import errors
 from penstock.core.engine import EngineInfo, EngineStats
+from penstock.core.errors import Failure
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.settings import EngineConfig
 
-BEAT_SECONDS = 0.25
+HEARTBEAT_SECONDS = 0.25
 MAX_FRAME = 256 * 2**20
 SCORES_IN_FRAME = 256  # tokens; decoded in about a millisecond
 _LENGTH = struct.Struct("<I")
@@ -63,31 +63,18 @@ class PromptScores(msgspec.Struct, tag="scores", array_like=True):
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True):
+    """What was never accepted has no ledger, hence no last chunk."""
+
     request_id: str
-    error: str  # name of a class in core.errors
-    message: str
-    param: str | None
-    retry_after: float | None = None
-
-    @classmethod
-    def of(cls, request_id: str, error: errors.PenstockError) -> Refused:
-        retry_after = error.retry_after if isinstance(error, errors.Overloaded) else None
-        return cls(request_id, type(error).__name__, error.message, error.param, retry_after)
-
-    def exception(self) -> errors.PenstockError:
-        if self.error == "Overloaded":
-            return errors.Overloaded(self.message, retry_after=self.retry_after or 1.0, param=self.param)
-        kinds: dict[str, type[errors.InvalidRequest] | type[errors.EngineFailure]]
-        kinds = {"InvalidRequest": errors.InvalidRequest, "ContextTooLong": errors.ContextTooLong}
-        return kinds.get(self.error, errors.EngineFailure)(self.message, param=self.param)
+    failure: Failure
 
 
-class Beat(msgspec.Struct, tag="beat", array_like=True):
+class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     stats: EngineStats
 
 
 ToWorker = Start | Submit | Abort
-FromWorker = Hello | Failed | Chunks | PromptScores | Refused | Beat
+FromWorker = Hello | Failed | Chunks | PromptScores | Refused | Heartbeat
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode

@@ -7,14 +7,14 @@ import contextlib
 import socket
 
 from penstock.core.engine import EngineInfo
-from penstock.core.errors import PenstockError
+from penstock.core.errors import Failure, PenstockError
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.loop import EngineLoop
 from penstock.worker.protocol import (
-    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
     Abort,
-    Beat,
     FromWorker,
+    Heartbeat,
     Hello,
     Refused,
     Submit,
@@ -51,10 +51,10 @@ class WorkerServer:
     def _send(self, message: FromWorker) -> None:
         self._writer.write(frame(message))
 
-    async def converse(self, engine: EngineLoop, info: EngineInfo) -> None:
+    async def handle_client(self, engine: EngineLoop, info: EngineInfo) -> None:
         """Greet the gateway and do as it says until it goes away, or `hang_up` ends the conversation."""
         self._send(Hello(info, engine.stats))
-        beating = asyncio.create_task(self._beat(engine))
+        heartbeats = asyncio.create_task(self._send_heartbeats(engine))
         try:
             while True:
                 message = decode_to_worker(await read_frame(self._reader))
@@ -65,7 +65,7 @@ class WorkerServer:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
-            beating.cancel()
+            heartbeats.cancel()
             self.hang_up()
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
@@ -79,12 +79,12 @@ class WorkerServer:
                 raise PenstockError(f"request id {request.id!r} is in use")
             engine.submit(request)
         except PenstockError as error:
-            self._send(Refused.of(request.id, error))
+            self._send(Refused(request.id, Failure.of(error)))
         else:
             self._requests.add(request.id)
 
-    async def _beat(self, engine: EngineLoop) -> None:
+    async def _send_heartbeats(self, engine: EngineLoop) -> None:
         """Say how the engine is doing, and by saying it that this process runs."""
         while True:
-            await asyncio.sleep(BEAT_SECONDS)
-            self._send(Beat(engine.stats))
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            self._send(Heartbeat(engine.stats))

@@ -49,7 +49,7 @@ class ConstantExecutor:
         return step
 
     def collect(self, handle: Step) -> StepResult:
-        return StepResult([7 if sampled else -1 for sampled in handle.samples])
+        return StepResult([[7] * samples for samples in handle.samples])
 
 
 def make_scheduler() -> Scheduler:

@@ -13,9 +13,10 @@ from penstock.cache import redis_tier
 from penstock.cache.engine import CachedEngine
 from penstock.cache.settings import CacheConfig
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.simulation.scripted_engine import ScriptedEngine, says
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
-from tests.gateway.scripted_engine import ScriptedEngine, load_built_in_tokenizer, says
+from tests.gateway.scripted_server import load_built_in_tokenizer
 from tests.redis_server import RedisServer
 
 

@@ -17,9 +17,9 @@ from penstock.cache.settings import CacheConfig
 from penstock.core.errors import DeadlineExceeded, EngineFailure, NotCached, Overloaded
 from penstock.core.request import CacheControl, Chunk, GenerateRequest, Objective, SamplingParams, choice_seed
 from penstock.settings import Settings
+from penstock.simulation.scripted_engine import ScriptedEngine, says
 from penstock.text.tokenizer import Tokenizer
 from tests.cache.conftest import GREEDY, answer, request, state, text_of
-from tests.gateway.scripted_engine import ScriptedEngine, says
 from tests.redis_server import RedisServer
 
 ANSWER = "The answer is forty-two, friend."
@@ -265,7 +265,7 @@ async def test_nobody_joins_a_computation_of_another_class_or_one_that_may_be_gi
         request(deadline=90.0),
         request(),  # without any: that computation is for all
         request(deadline=500.0),
-        request(objective=Objective(gap=0.2)),  # of the same class, whose promise follows the engine's measured speed
+        request(objective=Objective(itl=0.2)),  # of the same class, whose promise follows the engine's measured speed
         request(objective=Objective("batch", rank=1)),
         request(priority=5),
     ]

@@ -17,10 +17,10 @@ from penstock.cache.settings import CacheConfig, SemanticConfig
 from penstock.core.request import SamplingParams
 from penstock.gateway.settings import ServerConfig
 from penstock.settings import Settings
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 from tests.redis_server import RedisServer
 
 ASKED: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}

@@ -22,9 +22,9 @@ from penstock.core.errors import StartupError
 from penstock.core.request import CacheControl, GenerateRequest, SamplingParams
 from penstock.gateway.api.openai_types import ChatRequest
 from penstock.gateway.api.semantic import similar_chat
+from penstock.simulation.scripted_engine import ScriptedEngine, says
 from penstock.text.tokenizer import Tokenizer
 from tests.cache.conftest import answer, request, state, text_of
-from tests.gateway.scripted_engine import ScriptedEngine, says
 
 THRESHOLD = CacheConfig().semantic.threshold
 

@@ -77,6 +77,41 @@ async def test_what_a_client_gave_up_on_has_its_ledger(server: Server, capsys: p
         assert words in shown, shown
 
 
+@pytest.mark.parametrize("seed", [None, 3])  # past the result cache, and through it
+def test_a_missed_deadline_is_explained(server: Server, capsys: pytest.CaptureFixture[str], seed: int | None) -> None:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        body = {**ASK, "max_tokens": 2000, "seed": seed, "deadline_ms": 400}
+        response = http.post("/v1/completions", json=body, headers={"x-request-id": f"late-{seed}"})
+        assert response.status_code == 504, response.text
+        account = http.get(f"/v1/requests/late-{seed}").json()
+    check_early_end(account)
+    assert main(["explain", f"late-{seed}", "--url", server.url]) == 0
+    shown = capsys.readouterr().out
+    for words in ("error: the deadline passed", "Prefill:", "Decode:", "Prefix cache:"):
+        assert words in shown, shown
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("seed", [None, 4])
+def test_an_answer_that_ends_with_a_stop_string_has_its_ledger(server: Server, seed: int | None, stream: bool) -> None:
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        body = {**ASK, "max_tokens": 2000, "seed": seed, "stop": ["e", "a"], "stream": stream}
+        name = f"stopped-{seed}-{stream}"
+        salt = {"cache_salt": name, "prompt": f"{name} {ASK['prompt']}"}
+        assert http.post("/v1/completions", json=body | salt, headers={"x-request-id": name}).status_code == 200
+        check_early_end(http.get(f"/v1/requests/{name}").json())
+
+
+def check_early_end(account: dict[str, Any]) -> None:
+    (choice,) = account["choices"]
+    parts, engine = choice["parts"], choice["engine"]
+    assert sum(parts.values()) == pytest.approx(account["total"], abs=ROUNDING)
+    assert parts["answer"] == 0
+    assert all(seconds >= 0 for seconds in parts.values()), parts
+    assert engine["request_id"].startswith(account["id"])
+    assert engine["prefill"]
+
+
 def test_explain_says_where_the_time_of_a_real_answer_went(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     with httpx.Client(base_url=server.url, timeout=120) as http:
         answer = http.post("/v1/completions", json={**ASK, "seed": 77}).json()

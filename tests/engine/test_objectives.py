@@ -15,14 +15,14 @@ from penstock.core.errors import Overloaded
 from penstock.core.request import GenerateRequest, Objective, SamplingParams
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
-from tests.engine.virtual_clock import Answer, VirtualEngine, cpu_step_seconds, gpu_step_seconds
+from penstock.simulation.virtual_engine import Outcome, VirtualEngine, cpu_step_seconds, gpu_step_seconds
 
 GPU = SchedulerLimits(
     num_blocks=50_000, block_size=16, max_seqs=512, max_step_tokens=8192, max_model_len=32_768, vocab_size=100_000
 )
 CPU = replace(GPU, num_blocks=4096, max_seqs=64, max_step_tokens=256, max_model_len=8192)
-SHORT = Objective("short", ttft=0.2, gap=0.05)
-LONG = Objective("long", ttft=4.0, gap=0.05)
+SHORT = Objective("short", ttft=0.2, itl=0.05)
+LONG = Objective("long", ttft=4.0, itl=0.05)
 
 Arrival = tuple[float, GenerateRequest]
 
@@ -57,7 +57,7 @@ def engine(limits: SchedulerLimits, *, noise: float = 0.04) -> VirtualEngine:
     requests = Requests(seed=99)
     longest = 15_000 if on_gpu else 5000
     virtual.run([(i * 0.02, requests.make(20 + i * longest // 60, 20)) for i in range(60)])
-    virtual.answers.clear()
+    virtual.outcomes.clear()
     return virtual
 
 
@@ -79,14 +79,14 @@ def percentile(values: list[float], q: float) -> float:
     return sorted(values)[min(len(values) - 1, int(q * len(values)))]
 
 
-def met(arrivals: list[Arrival], answers: dict[str, Answer]) -> float:
+def met(arrivals: list[Arrival], answers: dict[str, Outcome]) -> float:
     """Share of all requests that kept both objectives; a refusal does not."""
     kept = 0
     for _, request in arrivals:
         answer, objective = answers[request.id], request.objective
         assert objective.ttft is not None
-        assert objective.gap is not None
-        kept += answer.ttft <= objective.ttft and answer.gap(0.99) <= objective.gap
+        assert objective.itl is not None
+        kept += answer.ttft <= objective.ttft and answer.itl(0.99) <= objective.itl
     return kept / len(arrivals)
 
 
@@ -128,9 +128,9 @@ def test_short_requests_on_a_cpu_beside_long_prompts() -> None:
     for fcfs in (False, True):
         virtual = engine(replace(CPU, fcfs=fcfs))
         requests, start = Requests(seed=3), virtual.now
-        objective = Objective("short", ttft=1.0, gap=0.15)
+        objective = Objective("short", ttft=1.0, itl=0.15)
         short = [(at, requests.make(100, 32, objective=objective)) for at in requests.poisson(1.0, start, 60)]
-        patient = Objective("long", ttft=30.0, gap=0.15)
+        patient = Objective("long", ttft=30.0, itl=0.15)
         long = [(at, requests.make(5000, 16, objective=patient)) for at in requests.poisson(0.15, start, 60)]
         answers = virtual.run(short + long)
         ttft[fcfs] = percentile([answers[request.id].ttft for _, request in short], 0.99)
@@ -142,8 +142,8 @@ def test_waiting_as_long_as_told_helps() -> None:
     virtual = engine(GPU, noise=0)
     requests, now = Requests(seed=4), virtual.now
     for _ in range(40):
-        virtual.submit(requests.make(14_000, 8, objective=LONG), now)
-    refused = [a.refused for a in virtual.answers.values() if a.refused is not None]
+        virtual.submit(requests.make(14_000, 8, objective=LONG))
+    refused = [a.refused for a in virtual.outcomes.values() if a.refused is not None]
     assert 0 < len(refused) < 40
     with pytest.raises(Overloaded) as caught:
         virtual.scheduler.add(requests.make(14_000, 8, objective=LONG), now)
@@ -156,7 +156,7 @@ def test_what_promises_nothing_is_queued_up_to_a_bound() -> None:
     virtual = engine(replace(CPU, max_waiting=10))
     requests = Requests(seed=5)
     for _ in range(30):
-        virtual.submit(requests.make(400, 4, objective=Objective("batch", rank=1)), virtual.now)
+        virtual.submit(requests.make(400, 4, objective=Objective("batch", rank=1)))
     answers = virtual.run([])
     assert sum(a.refused is not None for a in answers.values()) == 20
     assert sum(a.finish_reason == "length" for a in answers.values()) == 10
@@ -233,7 +233,7 @@ TRACE = st.lists(
     st.tuples(
         st.floats(0, 2),
         SIZES,
-        st.sampled_from([Objective(), Objective("batch", rank=1), Objective("short", ttft=0.4, gap=0.05)]),
+        st.sampled_from([Objective(), Objective("batch", rank=1), Objective("short", ttft=0.4, itl=0.05)]),
         st.sampled_from(["", "a", "b"]),
         st.sampled_from([None, None, 0.3]),
         st.sampled_from(["", "salt"]),
@@ -258,7 +258,7 @@ def test_any_trace(trace: list[tuple], runs_ahead: bool, num_blocks: int) -> Non
         scheduler.check_integrity()
         for admitted in (s for s in scheduler.running if s.started == now):
             for other in scheduler.waiting:
-                if (other.order[:2], other.account) == (admitted.order[:2], admitted.account):
+                if (other.order[:2], other.counter) == (admitted.order[:2], admitted.counter):
                     assert (admitted.due, admitted.order[2]) <= (other.due, other.order[2])
         return planned
 
@@ -296,7 +296,7 @@ def test_any_trace(trace: list[tuple], runs_ahead: bool, num_blocks: int) -> Non
         assert ledger.output_tokens == len(answer.token_times)
         assert sum(stall.seconds for stall in ledger.stalls) <= ledger.stalled + 1e-9
         if answer.finish_reason == "length":
-            assert ledger.total == pytest.approx(virtual.answers[request.id].token_times[-1] - answer.arrival)
+            assert ledger.total == pytest.approx(virtual.outcomes[request.id].token_times[-1] - answer.arrival)
             assert ledger.ttft == pytest.approx(answer.ttft)
         if answer.token_times:
             assert ledger.cached_tokens + sum(ledger.missed_tokens.values()) == len(request.prompt)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from penstock.core.request import Objective
+from penstock.core.request import Chunk, Objective
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import StepShape, StepTimes
+from penstock.simulation.virtual_engine import VirtualEngine, cpu_step_seconds
 from tests.engine.test_objectives import CPU, GPU, Requests, engine, met, percentile
-from tests.engine.virtual_clock import VirtualEngine, cpu_step_seconds
 
-INTERACTIVE = Objective("interactive", ttft=1.6, gap=0.08)
+INTERACTIVE = Objective("interactive", ttft=1.6, itl=0.08)
 CAPACITY = 20.0  # requests of 64 in and 32 out a second on the virtual CPU
 
 
@@ -46,7 +46,7 @@ def test_a_missed_first_token_comes_soon_after() -> None:
     def seconds(shape: StepShape) -> float:
         return cpu_step_seconds(shape) * (3.0 if virtual.now > slow_from else 1.0)
 
-    virtual._seconds = seconds
+    virtual.executor.seconds = seconds
     answers = virtual.run(arrivals)
     late = [a.ttft for a in answers.values() if a.refused is None and a.ttft > 1.6]
     assert late, "the case is too easy"
@@ -64,28 +64,24 @@ class Crowd:
     short: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        inner = self.virtual._take
+        self.virtual.on_chunk = self._send_another
 
-        def take(chunks: list) -> None:  # type: ignore[type-arg]
-            inner(chunks)
-            for chunk in chunks:
-                if chunk.finish_reason and chunk.request_id in self.short and self.virtual.now < self.ends:
-                    self.send()
-
-        self.virtual._take = take  # type: ignore[method-assign]
+    def _send_another(self, chunk: Chunk) -> None:
+        if chunk.finish_reason and chunk.request_id in self.short and self.virtual.now < self.ends:
+            self.send()
 
     def send(self) -> None:
         draw = self.requests.random
         request = self.requests.make(draw.randint(32, 128), draw.randint(32, 128), objective=self.objective)
         self.short.add(request.id)
-        self.virtual.submit(request, self.virtual.now)
+        self.virtual.submit(request)
 
     def first_tokens(self, begin: float, end: float) -> list[float]:
-        answers = [self.virtual.answers[name] for name in self.short]
+        answers = [self.virtual.outcomes[name] for name in self.short]
         return [a.ttft for a in answers if begin <= a.arrival < end]
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        times = [self.virtual.answers[name].token_times for name in self.short]
+        times = [self.virtual.outcomes[name].token_times for name in self.short]
         return [b - a for t in times for a, b in itertools.pairwise(t) if begin <= a < end]
 
 
@@ -117,7 +113,7 @@ def test_a_long_prompt_stalls_nobody(
     assert percentile(during, 0.99) <= 4 * percentile(before, 0.99)
     calm, busy = crowd.gaps(start + 1, arrives), crowd.gaps(arrives, there)
     assert percentile(busy, 0.99) <= most_gap * percentile(calm, 0.99)
-    assert answers[long.id].ttft <= most_slowdown * alone.answers[request.id].ttft
+    assert answers[long.id].ttft <= most_slowdown * alone.outcomes[request.id].ttft
 
 
 def test_a_long_prompt_gets_its_turn_beside_short_ones_that_overload_the_machine() -> None:
@@ -135,7 +131,7 @@ def test_offline_work_is_not_slowed_down_for_streams_nobody_reads() -> None:
     virtual = engine(GPU)
     requests = Requests(seed=6)
     virtual.run([(virtual.now, requests.make(64, 200))], until=virtual.now + 0.1)
-    virtual.submit(requests.make(30_000, 4), virtual.now)
+    virtual.submit(requests.make(30_000, 4))
     planned = virtual.scheduler.schedule(virtual.now)
     assert planned is not None
     assert len(planned.step.tokens) == GPU.max_step_tokens

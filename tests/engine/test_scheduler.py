@@ -9,12 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from penstock.core.errors import ContextTooLong, InvalidRequest
+from penstock.core.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineFailure,
+    Failure,
+    InvalidRequest,
+    Unavailable,
+)
+from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
-from tests.engine.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
+from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
 
 
 def limits(**changes: int) -> SchedulerLimits:
@@ -35,6 +43,8 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     cached: int = 0
+    error: Failure | None = None
+    ledger: Ledger | None = None
 
 
 class Harness:
@@ -56,9 +66,14 @@ class Harness:
             outcome.cached += chunk.cached_tokens
             if chunk.finish_reason is not None:
                 outcome.finish_reasons.append(chunk.finish_reason)
+                outcome.error, outcome.ledger = chunk.error, chunk.ledger
 
     def submit(self, prompt: list[int], max_tokens: int | None = None, **options: object) -> str:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=bool(options.pop("ignore_eos", False)))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=int(options.pop("min_tokens", 0)),  # type: ignore[call-overload]
+            ignore_eos=bool(options.pop("ignore_eos", False)),
+        )
         request = GenerateRequest(f"r{len(self.requests)}", prompt, params, **options)  # type: ignore[arg-type]
         self.loop.submit(request)
         self.requests[request.id] = request
@@ -67,9 +82,12 @@ class Harness:
 
     def expected(self, request_id: str) -> list[int]:
         request = self.requests[request_id]
-        room = self.limits.longest_sequence - len(request.prompt)
-        stop = frozenset() if request.params.ignore_eos else frozenset({EOS})
-        return expected_output(request.prompt, request.seed, min(request.params.max_tokens or room, room), stop)
+        params, room = request.params, self.limits.longest_sequence - len(request.prompt)
+        stop = frozenset() if params.ignore_eos else frozenset({EOS})
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        output = expected_output(request.prompt, request.seed, most, stop, params.min_tokens)
+        assert output[: len(request.output)] == list(request.output), "carried output that no engine gave"
+        return output[len(request.output) :]
 
     def run(self, steps: int = 10_000) -> None:
         for _ in range(steps):
@@ -97,7 +115,9 @@ class EngineMachine(RuleBasedStateMachine):
         target=live,
         shared=st.integers(0, 16),
         own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
-        max_tokens=st.integers(1, 12),
+        max_tokens=st.integers(0, 12),
+        min_tokens=st.integers(0, 6),
+        emitted=st.sampled_from([0, 0, 1, 2, 5, 12]),
         priority=st.integers(0, 2),
         seed=st.integers(0, 3),
         salt=st.sampled_from(["", "", "other"]),
@@ -110,6 +130,8 @@ class EngineMachine(RuleBasedStateMachine):
         shared: int,
         own: list[int],
         max_tokens: int,
+        min_tokens: int,
+        emitted: int,
         priority: int,
         seed: int,
         salt: str,
@@ -117,9 +139,17 @@ class EngineMachine(RuleBasedStateMachine):
         common: int,
         ignore_eos: bool,
     ) -> str:
+        prompt, least = [*range(shared), *own], min(min_tokens, max_tokens)
+        stop = frozenset() if ignore_eos else frozenset({EOS})
+        room = self.harness.limits.longest_sequence - len(prompt)
+        output = expected_output(prompt, seed, min(max_tokens, room), stop, least)
+        if output and output[-1] in stop and len(output) >= least:
+            output.pop()  # what it ends with is never carried: it would not be resumed
         return self.harness.submit(
-            [*range(shared), *own],
+            prompt,
             max_tokens,
+            min_tokens=least,
+            output=output[:emitted],
             priority=priority,
             seed=seed,
             cache_salt=salt,
@@ -245,6 +275,44 @@ def test_decodes_keep_running_while_a_long_prompt_is_prefilled() -> None:
     assert len(harness.outcomes[short].tokens) >= 9
 
 
+def test_stalls_name_requests_of_the_same_tenant_only() -> None:
+    harness = Harness(limits(num_blocks=64, max_seqs=2, max_model_len=100))
+    stream = harness.submit([1, 2], 60, ignore_eos=True, tenant="ann")
+    harness.loop.step()
+    for tenant in ("bob", "ann"):
+        other = harness.submit([3] * 40, 1, ignore_eos=True, tenant=tenant)
+        while not harness.outcomes[other].finish_reasons:
+            harness.loop.step()
+    harness.run()
+    ledger = harness.outcomes[stream].ledger
+    assert ledger is not None
+    assert {stall.request_id for stall in ledger.stalls} == {"", "r2"}
+
+
+def test_every_end_has_its_ledger() -> None:
+    harness = Harness(limits(num_blocks=64, max_seqs=2))
+    aborted = harness.submit([1] * 9, 5)
+    done = harness.submit([2], 2, ignore_eos=True)
+    expired = harness.submit([3] * 9, 5, deadline=1e-9)
+    harness.loop.step()
+    harness.loop.abort(aborted)
+    harness.run()
+    lost = harness.submit([4] * 9, 5)
+    harness.executor.fail_next = True
+    harness.run()
+    found = {
+        request_id: (outcome.finish_reasons, outcome.error and type(outcome.error.exception()))
+        for request_id, outcome in harness.outcomes.items()
+    }
+    assert found == {
+        aborted: (["abort"], Unavailable),
+        done: (["length"], None),
+        expired: (["deadline"], DeadlineExceeded),
+        lost: (["error"], EngineFailure),
+    }
+    assert all(outcome.ledger is not None for outcome in harness.outcomes.values())
+
+
 def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     harness = Harness(limits(num_blocks=64, max_seqs=2))
     lost = [harness.submit([i] * 9, 5, ignore_eos=True) for i in range(2)]
@@ -257,6 +325,62 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     again = harness.submit([0] * 9, 5, ignore_eos=True)
     harness.run()
     assert harness.outcomes[again].tokens == harness.expected(again)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("prompt", [[3], list(range(9)), list(range(30))])
+def test_a_request_for_no_output_ends_once_its_prompt_is_computed(prompt: list[int], runs_ahead: bool) -> None:
+    harness = Harness(limits(), runs_ahead=runs_ahead)
+    ids = [harness.submit(prompt, 0), harness.submit([*prompt, 5], 3, ignore_eos=True), harness.submit(prompt, 0)]
+    harness.run()
+    assert [harness.outcomes[i].finish_reasons for i in ids] == [["length"]] * 3
+    assert [len(harness.outcomes[i].tokens) for i in ids] == [0, 3, 0]
+    assert harness.outcomes[ids[2]].cached == (len(prompt) - 1) // 4 * 4
+    assert harness.scheduler.counters.output_tokens == 3
+
+
+def test_output_from_elsewhere_counts_in_the_ledger_and_not_among_cached_prompt_tokens() -> None:
+    harness = Harness(limits(num_blocks=32))
+    first = harness.submit(list(range(6)), 12, ignore_eos=True)
+    harness.run()
+    emitted = harness.outcomes[first].tokens[:9]
+    resumed = harness.submit(list(range(6)), 12, ignore_eos=True, output=emitted)
+    harness.run()
+    ledger = harness.outcomes[resumed].ledger
+    assert ledger is not None
+    assert (ledger.prompt_tokens, ledger.cached_tokens, ledger.output_tokens) == (6, 6, 12)
+    assert ledger.decode_steps == 2, "three tokens were sampled here, the first of them with the prefill"
+
+
+@given(data=st.data(), max_tokens=st.integers(1, 30), seed=st.integers(0, 5), ignore_eos=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_step_may_yield_several_tokens(data: st.DataObject, max_tokens: int, seed: int, ignore_eos: bool) -> None:
+    """Tokens are proposed as a drafter would, right and wrong ones: what comes out is what comes without it."""
+    harness = Harness(limits(block_size=64, max_step_tokens=64), runs_ahead=False)
+    request_id = harness.submit([1, 2, 3], max_tokens, seed=seed, ignore_eos=ignore_eos)
+    expected, outcome = harness.expected(request_id), harness.outcomes[request_id]
+    now = 0.0
+    while not outcome.finish_reasons:
+        now += 1.0
+        planned = harness.scheduler.schedule(now)
+        assert planned is not None
+        step, (sequence,) = planned.step, planned.sequences
+        draft = expected[sequence.outputs + 1 :][: data.draw(st.integers(0, 3))] if sequence.outputs else []
+        if draft and data.draw(st.booleans()):
+            wrong = data.draw(st.integers(0, len(draft) - 1))
+            draft[wrong] = (draft[wrong] + 1) % VOCAB
+        step.tokens += draft
+        for counts in (step.counts, step.samples):
+            counts[0] += len(draft)
+        sequence.computed += len(draft)
+        sequence.pending += len(draft)
+        result = harness.executor.collect(harness.executor.launch(step))
+        harness._take(harness.scheduler.complete(planned, result, now + 0.5))
+        assert sequence.pending == 0
+        assert outcome.finish_reasons or sequence.known - sequence.computed == 1
+    harness.scheduler.check_integrity()
+    assert outcome.tokens == expected
+    assert harness.scheduler.counters.output_tokens == len(expected)
 
 
 @given(prompt_len=st.integers(1, 60))
@@ -288,3 +412,10 @@ def test_refusals_name_the_field(prompt: list[int], params: SamplingParams, para
     with pytest.raises(InvalidRequest) as caught:
         limits().check(GenerateRequest("r", prompt, params))
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(("output", "error"), [([VOCAB], InvalidRequest), ([1] * 40, ContextTooLong)])
+def test_output_that_cannot_be_is_refused(output: list[int], error: type[InvalidRequest]) -> None:
+    with pytest.raises(error) as caught:
+        limits().check(GenerateRequest("r", [1], SamplingParams(), output=output))
+    assert caught.value.param == "output"

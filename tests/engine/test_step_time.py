@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.engine.step_time import StepShape, StepTimes
-from tests.engine.virtual_clock import StepSeconds, cpu_step_seconds, gpu_step_seconds
+from penstock.simulation.virtual_engine import StepSeconds, cpu_step_seconds, gpu_step_seconds
 
 
 def random_shape(draw: random.Random, decode_share: float = 0.5) -> StepShape:

@@ -22,9 +22,10 @@ from penstock.gateway.settings import ServerConfig
 from penstock.gateway.tenancy.keys import create_key
 from penstock.gateway.tenancy.tenants import Directory, open_directory
 from penstock.settings import Settings
+from penstock.simulation.scripted_engine import MODEL, Action, ScriptedEngine, says
 from penstock.state.open import open_store
 from penstock.text.tokenizer import Tokenizer
-from tests.gateway.scripted_engine import MODEL, ScriptedEngine, Step, load_built_in_tokenizer, says
+from tests.gateway.scripted_server import load_built_in_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -69,7 +70,7 @@ class Gateway:
         scripts = says(self.tokenizer, *texts)
         self.runs(lambda request: [[i] for i in scripts[min(int(request.id.split("-")[1]), len(scripts) - 1)]])
 
-    def runs(self, script: Callable[[GenerateRequest], list[Step]]) -> None:
+    def runs(self, script: Callable[[GenerateRequest], list[Action]]) -> None:
         self.engine.script = script
 
 

@@ -32,8 +32,8 @@ from penstock.gateway.http.response import Response
 from penstock.gateway.http.server import serve
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.settings import Settings
+from penstock.simulation.scripted_engine import MODEL, hang
 from tests.gateway.conftest import Gateway
-from tests.gateway.scripted_engine import MODEL, hang
 from tests.gateway.wire import CHAT as RAW_CHAT
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -166,7 +166,7 @@ def test_access_log_is_one_line_whatever_the_path(gateway: Gateway, caplog: pyte
 
 @contextmanager
 def server_process(drain_seconds: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "tests.gateway.scripted_engine", str(drain_seconds)]
+    command = [sys.executable, "-m", "tests.gateway.scripted_server", str(drain_seconds)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -16,9 +16,9 @@ from penstock.core.errors import EngineFailure, StartupError
 from penstock.observability.settings import ObservabilityConfig
 from penstock.observability.tracing import start_tracing
 from penstock.settings import Settings
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 CHAT = "/v1/chat/completions"

@@ -7,8 +7,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from penstock.simulation.scripted_engine import MODEL
 from tests.gateway.conftest import Gateway
-from tests.gateway.scripted_engine import MODEL
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 GET_HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -101,7 +101,7 @@ def logits_of(forward: Forward) -> torch.Tensor:
         rows=rows,
         starts=[0] * len(rows),
         counts=list(LENGTHS),
-        samples=[True] * len(rows),
+        samples=[1] * len(rows),
         tokens=[token for row in rows for token in prompts[row][: LENGTHS[row]]],
         setups=[RowSetup(row, SamplingParams(temperature=0), 0, prompts[row], LENGTHS[row], ()) for row in rows],
         blocks=[(row, 0, list(range(row * TABLE, (row + 1) * TABLE))) for row in rows],
@@ -115,7 +115,7 @@ def logits_of(forward: Forward) -> torch.Tensor:
             rows=rows,
             starts=[length + decoded for length in LENGTHS],
             counts=[1] * len(rows),
-            samples=[True] * len(rows),
+            samples=[1] * len(rows),
             tokens=[prompts[row][min(LENGTHS[row] + decoded, len(prompts[row]) - 1)] for row in rows],
         )
     return torch.cat(found)

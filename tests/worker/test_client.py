@@ -14,16 +14,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.engine import EngineInfo, EngineStats
-from penstock.core.errors import StartupError, Unavailable
-from penstock.core.request import Chunk, GenerateRequest, SamplingParams, TokenLogprob
+from penstock.core.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    EngineFailure,
+    Failure,
+    InvalidRequest,
+    Overloaded,
+    PenstockError,
+    StartupError,
+    Unavailable,
+)
+from penstock.core.ledger import Ledger
+from penstock.core.request import Chunk, GenerateRequest, SamplingParams, TokenLogprob, failed
 from penstock.engine.settings import EngineConfig
-from penstock.worker.client import DEAD_AFTER_BEATS, WorkerClient
+from penstock.worker.client import DEAD_AFTER_HEARTBEATS, WorkerClient
 from penstock.worker.protocol import (
-    BEAT_SECONDS,
-    Beat,
+    HEARTBEAT_SECONDS,
     Chunks,
     Failed,
+    Heartbeat,
     Hello,
+    Refused,
     Start,
     frame,
     frames_of,
@@ -89,6 +101,34 @@ async def test_what_came_before_the_worker_died_is_delivered() -> None:
         await anext(client.submit(REQUEST))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest("no", param="prompt"),
+        ContextTooLong("too long", param="prompt"),
+        Overloaded("full", retry_after=2.5),
+        DeadlineExceeded("late"),
+        Unavailable("gone", code="aborted"),
+        EngineFailure("lost"),
+    ],
+)
+async def test_errors_cross_the_socket_as_they_are(error: PenstockError) -> None:
+    def same(other: PenstockError) -> bool:
+        return type(other) is type(error) and vars(other) == vars(error)
+
+    refusing = await connect(frame(Refused("r", Failure.of(error))))
+    with pytest.raises(PenstockError) as refused:
+        await anext(refusing.submit(REQUEST))
+    assert same(refused.value)
+    assert await refusing.aborted("r") is None
+    failing = await connect(frame(Chunks([failed("r", "error", error, Ledger("r"))])))
+    (chunk,) = [chunk async for chunk in failing.submit(REQUEST)]
+    assert chunk.ledger == Ledger("r")
+    with pytest.raises(PenstockError) as ended:
+        chunk.raise_failure()
+    assert same(ended.value)
+
+
 @pytest.mark.parametrize("junk", [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00junk", frame(Chunks([]))[:-1]])
 async def test_a_worker_that_talks_nonsense_is_a_dead_one(junk: bytes) -> None:
     client = await connect(junk)
@@ -116,10 +156,10 @@ def beating_worker() -> Iterator[socket.socket]:
     def beat() -> None:
         theirs.sendall(HELLO)
         steps = 0
-        while not stop.wait(BEAT_SECONDS):
+        while not stop.wait(HEARTBEAT_SECONDS):
             steps += 1
             with suppress(OSError):
-                theirs.sendall(frame(Beat(EngineStats(steps=steps))))
+                theirs.sendall(frame(Heartbeat(EngineStats(steps=steps))))
 
     with theirs:
         thread = threading.Thread(target=beat)
@@ -143,8 +183,8 @@ async def test_a_worker_that_falls_silent_is_a_dead_one() -> None:
 async def test_a_gateway_that_was_held_up_does_not_blame_its_worker() -> None:
     with beating_worker() as connection:
         client = await WorkerClient.connect(connection, START)
-        time.sleep(1.5 * DEAD_AFTER_BEATS * BEAT_SECONDS)  # noqa: ASYNC251  (the loop is what is held up)
+        time.sleep(1.5 * DEAD_AFTER_HEARTBEATS * HEARTBEAT_SECONDS)  # noqa: ASYNC251  (the loop is what is held up)
         known = client.stats.steps
-        while client.stats.steps < known + 2 * DEAD_AFTER_BEATS and not client.closed.done():  # noqa: ASYNC110
-            await asyncio.sleep(BEAT_SECONDS)
+        while client.stats.steps < known + 2 * DEAD_AFTER_HEARTBEATS and not client.closed.done():  # noqa: ASYNC110
+            await asyncio.sleep(HEARTBEAT_SECONDS)
         assert client.health().ok

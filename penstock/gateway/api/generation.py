@@ -12,7 +12,7 @@ from typing import Protocol
 from msgspec import UNSET, UnsetType
 
 from penstock.core.engine import ServedEngine
-from penstock.core.errors import DeadlineExceeded, EngineFailure, Unavailable
+from penstock.core.errors import EngineFailure
 from penstock.core.ledger import Ledger
 from penstock.core.request import (
     CacheControl,
@@ -194,7 +194,7 @@ class Generation:
                 if last is None:
                     self._first_chunk(choice, chunk, now)
                 elif (count := len(chunk.token_ids)) and choice.computed:
-                    self.metrics.token_gap.observe((now - last) / count, count)
+                    self.metrics.inter_token.observe((now - last) / count, count)
                 last = now
                 delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_matched
@@ -205,8 +205,7 @@ class Generation:
         finally:
             choice.ended = time.monotonic()
             await chunks.aclose()
-            # A client that has left does not wait, so there is time to ask what was computed for it.
-            if self.request.disconnected and choice.computed and choice.ledger is None:
+            if choice.computed and choice.ledger is None:  # it was ended here: by a stop string, or the client left
                 choice.ledger = await self.engine.aborted(choice.request.id)
 
     def _first_chunk(self, choice: Choice, chunk: Chunk, now: float) -> None:
@@ -224,7 +223,7 @@ class Generation:
     def _last_chunk(self, choice: Choice, chunk: Chunk) -> None:
         if chunk.ledger is not None and chunk.ledger.request_id == choice.request.id:
             choice.ledger = chunk.ledger
-        _raise_failure(chunk)
+        chunk.raise_failure()
 
     def _record(self) -> None:
         usage = self.final_usage = self.usage()
@@ -324,12 +323,3 @@ def _count(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:
             prompt_tokens += len(choice.prompt.token_ids)
             cached_tokens += choice.cached_tokens
     return prompt_tokens, cached_tokens, [choice.stream.output_tokens for choice in choices]
-
-
-def _raise_failure(chunk: Chunk) -> None:
-    if chunk.finish_reason == "error":
-        raise EngineFailure(chunk.error or "the engine could not finish the request")
-    if chunk.finish_reason == "deadline":
-        raise DeadlineExceeded(chunk.error or "the deadline passed before the answer was finished")
-    if chunk.finish_reason == "abort":
-        raise Unavailable("the engine aborted the request", code="aborted")

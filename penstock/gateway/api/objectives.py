@@ -64,7 +64,7 @@ class Objectives:
         if stats.loaded_step_seconds > 0:
             self.fixed = built_in
             for name, objective in built_in.items():
-                ttft_ms, itl_ms = milliseconds(objective.ttft), milliseconds(objective.gap)
+                ttft_ms, itl_ms = milliseconds(objective.ttft), milliseconds(objective.itl)
                 log(logger, logging.INFO, "class", name=name, ttft_ms=ttft_ms, itl_ms=itl_ms)
         return built_in
 

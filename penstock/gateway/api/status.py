@@ -27,7 +27,7 @@ class StatusEndpoints:
         info = self.serving.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
         classes = {
-            objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.gap))
+            objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.itl))
             for objective in self.serving.objectives.all().values()
         }
         return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes)

@@ -10,7 +10,7 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.budgets import BILLION, Prices, SpendMetrics, money
 from penstock.gateway.tenancy.tenants import Tenant
-from penstock.state.store import Claim, Grant, Store, Usage
+from penstock.state.store import Claim, Grant, Store, UsageRecord
 
 FIRST_GUESS = 256  # output tokens of a request that sets no limit, before any has been seen
 BUSY_RETRY_SECONDS = 1.0  # nobody knows when one of the running requests will end
@@ -115,11 +115,11 @@ class Reservation:
         """`outputs` of each choice. Nothing at all, where the engine never began, costs nothing."""
         metering, tenant, output_tokens = self.metering, self._tenant.name, sum(outputs)
         cost = metering.prices.now().cost(prompt_tokens, cached_tokens, output_tokens)
-        used = Usage(1, prompt_tokens, cached_tokens, output_tokens, cost)
+        used = UsageRecord(1, prompt_tokens, cached_tokens, output_tokens, cost)
         *entries, last = self._grants
         self._grants = []
         for grant in entries:
-            metering.store.settle(grant, Usage(grant.claim.requests))
+            metering.store.settle(grant, UsageRecord(grant.claim.requests))
         metering.store.settle(last, used._replace(requests=last.claim.requests))
         metering.metrics.add(tenant, metering.model, used)
         metering.observe(tenant, outputs)
@@ -127,7 +127,7 @@ class Reservation:
     def release(self) -> None:
         """Give back what is not settled, of a request that failed before the work began."""
         for grant in self._grants:
-            self.metering.store.settle(grant, Usage())
+            self.metering.store.settle(grant, UsageRecord())
         self._grants.clear()
 
 

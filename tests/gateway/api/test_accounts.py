@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.cli.main import main
-from penstock.core.errors import EngineFailure
+from penstock.core.errors import DeadlineExceeded, EngineFailure, Failure, PenstockError
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.settings import TenantConfig
 from penstock.observability.account import Account
 from penstock.observability.request_log import RequestLog
 from penstock.settings import Settings
+from penstock.simulation.scripted_engine import MODEL, hang
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL, hang
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
@@ -115,6 +115,33 @@ def test_requests_that_fail_or_stop_early_are_accounted_for_too(gateway: Gateway
     assert (failed["status"], failed["error"]) == (500, "out of luck")
     assert failed["choices"][0]["parts"]["answer"] > 0
     check_sums(next(account for account in stopped if account["status"] == 200))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("tokens", [[], [100]])
+@pytest.mark.parametrize(("error", "status"), [(DeadlineExceeded("too late"), 504), (EngineFailure("unlucky"), 500)])
+def test_what_the_engine_ended_with_an_error_has_its_ledger(
+    tokenizer: Tokenizer, error: PenstockError, status: int, tokens: list[int], cached: bool
+) -> None:
+    with serving(tokenizer, cached=cached) as gateway, gateway.http() as http:
+        gateway.runs(lambda request: [*([tokens] if tokens else []), Failure.of(error)])
+        assert http.post(CHAT, json=HI | {"seed": 1}, headers={"x-request-id": "failed"}).status_code == status
+        account = http.get("/v1/requests/failed").json()
+    check_sums(account)
+    assert (account["status"], account["error"]) == (status, error.message)
+    (choice,) = account["choices"]
+    assert choice["engine"]["request_id"].startswith(account["id"])
+    assert choice["parts"]["answer"] == 0
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_a_stop_string_ended_has_its_ledger(tokenizer: Tokenizer, cached: bool) -> None:
+    with serving(tokenizer, cached=cached) as gateway, gateway.http() as http:
+        gateway.runs(lambda request: [[token] for token in tokenizer.encode("one STOP two")] + [hang])
+        answer = ask(http, stop="STOP", seed=1)
+        account = http.get(f"/v1/requests/{answer['id']}").json()
+    check_sums(account)
+    assert account["choices"][0]["engine"]["request_id"].startswith(account["id"])
 
 
 @pytest.mark.parametrize("choices", [1, 2])

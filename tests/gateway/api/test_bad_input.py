@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.gateway.api.openai_types import ChatRequest, CompletionRequest
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
 from tests.gateway.wire import CHAT as RAW_CHAT
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -10,8 +10,8 @@ import pytest
 
 from penstock.core.errors import EngineFailure, Overloaded
 from penstock.core.request import SamplingParams
+from penstock.simulation.scripted_engine import MODEL, hang, logprob_of
 from tests.gateway.conftest import Gateway
-from tests.gateway.scripted_engine import MODEL, hang, logprob_of
 
 HI = [{"role": "user", "content": "Hi"}]
 WEATHER = {

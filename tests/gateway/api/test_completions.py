@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.simulation.scripted_engine import MODEL, logprob_of
 from tests.gateway.conftest import Gateway
-from tests.gateway.scripted_engine import MODEL, logprob_of
 
 
 def test_four_forms_of_prompt(gateway: Gateway) -> None:

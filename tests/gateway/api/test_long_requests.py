@@ -28,10 +28,10 @@ from penstock.gateway.api.completions import CompletionReader
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds
 from penstock.gateway.settings import ServerConfig
 from penstock.settings import Settings
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_bad_input import check_error
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WORDS = "It is a long way down to the harbour, and 12 steps back. "
@@ -174,7 +174,7 @@ def test_a_reader_that_dies_is_replaced(gateway: Gateway) -> None:
 
 def test_a_reader_ends_with_its_gateway() -> None:
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.gateway.scripted_engine", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "tests.gateway.scripted_server", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with server:
         assert server.stdout is not None
@@ -192,7 +192,7 @@ def test_a_reader_ends_with_its_gateway() -> None:
 def out_of_descriptors() -> Iterator[HTTPConnection]:
     """A server whose descriptors are all taken by connections, and one of these."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.gateway.scripted_engine", "0"],
+        [sys.executable, "-m", "tests.gateway.scripted_server", "0"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,10 +12,10 @@ from penstock.core.engine import EngineStats
 from penstock.core.request import GenerateRequest, Objective
 from penstock.gateway.api.objectives import Objectives, derived
 from penstock.settings import settings_from_mapping
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_bad_input import check_error
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 SETTINGS: dict[str, Any] = {

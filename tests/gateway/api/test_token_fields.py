@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL
 from tests.gateway.api.test_bad_input import CHAT, HI, TEXT, check_error
 from tests.gateway.conftest import Gateway
-from tests.gateway.scripted_engine import MAX_MODEL_LEN, MODEL
 
 ASKED: dict[str, dict[str, Any]] = {CHAT: {"messages": HI}, TEXT: {"prompt": "Once upon"}}
 BOTH = pytest.mark.parametrize("path", [CHAT, TEXT])

@@ -13,10 +13,10 @@ from openai.types.chat import completion_create_params as chat_params
 
 from penstock.gateway.api.openai_types import IGNORED, ChatRequest, CompletionRequest, StreamOptions
 from penstock.settings import settings_from_mapping
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_bad_input import CHAT, HI, TEXT, check_error
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 
 CHAT_BODY: dict[str, Any] = {"model": MODEL, "messages": HI, "max_tokens": 1}
 

@@ -11,9 +11,9 @@ import pytest
 from penstock.gateway.http.connection import MAX_HEAD
 from penstock.gateway.settings import ServerConfig
 from penstock.settings import Settings
+from penstock.simulation.scripted_engine import hang
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import hang
 from tests.gateway.wire import CHAT, GET_HEALTH, Wire, chat, wire
 
 

@@ -11,9 +11,9 @@ import pytest
 from penstock.core.errors import StartupError
 from penstock.gateway.settings import ServerConfig, TenantConfig
 from penstock.settings import Settings, settings_from_mapping
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}

@@ -14,9 +14,10 @@ from penstock.gateway.http.server import serve
 from penstock.gateway.tenancy.tenants import open_directory
 from penstock.observability.logging import configure_logging
 from penstock.settings import Settings, settings_from_mapping
+from penstock.simulation.scripted_engine import MODEL, ScriptedEngine, says
 from penstock.state import redis
 from penstock.state.open import open_store
-from tests.gateway.scripted_engine import MODEL, ScriptedEngine, load_built_in_tokenizer, says
+from tests.gateway.scripted_server import load_built_in_tokenizer
 
 
 async def main(settings: Settings) -> int:

@@ -9,10 +9,10 @@ import pytest
 
 from penstock.core.errors import StartupError
 from penstock.settings import settings_from_mapping
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.engine.test_scheduler import Harness, limits
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 
 SYSTEM = "You are a careful assistant of the shop. Answer briefly, and name the page where it is written. " * 2
 BLOCK = 4

@@ -18,9 +18,9 @@ import pytest
 
 from penstock.client.http import HttpClient, Response
 from penstock.gateway.tenancy.keys import create_key
+from penstock.simulation.scripted_engine import MODEL
 from penstock.state.redis import RedisStore
-from penstock.state.store import Usage
-from tests.gateway.scripted_engine import MODEL
+from penstock.state.store import UsageRecord
 from tests.redis_server import RedisServer
 
 CHAT = "/v1/chat/completions"
@@ -127,7 +127,7 @@ def usage_from_redis(server: RedisServer) -> dict[str, tuple[int, int]]:
         today = date.today()
         found = await store.usage(str(today - timedelta(days=1)), str(today + timedelta(days=1)))
         await store.close()
-        total: defaultdict[str, Usage] = defaultdict(Usage)
+        total: defaultdict[str, UsageRecord] = defaultdict(UsageRecord)
         for key, used in found.items():
             total[key.tenant] = total[key.tenant].plus(used)
         return {tenant: (used.requests, used.tokens) for tenant, used in total.items()}

@@ -27,11 +27,11 @@ from penstock.core.errors import StartupError
 from penstock.gateway.tenancy import issuer_keys
 from penstock.gateway.tenancy.tenants import Directory
 from penstock.settings import Settings, settings_from_mapping
+from penstock.simulation.scripted_engine import MODEL
 from penstock.state.memory import MemoryStore
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_bad_input import check_error
 from tests.gateway.conftest import Gateway, serving
-from tests.gateway.scripted_engine import MODEL
 
 HI = [{"role": "user", "content": "Hi"}]
 BODY = {"model": MODEL, "messages": HI}

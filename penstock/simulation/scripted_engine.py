@@ -1,29 +1,31 @@
-"""An engine that answers from a script, to see the protocol around it. Run as a program: a server to signal."""
+"""An engine that answers from a script, to see what the parts before it make of that.
+
+A gateway that always says hello:
+
+    (hello,) = says(tokenizer, "Hello there!")
+    engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in hello])
+    app = create_app(engine, tokenizer, Settings(), model_names=["scripted"])
+"""
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from penstock.checkpoint.source import BUILT_IN, resolve
 from penstock.core.engine import EngineInfo, EngineStats, Health
+from penstock.core.errors import Failure
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
-from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
-from penstock.gateway.app import create_app
-from penstock.gateway.http.listener import bind
-from penstock.gateway.http.server import serve
-from penstock.settings import Settings
-from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.core.request import Chunk, FinishReason, GenerateRequest, TokenLogprob
+from penstock.text.tokenizer import Tokenizer
 
 MODEL = "scripted"
 MAX_MODEL_LEN = 512
 
-# token ids make a chunk, an exception is raised, a callable is awaited
-Step = Sequence[int] | Exception | Callable[[], Awaitable[object]]
-Script = Callable[[GenerateRequest], Sequence[Step]]
+# token ids make a chunk, a failure the last one, an exception is raised, a callable is awaited
+Action = Sequence[int] | Failure | Exception | Callable[[], Awaitable[object]]
+Script = Callable[[GenerateRequest], Sequence[Action]]
 
 
 async def hang() -> None:
@@ -57,10 +59,6 @@ def ledger_of(request: GenerateRequest, seconds: float, output_tokens: int) -> L
     )
 
 
-def load_built_in_tokenizer() -> Tokenizer:
-    return load_tokenizer(resolve(BUILT_IN))
-
-
 def logprob_of(token_id: int) -> float:
     return -(token_id % 7 + 1) / 8
 
@@ -80,7 +78,7 @@ class ScriptedEngine:
         self.script = script
         self.requests: list[GenerateRequest] = []
         self.ended: dict[str, threading.Event] = {}  # set when the iterator of a request is left for good
-        self.begun: dict[str, tuple[GenerateRequest, float]] = {}
+        self.begun: dict[str, tuple[GenerateRequest, float]] = {}  # those that raised nothing
         self._eos = tokenizer.eos_ids
 
     def health(self) -> Health:
@@ -93,25 +91,36 @@ class ScriptedEngine:
         try:
             async for chunk in self._chunks(request):
                 yield chunk
+        except Exception:
+            del self.begun[request.id]
+            raise
         finally:
             ended.set()
 
     async def aborted(self, request_id: str) -> Ledger | None:
+        if request_id not in self.begun:
+            return None
         await asyncio.to_thread(self.ended[request_id].wait, 20)
         request, begun = self.begun[request_id]
         return ledger_of(request, time.monotonic() - begun, 1)
 
     async def _chunks(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         params = request.params
+        most = MAX_MODEL_LEN if params.max_tokens is None else params.max_tokens
         arrived = time.monotonic()
         sent = 0
-        for step in self.script(request):
-            if isinstance(step, Exception):
-                raise step
-            if callable(step):
-                await step()
+        for action in self.script(request):
+            if isinstance(action, Exception):
+                raise action
+            if isinstance(action, Failure):
+                reason: FinishReason = "deadline" if action.error == "DeadlineExceeded" else "error"
+                ledger = ledger_of(request, time.monotonic() - arrived, sent)
+                yield Chunk(request.id, finish_reason=reason, error=action, ledger=ledger)
+                return
+            if callable(action):
+                await action()
                 continue
-            token_ids = list(step)[: (params.max_tokens or MAX_MODEL_LEN) - sent]
+            token_ids = list(action)[: most - sent]
             chunk = Chunk(request.id, token_ids)
             if sent == 0:
                 chunk.cached_tokens, chunk.queue_seconds = 2, 0.004
@@ -120,7 +129,7 @@ class ScriptedEngine:
             sent += len(token_ids)
             if params.logprobs is not None:
                 chunk.logprobs = [with_top(token_id, params.logprobs) for token_id in token_ids]
-            if token_ids[-1] in self._eos and not params.ignore_eos:
+            if sent and token_ids[-1] in self._eos and not params.ignore_eos:
                 chunk.finish_reason = "stop"
             elif sent == params.max_tokens:
                 chunk.finish_reason = "length"
@@ -135,22 +144,3 @@ class ScriptedEngine:
 def says(tokenizer: Tokenizer, *texts: str) -> list[list[int]]:
     """A script that answers choice i with text i (the last one for all further), a token a chunk, and the end token."""
     return [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_ids[0]] for text in texts]
-
-
-def main(drain_seconds: float) -> int:
-    """Each answer is one token, then waits for a line on stdin, then goes on to its end. Prints the port."""
-    tokenizer = load_built_in_tokenizer()
-    first, second = tokenizer.encode("before after", add_special_tokens=False)[:2]
-
-    async def wait_for_line() -> None:
-        line = asyncio.Event()
-        asyncio.get_running_loop().add_reader(sys.stdin, line.set)
-        await line.wait()
-
-    engine = ScriptedEngine(tokenizer, lambda request: [[first], wait_for_line, [second], [tokenizer.eos_ids[0]]])
-    app = create_app(engine, tokenizer, Settings(), model_names=[MODEL])
-    return asyncio.run(serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, flush=True), drain_seconds))
-
-
-if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1])))

@@ -1,0 +1,48 @@
+"""A request that arrives becomes a sequence."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.core.request import GenerateRequest, Objective
+from penstock.engine.bookkeeping import open_ledger
+from penstock.engine.fairness import TenantCounter
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.sequence import Sequence
+
+_NO_OBJECTIVE = Objective()
+
+
+def objective_of(request: GenerateRequest, limits: SchedulerLimits) -> Objective:
+    """What the scheduler goes by: nothing if the first that comes is the first served."""
+    return _NO_OBJECTIVE if limits.fcfs else request.objective
+
+
+def sequence_of(
+    request: GenerateRequest, number: int, counter: TenantCounter, limits: SchedulerLimits, now: float
+) -> Sequence:
+    """`number` counts arrivals. Its due time is now, and all its tokens are to be computed."""
+    params, objective = request.params, objective_of(request, limits)
+    max_new = limits.longest_sequence if params.max_tokens is None else params.max_tokens
+    max_len = min(len(request.prompt) + max_new, limits.longest_sequence)
+    tokens = [*request.prompt, *request.output]
+    return Sequence(
+        request=request,
+        order=(objective.rank, request.priority, number),
+        arrival=now,
+        max_len=max_len,
+        stop_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_ids),
+        tokens=tokens,
+        prompt_len=len(request.prompt),
+        given=len(tokens),
+        counter=counter,
+        ledger=open_ledger(request),
+        due=now,
+        promised=objective.ttft is not None,
+        itl=objective.itl or math.inf,
+        paced=objective.paced,
+        sampling=len(tokens) < max_len,
+        to_compute=len(tokens),
+        prompt_logprobs=None if params.prompt_logprobs is None or request.output else [None],
+        mark=now,
+    )

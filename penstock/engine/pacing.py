@@ -1,0 +1,52 @@
+"""How long the next step may take beside the streams it advances, and how much of a prompt fits into that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+from penstock.engine.admission import remaining_seconds
+from penstock.engine.forecast import needed_share, step_limit
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.sequence import Sequence
+from penstock.engine.step_time import StepShape, StepTimes
+
+# Scoring a prompt takes logits at every position; this many at a time bounds the memory of tokens times vocabulary.
+_SCORED_TOKENS = 256
+
+
+class Pacing:
+    def __init__(self, limits: SchedulerLimits, times: StepTimes) -> None:
+        self._limits = limits
+        self._times = times
+
+    def longest_step(self, streams: Collection[Sequence], decodes: StepShape) -> float:
+        """Seconds that a step may be planned to take beside these streams."""
+        longest = self._times.plan_within(min((s.itl for s in streams), default=math.inf))
+        return min(longest, self._times.pace(decodes)) if any(s.paced for s in streams) else longest
+
+    def step_limit(self, longest: float, ttft: float, shape: StepShape, prompts: list[Sequence], now: float) -> float:
+        """Seconds that a step may take: `longest` as far as its streams go, in time for the tightest `ttft` promised,
+        and no longer than these prompts need where all of them have an objective."""
+        share = math.inf
+        if prompts and all(s.promised for s in prompts):
+            share = needed_share(sorted((s.due, remaining_seconds(s, self._times)) for s in prompts), now)
+        return step_limit(longest, ttft, self._times.base_seconds(shape), share)
+
+    def fitting(self, shape: StepShape, sequence: Sequence, start: int, most: int, limit: float) -> int:
+        """How many tokens of a prompt from `start` on, `most` at most, still fit into a step of this shape."""
+        most = min(sequence.known - start, most)
+        if sequence.prompt_logprobs is not None:
+            most = min(most, _SCORED_TOKENS)
+        count = self._times.tokens_within(shape, start, most, limit)
+        if count == most:
+            return count
+        if not shape.prefill:
+            return max(count, min(most, self._limits.least_prefill))
+        return count if count >= self._limits.block_size else 0  # crumbs cost a step's overhead each
+
+
+def decode_shape(running: Iterable[Sequence]) -> StepShape:
+    """Of a step that gives each running stream its next token."""
+    decoding = [s.computed for s in running if s.sampling and s.known - s.computed <= 1]
+    return StepShape(len(decoding), sum(decoding))

@@ -1,0 +1,103 @@
+"""An executor that computes nothing but honours the cache: it stores token ids in the slots that a step assigns and
+samples from what it reads back through the block tables. If blocks are shared, freed or reused wrongly, it samples
+something else than `expected_output` says, or finds a slot that nobody wrote.
+
+One request:
+
+    loop = EngineLoop(Scheduler(limits), PagedExecutor(limits.num_blocks, limits.block_size), chunks.extend)
+    loop.submit(GenerateRequest("r", prompt, SamplingParams(max_tokens=5, ignore_eos=True)))
+    while loop.step():
+        pass
+    assert [t for c in chunks for t in c.token_ids] == expected_output(prompt, 0, 5, frozenset())
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+
+from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult
+
+VOCAB = 50
+EOS = 7
+
+
+def next_token(context: Sequence[int], prompt_len: int, seed: int, forbidden: Collection[int] = ()) -> int:
+    """Depends on what is prompt and what is output too, as penalties do."""
+    draw = random.Random(hash((tuple(context), prompt_len, seed)))
+    while (token := draw.randrange(VOCAB)) in forbidden:
+        pass
+    return token
+
+
+def expected_output(
+    prompt: Sequence[int], seed: int, max_tokens: int, stop: frozenset[int], min_tokens: int = 0
+) -> list[int]:
+    tokens, first = list(prompt), len(prompt)
+    while len(tokens) < first + max_tokens:
+        tokens.append(next_token(tokens, first, seed, stop if len(tokens) - first < min_tokens else ()))
+        if tokens[-1] in stop and len(tokens) - first >= min_tokens:
+            break
+    return tokens[first:]
+
+
+class PagedExecutor:
+    """`fail_next`: the next step fails, as if the device were lost."""
+
+    idle_seconds: float | None = None
+
+    def __init__(self, num_blocks: int, block_size: int, *, runs_ahead: bool = True) -> None:
+        self.runs_ahead = runs_ahead
+        self.num_blocks = num_blocks
+        self._block_size = block_size
+        self._slots: dict[int, int] = {}
+        self._tables: dict[int, dict[int, int]] = {}
+        self._setups: dict[int, RowSetup] = {}
+        self._last: dict[int, int] = {}
+        self.fail_next = False
+
+    def padded_tokens(self, tokens: int) -> int:
+        return tokens
+
+    def launch(self, step: Step) -> StepResult:
+        """Computes at once: a result exists before it is collected, as on a device that runs ahead."""
+        assert len(step.rows) == len(set(step.rows)), "a row appears twice in a step"
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("device lost")
+        for setup in step.setups:
+            self._setups[setup.row] = setup
+            self._tables[setup.row] = {}
+        for row, index, blocks in step.blocks:
+            for offset, block in enumerate(blocks):
+                self._tables[row][index + offset] = block
+        offset = 0
+        written: set[int] = set()
+        for row, start, count in zip(step.rows, step.starts, step.counts, strict=True):
+            for position, token in enumerate(step.tokens[offset : offset + count], start):
+                slot = self._slot(row, position)
+                assert slot not in written, "two sequences write one slot in a step"
+                written.add(slot)
+                self._slots[slot] = self._last[row] if token == SAMPLED else token
+            offset += count
+        ends = (start + count for start, count in zip(step.starts, step.counts, strict=True))
+        return StepResult([self._sample(*one) for one in zip(step.rows, ends, step.samples, strict=True)])
+
+    def _sample(self, row: int, end: int, samples: int) -> list[int]:
+        """After each of the last `samples` tokens, as long as the token that follows is the one that was sampled."""
+        setup, sampled = self._setups[row], []
+        context = [self._slots[self._slot(row, position)] for position in range(end)] if samples else []
+        for length in range(end - samples + 1, end + 1):
+            early = length - setup.prompt_len < setup.params.min_tokens
+            token = next_token(context[:length], setup.prompt_len, setup.seed, setup.stop_ids if early else ())
+            sampled.append(token)
+            self._last[row] = token
+            if length < end and context[length] != token:
+                break
+        return sampled
+
+    def _slot(self, row: int, position: int) -> int:
+        return self._tables[row][position // self._block_size] * self._block_size + position % self._block_size
+
+    def collect(self, handle: StepResult) -> StepResult:
+        return handle

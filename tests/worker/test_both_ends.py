@@ -1,0 +1,98 @@
+"""Both ends of a worker's socket with a real engine loop between them; only the model is simulated."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from penstock.core.engine import EngineInfo
+from penstock.core.errors import ContextTooLong, EngineFailure
+from penstock.core.request import GenerateRequest, SamplingParams
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.loop import EngineLoop
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.settings import EngineConfig
+from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
+from penstock.worker.client import WorkerClient
+from penstock.worker.protocol import Start
+from penstock.worker.server import WorkerServer
+
+LIMITS = SchedulerLimits(
+    num_blocks=2000, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=8000, vocab_size=VOCAB
+)
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@asynccontextmanager
+async def simulated(executor: PagedExecutor) -> AsyncIterator[WorkerClient]:
+    ours, theirs = socket.socketpair()
+    server = await WorkerServer.over(theirs)
+    engine = EngineLoop(Scheduler(LIMITS), executor, server.emit)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    serving = asyncio.create_task(server.handle_client(engine, EngineInfo("m", LIMITS.max_model_len, VOCAB)))
+    try:
+        yield await WorkerClient.connect(ours, Start("m", EngineConfig(), "info"))
+    finally:
+        server.hang_up()
+        await serving
+        engine.stop()
+        await asyncio.to_thread(thread.join)
+
+
+def asking(tokens: int, id: str = "r", **more: object) -> GenerateRequest:
+    return GenerateRequest(id, PROMPT, SamplingParams(max_tokens=tokens, ignore_eos=True), **more)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def executor() -> PagedExecutor:
+    return PagedExecutor(LIMITS.num_blocks, LIMITS.block_size)
+
+
+async def test_output_from_elsewhere_is_continued(executor: PagedExecutor) -> None:
+    whole = expected_output(PROMPT, 0, 9, frozenset())
+    async with simulated(executor) as client:
+        chunks = [chunk async for chunk in client.submit(asking(9, output=whole[:4]))]
+    assert [token for chunk in chunks for token in chunk.token_ids] == whole[4:]
+    ledger = chunks[-1].ledger
+    assert ledger is not None
+    assert (ledger.prompt_tokens, ledger.output_tokens) == (5, 9)
+
+
+async def test_a_failed_step_ends_with_a_ledger(executor: PagedExecutor) -> None:
+    executor.fail_next = True
+    async with simulated(executor) as client:
+        (chunk,) = [chunk async for chunk in client.submit(asking(9))]
+        assert chunk.ledger is not None
+        assert await client.aborted("r") is None, "it was not aborted"
+        with pytest.raises(EngineFailure, match="send it again"):
+            chunk.raise_failure()
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_what_is_aborted_has_its_ledger(executor: PagedExecutor, late: bool) -> None:
+    async with simulated(executor) as client:
+        stream = client.submit(asking(7000))
+        await anext(stream)
+        await stream.aclose()
+        if late:
+            done = [chunk async for chunk in client.submit(asking(50, "other"))]
+            assert done[-1].finish_reason == "length"
+        ledger = await client.aborted("r")
+    assert ledger is not None
+    assert ledger.request_id == "r"
+    assert ledger.accounted == pytest.approx(ledger.total)
+
+
+async def test_what_was_refused_or_never_sent_has_none(executor: PagedExecutor) -> None:
+    async with simulated(executor) as client:
+        with pytest.raises(ContextTooLong):
+            await anext(client.submit(GenerateRequest("r", [1] * 9000, SamplingParams())))
+        async with asyncio.timeout(0.5):
+            assert await client.aborted("r") is None
+            assert await client.aborted("never sent") is None
