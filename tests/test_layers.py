@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,22 +13,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "penstock"
 
-# Each layer with those it may import. What stands at the top level of the package (llm.py, http_client.py) composes.
+# Each folder with those it may import, from the table in docs/architecture.md. `cli` composes everything, and so does what
+# stands at the top level of the package (llm.py).
+TABLE_ROW = re.compile(r"^\| `(\w+)/` \|.*\| ([^|]+) \|$", re.M)
 BELOW: dict[str, set[str]] = {
-    "core": set(),
-    "checkpoint": {"core"},
-    "text": {"core", "checkpoint"},
-    "engine": {"core"},
-    "quantization": {"core"},
-    "kernels": {"core", "quantization"},
-    "models": {"core", "checkpoint", "kernels"},
-    "runner": {"core", "checkpoint", "engine", "kernels", "models", "quantization"},
-    "observability": {"core"},
-    "state": {"core"},
-    "cache": {"core", "text"},
-    "worker": {"core", "engine", "runner", "observability"},
-    "gateway": {"core", "text", "observability", "state", "http_client"},
-    "bench": {"core", "checkpoint", "text", "engine", "runner", "models", "http_client"},
+    layer: set() if names == "nothing" else {name.strip("`").removesuffix(".py") for name in names.split(", ")}
+    for layer, names in TABLE_ROW.findall((PACKAGE.parent / "docs" / "architecture.md").read_text())
+    if names != "everything"
 }
 WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway")
 ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")
