@@ -1,4 +1,4 @@
-"""The documents against the tree: paths that they name exist, links lead somewhere, README figures are measured ones."""
+"""Documents against the tree: named paths exist, links lead somewhere, and the README's figures are measured ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
-GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / name for name in ("architecture.md", "glossary.md"))]
+GUIDES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / "docs" / name for name in ("architecture.md", "glossary.md")),
+]
 IDS = [str(path.relative_to(ROOT)) for path in PAGES]
 
 # In backquotes: a folder, which ends in a slash, or a source file.
@@ -55,7 +59,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_figures_of_the_readme_are_in_performance_md() -> None:
-    """Every number in a table row or paragraph of the README that links to a section of results stands in that section."""
+    """Every number of a table row or paragraph that links to a section of results stands in that section."""
     results = sections(ROOT / "docs" / "performance.md")
     checked = 0
     for block in re.split(r"\n\n|\n(?=\|)", without_code((ROOT / "README.md").read_text())):

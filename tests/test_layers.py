@@ -13,8 +13,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "penstock"
 
-# Each folder with those it may import, from the table in docs/architecture.md. `cli` composes everything, and so does what
-# stands at the top level of the package (llm.py).
+# Each folder with those it may import, from the table in docs/architecture.md. `cli` composes everything, and so do the
+# modules at the top level of the package (llm.py).
 TABLE_ROW = re.compile(r"^\| `(\w+)/` \|.*\| ([^|]+) \|$", re.M)
 BELOW: dict[str, set[str]] = {
     layer: set() if names == "nothing" else {name.strip("`").removesuffix(".py") for name in names.split(", ")}

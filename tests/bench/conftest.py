@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from scripted_server import ScriptedServer, serving
 from starlette.applications import Starlette
 from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.bench.scripted_server import ScriptedServer, serving
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
