@@ -1,4 +1,4 @@
-"""Two ways to drive an engine in this process, both keeping the time of every token."""
+"""Drives an engine in this process, in a closed or an open loop, and records the time of every token."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def take_chunk(timeline: Timeline, chunk: Chunk, now: float) -> None:
 
 def make_request(job: Job, request_id: str, salt: str, objective: Objective | None = None) -> GenerateRequest:
     params = SamplingParams(temperature=0.0, max_tokens=job.output_len, ignore_eos=True)
-    owed = objective or Objective()
-    return GenerateRequest(request_id, job.prompt, params, cache_salt=salt, objective=owed, tenant=job.tenant)
+    objective = objective or Objective()
+    return GenerateRequest(request_id, job.prompt, params, cache_salt=salt, objective=objective, tenant=job.tenant)
 
 
 class ClosedLoop:

@@ -1,4 +1,4 @@
-"""Results for people (a plain table) and for programs (JSON with a description of the machine)."""
+"""Prints results as tables, and writes them as JSON with a description of the machine."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Result:
 
 def _timeline_json(timeline: Timeline, start: float) -> dict[str, Any]:
     """One request of an open loop, in seconds after the start of the run."""
-    gaps = timeline.gaps
+    itls = timeline.itls
     ledger = timeline.ledger
     return {
         "sent": timeline.sent - start,
@@ -80,8 +80,8 @@ def _timeline_json(timeline: Timeline, start: float) -> dict[str, Any]:
         "output_tokens": timeline.output_tokens,
         "ttft": timeline.ttft,
         "predicted_ttft": ledger and ledger.predicted_ttft,
-        "p99_gap": percentile(gaps, 0.99) if gaps else None,
-        "longest_gap": max(gaps, default=None),
+        "p99_gap": percentile(itls, 0.99) if itls else None,
+        "longest_gap": max(itls, default=None),
         "finished": None if timeline.finished is None else timeline.finished - start,
         "met": timeline.met,
         "error": timeline.error,
@@ -159,7 +159,7 @@ def format_figure(metric: Metric, value: float | None) -> str:
 
 
 def objectives_table(results: Sequence[Result]) -> str:
-    """What became of the promises, where some were made. The refused did not meet theirs."""
+    """How many requests met their objectives, where there are some. A refused request did not."""
     columns = ["objectives", "requests", "met", "of admitted", "refused", "refused in p99", "max", "retry after p50"]
     columns += ["goodput tok/s", "forecast within 20%", "step error"]
     rows = []
@@ -188,9 +188,9 @@ def latency_table(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
         summary, label = result.summary, result.label
-        series = [("TTFT", summary.ttft_ms), ("gap", summary.gap_ms), ("end to end", summary.e2e_ms)]
+        series = [("TTFT", summary.ttft_ms), ("ITL", summary.gap_ms), ("end to end", summary.e2e_ms)]
         for name, found in summary.classes.items():
-            series += [(f"TTFT {name}", found.ttft_ms), (f"gap {name}", found.gap_ms)]
+            series += [(f"TTFT {name}", found.ttft_ms), (f"ITL {name}", found.gap_ms)]
             rows.append([f"{label} {name}: met", f"{found.met} of {found.requests}", "", "", ""])
         series.append(("sent late by", summary.lateness_ms))
         for name, values in series:

@@ -1,4 +1,4 @@
-"""A loaded engine put through workloads: what a run is, and how one is made."""
+"""Runs workloads through a loaded engine in this process."""
 
 from __future__ import annotations
 
@@ -134,13 +134,13 @@ class LoadedEngine:
         self,
         scheduler: Scheduler,
         jobs: Sequence[Job],
-        owed: Mapping[str, Objective],
+        objectives: Mapping[str, Objective],
         allowed: int | None,
         progress: Progress,
     ) -> list[Timeline]:
         engine = LocalEngine(scheduler, self.executor, self.info)
         try:
-            return OpenLoop(engine, owed, allowed, progress).run(jobs, self._salt())
+            return OpenLoop(engine, objectives, allowed, progress).run(jobs, self._salt())
         finally:
             time.sleep(SETTLE_SECONDS)
             engine.close()

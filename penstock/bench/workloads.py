@@ -1,7 +1,7 @@
-"""What to run: prompts and output lengths as a pure function of a seed, so that every engine is given the same work.
+"""Workloads: prompts and output lengths as a pure function of a seed, so that every engine is given the same work.
 
 Prompts are random token ids (so nothing is shared by chance between two seeds) and output lengths are fixed (so
-end-of-text is ignored). The open-loop mixes also say when each request arrives and what it is owed.
+end-of-text is ignored). The open-loop mixes also have arrival times and objectives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Job:
     prompt: list[int]
     output_len: int
     arrival: float = 0.0
-    kind: str = ""  # its class, which says what it is owed
+    kind: str = ""  # its class, which has an objective
     tenant: str = ""
     content: str | list[dict[str, Any]] | None = None  # text or messages to send as they are, in place of the ids
 

@@ -16,7 +16,7 @@ from penstock.core.config import PriceConfig, Settings
 from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.errors import require
-from penstock.state.store import Usage, UsageKey
+from penstock.state.store import TenantUsage, UsageKey
 
 MAX_DAYS = 400  # of usage in one answer
 BILLION = 1_000_000_000  # amounts are kept in billionths, as whole numbers
@@ -69,12 +69,12 @@ class SpendMetrics(Collector):
     """Of this gateway since its start."""
 
     def __init__(self, machine_per_hour: float | None) -> None:
-        self.used: dict[tuple[str, str], Usage] = {}  # by (tenant, model)
+        self.used: dict[tuple[str, str], TenantUsage] = {}  # by (tenant, model)
         self.refused: dict[tuple[str, str], int] = {}  # by (tenant, limit)
         self._machine_per_hour = machine_per_hour
         self._started = time.monotonic()
 
-    def add(self, tenant: str, model: str, used: Usage) -> None:
+    def add(self, tenant: str, model: str, used: TenantUsage) -> None:
         known = self.used.get((tenant, model))
         self.used[tenant, model] = used if known is None else known.plus(used)
 
@@ -135,7 +135,7 @@ COLUMNS = ("day", "tenant", "model", "requests", "input_tokens", "cached_tokens"
 Row = tuple[str, str, str, int, int, int, int, str]
 
 
-def rows(usage: Mapping[UsageKey, Usage], tenant: str | None = None) -> list[Row]:
+def rows(usage: Mapping[UsageKey, TenantUsage], tenant: str | None = None) -> list[Row]:
     return [
         (
             *(key.day, key.tenant, key.model),

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from penstock.core.errors import BudgetSpent, LimitReached, RequestTooLarge
 from penstock.gateway.budgets import BILLION, Prices, SpendMetrics, money
 from penstock.gateway.exchange import Exchange
-from penstock.state.store import Claim, Grant, Store, Usage
+from penstock.state.store import Claim, Grant, Store, TenantUsage
 
 FIRST_GUESS = 256  # output tokens of a request that sets no limit, before any has been seen
 BUSY_RETRY_SECONDS = 1.0  # nobody knows when one of the running requests will end
@@ -38,7 +38,7 @@ class Metering:
                 await handle(exchange)
             finally:
                 for grant in exchange.grants:  # it has failed before the work began
-                    self.store.settle(grant, Usage())
+                    self.store.settle(grant, TenantUsage())
 
         return metered
 
@@ -88,11 +88,11 @@ class Metering:
         """`outputs` of each choice. Nothing at all, where the engine never began, costs nothing."""
         tenant, output_tokens = exchange.tenant.name, sum(outputs)
         cost = self.prices.now().cost(prompt_tokens, cached_tokens, output_tokens)
-        used = Usage(1, prompt_tokens, cached_tokens, output_tokens, cost)
+        used = TenantUsage(1, prompt_tokens, cached_tokens, output_tokens, cost)
         *entries, last = exchange.grants
         exchange.grants = []
         for grant in entries:
-            self.store.settle(grant, Usage(grant.claim.requests))
+            self.store.settle(grant, TenantUsage(grant.claim.requests))
         self.store.settle(last, used._replace(requests=last.claim.requests))
         self.metrics.add(tenant, self.model, used)
         typical = self._typical.get(tenant)

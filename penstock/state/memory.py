@@ -1,4 +1,4 @@
-"""A store in this process. It also does the counting for SQLite, and for Redis while that cannot be reached."""
+"""A store in memory. SQLite uses it to count limits, and so does Redis while it cannot be reached."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 
-from penstock.state.store import WINDOW_SECONDS, Claim, Grant, Limit, Room, Usage, UsageKey
+from penstock.state.store import WINDOW_SECONDS, Claim, Grant, Limit, Room, TenantUsage, UsageKey
 
 
 def seconds_to_next_day(now: float) -> float:
@@ -86,7 +86,7 @@ class MemoryStore:
         self._clock = clock
         self._wall_clock = wall_clock
         self._use: defaultdict[tuple[str, str], _Use] = defaultdict(_Use)
-        self._usage: dict[UsageKey, Usage] = {}
+        self._usage: dict[UsageKey, TenantUsage] = {}
         self.spent: dict[tuple[str, str], int] = {}  # by (tenant, day or month)
         self._reserved: defaultdict[str, int] = defaultdict(int)  # by tenant: what running requests may spend
         self._records: dict[str, dict[str, str]] = {}
@@ -155,12 +155,12 @@ class MemoryStore:
             self._day_ends = now + seconds_to_next_day(now)
         return self._day
 
-    def settle(self, grant: Grant, used: Usage) -> None:
+    def settle(self, grant: Grant, used: TenantUsage) -> None:
         self.release(grant, used)
         self.record(UsageKey(self.day(), grant.claim.tenant, grant.claim.model), used)
 
-    def release(self, grant: Grant, used: Usage) -> None:
-        """The half of settling that concerns limits."""
+    def release(self, grant: Grant, used: TenantUsage) -> None:
+        """Settle the limits: free the concurrency slot and replace reserved tokens by used ones."""
         claim = grant.claim
         if claim.limited:
             use = self._use[claim.tenant, claim.model]
@@ -169,8 +169,8 @@ class MemoryStore:
             use.tokens.correct(grant.second, used.tokens - claim.tokens)
             self._reserved[claim.tenant] -= claim.reserved
 
-    def record(self, key: UsageKey, used: Usage) -> None:
-        """The half that concerns spend."""
+    def record(self, key: UsageKey, used: TenantUsage) -> None:
+        """Add what was used to the tenant's spend."""
         if not any(used):
             return
         known = self._usage.get(key)
@@ -179,7 +179,7 @@ class MemoryStore:
             for period in (key.day, key.day[:7]):
                 self.spent[key.tenant, period] = self._spent(key.tenant, period) + used.cost
 
-    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, Usage]:
+    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, TenantUsage]:
         return {key: used for key, used in self._usage.items() if first_day <= key.day <= last_day}
 
     async def put(self, kind: str, name: str, value: str) -> None:

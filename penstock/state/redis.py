@@ -26,7 +26,7 @@ from redis.exceptions import RedisError
 from penstock.core.errors import StartupError, Unavailable
 from penstock.state.memory import MemoryStore, budget_wait
 from penstock.state.redis_script import BATCH
-from penstock.state.store import Claim, Grant, Limit, Room, Usage, UsageKey, days_between
+from penstock.state.store import Claim, Grant, Limit, Room, TenantUsage, UsageKey, days_between
 
 logger = logging.getLogger("penstock.state")
 
@@ -101,7 +101,7 @@ class RedisStore:
         self._wake.set()
         return await answer or await self.local.reserve(claim)
 
-    def settle(self, grant: Grant, used: Usage) -> None:
+    def settle(self, grant: Grant, used: TenantUsage) -> None:
         if grant.local:
             self.local.release(grant, used)
         self._held.pop(grant.claim.id, None)
@@ -131,7 +131,7 @@ class RedisStore:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _connect(self) -> None:
-        """The write finds a server that answers but is read-only or full."""
+        """Connect and check that the server accepts writes: one that is read-only or full still answers a ping."""
         await self.redis.connection_pool.disconnect(inuse_connections=False)  # those of before a failure are dead
         await self._line.disconnect()
         await self._line.connect()
@@ -153,8 +153,8 @@ class RedisStore:
                 answer.set_result(None)
 
     async def _exchange(self) -> None:
-        """One trip. On failure nothing is forgotten: a settlement whose answer was lost is made again, as counting a
-        request twice is better than never."""
+        """Send one batch. On failure nothing is forgotten: a settlement whose answer was lost is made again, as
+        counting a request twice is better than never."""
         waiting = [self._reservations.popleft() for _ in range(min(MAX_BATCH, len(self._reservations)))]
         settlements = list(itertools.islice(self._settlements, MAX_BATCH))
         reservations = [self._reservation(claim) for claim, _ in waiting]
@@ -172,7 +172,7 @@ class RedisStore:
             if not answer.done():
                 answer.set_result(grant)
             elif grant.refused is None:  # its client left while it waited here
-                self.settle(grant, Usage())
+                self.settle(grant, TenantUsage())
 
     def _reservation(self, claim: Claim) -> Operation:
         limits = (
@@ -212,7 +212,7 @@ class RedisStore:
             local=False,
         )
 
-    def _settlement(self, grant: Grant, used: Usage) -> Operation:
+    def _settlement(self, grant: Grant, used: TenantUsage) -> Operation:
         claim = grant.claim
         second = -1 if grant.local else grant.second
         changes = (used.requests - claim.requests, used.tokens - claim.tokens, claim.reserved)
@@ -233,15 +233,15 @@ class RedisStore:
 
     # ---------------------------------------------------------------- usage and records
 
-    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, Usage]:
-        found: dict[UsageKey, Usage] = {}
+    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, TenantUsage]:
+        found: dict[UsageKey, TenantUsage] = {}
         for day in days_between(first_day, last_day):
             amounts: dict[str, str] = await self._ask(self.redis.hgetall(f"{self._prefix}:usage:{day}"))
             for field, amount in amounts.items():
                 tenant, rest = field.split(" ", 1)
                 model, name = rest.rsplit(" ", 1)
                 key = UsageKey(day, tenant, model)
-                found[key] = found.get(key, Usage()).plus(Usage(**{name: int(amount)}))
+                found[key] = found.get(key, TenantUsage()).plus(TenantUsage(**{name: int(amount)}))
         return found
 
     async def put(self, kind: str, name: str, value: str) -> None:
@@ -304,6 +304,6 @@ def connect(url: str) -> redis.asyncio.Redis:
 
 
 def place(client: redis.asyncio.Redis) -> str:
-    """For messages; the URL may hold a password."""
+    """The URL without its password, for messages."""
     options = client.connection_pool.connection_kwargs
     return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")

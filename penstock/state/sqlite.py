@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from penstock.core.errors import StartupError, Unavailable
 from penstock.state.memory import MemoryStore
-from penstock.state.store import Usage, UsageKey
+from penstock.state.store import TenantUsage, UsageKey
 
 logger = logging.getLogger("penstock.state")
 
@@ -91,21 +91,21 @@ class SqliteStore(MemoryStore):
                 failing = True
 
     async def sync(self) -> None:
-        """Write what was spent here, read what was spent in all."""
+        """Write the spend of this gateway and read the spend of all."""
         pending, self._usage = self._usage, {}  # what memory holds is what the file has not
         day = self.day()
         try:
             spent = await self._in_thread(lambda: self._write_and_read(pending, day))
         except sqlite3.Error:
             for key, used in pending.items():
-                self._usage[key] = self._usage.get(key, Usage()).plus(used)
+                self._usage[key] = self._usage.get(key, TenantUsage()).plus(used)
             raise
         for key, used in self._usage.items():
             for period in (key.day, key.day[:7]):
                 spent[key.tenant, period] = spent.get((key.tenant, period), 0) + used.cost
         self.spent = spent
 
-    def _write_and_read(self, pending: dict[UsageKey, Usage], day: str) -> dict[tuple[str, str], int]:
+    def _write_and_read(self, pending: dict[UsageKey, TenantUsage], day: str) -> dict[tuple[str, str], int]:
         with self._db:
             self._db.executemany(
                 ADD_USAGE,
@@ -122,11 +122,11 @@ class SqliteStore(MemoryStore):
             spent[tenant, month] = spent.get((tenant, month), 0) + cost
         return spent
 
-    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, Usage]:
+    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, TenantUsage]:
         with suppress(sqlite3.Error):
             await self.sync()
         rows = await self._read("SELECT * FROM usage WHERE day BETWEEN ? AND ?", first_day, last_day)
-        return {UsageKey(*row[:3]): Usage(*row[3:]) for row in rows}
+        return {UsageKey(*row[:3]): TenantUsage(*row[3:]) for row in rows}
 
     async def put(self, kind: str, name: str, value: str) -> None:
         await self._write("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", (kind, name, value))

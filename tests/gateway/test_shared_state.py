@@ -19,7 +19,7 @@ import pytest
 from penstock.gateway.keys import create_key
 from penstock.http_client import HttpClient, Response
 from penstock.state.redis import RedisStore
-from penstock.state.store import Usage
+from penstock.state.store import TenantUsage
 from tests.gateway.scripted_engine import MODEL
 from tests.redis_server import RedisServer
 
@@ -127,7 +127,7 @@ def usage_from_redis(server: RedisServer) -> dict[str, tuple[int, int]]:
         today = date.today()
         found = await store.usage(str(today - timedelta(days=1)), str(today + timedelta(days=1)))
         await store.close()
-        total: defaultdict[str, Usage] = defaultdict(Usage)
+        total: defaultdict[str, TenantUsage] = defaultdict(TenantUsage)
         for key, used in found.items():
             total[key.tenant] = total[key.tenant].plus(used)
         return {tenant: (used.requests, used.tokens) for tenant, used in total.items()}

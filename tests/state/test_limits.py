@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.state.memory import MemoryStore
 from penstock.state.redis import LEASE_SECONDS, RedisStore
-from penstock.state.store import Claim, Grant, Store, Usage
+from penstock.state.store import Claim, Grant, Store, TenantUsage
 from tests.redis_server import RedisServer
 
 _numbers = itertools.count()
@@ -66,7 +66,7 @@ async def follow(store: Store, clock: list[float], model: Model, actions: list[t
             clock[0] += amount
         elif action == "settle" and running:
             grant, admitted = running.pop(0)
-            store.settle(grant, Usage(1, 0, 0, int(amount), 0))
+            store.settle(grant, TenantUsage(1, 0, 0, int(amount), 0))
             admitted.tokens, admitted.running = int(amount), False
         elif action == "reserve":
             tokens = int(amount)

@@ -18,11 +18,11 @@ from penstock.state.memory import MemoryStore
 from penstock.state.open import open_store
 from penstock.state.redis import RedisStore
 from penstock.state.sqlite import SqliteStore
-from penstock.state.store import Claim, Grant, Store, Usage, UsageKey
+from penstock.state.store import Claim, Grant, Store, TenantUsage, UsageKey
 from tests.redis_server import RedisServer
 
 _numbers = itertools.count()
-USED = Usage(1, 100, 40, 20, 5_000)
+USED = TenantUsage(1, 100, 40, 20, 5_000)
 
 
 def claim(tokens: int = 10, **limits: int) -> Claim:
@@ -75,7 +75,7 @@ async def test_usage_outlives_the_gateway_and_adds_up(make: Make) -> None:
     assert found == {}
     day = MemoryStore().day()
     found = await reader.usage(day, day)
-    assert found == {UsageKey(day, "acme", "a model"): Usage(6, 600, 240, 120, 30_000)}
+    assert found == {UsageKey(day, "acme", "a model"): TenantUsage(6, 600, 240, 120, 30_000)}
     await reader.close()
 
 
@@ -113,8 +113,8 @@ async def test_budgets_are_reserved(make: Make, period: str) -> None:
     assert {(grant.refused, grant.left) for grant in grants} == {(None, 0), (period, 500)}
     assert {grant.retry_after for grant in grants} == {0.0}, "running requests may spend less"
     assert (await reserve(10_501)).retry_after > 0
-    store.settle(admitted[0], Usage(1, 0, 0, 0, 400))  # 600 less than it might have
-    store.settle(admitted[1], Usage())  # it has failed
+    store.settle(admitted[0], TenantUsage(1, 0, 0, 0, 400))  # 600 less than it might have
+    store.settle(admitted[1], TenantUsage())  # it has failed
     assert [(await reserve()).refused for _ in range(3)] == [None, None, period]
     assert (await reserve(101)).left == 100
     assert (await reserve(100)).refused is None
@@ -153,7 +153,7 @@ async def test_what_a_living_gateway_holds_is_renewed(
     await asyncio.sleep(2.5)  # longer than a lease, and than twice that, after which its key would go
     assert (await store.reserve(claim(concurrent=1))).refused == "concurrent"
     assert (await store.reserve(claim(budget_per_day=10_000)._replace(cost=1))).refused == "day"
-    store.settle(running, Usage(1, 0, 0, 0, 1))
+    store.settle(running, TenantUsage(1, 0, 0, 0, 1))
     assert (await store.reserve(claim(budget_per_day=10_000)._replace(cost=9_999))).refused is None
     await store.close()
 
@@ -233,11 +233,11 @@ async def test_without_redis_limits_are_local_and_spend_is_made_up_for(
             await store.records("key")
         own_redis.start()
         day = store.local.day()
-        found: dict[UsageKey, Usage] = {}
+        found: dict[UsageKey, TenantUsage] = {}
         while not found:
             with suppress(Unavailable):
                 found = await store.usage(day, day)
-    assert found == {UsageKey(day, "acme", "a model"): Usage(3, 300, 120, 60, 15_000)}
+    assert found == {UsageKey(day, "acme", "a model"): TenantUsage(3, 300, 120, 60, 15_000)}
     assert (await store.reserve(claim(budget_per_day=9_000))).refused == "day"
     assert [record.getMessage().split(" at ")[0] for record in caplog.records] == ["lost Redis", "Redis"]
     await store.close()
