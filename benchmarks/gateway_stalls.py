@@ -39,8 +39,10 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 async def serve_gateway(max_model_len: int) -> int:
     from penstock.checkpoint.source import BUILT_IN, resolve
     from penstock.core.engine import EngineInfo, EngineStats, Health
+    from penstock.core.ledger import Ledger
     from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
     from penstock.gateway.app import create_app
+    from penstock.gateway.http.listener import bind
     from penstock.gateway.http.server import serve, tune_interpreter
     from penstock.settings import Settings
     from penstock.text.tokenizer import load_tokenizer
@@ -65,6 +67,9 @@ async def serve_gateway(max_model_len: int) -> int:
                 yield chunk
                 await asyncio.sleep(TICK_SECONDS)
 
+        async def aborted(self, request_id: str) -> Ledger | None:
+            return None
+
     tokenizer = load_tokenizer(resolve(BUILT_IN))
     app = create_app(Metronome(tokenizer.vocab_size), tokenizer, Settings(), model_names=[MODEL])
     probe = Probe()
@@ -74,7 +79,7 @@ async def serve_gateway(max_model_len: int) -> int:
         probe.start()
 
     tune_interpreter()
-    return await serve(app, "127.0.0.1", 0, on_ready, 0.0)
+    return await serve(app, bind("127.0.0.1", 0), on_ready, 0.0)
 
 
 @dataclass

@@ -93,7 +93,7 @@ def seconds(run: Callable[[int], object], sets: int) -> float:
         for i in range(launches):
             run(i % sets)
     graph.replay()
-    times = []
+    times: list[float] = []
     for _ in range(5):
         begin.record()
         graph.replay()
@@ -140,8 +140,8 @@ def measure(sections: list[str]) -> list[dict[str, object]]:
                 try:
                     variant.run(0)
                     entry["error"] = variant.error() if variant.error else None
-                    entry["us"] = seconds(variant.run, case.sets) * 1e6
-                    entry["share"] = case.floor_s * 1e6 / float(entry["us"])
+                    microseconds = seconds(variant.run, case.sets) * 1e6
+                    entry |= {"us": microseconds, "share": case.floor_s * 1e6 / microseconds}
                 except (RuntimeError, ValueError, TypeError, triton.runtime.errors.OutOfResources) as failure:
                     entry["failed"] = str(failure).splitlines()[0][:100]
                 results.append(entry)
@@ -153,7 +153,8 @@ def print_table(results: list[dict[str, object]]) -> None:
     by_case: dict[str, list[dict[str, object]]] = {}
     for entry in results:
         by_case.setdefault(str(entry["case"]), []).append(entry)
-        wrong = isinstance(entry.get("error"), float | int) and float(entry["error"]) > 1e-2
+        error = entry.get("error")
+        wrong = isinstance(error, float | int) and error > 1e-2
         if wrong or ("failed" in entry and "OutOfResources" not in str(entry["failed"])):
             print("BAD", entry["case"], "|", entry["variant"], "|", entry.get("failed", entry.get("error")))
     for name, entries in by_case.items():

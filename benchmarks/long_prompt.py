@@ -72,7 +72,7 @@ async def run(args: argparse.Namespace) -> None:
         raise SystemExit(f"the long prompt failed: {alone.error or long.error}")
     calm, disturbed = crowd.between(begin, sent), crowd.between(sent, long.token_times[0])
     print(f"{args.clients} clients, about {args.prompt_tokens} in and {args.output_tokens} out; one of {args.long} in")
-    for name, before, during in zip(("time to first token", "gap between tokens"), calm, disturbed, strict=True):
+    for name, before, during in zip(("time to first token", "inter-token latency"), calm, disturbed, strict=True):
         if before is None or during is None:
             print(f"{name}: none in that time")
             continue

@@ -120,7 +120,7 @@ def prefill_case(heads: int, sequences: int, count: int, context: int) -> Case:
     out = torch.full_like(q, torch.nan)
     contexts = torch.full((sequences,), context, dtype=torch.int32, device=DEVICE)
     starts = torch.arange(sequences + 1, dtype=torch.int32, device=DEVICE) * count
-    dense = [randn(sequences, h, count, 128) for h in (heads, 8, 8)]
+    dense_q, dense_k, dense_v = (randn(sequences, h, count, 128) for h in (heads, 8, 8))
 
     @cache
     def expected() -> torch.Tensor:
@@ -138,7 +138,9 @@ def prefill_case(heads: int, sequences: int, count: int, context: int) -> Case:
     def library(name: str) -> Variant:
         def run(i: int) -> None:
             with torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, name)):
-                torch.nn.functional.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)
+                torch.nn.functional.scaled_dot_product_attention(
+                    dense_q, dense_k, dense_v, is_causal=True, enable_gqa=True
+                )
 
         return Variant(f"* {name}", run)
 

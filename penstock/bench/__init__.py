@@ -1,1 +1,1 @@
-"""Measuring: workloads that are a function of a seed, an engine driver, a load generator, reports beside targets."""
+"""Benchmarks: reproducible workloads, a driver for an engine in process, a load generator over HTTP, and reports."""

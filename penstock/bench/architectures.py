@@ -1,4 +1,4 @@
-"""Public architectures whose speed is measured with random weights: `--model dummy:llama-3.1-8b`."""
+"""Configurations of public architectures, to measure their speed with random weights: `--model dummy:llama-3.1-8b`."""
 
 from __future__ import annotations
 

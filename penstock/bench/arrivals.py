@@ -1,4 +1,4 @@
-"""When requests arrive and of which class: Poisson or in bursts at a rate, or as a trace file says."""
+"""Generates arrival times and classes of requests: Poisson or bursts at a rate, or from a trace file."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def with_classes(workload: Workload, shares: Mapping[str, float]) -> Workload:
 
 
 def with_objectives(workload: Workload, given: Mapping[str, Objective], scale: float) -> Workload:
-    """What was given replaces the workload's own; both are multiplied. Promises are then what it is judged by."""
+    """What was given replaces the workload's own; both are multiplied. The share that meets them is then the metric."""
     merged = {name: _scaled(objective, scale) for name, objective in {**workload.objectives, **given}.items()}
     return replace(workload, objectives=merged, metric="share_met" if merged else workload.metric)
 
@@ -143,7 +143,7 @@ def _scaled(objective: Objective, scale: float) -> Objective:
 
 
 def parse_objectives(text: str) -> dict[str, Objective]:
-    """`short=200/50,long=4000/-`: by class the time to the first token and the gap in ms; `-` promises nothing."""
+    """`short=200/50,long=4000/-`: TTFT and ITL in ms by class; `-` means that there is none."""
     objectives = {}
     for part in text.split(","):
         name, _, limits = part.partition("=")
@@ -151,7 +151,7 @@ def parse_objectives(text: str) -> dict[str, Objective]:
             ttft, itl = (None if limit == "-" else float(limit) / 1e3 for limit in limits.split("/"))
         except ValueError as error:
             raise InvalidRequest(
-                f"objectives: {part!r} must look like short=200/50 (TTFT and gap in ms, - for none)", param="objectives"
+                f"objectives: {part!r} must look like short=200/50 (TTFT and ITL in ms, - for none)", param="objectives"
             ) from error
         objectives[name] = Objective(name, ttft, itl)
     return objectives

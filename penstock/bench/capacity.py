@@ -1,4 +1,4 @@
-"""The highest arrival rate at which enough requests still meet their objectives: double until it fails, then bisect.
+"""Searches the highest arrival rate at which enough requests meet their objectives: double until it fails, then bisect.
 
 It decides what to try next and leaves the trying to its caller, so a thread and an event loop can share it.
 """

@@ -1,4 +1,4 @@
-"""Plots as inline SVG: lines over linear or logarithmic axes, and lanes over time. Colours come from the page's CSS.
+"""Draws plots as inline SVG: lines over linear or logarithmic axes, and lanes over time. The CSS has the colours.
 
 Drawn 400 units wide with text of 11 units, so that a plot on a phone's width is read at its natural size.
 """

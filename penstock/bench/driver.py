@@ -1,4 +1,4 @@
-"""Two ways to drive an engine in this process, both keeping the time of every token."""
+"""Drives an engine in this process, in a closed or an open loop, and records the time of every token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report with plots in one HTML file: no scripts, nothing loaded from elsewhere, light and dark."""
+"""Writes a report with plots as one HTML file: no scripts, nothing loaded from elsewhere, light and dark."""
 
 from __future__ import annotations
 
@@ -87,28 +87,28 @@ def _results_table(results: Sequence[Result]) -> str:
 
 
 def _percentiles_table(results: Sequence[Result]) -> str:
-    columns = ["milliseconds", "p50", "p90", "p99", "max", "owed"]
+    columns = ["milliseconds", "p50", "p90", "p99", "max", "objective"]
     rows = []
     for result in results:
         summary = result.summary
         for name, found in summary.classes.items():
             objective = found.objective or Objective()
             rows.append(_percentiles_row(f"{result.label} {name} TTFT", found.ttft_ms, objective.ttft))
-            rows.append(_percentiles_row(f"{result.label} {name} gap", found.gap_ms, objective.itl))
+            rows.append(_percentiles_row(f"{result.label} {name} ITL", found.gap_ms, objective.itl))
         if not summary.classes:
             rows.append(_percentiles_row(f"{result.label} TTFT", summary.ttft_ms, None))
-            rows.append(_percentiles_row(f"{result.label} gap", summary.gap_ms, None))
+            rows.append(_percentiles_row(f"{result.label} ITL", summary.gap_ms, None))
         rows.append(_percentiles_row(f"{result.label} end to end", summary.e2e_ms, None))
         rows.append(_percentiles_row(f"{result.label} refused after", summary.refusal_ms, None))
         rows.append(_percentiles_row(f"{result.label} sent late by", summary.lateness_ms, None))
     return "<h2>Percentiles</h2>" + _table(columns, [row for row in rows if row])
 
 
-def _percentiles_row(name: str, values: Percentiles | None, promised: float | None) -> list[str]:
+def _percentiles_row(name: str, values: Percentiles | None, objective: float | None) -> list[str]:
     if values is None:
         return []
     figures = [f"{value:,.1f}" for value in (values.p50, values.p90, values.p99, values.max)]
-    return [name, *figures, "" if promised is None else f"{promised * 1e3:,.0f}"]
+    return [name, *figures, "" if objective is None else f"{objective * 1e3:,.0f}"]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -189,7 +189,7 @@ def _ttft_curves(group: Sequence[Result]) -> tuple[list[Series], list[Limit]]:
                 for which in ("p99", "p50"):
                     curves.setdefault((kind, which), []).append((result.workload.rate or 0.0, getattr(ttft, which)))
             if objective is not None and objective.ttft is not None:
-                limits[kind] = Limit(objective.ttft * 1e3, f"owed to {kind}")
+                limits[kind] = Limit(objective.ttft * 1e3, f"objective of {kind}")
     kinds = sorted({kind for kind, _ in curves})
     series = [
         Series(f"{kind} {which}", points, kinds.index(kind), dashed=which == "p50")
@@ -199,7 +199,7 @@ def _ttft_curves(group: Sequence[Result]) -> tuple[list[Series], list[Limit]]:
 
 
 def _itl_plot(results: Sequence[Result]) -> str:
-    """How many gaps are longer than so many milliseconds: the tail, where stalls are, is as visible as the rest."""
+    """Plot the share of ITLs above each value, on logarithmic axes so that the tail, where stalls are, is visible."""
     chosen = [result for result in results if result.summary.gap_ms is not None][-LONGEST_CURVES:]
     curves = [
         (result.label, _longer_than([itl * 1e3 for t in result.timelines for itl in t.itls])) for result in chosen
@@ -208,12 +208,12 @@ def _itl_plot(results: Sequence[Result]) -> str:
     if not curves:
         return ""
     series = [Series(label, curve, index, dots=False) for index, (label, curve) in enumerate(curves)]
-    x = axis_over("gap between two tokens", [a for _, curve in curves for a, _ in curve], log=True, format=spoken_ms)
+    x = axis_over("inter-token latency", [a for _, curve in curves for a, _ in curve], log=True, format=spoken_ms)
     shares = [share for _, curve in curves for _, share in curve]
     y = axis_over("", shares, log=True, format=lambda share: f"{share * 100:g}%")
-    promised = {o.itl for r in chosen for o in r.workload.objectives.values() if o.itl is not None}
-    limits = [Limit(itl * 1e3, "owed", vertical=True) for itl in promised if x.low <= itl * 1e3 <= x.high]
-    return line_chart("Gaps between tokens: share that is longer", x, y, series, limits)
+    objectives = {o.itl for r in chosen for o in r.workload.objectives.values() if o.itl is not None}
+    limits = [Limit(itl * 1e3, "objective", vertical=True) for itl in objectives if x.low <= itl * 1e3 <= x.high]
+    return line_chart("Inter-token latency: share that is longer", x, y, series, limits)
 
 
 def _longer_than(values: list[float]) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""From the times of single tokens to the figures of a run. The same for an engine in process and a server over HTTP."""
+"""Computes the figures of a run from the times of its tokens, for an engine in process and a server over HTTP alike."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Timeline:
 
     @property
     def itls(self) -> list[float]:
-        """Inter-token latencies."""
+        """The inter-token latencies."""
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
     @property
@@ -52,7 +52,7 @@ class Timeline:
 
     @property
     def met(self) -> bool:
-        """Whether it was answered as promised: the first token in time, and the 99th percentile of its own ITLs."""
+        """Whether the request met its objective: by its TTFT, and by the 99th percentile of its own ITLs."""
         ttft, itls, objective = self.ttft, self.itls, self.objective or Objective()
         if self.failed or ttft is None or (objective.ttft is not None and ttft > objective.ttft):
             return False
@@ -98,7 +98,7 @@ class ClassSummary:
     met: int
     goodput_tok_s: float  # output of the requests that met their objectives
     ttft_ms: Percentiles | None
-    gap_ms: Percentiles | None
+    gap_ms: Percentiles | None  # ITL; the name is that of the JSON report
     objective: Objective | None
 
     @property
@@ -130,12 +130,12 @@ class Summary:
     ms_per_token: float | None  # wall time over output tokens, prefill included
     decode_tok_s: float | None  # median over requests
     ttft_ms: Percentiles | None
-    gap_ms: Percentiles | None
+    gap_ms: Percentiles | None  # ITL; the name is that of the JSON report
     e2e_ms: Percentiles | None
     refused: int
     refusal_ms: Percentiles | None  # until the refusal was known
     retry_after_s: Percentiles | None
-    share_met: float | None  # of all requests, refused ones too; only where something was promised
+    share_met: float | None  # of all requests, refused ones too; only where there are objectives
     share_met_admitted: float | None
     goodput_tok_s: float | None
     classes: dict[str, ClassSummary]
@@ -154,7 +154,7 @@ def summarise(timelines: Sequence[Timeline], wall_s: float) -> Summary:
     output_tokens = sum(t.output_tokens for t in done)
     known_rates = [rate for t in done if (rate := t.decode_tok_s) is not None]
     whole = _summarise_class(timelines, wall_s)
-    promised = any(t.objective is not None for t in timelines)
+    has_objectives = any(t.objective is not None for t in timelines)
     admitted = len(timelines) - len(refused)
     return Summary(
         requests=len(timelines),
@@ -173,9 +173,9 @@ def summarise(timelines: Sequence[Timeline], wall_s: float) -> Summary:
         refused=len(refused),
         refusal_ms=Percentiles.of_ms([t.finished - t.sent for t in refused if t.finished is not None]),
         retry_after_s=Percentiles.of([t.retry_after for t in refused if t.retry_after is not None]),
-        share_met=whole.share_met if promised else None,
-        share_met_admitted=whole.met / admitted if promised and admitted else None,
-        goodput_tok_s=whole.goodput_tok_s if promised else None,
+        share_met=whole.share_met if has_objectives else None,
+        share_met_admitted=whole.met / admitted if has_objectives and admitted else None,
+        goodput_tok_s=whole.goodput_tok_s if has_objectives else None,
         classes={
             kind: _summarise_class([t for t in timelines if t.kind == kind], wall_s)
             for kind in sorted({t.kind for t in timelines} - {""})

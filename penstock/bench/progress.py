@@ -1,4 +1,4 @@
-"""How far a benchmark has come, in one line on a terminal; elsewhere nothing."""
+"""Shows the progress of a benchmark in one line, on a terminal only."""
 
 from __future__ import annotations
 

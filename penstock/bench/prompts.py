@@ -1,4 +1,4 @@
-"""Prompts of a wanted token count for a server whose tokenizer is unknown.
+"""Makes prompts of a wanted token count for a server whose tokenizer is unknown.
 
 A job's token ids become words, about one word per id, so that jobs that share a prefix still share it as text. Most
 words here are one token in most vocabularies; what remains (a BOS token, a chat template, an odd vocabulary) is a

@@ -1,4 +1,4 @@
-"""Results for people (a plain table) and for programs (JSON with a description of the machine)."""
+"""Prints results as tables, and writes them as JSON with a description of the machine."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def format_figure(metric: Metric, value: float | None) -> str:
 
 
 def objectives_table(results: Sequence[Result]) -> str:
-    """What became of the promises, where some were made. The refused did not meet theirs."""
+    """How many requests met their objectives, where there are some. A refused request did not."""
     columns = ["objectives", "requests", "met", "of admitted", "refused", "refused in p99", "max", "retry after p50"]
     columns += ["goodput tok/s", "forecast within 20%", "step error"]
     rows = []
@@ -196,9 +196,9 @@ def latency_table(results: Sequence[Result]) -> str:
     rows = []
     for result in results:
         summary, label = result.summary, result.label
-        series = [("TTFT", summary.ttft_ms), ("gap", summary.gap_ms), ("end to end", summary.e2e_ms)]
+        series = [("TTFT", summary.ttft_ms), ("ITL", summary.gap_ms), ("end to end", summary.e2e_ms)]
         for name, found in summary.classes.items():
-            series += [(f"TTFT {name}", found.ttft_ms), (f"gap {name}", found.gap_ms)]
+            series += [(f"TTFT {name}", found.ttft_ms), (f"ITL {name}", found.gap_ms)]
             rows.append([f"{label} {name}: met", f"{found.met} of {found.requests}", "", "", ""])
         series.append(("sent late by", summary.lateness_ms))
         for name, values in series:

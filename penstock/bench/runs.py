@@ -1,4 +1,4 @@
-"""A loaded engine put through workloads: what a run is, and how one is made."""
+"""Runs workloads through a loaded engine in this process."""
 
 from __future__ import annotations
 

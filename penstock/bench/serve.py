@@ -1,4 +1,4 @@
-"""`penstock bench serve`: load on any OpenAI-compatible server, with streaming, in a closed or an open loop.
+"""`penstock bench serve` puts load on any OpenAI-compatible server, with streaming, in a closed or an open loop.
 
 Closed: C clients, each sending its next request when the last one ended; shows what the server can do.
 Open: requests arrive at their times whatever the server does; shows what users would see.

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server as a load generator sees it: what it accepts, and one streamed completion timed."""
+"""A client of an OpenAI-compatible server for the load generator: it sends one streamed completion and times it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The longest wait between two tokens of a run: who waited, what the others did then, and whom the ledger blames."""
+"""Explains the longest ITL of a run: which request waited, what was computed meanwhile, and what its ledger blames."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.bench.measure import Timeline
 from penstock.bench.report import Result
 
 LANES = 10
-MARGIN = 1.0  # of the gap's length, shown before and after it
+MARGIN = 1.0  # of the stall's length, shown before and after it
 
 
 @dataclass(frozen=True, slots=True)
-class Stall:
+class WorstStall:
     victim: Timeline
     start: float
     end: float
@@ -26,15 +26,15 @@ class Stall:
         return self.end - self.start
 
 
-def worst_stall(results: Sequence[Result]) -> tuple[Stall, Sequence[Timeline]] | None:
+def worst_stall(results: Sequence[Result]) -> tuple[WorstStall, Sequence[Timeline]] | None:
     """With the requests of the same run."""
-    worst: Stall | None = None
+    worst: WorstStall | None = None
     others: Sequence[Timeline] = ()
     for result in results:
         for timeline in result.timelines:
             for start, end in zip(timeline.token_times, timeline.token_times[1:], strict=False):
                 if worst is None or end - start > worst.seconds:
-                    worst, others = Stall(timeline, start, end, result.label), result.timelines
+                    worst, others = WorstStall(timeline, start, end, result.label), result.timelines
     return (worst, others) if worst else None
 
 
@@ -51,7 +51,7 @@ def stall_section(results: Sequence[Result]) -> str:
     return f"<h2>The worst stall</h2>{story}{chart}"
 
 
-def story_of(stall: Stall, timelines: Sequence[Timeline]) -> list[str]:
+def story_of(stall: WorstStall, timelines: Sequence[Timeline]) -> list[str]:
     victim, ledger = stall.victim, stall.victim.ledger
     number = victim.token_times.index(stall.end) + 1
     lines = [
@@ -80,7 +80,7 @@ def _described(timeline: Timeline) -> str:
     return f"({kind}{timeline.prompt_tokens:,} tokens in, {timeline.output_tokens} out)"
 
 
-def _chart(stall: Stall, timelines: Sequence[Timeline]) -> str:
+def _chart(stall: WorstStall, timelines: Sequence[Timeline]) -> str:
     low, high = stall.start - MARGIN * stall.seconds, stall.end + MARGIN * stall.seconds
     lanes = [_lane(timeline, stall) for timeline in chosen(stall, timelines)]
     seen = sum(_overlaps(timeline, stall.start, stall.end) for timeline in timelines)
@@ -97,7 +97,7 @@ def _chart(stall: Stall, timelines: Sequence[Timeline]) -> str:
     return lanes_chart(f"{stall.label}: what others did then", axis, lanes, (0.0, stall.seconds), below)
 
 
-def chosen(stall: Stall, timelines: Sequence[Timeline]) -> list[Timeline]:
+def chosen(stall: WorstStall, timelines: Sequence[Timeline]) -> list[Timeline]:
     """The victim, whom it blames, then those with the longest prompts: what fits."""
     blamed = {entry.request_id for entry in stall.victim.ledger.stalls} if stall.victim.ledger else set()
     present = [t for t in timelines if t is not stall.victim and _overlaps(t, stall.start, stall.end)]
@@ -114,7 +114,7 @@ def _overlaps(timeline: Timeline, start: float, end: float) -> bool:
     return not timeline.refused and timeline.sent < end and (timeline.finished is None or timeline.finished > start)
 
 
-def _lane(timeline: Timeline, stall: Stall) -> Lane:
+def _lane(timeline: Timeline, stall: WorstStall) -> Lane:
     """Time is relative to the start of the stall. When prefill began is known from the ledger only."""
     first = timeline.token_times[0] if timeline.token_times else timeline.finished or stall.end
     queued = sum(timeline.ledger.queued.values()) if timeline.ledger else 0.0

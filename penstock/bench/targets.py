@@ -1,4 +1,4 @@
-"""What each workload should reach, and what the best measured peer reaches; `--targets` shows both beside results."""
+"""Targets of the workloads and figures of the best measured peer, which `--targets` shows beside results."""
 
 from __future__ import annotations
 

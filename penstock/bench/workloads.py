@@ -1,7 +1,7 @@
-"""What to run: prompts and output lengths as a pure function of a seed, so that every engine is given the same work.
+"""Workloads: prompts and output lengths as a pure function of a seed, so that every engine is given the same work.
 
 Prompts are random token ids (so nothing is shared by chance between two seeds) and output lengths are fixed (so
-end-of-text is ignored). The open-loop mixes also say when each request arrives and what its objective is.
+end-of-text is ignored). The open-loop mixes also have arrival times and objectives.
 """
 
 from __future__ import annotations

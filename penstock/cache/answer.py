@@ -1,4 +1,4 @@
-"""An answer as it is stored, and its replay."""
+"""An answer as it is stored, and its replay as chunks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: list[TokenLogprob | None] | None
 
     def fits(self, max_tokens: int | None) -> bool:
-        """Whether it could be the answer under another limit than the one it was computed with."""
+        """Whether the same answer would be computed with this `max_tokens`."""
         count = len(self.token_ids)
         return count == max_tokens if self.end == "length" else max_tokens is None or count <= max_tokens
 
     def replay(self, request_id: str, prompt_tokens: int) -> Iterator[Chunk]:
-        """The chunks an engine might have sent, had it computed the answer in long steps."""
+        """Yield the stored answer as chunks of up to `REPLAY_TOKENS` tokens."""
         count = len(self.token_ids)
         for start in range(0, count or 1, REPLAY_TOKENS):
             piece = slice(start, start + REPLAY_TOKENS)
@@ -62,7 +62,7 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def seal(key: bytes, payload: bytes) -> bytes:
-    """For a tier outside this process: a damaged value, or one that was stored under another key, does not open."""
+    """Prepend a checksum over key and value, so that `unseal` rejects a damaged value or one of another key."""
     return FORMAT + _digest(key, payload) + payload
 
 

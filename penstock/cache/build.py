@@ -1,4 +1,4 @@
-"""From settings to a cache before an engine. What is not used is not imported: a gateway should start fast."""
+"""Builds the answer cache from the settings. What is not used is not imported, so that a gateway starts fast."""
 
 from __future__ import annotations
 

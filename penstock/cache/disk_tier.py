@@ -1,4 +1,4 @@
-"""The tier that survives a restart: one SQLite file, bounded by bytes, on a thread of its own."""
+"""The disk tier, which survives a restart: one SQLite file, bounded by bytes, on a thread of its own."""
 
 from __future__ import annotations
 

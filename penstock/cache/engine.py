@@ -1,4 +1,4 @@
-"""An engine that remembers what the one behind it said."""
+"""`CachedEngine`, an engine that answers from stored answers or else passes the request on to the engine behind it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ BYPASS = CacheStatus("bypass")
 MISS = CacheStatus("miss")
 SHARED = CacheStatus("shared")
 
-# Whoever joins a computation must lose nothing by it: the class that orders it and what may be read are its own. The
-# class by its name, for its objective may be measured anew while it runs.
 FlightName = tuple[bytes, CacheControl, str, int]
 
 
@@ -78,7 +76,7 @@ class CachedEngine:
         return await self._engine.aborted(request_id)
 
     async def close(self) -> None:
-        """Wait a moment for what is being written; the engine behind is left as it is."""
+        """Wait up to `CLOSE_SECONDS` for answers that are being written. The engine behind stays open."""
         if self._writes:
             await asyncio.wait(self._writes, timeout=CLOSE_SECONDS)
         for tier in self._tiers:
@@ -134,7 +132,10 @@ class CachedEngine:
                 yield chunk
 
     def _start_flight(self, name: FlightName, request: GenerateRequest, now: float) -> Flight:
-        """Listeners keep their own deadlines; the engine's is later, so that others may join until the first one's."""
+        """Start the one computation of identical requests (single flight).
+
+        Listeners keep their own deadlines; the engine gets twice the first one, so that others may join until then.
+        """
 
         def ended(flight: Flight) -> None:
             if self._flights.get(name) is flight:
@@ -222,7 +223,7 @@ class CachedEngine:
         return _Found(answer, CacheStatus("hit", tier, age))
 
     def _store(self, key: bytes, answer: Answer, place: Place | None) -> None:
-        """In memory at once, elsewhere when it gets there."""
+        """Store in memory at once, and in the other tiers by a background task."""
         payload = encode_answer(answer)
         self._memory.put(key, payload)
         self.metrics.stored += 1
@@ -245,7 +246,7 @@ class _TextEnd:
         self._text = TextStream(tokenizer, request.params) if request.params.stop else None
 
     def after(self, chunk: Chunk) -> End | None:
-        """None: it goes on, or it ended in a way that must not be stored."""
+        """How the answer ended with this chunk; None if it goes on or must not be stored."""
         if chunk.error is not None:
             return None
         if self._text is not None and isinstance(self._text.push(chunk).stop_matched, str):

@@ -1,4 +1,4 @@
-"""One computation and all who listen to it. It ends early only when nobody listens any more."""
+"""Single flight: one computation that identical requests share. It is cancelled when its last listener leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.core.request import CacheStatus, Chunk
 
 
 class Flight:
-    """`source` runs in a task of its own, so it outlives whoever asked first."""
+    """`source` runs in a task of its own, so it goes on when the first request is cancelled."""
 
     def __init__(self, expires: float | None, on_end: Callable[[Flight], None]) -> None:
         self.expires = expires  # by the event loop's clock: the engine gives the computation up; None: never
@@ -28,11 +28,11 @@ class Flight:
         self._task = asyncio.create_task(self._run(source))
 
     def outlasts(self, expires: float | None) -> bool:
-        """Whether it is not given up before the time of one who wants to join."""
+        """Whether the computation runs at least until the deadline of a request that wants to join."""
         return self.expires is None or (expires is not None and expires <= self.expires)
 
     async def listen(self, expires: float | None = None) -> AsyncGenerator[Chunk, None]:
-        """All chunks from the first one on, until the listener's own time ends."""
+        """Yield all chunks from the first one on, until the listener's own deadline."""
         self._listeners += 1
         position = 0
         try:

@@ -1,4 +1,4 @@
-"""What makes two requests the same: a digest of everything that changes the answer.
+"""The cache key of a request: a digest of everything that changes the answer.
 
 A request is encoded whole, without the fields that are known not to matter, so a field added later is part of the key
 before anybody thinks of it. MessagePack is self-delimiting: no two requests have the same encoding.

@@ -1,4 +1,4 @@
-"""The nearest tier: encoded answers in this process, bounded by bytes."""
+"""The memory tier: an LRU of encoded answers in this process, bounded by bytes."""
 
 from __future__ import annotations
 

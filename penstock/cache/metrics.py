@@ -1,4 +1,4 @@
-"""What Prometheus sees of the cache. Counted in plain numbers, made into text when scraped."""
+"""The Prometheus metrics of the answer cache, counted in plain numbers and rendered when scraped."""
 
 from __future__ import annotations
 

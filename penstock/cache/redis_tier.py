@@ -1,4 +1,4 @@
-"""The tier that gateways share. A Redis that does not answer is a miss: never an error, and slow only once."""
+"""The Redis tier, which gateways share. A Redis that does not answer counts as a miss, never as an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts by their meaning: which stored answer belongs to the nearest prompt of the same bucket.
+"""Semantic matching: finds the stored answer of the nearest prompt in the same bucket.
 
 Everything happens on one thread beside the event loop: encoding takes milliseconds, and one thread needs no locks.
 """
@@ -57,11 +57,11 @@ class SimilarPrompts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, bucket, text)
 
     def remember(self, place: Place, key: bytes) -> None:
-        """From now on `key` holds the answer to the prompt at this place."""
+        """Remember that `key` holds the answer to the prompt at this place."""
         self._thread.submit(self._remember, place, key)
 
     def forget(self, place: Place) -> None:
-        """The answer at `place.nearest` is gone."""
+        """Forget the prompt whose answer, `place.nearest`, is gone."""
         self._thread.submit(self._forget, place)
 
     def close(self) -> None:
@@ -120,7 +120,7 @@ def _negations(words: list[str]) -> int:
 
 
 class _Bucket:
-    """Vectors that may be compared, as the first rows of one matrix."""
+    """Vectors of one bucket, as the first rows of one matrix."""
 
     def __init__(self, width: int) -> None:
         self._row_of: OrderedDict[bytes, int] = OrderedDict()  # the oldest first

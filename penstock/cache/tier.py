@@ -1,4 +1,4 @@
-"""What a tier below memory must do."""
+"""The protocol of a cache tier below memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """For the metrics. None: the tier does not know."""
+    """Size and evictions of a tier, for the metrics. None means that the tier does not know."""
 
     name: str
     bytes: int | None = None
@@ -18,7 +18,7 @@ class Reading:
 
 
 class Tier(Protocol):
-    """Trouble is a miss, never an exception."""
+    """A tier reports any failure as a miss, never as an exception."""
 
     name: str
 

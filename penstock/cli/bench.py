@@ -34,7 +34,7 @@ def _add_engine(kinds: Subparsers) -> None:
         type=scheduling_modes,
         default=["deadline"],
         metavar="MODE[,MODE]",
-        help="deadline, fcfs, or both by turns to compare them (default deadline)",
+        help="deadline, fcfs, or both interleaved to compare them (default deadline)",
     )
     _add_open_loop(parser)
     parser.add_argument("--device", choices=get_args(Device), default="auto")
@@ -102,7 +102,7 @@ def _add_open_loop(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--objectives",
-        metavar="CLASS=TTFT/GAP[,...]",
+        metavar="CLASS=TTFT/ITL[,...]",
         help="in ms, as in short=200/50,long=4000/50; - promises nothing (default: the workload's own, or with --mix "
         "what the server promises)",
     )

@@ -1,4 +1,4 @@
-"""`penstock check FILE`: whether `penstock serve --config FILE` would accept its settings, and what they come to."""
+"""`penstock check FILE` validates a settings file and prints all settings as `penstock serve` would use them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def problems(values: Mapping[str, Any]) -> tuple[list[StartupError], Settings | None]:
-    """Every error that there is: each one found is taken out, and the rest is checked again."""
+    """Collect all errors: each setting with an error is removed, and the rest is checked again."""
     found: list[StartupError] = []
     rest = dict(values)
     while True:
@@ -88,7 +88,7 @@ def _place(file: str | None, name: str) -> str:
 
 
 def _line(node: yaml.Node | None, name: str) -> int | None:
-    """Of the key that leads to it, or of the nearest one above."""
+    """The line of the key that leads to a setting, or of the nearest key above it."""
     import yaml
 
     for key, below in node.value if isinstance(node, yaml.MappingNode) else ():

@@ -24,12 +24,12 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def server_url() -> str | None:
-    """Where client commands look for a server, unless it is at the default address."""
+    """The URL at which client commands look for a server."""
     return os.environ.get(URL) or None
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Of commands that talk to a running server."""
+    """Add the flags of commands that talk to a running server."""
     parser.add_argument(
         "--url", default=server_url() or DEFAULT_URL, help=f"root of the server (default: {URL}, else {DEFAULT_URL})"
     )

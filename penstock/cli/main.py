@@ -1,4 +1,4 @@
-"""`penstock COMMAND`."""
+"""The entry point of the `penstock` command: it finds the subcommand and runs it."""
 
 from __future__ import annotations
 

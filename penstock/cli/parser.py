@@ -1,4 +1,4 @@
-"""An argument parser that says what a mistyped flag, command or value was probably meant to be."""
+"""An argument parser that suggests the nearest flag, command or value for a mistyped one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the settings need and not every installation has: noticed before a model is loaded."""
+"""Checks that the optional packages which the settings need are installed, before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`penstock serve`: the composition root. Settings in, a gateway in front of a worker process out."""
+"""`penstock serve`, the composition root: from the settings it builds a gateway in front of a worker process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """The file, the environment on top of it, then the flags."""
+    """Merge the settings: flags win over environment variables, and those over the file."""
     values = file_and_environment(args.config)
     flags: dict[str, dict[str, Any]] = {
         "server": {name: getattr(args, name) for name in ("host", "port", "served_model_name", "open", "log_level")},

@@ -1,4 +1,4 @@
-"""What a command was given as settings: a YAML file, and the environment on top of it."""
+"""Reads the settings of a command: a YAML file, overridden by environment variables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from penstock.core.errors import StartupError
 
 
 def file_and_environment(path: str | None) -> dict[str, Any]:
-    """The values that `settings_from_mapping` converts, once flags are put on top."""
+    """The settings of file and environment as a mapping, for `settings_from_mapping`."""
     return merged(read_yaml(path), settings_from_environment())
 
 
 def read_yaml(path: str | None) -> dict[str, Any]:
-    """What a settings file holds; nothing without one."""
+    """The contents of a settings file; empty without a file."""
     if path is None:
         return {}
     import yaml
@@ -33,7 +33,7 @@ def read_yaml(path: str | None) -> dict[str, Any]:
 
 
 def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Section by section; a section of another type is left for validation to complain about."""
+    """Merge section by section. A section of a wrong type is left to the validation."""
     result = dict(values)
     for name, value in over.items():
         below = result.get(name)

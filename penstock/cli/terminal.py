@@ -29,7 +29,7 @@ FRAMES_PER_SECOND = 12
 
 
 class Shown(Protocol):
-    """An answer on the screen."""
+    """Shows one answer on the screen."""
 
     def write(self, text: str) -> None: ...
 
@@ -37,7 +37,7 @@ class Shown(Protocol):
 
 
 class PlainAnswer:
-    """As it comes, for pipes and for those who want to see what the model wrote."""
+    """Prints the raw text as it arrives, for pipes and for `--plain`."""
 
     def __init__(self) -> None:
         self._last = "\n"
@@ -161,7 +161,7 @@ class Terminal:
             self._say(f"{known} {parameters.get(known, 'default')}")
 
     async def _answer(self, question: str) -> None:
-        """Until it ends or Ctrl-C stops it. Errors are shown, and the conversation goes on."""
+        """Show an answer until it ends or Ctrl-C stops it. After an error the conversation goes on."""
         turn = Turn()
         shown: Shown = PlainAnswer() if self._plain else MarkdownAnswer(self._console)
         loop = asyncio.get_running_loop()

@@ -1,1 +1,1 @@
-"""What gateways remember and share: limits in use, spend, and records such as keys."""
+"""The state that gateways keep and may share: limits in use, spend, and records such as keys."""

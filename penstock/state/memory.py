@@ -1,4 +1,4 @@
-"""A store in this process. It also does the counting for SQLite, and for Redis while that cannot be reached."""
+"""A store in memory. SQLite uses it to count limits, and so does Redis while it cannot be reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the `state` setting to a store."""
+"""Opens the store that the `state` setting names."""
 
 from __future__ import annotations
 

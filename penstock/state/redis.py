@@ -131,7 +131,7 @@ class RedisStore:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _connect(self) -> None:
-        """The write finds a server that answers but is read-only or full."""
+        """Connect and check that the server accepts writes: one that is read-only or full still answers a ping."""
         await self.redis.connection_pool.disconnect(inuse_connections=False)  # those of before a failure are dead
         await self._line.disconnect()
         await self._line.connect()
@@ -153,8 +153,8 @@ class RedisStore:
                 answer.set_result(None)
 
     async def _exchange(self) -> None:
-        """One trip. On failure nothing is forgotten: a settlement whose answer was lost is made again, as counting a
-        request twice is better than never."""
+        """Send one batch. On failure nothing is forgotten: a settlement whose answer was lost is made again, as
+        counting a request twice is better than never."""
         waiting = [self._reservations.popleft() for _ in range(min(MAX_BATCH, len(self._reservations)))]
         settlements = list(itertools.islice(self._settlements, MAX_BATCH))
         reservations = [self._reservation(claim) for claim, _ in waiting]
@@ -304,6 +304,6 @@ def connect(url: str) -> redis.asyncio.Redis:
 
 
 def place(client: redis.asyncio.Redis) -> str:
-    """For messages; the URL may hold a password."""
+    """The URL without its password, for messages."""
     options = client.connection_pool.connection_kwargs
     return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")

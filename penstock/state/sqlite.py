@@ -91,7 +91,7 @@ class SqliteStore(MemoryStore):
                 failing = True
 
     async def sync(self) -> None:
-        """Write what was spent here, read what was spent in all."""
+        """Write the spend of this gateway and read the spend of all."""
         pending, self._usage = self._usage, {}  # what memory holds is what the file has not
         day = self.day()
         try:

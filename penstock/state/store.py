@@ -1,4 +1,4 @@
-"""The seam: `Store` has windows and leases for limits, counters for spend, and named records.
+"""The `Store` protocol: windows and leases for limits, counters for spend, and named records.
 
 `memory` forgets at the end of the process. `sqlite:///PATH` keeps records and spend in a file, limits in memory: for
 one gateway. `redis://HOST:PORT/DB` shares everything between gateways.
@@ -36,7 +36,7 @@ class Claim(NamedTuple):
 
     @property
     def reserved(self) -> int:
-        """What is held back from its tenant's budgets until it is settled."""
+        """The cost that is reserved of its tenant's budgets until it is settled."""
         return 0 if self.budget_per_day is None and self.budget_per_month is None else self.cost
 
 
@@ -90,7 +90,7 @@ class Store(Protocol):
     async def open(self) -> None: ...
 
     async def close(self) -> None:
-        """What was settled is kept."""
+        """Close the store. What was settled is kept."""
         ...
 
     async def reserve(self, claim: Claim) -> Grant:
@@ -106,13 +106,13 @@ class Store(Protocol):
     async def put(self, kind: str, name: str, value: str) -> None: ...
 
     async def delete(self, kind: str, name: str) -> bool:
-        """Whether it was there."""
+        """Delete a record. Returns whether it existed."""
         ...
 
     async def records(self, kind: str) -> dict[str, str]: ...
 
     async def version(self) -> int:
-        """Another number whenever a record has changed; cheap enough to ask for twice a second."""
+        """A number that changes with every change of a record; cheap enough to poll twice a second."""
         ...
 
 

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat template, incremental detokenizer, stop strings, and the stream of them."""
+"""Converts between text and tokens: tokenizer, chat template, incremental detokenizer, stop strings."""

@@ -1,4 +1,4 @@
-"""A conversation as the text a model was trained to continue."""
+"""Renders the messages of a chat into a prompt, with the chat template of the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive."""
+"""Decodes token ids to text incrementally, while they arrive."""
 
 from __future__ import annotations
 

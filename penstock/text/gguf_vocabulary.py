@@ -1,4 +1,4 @@
-"""The vocabulary in a GGUF file's metadata (`tokenizer.ggml.*`) as a `tokenizers` backend."""
+"""Builds a `tokenizers` tokenizer from the vocabulary in a GGUF file's metadata (`tokenizer.ggml.*`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI chat messages in the shape that chat templates expect."""
+"""Converts OpenAI chat messages to the shape that chat templates expect."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _content(message: Message, where: str, keep_parts: bool) -> str | list[Messa
 
 
 def _spoken(part: Any) -> Any:
-    """A refusal as the text it is."""
+    """Turn a refusal part into a text part."""
     refused = isinstance(part, dict) and part.get("type") == "refusal" and isinstance(part.get("refusal"), str)
     return {"type": "text", "text": part["refusal"]} if refused else part
 
@@ -74,7 +74,7 @@ def _text(content: str | list[Message]) -> str:
 
 
 def as_parts(message: Message) -> Message:
-    """For templates that read nothing but lists."""
+    """Wrap a string as a list of parts, for templates that read only lists."""
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 

@@ -1,4 +1,4 @@
-"""Where tokens begin in a text."""
+"""Computes the character offsets at which tokens begin in a text."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class _Windows:
         return backend.pre_tokenizer is not None and _reads_forwards(_state(backend.pre_tokenizer))
 
     def encode(self, text: str, at_most: int) -> list[int]:
-        """As `SegmentEncoder.encode`."""
+        """Encode as `SegmentEncoder.encode` does."""
         ids: list[int] = []
         start, size = 0, WINDOW
         while len(ids) <= at_most:

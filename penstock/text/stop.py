@@ -1,4 +1,4 @@
-"""Stop strings in a stream of text."""
+"""Finds stop strings in streamed text, also those that are split between chunks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StopStrings:
         return window[:shown], False
 
     def finish(self) -> str:
-        """The stream is over: what was held back is no stop string."""
+        """Return the text that was held back, since the stream has ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -65,7 +65,7 @@ class _Pattern:
 
 @lru_cache(256)  # the choices of a request have the same stop strings, and there may be a thousand of them
 def _fallbacks(stop: str) -> list[int]:
-    """By state: the next shorter beginning that ends at the same place."""
+    """The failure function of Knuth-Morris-Pratt: by state, the next shorter prefix that ends at the same place."""
     fallback = [0] * (len(stop) + 1)
     for length in range(2, len(stop) + 1):
         shorter = fallback[length - 1]

@@ -1,4 +1,4 @@
-"""The one place where an engine's tokens become text."""
+"""Turns the token chunks of an engine into text that can be sent: detokenized, and cut at stop strings."""
 
 from __future__ import annotations
 

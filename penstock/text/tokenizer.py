@@ -65,7 +65,7 @@ class Tokenizer:
         self.eos_token = self.token_text(eos_ids[0]) if eos_ids else ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """To be sent to another process."""
+        """Serialise the tokenizer, to send it to another process."""
         make = partial(Tokenizer, bos_id=self.bos_id, eos_ids=self.eos_ids, chat_template=self.chat_template)
         return make, (self._backend,)
 
@@ -88,7 +88,7 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Of a text that one token stands for, at most."""
+        """The largest number of bytes that one token stands for."""
         added = self._backend.get_added_tokens_decoder().values()
         spelled = self._backend.get_vocab(with_added_tokens=False)
         # A character of a byte-level token stands for one byte.
@@ -123,14 +123,14 @@ class Tokenizer:
         return self._bytes[token_id]
 
     def token_spelling(self, token_id: int) -> str:
-        """As the vocabulary has it: `Ġthe`, `▁the`, `<0xE4>`; of an id without a token, nothing."""
+        """A token as the vocabulary spells it: `Ġthe`, `▁the`, `<0xE4>`; empty for an id without a token."""
         return self._backend.id_to_token(token_id) or ""
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
     def token_text(self, token_id: int) -> str:
-        """For people: bytes that are only part of a character show as U+FFFD."""
+        """A token as text for display: bytes that are only part of a character show as U+FFFD."""
         return self._bytes[token_id].decode(errors="replace")
 
 

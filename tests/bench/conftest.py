@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scripted_server import ScriptedServer
 from starlette.applications import Starlette
 from starlette.routing import Route
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from tests.bench.scripted_server import ScriptedServer
 from tests.client.web_server import serving
 
 TINY = {

@@ -8,7 +8,6 @@ from typing import Any
 
 import pexpect
 import pytest
-from scripted_server import ScriptedServer
 
 from penstock.bench.serve import Load, closed_loop, measure, open_loop
 from penstock.bench.server import Call, Server, connect
@@ -16,6 +15,7 @@ from penstock.bench.workloads import Job, uniform_workload
 from penstock.cli.main import main
 from penstock.client.http import HttpClient
 from penstock.core.errors import Unavailable
+from tests.bench.scripted_server import ScriptedServer
 
 
 def bench(server: ScriptedServer, folder: Path, *options: str) -> dict[str, Any]:

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from scripted_server import ScriptedServer
 
 from penstock.cli import chat
 from penstock.cli.main import make_parser
 from penstock.cli.terminal import complete_blocks
 from penstock.core.errors import Unauthorized
+from tests.bench.scripted_server import ScriptedServer
 
 CHAT = [sys.executable, "-m", "penstock.cli.main", "chat"]
 CTRL_C, CTRL_D = "\x03", "\x04"

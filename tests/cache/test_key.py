@@ -90,7 +90,7 @@ def test_who_asks_and_how_urgently_does_not_matter(
 
 def test_the_model_and_its_revision_matter() -> None:
     one = GenerateRequest("a", [1], SamplingParams(temperature=0))
-    infos = [INFO, *(replace(INFO, **{name: value}) for name, value in (("model", "x"), ("revision", "x")))]
+    infos = [INFO, replace(INFO, model="x"), replace(INFO, revision="x")]
     assert len({answer_key(one, info, "tenant") for info in infos}) == 3
     assert len({bucket_key(one, info, REST) for info in infos}) == 3
 

@@ -39,7 +39,10 @@ def random_blocks(kind: int, rng: np.random.Generator) -> np.ndarray:
     return data.reshape(ROWS, -1)
 
 
-def write_gguf(path: Path, tensors: dict[str, tuple[int, np.ndarray]], **metadata: object) -> Path:
+Tensors = dict[str, tuple[int, np.ndarray]]
+
+
+def write_gguf(path: Path, tensors: Tensors, **metadata: object) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in metadata.items():
         writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
@@ -100,7 +103,7 @@ def test_shape_is_row_major_and_alignment_is_honoured(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     rng = np.random.default_rng(1)
-    tensors = {"a": (8, rng.integers(0, 64, (4, 68), dtype=np.uint8)), "b": (0, np.ones((3, 5), np.float32))}
+    tensors: Tensors = {"a": (8, rng.integers(0, 64, (4, 68), dtype=np.uint8)), "b": (0, np.ones((3, 5), np.float32))}
     path = tmp_path_factory.mktemp("small") / "m.gguf"
     return write_gguf(path, tensors, words=["one", "two"], ids=[1, 2, 3], name="small").read_bytes()
 

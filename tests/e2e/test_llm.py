@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -141,13 +141,16 @@ def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
         async for _ in llm.stream("Once upon a time", endless):
             running.set()
 
-    def catch(call: object) -> None:
+    def catch(call: Callable[[], object]) -> None:
         try:
-            call()  # type: ignore[operator]
+            call()
         except Exception as error:
             failures.append(error)
 
-    calls = [lambda: llm.generate(["One", "Two"], endless, progress=False), lambda: asyncio.run(stream())]
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate(["One", "Two"], endless, progress=False),
+        lambda: asyncio.run(stream()),
+    ]
     threads = [threading.Thread(target=catch, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
@@ -158,7 +161,8 @@ def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
         assert not thread.is_alive(), "it waits for an engine that is gone"
     assert len(failures) == 2
     assert all(isinstance(error, EngineFailure | Unavailable) and "closed" in str(error) for error in failures)
-    for call in (*calls, lambda: llm.chat([{"role": "user", "content": "Hi"}], greedy())):
+    calls.append(lambda: llm.chat([{"role": "user", "content": "Hi"}], greedy()))
+    for call in calls:
         with pytest.raises(Unavailable, match="has been closed"):
             call()
     llm.close()  # again is harmless

@@ -12,6 +12,7 @@ import tomllib
 import venv
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -82,7 +83,12 @@ def bfloat16_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model in safetensors, with the built-in one's tokenizer."""
     folder = tmp_path_factory.mktemp("bfloat16")
     tokenizer = load_tokenizer(resolve("smollm2-135m"))
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+    }
     config = transformers.LlamaConfig(vocab_size=tokenizer.vocab_size, dtype="bfloat16", **sizes)
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     tokenizer.save(folder)

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,8 @@ async def test_budgets_hold_across_restarts(make: Make, period: str) -> None:
 async def test_budgets_are_reserved(make: Make, period: str) -> None:
     store = make()
     await store.open()
-    asked = claim()._replace(cost=1_000, **{f"budget_per_{period}": 10_500})
+    budget: dict[str, Any] = {f"budget_per_{period}": 10_500}
+    asked = claim()._replace(cost=1_000, **budget)
 
     async def reserve(cost: int = 1_000) -> Grant:
         return await store.reserve(asked._replace(id=str(next(_numbers)), cost=cost))

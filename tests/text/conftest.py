@@ -6,10 +6,10 @@ from typing import Any
 
 import gguf
 import pytest
-from tiny_vocabulary import SENTENCEPIECE_WORDS, WriteGGUF
 
 from penstock.checkpoint.source import Checkpoint, resolve
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text.tiny_vocabulary import SENTENCEPIECE_WORDS, WriteGGUF
 
 
 @pytest.fixture(scope="session")

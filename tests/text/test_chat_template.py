@@ -10,12 +10,16 @@ from penstock.core.errors import InvalidRequest
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
-USER = {"role": "user", "content": "hi"}
-WEATHER = {
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
-CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}
+CALL: dict[str, Any] = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Zürich"}'},
+}
 
 ECHO = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
 
@@ -64,7 +68,7 @@ FEATURES = """
 @pytest.mark.parametrize("thinking", [True, False])
 def test_what_templates_use_renders_as_in_transformers(reference: Any, thinking: bool) -> None:
     parsed = {**CALL, "function": {"name": "weather", "arguments": {"city": "Zürich"}}}
-    history = [
+    history: list[dict[str, Any]] = [
         {"role": "system", "content": "<&>"},
         {"role": "skipped", "content": "?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -85,7 +89,7 @@ def test_what_templates_use_renders_as_in_transformers(reference: Any, thinking:
 
 
 def test_tools_reach_a_model_whose_template_has_none(tokenizer: Tokenizer) -> None:
-    history = [
+    history: list[dict[str, Any]] = [
         {"role": "system", "content": "be brief"},
         USER,
         {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
@@ -197,7 +201,8 @@ def test_bad_template_kwargs_are_named(template_kwargs: dict[str, Any]) -> None:
 
 
 def test_rendering_leaves_the_callers_messages_alone() -> None:
-    messages = [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "x"}]
+    call, result = {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "x"}
+    messages: list[dict[str, Any]] = [call, result]
     before = repr(messages)
     ChatTemplate(ECHO).render(messages, tools=[WEATHER])
     assert repr(messages) == before

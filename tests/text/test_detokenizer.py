@@ -5,10 +5,10 @@ from itertools import cycle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_vocabulary import seeded, spellable
 
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.tokenizer import Tokenizer
+from tests.text.tiny_vocabulary import seeded, spellable
 
 
 @pytest.fixture(scope="module", params=["byte_level", "sentencepiece"])
@@ -24,7 +24,7 @@ characters = st.characters(
 
 def stream(tokenizer: Tokenizer, ids: list[int], sizes: list[int], *, skip_special_tokens: bool) -> list[str]:
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
-    parts = []
+    parts: list[str] = []
     for size in cycle(sizes):
         if not ids:
             return [*parts, detokenizer.finish()]

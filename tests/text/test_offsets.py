@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_vocabulary import seeded, spellable
 
 from penstock.text.offsets import TextOffsets
 from penstock.text.tokenizer import Tokenizer
+from tests.text.tiny_vocabulary import seeded, spellable
 
 
 def begins(tokenizer: Tokenizer, ids: list[int]) -> list[int]:

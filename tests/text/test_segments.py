@@ -6,13 +6,13 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_vocabulary import seeded
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from penstock.core.errors import ContextTooLong
 from penstock.text import segments
 from penstock.text.gguf_vocabulary import DIGITS_IN_THREES, SINGLE_DIGITS
 from penstock.text.tokenizer import Tokenizer
+from tests.text.tiny_vocabulary import seeded
 
 CORPUS = ["the rain falls mainly on the plain", "it's we'll don't 1234", "naïve café é ñ <tool> and <tool>"]
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_vocabulary import seeded
 
 from penstock.text.stop import StopStrings
+from tests.text.tiny_vocabulary import seeded
 
 stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
 

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_vocabulary import seeded
 
 from penstock.core.request import Chunk, FinishReason, SamplingParams, TokenLogprob
 from penstock.text.stream import TextDelta, TextStream
 from penstock.text.tokenizer import Tokenizer
+from tests.text.tiny_vocabulary import seeded
 
 EOS = 2
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_vocabulary import SENTENCEPIECE_WORDS, WriteGGUF, seeded, spellable
 
 from penstock.checkpoint.source import Checkpoint
 from penstock.core.errors import InvalidRequest, StartupError
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from tests.text.tiny_vocabulary import SENTENCEPIECE_WORDS, WriteGGUF, seeded, spellable
 
 TEXTS = [
     "",

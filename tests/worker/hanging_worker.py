@@ -20,7 +20,7 @@ from penstock.worker.protocol import read_start
 class HangingExecutor:
     num_blocks = 12
     runs_ahead = False
-    idle_seconds = None
+    idle_seconds: float | None = None
     host_memory = None
 
     def enter_thread(self) -> None:
