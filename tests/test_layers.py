@@ -91,6 +91,16 @@ def imported_at_load(path: Path) -> Iterator[str]:
             nodes += ast.iter_child_nodes(node)
 
 
+def test_functions_and_files_stay_short() -> None:
+    """A kernel is one function, however long; elsewhere a function fits on a screen."""
+    for path in PACKAGE.rglob("*.py"):
+        source, where = path.read_text(), path.relative_to(PACKAGE)
+        assert source.count("\n") <= 400, where
+        for node in ast.walk(ast.parse(source)) if where.parts[0] != "kernels" else ():
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
+                assert node.end_lineno - node.lineno < 60, f"{where}: {node.name}"
+
+
 def test_every_folder_is_in_the_table() -> None:
     assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} <= set(LAYERS)
 

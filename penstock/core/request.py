@@ -156,7 +156,7 @@ def choice_seed(seed: int | None, choice: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of one token under the unmodified model, with the likeliest alternatives."""
+    """Log-probability of one token under the unmodified model, with the most probable alternatives."""
 
     token_id: int
     logprob: float

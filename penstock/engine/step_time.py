@@ -1,6 +1,6 @@
 """How long a step takes, learnt from the engine's own steps.
 
-A step's time is a sum over what it does: a constant (weights are read whatever the batch), its tokens (matrix products;
+A step's time is a sum over what it does: a constant (weights are read whatever the batch), its tokens (GEMMs;
 cheaper while reading the weights hides them, hence a bend), the keys and values that decoding reads, the pairs of query
 and key in prefill attention, and the depth of each chunk, for a short chunk far into a prompt cannot fill a device.
 Pure decode steps take another path on a GPU: they have coefficients of their own.
@@ -235,8 +235,8 @@ class StepTimes:
         _, per_token, beyond_bend, _, per_pair, per_depth = self._mixed.coefficients
         pairs = tokens * start + tokens * (tokens + 1) // 2
         depth = (start + tokens / 2) * max(1.0, tokens / _USUAL_CHUNK)
-        products = (per_token + beyond_bend) * tokens * 1e-3
-        return self._mixed.drift * (products + per_pair * pairs * 1e-7 + per_depth * depth * 1e-4)
+        gemms = (per_token + beyond_bend) * tokens * 1e-3
+        return self._mixed.drift * (gemms + per_pair * pairs * 1e-7 + per_depth * depth * 1e-4)
 
     @property
     def median_error(self) -> float:

@@ -54,8 +54,8 @@ def timeline(sent: float, first: float, gaps: list[float], kind: str, name: str,
     for gap in gaps:
         times.append(times[-1] + gap)
     ledger = Ledger(name, prompt_tokens=prompt, queued={"order": 0.01})
-    owed = Objective(kind, 0.2, 0.05)
-    return Timeline(sent, prompt, len(times), times, times[-1], None, kind, owed, late=0.001, ledger=ledger)
+    objective = Objective(kind, 0.2, 0.05)
+    return Timeline(sent, prompt, len(times), times, times[-1], None, kind, objective, late=0.001, ledger=ledger)
 
 
 def stalled_run() -> list[Timeline]:

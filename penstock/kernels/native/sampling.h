@@ -44,7 +44,7 @@ PENSTOCK_INLINE Halves<H> multiply_low(const Halves<H>& a, uint64_t b) {
     return {multiply_low(a.lo, b), multiply_low(a.hi, b)};
 }
 
-// Lanes of a and b by turns, those of their lower or of their upper halves.
+// The lanes of a and b interleaved: those of their lower halves, or of their upper halves.
 template <bool UPPER, class V>
 PENSTOCK_INLINE V interleave(V a, V b) {
     if constexpr (sizeof(V) > REGISTER) {
