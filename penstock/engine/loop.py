@@ -1,4 +1,7 @@
-"""The engine's heartbeat: schedule, launch, collect the previous step, emit."""
+"""The engine's heartbeat: schedule, launch, collect the previous step, emit.
+
+A device that runs ahead gets its next step before the one under way has ended, but no sooner than it has to.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from penstock.engine.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 IDLE_CHECK_SECONDS = 1.0
+MOST_WAIT_SECONDS = 0.1  # for a step under way to be nearly done: predictions may be far off
 
 
 class EngineLoop:
@@ -76,6 +80,8 @@ class EngineLoop:
         previous, self._in_flight = self._in_flight, None
         planned = None
         try:
+            if previous is not None:
+                self._wait_to_plan()
             with self._lock:
                 planned = self._scheduler.schedule(time.monotonic())
                 chunks = self._scheduler.take_notices()
@@ -100,6 +106,12 @@ class EngineLoop:
         self._last_progress = time.monotonic()
         self.turns += 1
         return True
+
+    def _wait_to_plan(self) -> None:
+        """Until the step under way is nearly done, so that whoever arrives meanwhile is in the next one."""
+        seconds = self._scheduler.plan_at() - time.monotonic()
+        if seconds > 0:
+            time.sleep(min(seconds, MOST_WAIT_SECONDS))
 
     @property
     def _busy(self) -> bool:

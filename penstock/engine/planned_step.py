@@ -17,6 +17,7 @@ class PlannedStep:
     step: Step = field(default_factory=Step)
     sequences: list[Sequence] = field(default_factory=list)  # that it advances
     shape: StepShape = field(default_factory=StepShape)
+    limited: bool = False  # whether its length was limited, for streams or for first tokens
     largest: int = 0  # tokens of its largest chunk
     culprit: str = ""  # the request that one belongs to: who is to blame if this step takes long
 

@@ -36,6 +36,7 @@ _ORDER = attrgetter("order")
 # Scoring a prompt takes logits at every position; this many at a time bounds the memory of tokens times vocabulary.
 _SCORED_TOKENS = 256
 _ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smaller
+_PLAN_AHEAD = (0.3, 0.005)  # share of the step under way, and seconds, that are left of it when the next one is planned
 _PACED_PROMPTS = 64  # with more prompts than this at hand there is no point in asking how fast they must be computed
 _NOTHING = Objective()
 
@@ -164,6 +165,15 @@ class Scheduler:
         """Steps planned whose results are not there yet."""
         return [planned.shape for planned in self._in_flight]
 
+    def plan_at(self) -> float:
+        """When the next step should be planned: early enough to be launched before the one under way ends, but late,
+        so that those who arrive meanwhile are in it. A step without a limit is followed at once."""
+        if not self._in_flight or not self._in_flight[-1].limited:
+            return 0.0
+        planned = self._in_flight[-1]
+        seconds, (share, least) = self.times.predict(planned.shape), _PLAN_AHEAD
+        return max(self._last_done, planned.planned) + seconds - max(share * seconds, least)
+
     # -- planning a step ---------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> PlannedStep | None:
@@ -260,6 +270,7 @@ class Scheduler:
         """Give what is left of the step to prompts, running or waiting, in order of urgency."""
         budget = self.limits.max_step_tokens - len(planned.sequences)
         limit = self._step_limit(planned, prompts, ranking.now)
+        planned.limited = limit < math.inf
         missing, seats = self._placement.missing_blocks, self._placement.has_free_row
         owed = self._placement.owed(self.running) if admit and self.waiting and seats else 0
         self._clock.blocked_by("order")
@@ -315,6 +326,7 @@ class Scheduler:
         count = self.times.tokens_within(planned.shape, start, most, limit)
         if count == most:
             return count
+        count -= count % self.limits.query_tile
         if not planned.shape.prefill:
             return max(count, min(most, self.limits.least_prefill))
         return count if count >= self.limits.block_size else 0  # crumbs cost a step's overhead each

@@ -22,7 +22,7 @@ def gpu_step_seconds(shape: StepShape) -> float:
     """An 8B model in bfloat16 on an H200, about: 16 GB of weights, 128 KiB of KV a token, 20 us a prompt token."""
     tokens = shape.decodes + shape.prefill
     overhead = 1.5e-3 if shape.prefill else 0.2e-3
-    attention = shape.context * 3.3e-8 + shape.pairs * 0.7e-9 + shape.depth * 7e-8
+    attention = shape.context * 3.3e-8 + shape.pairs * 0.7e-9 + shape.depth * 2e-8
     return overhead + max(3.9e-3, tokens * 20e-6) + attention
 
 
@@ -69,6 +69,8 @@ class VirtualEngine:
         todo = sorted(arrivals, key=lambda arrival: arrival[0])
         sent = 0
         while self.now < until:
+            if self._in_flight:
+                self.now = max(self.now, min(self.scheduler.plan_at(), self._in_flight[-1][1]))
             while sent < len(todo) and todo[sent][0] <= self.now:
                 self.submit(todo[sent][1], todo[sent][0])
                 sent += 1
