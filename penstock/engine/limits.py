@@ -20,6 +20,7 @@ class SchedulerLimits:
     prefix_caching: bool = True
     max_waiting: int = 4096
     fcfs: bool = False  # first come, first served: objectives and tenants are ignored
+    query_tile: int = 1  # tokens that attention computes together: a part of a prompt is a multiple of this
 
     @property
     def longest_sequence(self) -> int:
@@ -28,7 +29,8 @@ class SchedulerLimits:
     @property
     def least_prefill(self) -> int:
         """Tokens of prefill that a step always has room for, so that prompts move whatever was promised to streams."""
-        return max(self.block_size, self.max_step_tokens // 64)
+        tiles = -(-(self.max_step_tokens // 85) // self.query_tile)  # about a hundred tokens of 8,192
+        return max(self.block_size, tiles * self.query_tile)
 
     def check(self, request: GenerateRequest) -> None:
         """Refuse what could never run."""

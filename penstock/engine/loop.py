@@ -1,4 +1,7 @@
-"""The engine loop: schedule, launch, collect the previous step, emit."""
+"""The engine loop: schedule, launch, collect the previous step, emit.
+
+A device that runs ahead gets its next step before the one under way has ended, but no sooner than it has to.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,14 @@ from penstock.engine.scheduler import Scheduler
 log = logging.getLogger(__name__)
 
 IDLE_CHECK_SECONDS = 1.0
+MOST_WAIT_SECONDS = 0.1  # for a step under way to be nearly done: predictions may be far off
 
 
 class EngineLoop:
     """Owns scheduler and executor. `submit`, `abort` and `stop` may be called from any thread; one thread steps.
 
     The lock is held to decide, never while a step computes: a request is refused or queued at once. `clock` gives the
-    time in seconds; in a simulation it is a virtual one.
+    time in seconds and `sleep` lets it pass; in a simulation both are virtual.
     """
 
     def __init__(
@@ -34,11 +38,13 @@ class EngineLoop:
         emit: Callable[[list[Chunk]], None],
         *,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
         self._clock = clock
+        self._sleep = sleep
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._stopping = False
@@ -91,6 +97,8 @@ class EngineLoop:
         previous, self._in_flight = self._in_flight, None
         planned = None
         try:
+            if previous is not None:
+                self._wait_to_plan()
             with self._lock:
                 planned = self._scheduler.schedule(self._clock())
                 chunks = self._scheduler.take_notices()
@@ -116,10 +124,16 @@ class EngineLoop:
         self.turns += 1
         return True
 
+    def _wait_to_plan(self) -> None:
+        """Until the step under way is nearly done, so that whoever arrives meanwhile is in the next one."""
+        seconds = self._scheduler.in_flight.plan_next_at() - self._clock()
+        if seconds > 0:
+            self._sleep(min(seconds, MOST_WAIT_SECONDS))
+
     @property
     def _busy(self) -> bool:
         """With requests, or with a step under way for some that were aborted. The lock is held."""
-        return self._scheduler.has_work or bool(self._scheduler.in_flight)
+        return self._scheduler.has_work or bool(self._scheduler.in_flight.shapes)
 
     @property
     def stats(self) -> EngineStats:
@@ -129,7 +143,7 @@ class EngineLoop:
     def overdue(self, seconds: float) -> bool:
         """Whether a busy engine that has not finished a step for so long must hang."""
         with self._lock:
-            return seconds > self._scheduler.times.patience(self._scheduler.in_flight)
+            return seconds > self._scheduler.times.patience(self._scheduler.in_flight.shapes)
 
     def health(self) -> Health:
         stats = self.stats

@@ -41,6 +41,7 @@ class Pacing:
         count = self._times.tokens_within(shape, start, most, limit)
         if count == most:
             return count
+        count -= count % self._limits.query_tile
         if not shape.prefill:
             return max(count, min(most, self._limits.least_prefill))
         return count if count >= self._limits.block_size else 0  # crumbs cost a step's overhead each

@@ -11,6 +11,10 @@ from penstock.engine.executor import SAMPLED, Step
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 
+# How much of the step under way is left when the next one is planned, at the least.
+_PLAN_AHEAD_SHARE = 0.3
+_PLAN_AHEAD_SECONDS = 0.005
+
 
 @dataclass(slots=True, eq=False)
 class PlannedStep:
@@ -18,6 +22,7 @@ class PlannedStep:
     step: Step = field(default_factory=Step)
     sequences: list[Sequence] = field(default_factory=list)  # that it advances
     shape: StepShape = field(default_factory=StepShape)
+    limited: bool = False  # whether its length was limited, for streams or for first tokens
     largest: int = 0  # tokens of its largest chunk
     culprit: Sequence | None = None  # whose chunk that is: who is to blame if this step takes long
 
@@ -80,6 +85,15 @@ class StepsInFlight:
         for planned in self._steps:
             end = max(end, planned.planned) + self._times.predict(planned.shape)
         return max(end, now)
+
+    def plan_next_at(self) -> float:
+        """When the next step should be planned: early enough to be launched before the one under way ends, but late,
+        so that those who arrive meanwhile are in it. A step without a limit is followed at once."""
+        if not self._steps or not self._steps[-1].limited:
+            return 0.0
+        planned = self._steps[-1]
+        seconds = self._times.predict(planned.shape)
+        return max(self._last_end, planned.planned) + seconds - max(_PLAN_AHEAD_SHARE * seconds, _PLAN_AHEAD_SECONDS)
 
     def end(self, planned: PlannedStep, now: float) -> float:
         """Returns how long the step would have taken without its prompts."""

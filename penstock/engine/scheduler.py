@@ -54,7 +54,7 @@ class Scheduler:
         self._clock = books.QueueClock()
         self._deadlines: list[tuple[float, int, Sequence]] = []  # heap
         self._notices: list[Chunk] = []  # of requests that ended outside a step
-        self._in_flight = StepsInFlight(self.times)
+        self.in_flight = StepsInFlight(self.times)
         self._now = 0.0
 
     # -- requests in and out -----------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Scheduler:
         prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > s.sampling)]
         decodes = decode_shape(self.running)
         longest = self._pacing.longest_step(self.running, decodes)
-        return Load(self._ranking(now), prompts, decodes, longest, self._in_flight.free_at(now))
+        return Load(self._ranking(now), prompts, decodes, longest, self.in_flight.free_at(now))
 
     def _queue_seconds(self) -> float:
         """About how long all that is waiting takes to prefill; at least a second."""
@@ -109,11 +109,6 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
-
-    @property
-    def in_flight(self) -> list[StepShape]:
-        """Steps planned whose results are not there yet."""
-        return self._in_flight.shapes
 
     # -- planning a step ---------------------------------------------------------------------------------------------
 
@@ -203,6 +198,7 @@ class Scheduler:
         """Give what is left of the step to prompts, running or waiting, in order of urgency."""
         budget = self.limits.max_step_tokens - len(planned.sequences)
         limit = self._step_limit(planned, prompts, ranking.now)
+        planned.limited = limit < math.inf
         missing, seats = self._placement.missing_blocks, self._placement.has_free_row
         reserved = self._placement.reserved(self.running) if admit and self.waiting and seats else 0
         self._clock.blocked_by("order")
@@ -277,14 +273,14 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.batch_tokens += len(step.tokens)
         self.counters.batch_sequences += len(step.rows)
-        self._in_flight.add(planned)
+        self.in_flight.add(planned)
         return planned
 
     # -- taking a result ---------------------------------------------------------------------------------------------
 
     def complete(self, planned: PlannedStep, result: StepResult, now: float) -> list[Chunk]:
         """Append what was sampled, end what is done, and say what happened to each request."""
-        usual = self._in_flight.end(planned, now)
+        usual = self.in_flight.end(planned, now)
         step, culprit, all_samples = planned.step, planned.culprit, planned.step.samples
         chunks = []
         for index, sequence in enumerate(planned.sequences):
@@ -349,7 +345,7 @@ class Scheduler:
 
     def fail(self, steps: Iterable[PlannedStep], error: PenstockError, now: float) -> list[Chunk]:
         """These steps were lost and cache contents with them: their sequences end, all others start over."""
-        self._in_flight.clear()
+        self.in_flight.clear()
         lost = list({s: None for planned in steps for s in planned.sequences if s.finished is None})
         chunks = [self._fail(sequence, "error", error, now) for sequence in lost]
         for sequence in list(self.running):

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 _BEND = 256  # tokens a step from which on arithmetic, not reading weights, takes the time, more or less
 _USUAL_CHUNK = 1024  # tokens of a prompt in one step
 _USUAL_PROMPT = 96
-_PACE = 4.0
 _USUAL_BATCH, _USUAL_CONTEXT = 32, 512
+_SLOWED = 2.0  # how many times longer than otherwise streams may wait for a token beside a long prompt
 _MEMORY = 0.997  # weight of the past at each observation: about 300 steps
 _REFIT_STEPS = 8
 _DRIFT = 0.1
@@ -208,12 +208,16 @@ class StepTimes:
         return max(1.0, self._slowest.value / self._mixed.drift)
 
     def pace(self, decodes: StepShape) -> float:
-        """How long a step may take beside streams without an ITL objective: until decoding is a quarter of it, or twice
-        as long as one with a usual prompt. A prompt far longer than that is slowed down by a half or so."""
+        """How long a step may take beside streams without an ITL objective.
+
+        Twice as long as the slowest steps, one in a hundred, take without long prompts. Each stream begins with a
+        prompt; in such a step two of a usual batch begin together, and more of a larger one.
+        """
         if not self.measured:
             return math.inf
-        decode = self.predict(decodes.without_prefill())
-        return max(_PACE * decode, 2.0 * (decode + self.chunk_seconds(0, _USUAL_PROMPT)))
+        decodes = decodes.without_prefill()
+        tokens = int(_USUAL_PROMPT * (1 + decodes.decodes / _USUAL_BATCH))
+        return _SLOWED * self.predict(decodes.with_chunk(0, tokens))
 
     def tokens_within(self, shape: StepShape, start: int, most: int, limit: float) -> int:
         """The largest chunk from `start` on, up to `most`, with which the step still ends within `limit` seconds."""

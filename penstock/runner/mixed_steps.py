@@ -25,7 +25,7 @@ from penstock.runner.paged_attention import MixedStep
 from penstock.runner.row_state import RowState
 
 _DECODES = (32, 256)
-_TOKENS = (128, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
+_TOKENS = (128, 160, 192, 224, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 # Larger steps of a small model take the device less time than launching them takes the host, even if padded so far.
 _SMALL, _TOKENS_OF_SMALL = 2_000_000_000, tuple(range(2560, 8193, 512))
 _MOST_PADDING = 512  # tokens, beyond the padding of sequences that decode

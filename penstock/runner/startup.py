@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # the native CPU path does without torch: 0.2 GiB and a secon
 
 log = logging.getLogger(__name__)
 
+_TILE_ROWS = 128  # of attention of prompts on a GPU: queries times the heads that share their keys
+
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -114,6 +116,7 @@ def start(
         prefix_caching=config.prefix_caching,
         max_waiting=config.max_waiting,
         fcfs=config.scheduling == "fcfs",
+        query_tile=_TILE_ROWS * model_config.num_kv_heads // model_config.num_heads if device == "cuda" else 1,
     )
     if limits.longest_sequence < plan.max_model_len:
         log.warning("requests are limited to %d tokens, all that the KV cache holds", limits.longest_sequence)

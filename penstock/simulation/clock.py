@@ -30,6 +30,10 @@ class VirtualClock:
             event()
         self.now = max(self.now, time)
 
+    def sleep(self, seconds: float) -> None:
+        """As `time.sleep`."""
+        self.advance(self.now + seconds)
+
     def advance_to_next_event(self) -> bool:
         """False if there is none."""
         if not self._events:

@@ -33,7 +33,7 @@ def gpu_step_seconds(shape: StepShape) -> float:
     """An 8B model in bfloat16 on an H200, about: 16 GB of weights, 128 KiB of KV a token, 20 us a prompt token."""
     tokens = shape.decodes + shape.prefill
     overhead = 1.5e-3 if shape.prefill else 0.2e-3
-    attention = shape.context * 3.3e-8 + shape.pairs * 0.7e-9 + shape.depth * 7e-8
+    attention = shape.context * 3.3e-8 + shape.pairs * 0.7e-9 + shape.depth * 2e-8
     return overhead + max(3.9e-3, tokens * 20e-6) + attention
 
 
@@ -119,7 +119,7 @@ class VirtualEngine:
         self.executor = TimedExecutor(
             self.clock, seconds, num_blocks=num_blocks, runs_ahead=runs_ahead, noise=noise, seed=seed
         )
-        self._loop = EngineLoop(scheduler, self.executor, self._take, clock=self.clock)
+        self._loop = EngineLoop(scheduler, self.executor, self._take, clock=self.clock, sleep=self.clock.sleep)
 
     @property
     def now(self) -> float:

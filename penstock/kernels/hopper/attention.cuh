@@ -18,7 +18,7 @@ constexpr float UNSEEN = -1.0e30f;  // finite: a row that saw no key yet must no
 constexpr int TILES_AHEAD = 2;      // of queries: one computed, one on its way
 constexpr int TURN = 1, OWN = 3;    // named barriers: of the ping-pong, and of a warpgroup alone; plus its number
 
-struct Work {
+struct alignas(16) Work {  // aligned, so that it is copied in vectors
     int first;          // row of the first query
     int queries;        // of this tile; 0: there is no more work
     int position;       // of the first query in its sequence
@@ -26,8 +26,7 @@ struct Work {
     int sequence;       // its block table
     int head;           // of keys and values
     int from, to;       // tiles of keys: at least one
-    int item;           // number of tile and head
-    int piece, pieces;  // of the keys of the item
+    int piece, pieces;  // of the keys of a tile and head
     int slot;           // of its first piece, where pieces meet
 };
 

@@ -136,6 +136,7 @@ DEVICE bool elected() {
     return is;
 }
 DEVICE int sum_of_warp(int value) { return __reduce_add_sync(~0u, value); }
+DEVICE int max_of_warp(int value) { return __reduce_max_sync(~0u, value); }
 template <int REGISTERS>
 DEVICE void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));

@@ -1,82 +1,114 @@
 // Attention of ragged chunks of queries over a paged cache, causal.
 //
 // As many thread blocks as multiprocessors draw tiles from a counter. Where tiles are few, the keys of each are divided
-// into pieces; the one that comes last adds the others to its own.
+// into pieces of about equal length; the one that comes last adds the others to its own.
 #include "attention.cuh"
 
 // Where pieces meet, in the order in which threads hold them.
 struct Scratch {
     float4* sums;    // [slots, 2, 16, 128]
     float4* states;  // [slots, 2, 128]: peak and total of both rows
-    int* counters;   // of pieces drawn and of blocks done; then [items, 2] of pieces that arrived: zero between launches
+    int* counters;   // of pieces drawn, of blocks done, and [slots, 2] of pieces that arrived: zero between launches
 };
-constexpr int MOST_PIECES = 8, FEWEST_TILES = 4;
+constexpr int FEWEST_TILES = 4;
+// What a piece costs beside its keys, in tiles of keys: if it is a whole tile, if it is joined with others, and if blocks
+// do several, so that those with the same keys do not read them at the same time.
+constexpr int STARTING = 1, JOINING = 6, LAGGING = 10;
 
-// So that rounds of pieces, each with what it costs to join them, take the least time.
-DEVICE int pieces_of_each(int items, int slots) {
-    const int blocks = gridDim.x;
-    int best = 1, least = (items + blocks - 1) / blocks * 100;
-#pragma unroll
-    for (int pieces = 2; pieces <= MOST_PIECES; pieces++) {
-        const int cost = (items * pieces + blocks - 1) / blocks * (100 / pieces + 3);
-        if (cost < least && items * pieces <= slots) least = cost, best = pieces;
+DEVICE int tiles_of(int queries) { return (queries + BLOCK_Q - 1) / BLOCK_Q; }
+DEVICE int key_tiles_of(int tokens) { return (tokens + KEYS - 1) / KEYS; }
+
+// How many tiles of keys a piece has, so that rounds of pieces take the least time. A lane tries as many pieces for the
+// longest context as its number says. It weighs pieces by their length: a chunk far into a long prompt fills all blocks
+// even if there are short prompts beside it.
+DEVICE int piece_length(const int* starts, const int* contexts, int sequences, int heads, int slots, int lane) {
+    int all_tiles = 0, longest = 1;
+    for (int s = lane; s < sequences; s += 32) {
+        const int tiles = tiles_of(starts[s + 1] - starts[s]);
+        all_tiles += tiles;
+        if (tiles) longest = max(longest, key_tiles_of(contexts[s]));
     }
-    return best;
+    longest = max_of_warp(longest);
+    if (sum_of_warp(all_tiles) * heads > slots) return longest;
+    const int blocks = gridDim.x, length = max((longest + lane) / (lane + 1), FEWEST_TILES);
+    const int beside = length < longest ? JOINING : STARTING;
+    int pieces = 0, large = 0, work = 0;  // large pieces: two of them take more than a round
+    for (int base = 0; base < sequences; base += 32) {
+        const int s = min(base + lane, sequences - 1), key_tiles = key_tiles_of(contexts[s]);
+        const int tiles = base + lane < sequences ? tiles_of(starts[s + 1] - starts[s]) : 0;
+        for (u32 left = __ballot_sync(~0u, tiles > 0); left; left &= left - 1) {
+            const int from = __ffs(left) - 1;
+            const int rows = __shfl_sync(~0u, tiles, from), keys = __shfl_sync(~0u, key_tiles, from);
+            const int each = (keys + length - 1) / length;
+            pieces += rows * each;
+            if (2 * keys > each * length) large += rows * each;
+            work += rows * (keys + each * beside);
+        }
+    }
+    const int round = (length + beside) * blocks;
+    const int rounds = max((work * heads + round - 1) / round, (large * heads + blocks - 1) / blocks);
+    const bool fits = lane == 0 || pieces * heads <= slots;
+    const int cost = fits ? rounds * (length + beside + (rounds > 1 ? LAGGING : 0)) : 1 << 30;
+    const int least = -max_of_warp(-cost);
+    return __shfl_sync(~0u, length, __ffs(__ballot_sync(~0u, cost == least)) - 1);
 }
 
+// By sequence, tile, head and piece: pieces of one head are next to each other.
 struct Place {
-    int sequence, skip;  // queries of the sequence in earlier tiles
-    int tiles;           // of all sequences, if there is no such tile
+    int sequence, tile, head, piece;
+    int pieces;  // of each tile and head of the sequence
+    int total;   // if there is no such piece
 };
 
-DEVICE Place place_of(int tile, const int* starts, int sequences, int lane) {
+DEVICE Place place_of(int number, int length, const int* starts, const int* contexts, int sequences, int heads,
+                      int lane) {
     int before = 0;
     for (int base = 0; base < sequences; base += 32) {
         const int s = min(base + lane, sequences - 1);
-        const int tiles = base + lane < sequences ? (starts[s + 1] - starts[s] + BLOCK_Q - 1) / BLOCK_Q : 0;
-        int end = tiles;  // of this sequence and of those before it
+        const int tiles = base + lane < sequences ? tiles_of(starts[s + 1] - starts[s]) : 0;
+        const int pieces = max((key_tiles_of(contexts[s]) + length - 1) / length, 1), own = tiles * heads * pieces;
+        int end = own;  // of this sequence and of those before it
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
             const int other = __shfl_sync(~0u, end, max(lane - distance, 0));
             if (lane >= distance) end += other;
         }
-        const int ended = __popc(__ballot_sync(~0u, before + end <= tile));
+        const int ended = __popc(__ballot_sync(~0u, before + end <= number));
         if (ended < 32) {
-            const int begin = before + __shfl_sync(~0u, end - tiles, ended);
-            return {base + ended, (tile - begin) * BLOCK_Q, 0};
+            const int rest = number - before - __shfl_sync(~0u, end - own, ended);
+            const int each = __shfl_sync(~0u, pieces, ended);
+            return {base + ended, rest / each / heads, rest / each % heads, rest % each, each, 0};
         }
         before += __shfl_sync(~0u, end, 31);
     }
-    return {0, 0, before};
+    return {0, 0, 0, 0, 0, before};
 }
 
 DEVICE void produce(Producer& producer, const int* starts, const int* contexts, int sequences, int heads, int slots,
                     int* counters) {
     const int lane = threadIdx.x % 32;
     wait_for_previous();
-    const int tiles = place_of(1 << 30, starts, sequences, lane).tiles;
-    const int most = pieces_of_each(tiles * heads, slots);
+    const int length = piece_length(starts, contexts, sequences, heads, slots, lane);
+    const int total = place_of(1 << 30, length, starts, contexts, sequences, heads, lane).total;
     const auto draw = [&] { return atomicAdd(&counters[0], 1) + int(gridDim.x); };
-    for (int drawn = blockIdx.x; drawn < tiles * heads * most;) {
-        const int item = drawn / most, piece = drawn % most;
-        const int head = item % heads, tile = tiles - 1 - item / heads;  // late tiles see most keys: they come first
-        const Place place = place_of(tile, starts, sequences, lane);
+    for (int drawn = blockIdx.x; drawn < total;) {
+        const int number = total - 1 - drawn;  // late tiles first: they see most keys
+        const Place place = place_of(number, length, starts, contexts, sequences, heads, lane);
         const int begin = starts[place.sequence], count = starts[place.sequence + 1] - begin;
-        const int context = contexts[place.sequence], position = context - count + place.skip;
-        const int queries = min(BLOCK_Q, count - place.skip), key_tiles = (position + queries + KEYS - 1) / KEYS;
-        const int pieces = min(most, max(key_tiles / FEWEST_TILES, 1));
-        const Work work = {begin + place.skip,
+        const int skip = place.tile * BLOCK_Q, context = contexts[place.sequence], position = context - count + skip;
+        const int queries = min(BLOCK_Q, count - skip), key_tiles = key_tiles_of(position + queries);
+        const int pieces = min(place.pieces, max(key_tiles / FEWEST_TILES, 1)), piece = place.piece;
+        const Work work = {begin + skip,
                            queries,
                            position,
                            context,
                            place.sequence,
-                           head,
+                           place.head,
                            key_tiles * piece / pieces,
                            key_tiles * (piece + 1) / pieces,
-                           item,
                            piece,
                            pieces,
-                           item * most};
+                           number - piece};
         int next = 0;
         if (piece < pieces)
             producer.give(work, [&] { next = draw(); });
@@ -91,8 +123,8 @@ DEVICE void produce(Producer& producer, const int* starts, const int* contexts, 
 // Whether this piece is the last of its item; then the others are added to it.
 DEVICE bool combine(Consumer& consumer, const Work& work, float (&sum)[64], Softmax& state, const Scratch& scratch) {
     const int group = consumer.group, thread = threadIdx.x % 128;
-    int* arrivals = scratch.counters + 2 + work.item * 2 + group;
     const int slot = work.slot * 2 + group, mine = work.piece, pieces = work.pieces;
+    int* arrivals = scratch.counters + 2 + slot;
     const auto sums = [&](int piece) { return scratch.sums + (slot + piece * 2) * 16 * 128 + thread; };
     const auto states = [&](int piece) { return scratch.states + (slot + piece * 2) * 128 + thread; };
 #pragma unroll

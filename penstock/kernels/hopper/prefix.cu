@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const int here = min(BLOCK_Q, sequences - first);
             const int from = key_tiles * piece / pieces, to = key_tiles * (piece + 1) / pieces;
             if (from < to)
-                producer.give({first, here, tokens, tokens, 0, head, from, to, 0, piece, pieces, 0}, [] {});
+                producer.give({first, here, tokens, tokens, 0, head, from, to, piece, pieces, 0}, [] {});
             else  // nothing to see
                 for (int row = lane; row < here * GROUP; row += 32) {
                     const i64 at = place(piece, first + row / GROUP, head * GROUP + row % GROUP);

@@ -30,6 +30,7 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ((8, 2), [(40, 170), (0, 9), (3, 290), (16, 16)]),  # tiles that end within a block, and on the border of one
         ((7, 1), [(20, 130)]),  # rows of a tile that no query has; a tile of keys that some queries see nothing of
         ((4, 1), [(33, 1100), (1, 600)]),  # few queries with many keys, which are divided
+        ((4, 1), [(40, 40), (5, 700), (0, 0), (32, 2600), (9, 20)]),  # each sequence into pieces of its own number
     ],
 )
 def test_ragged_chunks_over_cached_prefixes(heads: tuple[int, int], lengths: list[tuple[int, int]]) -> None:

@@ -25,6 +25,7 @@ VARIANTS = [
     ("gemm.cu", PLAIN | {"ROWS": 64, "TILE": 128, "STAGES": 9, "SPLITS": 1, "WIDE": 1}),
     ("layers.cu", LLAMA | {"FP8": 1}),
     ("layers.cu", QWEN | {"FP8": 0}),
+    ("prefill.cu", {"GROUP": 4}),
 ]
 
 

@@ -357,6 +357,7 @@ inline u32 __ballot_sync(unsigned, bool vote) {
     return mine.votes;
 }
 inline int __popc(u32 bits) { return __builtin_popcount(bits); }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
     const u64 both = static_cast<u64>(b) << 32 | a;
     u32 out = 0;
@@ -474,6 +475,10 @@ inline void sync_threads(u32 barrier, u32 threads) {
 inline bool elected() { return gpu::machine.current->thread % 32 == 0; }
 inline int sum_of_warp(int value) {
     for (int distance = 16; distance; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
+    return value;
+}
+inline int max_of_warp(int value) {
+    for (int distance = 16; distance; distance /= 2) value = std::max(value, __shfl_xor_sync(~0u, value, distance));
     return value;
 }
 inline void arrive_threads(u32 barrier, u32 threads) {
