@@ -40,6 +40,7 @@ async def serve_gateway(max_model_len: int) -> int:
     from penstock.checkpoint.source import BUILT_IN, resolve
     from penstock.core.engine import EngineInfo, EngineStats, Health
     from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
+    from penstock.gateway.api.models import ServedModel
     from penstock.gateway.app import create_app
     from penstock.gateway.http.server import serve, tune_interpreter
     from penstock.settings import Settings
@@ -66,7 +67,7 @@ async def serve_gateway(max_model_len: int) -> int:
                 await asyncio.sleep(TICK_SECONDS)
 
     tokenizer = load_tokenizer(resolve(BUILT_IN))
-    app = create_app(Metronome(tokenizer.vocab_size), tokenizer, Settings(), model_names=[MODEL])
+    app = create_app([ServedModel([MODEL], tokenizer, Metronome(tokenizer.vocab_size))], Settings())
     probe = Probe()
 
     def on_ready(host: str, port: int) -> None:

@@ -1,19 +1,20 @@
-"""The composition of the gateway: routes over one engine."""
+"""The composition of the gateway: routes over the models that it serves."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from prometheus_client.registry import Collector
 
-from penstock.core.engine import ServedEngine
+from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import Objectives
 from penstock.gateway.api.openapi import OpenApi
-from penstock.gateway.api.reading import LongRequests
+from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
 from penstock.gateway.api.serving import Serving
 from penstock.gateway.api.status import StatusEndpoints
@@ -25,51 +26,44 @@ from penstock.gateway.settings import GatewaySettings, JwtConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints
 from penstock.gateway.tenancy.auth import Authenticator, Verifier, public
 from penstock.gateway.tenancy.budgets import Prices, SpendMetrics
-from penstock.gateway.tenancy.limits import Metering
+from penstock.gateway.tenancy.limits import Metering, metered
 from penstock.gateway.tenancy.prefixes import Prefixes
 from penstock.gateway.tenancy.tenants import Directory
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
 from penstock.observability.tracing import start_tracing
 from penstock.state.memory import MemoryStore
-from penstock.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.gateway")
 
 
 def create_app(
-    engine: ServedEngine,
-    tokenizer: Tokenizer,
+    served: Sequence[ServedModel],
     settings: GatewaySettings,
     *,
-    model_names: Sequence[str],
     directory: Directory | None = None,
     collectors: Sequence[Collector] = (),
 ) -> Edge:
-    """`model_names` are what clients may put in `model`; the first is the canonical one. Without a directory there are
-    the tenants of the settings, no keys, and nothing is remembered."""
-    if not model_names:
+    """Without a directory there are the tenants of the settings, no keys, and nothing is remembered."""
+    if not served or not all(model.names for model in served):
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
-    _warn_of_other_models(settings, model_names)
     traffic = Traffic()
-    metrics = GatewayMetrics(lambda: engine.stats)
+    metrics = GatewayMetrics({model.names[0]: _stats_of(model.engine) for model in served})
     for collector in collectors:
         metrics.registry.register(collector)
     directory = directory or Directory(settings, MemoryStore())
     origins = Origins(settings.server)
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
-    objectives = Objectives(settings.classes, settings.default_class, lambda: engine.stats)
+    models = Models([_model(model, settings, spend) for model in served])
+    _warn_of_other_models(settings, models.by_name)
+    texts = {name: model.text for name, model in models.by_name.items()}
     serving = Serving(
-        engine,
-        tokenizer,
-        tuple(model_names),
+        models,
+        texts,
         metrics,
         traffic,
-        objectives,
-        Metering(directory.store, Prices(settings, model_names[0], lambda: engine.stats), spend, model_names),
-        LongRequests(tokenizer),
-        Prefixes(settings.cache, tokenizer),
+        LongRequests(texts),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,
         ignore_unknown=settings.server.unknown_fields == "ignore",
@@ -79,6 +73,22 @@ def create_app(
     routes = _routes(serving, settings, directory, origins, requests)
     tracing = start_tracing(settings.observability.otlp_endpoint)
     return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, tracing)
+
+
+def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -> Model:
+    names, stats = tuple(given.names), _stats_of(given.engine)
+    return Model(
+        names,
+        ModelText(given.tokenizer),
+        given.engine,
+        Objectives(settings.classes, settings.default_class, stats),
+        Metering(Prices(settings, names[0], stats), spend, names),
+        Prefixes(settings.cache, given.tokenizer),
+    )
+
+
+def _stats_of(engine: ServedEngine) -> Callable[[], EngineStats]:
+    return lambda: engine.stats
 
 
 def _routes(
@@ -91,7 +101,7 @@ def _routes(
     accounts = RequestEndpoints(requests)
 
     def generating(endpoint: ChatCompletions | Completions) -> Route:
-        return Route("POST", endpoint.endpoint, serving.metering.metered(endpoint), auth.authenticate)
+        return Route("POST", endpoint.endpoint, metered(directory.store, endpoint), auth.authenticate)
 
     def route(method: str, path: str, handle: Handler, authenticate: Authenticate = auth.authenticate) -> Route:
         return Route(method, path, handle, authenticate)
@@ -123,7 +133,7 @@ def _routes(
     )
 
 
-def _warn_of_other_models(settings: GatewaySettings, model_names: Sequence[str]) -> None:
+def _warn_of_other_models(settings: GatewaySettings, model_names: Collection[str]) -> None:
     """No mistake where gateways of several models share their settings, but a misspelt limit would limit nothing."""
     limited = {
         model for tenant in (settings.tenant_defaults, *settings.tenants.values()) for model in tenant.model_limits

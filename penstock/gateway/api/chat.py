@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -27,7 +27,7 @@ from penstock.gateway.api.openai_types import (
     Message,
     TokenizeRequest,
 )
-from penstock.gateway.api.reading import INLINE_BYTES, Bounds, Prompt, blamed_on, checked_options
+from penstock.gateway.api.reading import INLINE_BYTES, ModelText, Prompt, Terms, blamed_on, checked_options
 from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.api.semantic import similar_chat
 from penstock.gateway.api.serving import DONE, Serving, check_values, encode_json, event
@@ -37,7 +37,6 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.tenants import Tenant
-from penstock.text.chat_template import ChatTemplate
 from penstock.text.stream import TextDelta
 from penstock.text.template_sandbox import RESERVED_NAMES
 from penstock.text.tokenizer import Tokenizer
@@ -55,60 +54,67 @@ class ChatReader:
 
     name = "chat"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.template = ChatTemplate(tokenizer.chat_template)
+    def __init__(self, texts: Mapping[str, ModelText]) -> None:
+        self.texts = texts
 
-    def read(self, body: bytes, bounds: Bounds) -> tuple[ChatRequest, list[Prompt]]:
+    def read(self, body: bytes, terms: Terms) -> tuple[ChatRequest, list[Prompt]]:
         if len(body) > ROOM_FOR_OPTIONS and b"truncate_prompt_tokens" not in body:
-            text = MAX_SPELLING * self.tokenizer.max_token_bytes * bounds.prompt_tokens
-            if len(body) > text + ROOM_FOR_OPTIONS:
-                raise bounds.too_long("messages")
-        chat = decode_json(_decoder, body, ignore_unknown=bounds.ignore_unknown)
+            self._check_size(body, terms)
+        chat = decode_json(_decoder, body, ignore_unknown=terms.ignore_unknown)
         check_values(chat)
         _check(chat)
+        bounds = terms.bounds_of(chat.model)
         if chat.truncate_prompt_tokens is not None:
             bounds = bounds._replace(prompt_tokens=bounds.countable)
         with blamed_on("messages", bounds):
-            ids = self.tokenize(chat, bounds.prompt_tokens)
-            prompt = Prompt(ids, similar=similar_chat(chat) if bounds.semantic else None)
+            ids = tokenize_chat(self.texts[chat.model], chat, bounds.prompt_tokens)
+            prompt = Prompt(ids, similar=similar_chat(chat) if terms.semantic else None)
         if len(body) > INLINE_BYTES:
             chat = checked_options(chat, messages=[], tools=None, chat_template_kwargs=None)
         return chat, [prompt]
 
-    def tokenize(self, body: ChatRequest | TokenizeRequest, at_most: int) -> list[int]:
-        """Render the conversation and encode it; special tokens come from the template."""
-        return self.tokenizer.encode(self._render(body), add_special_tokens=False, at_most=at_most)
+    def _check_size(self, body: bytes, terms: Terms) -> None:
+        """Refuse what is too long for every model, without decoding it."""
+        room = {name: self.texts[name].tokenizer.max_token_bytes * b.prompt_tokens for name, b in terms.bounds.items()}
+        largest = max(room, key=room.__getitem__)
+        if len(body) > MAX_SPELLING * room[largest] + ROOM_FOR_OPTIONS:
+            raise terms.bounds[largest].too_long("messages")
 
-    def _render(self, body: ChatRequest | TokenizeRequest) -> str:
-        messages = body.messages or []
-        for position, message in enumerate(messages):
-            if message.role not in ROLES:
-                param = f"messages[{position}].role"
-                raise InvalidRequest(f"{param} must be one of {', '.join(ROLES)}", param=param)
-        variables = dict(body.chat_template_kwargs or {})
-        if reserved := variables and sorted(RESERVED_NAMES & variables.keys()):
-            raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
-        if body.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", body.reasoning_effort)
-        continued = bool(body.continue_final_message)
-        require(
-            not (continued and body.add_generation_prompt),
-            "add_generation_prompt",
-            "must be false with continue_final_message: the last message is itself the beginning of the answer",
-        )
-        add_prompt = not continued if body.add_generation_prompt is None else body.add_generation_prompt
-        tools = None if isinstance(body, ChatRequest) and body.tool_choice == "none" else body.tools
-        tokenizer = self.tokenizer
-        rendered = self.template.render(
-            msgspec.to_builtins(messages),
-            tools=tools,
-            add_generation_prompt=add_prompt,
-            bos_token=tokenizer.bos_token,
-            eos_token=tokenizer.eos_token,
-            **variables,
-        )
-        return _cut_after_last_message(rendered, messages[-1]) if continued else rendered
+
+def tokenize_chat(text: ModelText, body: ChatRequest | TokenizeRequest, at_most: int) -> list[int]:
+    """Render the conversation and encode it; special tokens come from the template."""
+    return text.tokenizer.encode(_render(text, body), add_special_tokens=False, at_most=at_most)
+
+
+def _render(text: ModelText, body: ChatRequest | TokenizeRequest) -> str:
+    messages = body.messages or []
+    for position, message in enumerate(messages):
+        if message.role not in ROLES:
+            param = f"messages[{position}].role"
+            raise InvalidRequest(f"{param} must be one of {', '.join(ROLES)}", param=param)
+    variables = dict(body.chat_template_kwargs or {})
+    if reserved := variables and sorted(RESERVED_NAMES & variables.keys()):
+        raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    continued = bool(body.continue_final_message)
+    require(
+        not (continued and body.add_generation_prompt),
+        "add_generation_prompt",
+        "must be false with continue_final_message: the last message is itself the beginning of the answer",
+    )
+    add_prompt = not continued if body.add_generation_prompt is None else body.add_generation_prompt
+    tools = None if isinstance(body, ChatRequest) and body.tool_choice == "none" else body.tools
+    tokenizer = text.tokenizer
+    rendered = text.template.render(
+        msgspec.to_builtins(messages),
+        tools=tools,
+        add_generation_prompt=add_prompt,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        **variables,
+    )
+    return _cut_after_last_message(rendered, messages[-1]) if continued else rendered
 
 
 class ChatCompletions:
@@ -116,13 +122,14 @@ class ChatCompletions:
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
-        self.reader = ChatReader(serving.tokenizer)
+        self.reader = ChatReader(serving.texts)
 
     async def __call__(
         self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
     ) -> ChatAnswer:
-        serving, info = self.serving, self.serving.engine.info
+        serving = self.serving
         context, body, (prompt,) = await serving.accept(request, tenant, reservation, self.endpoint, self.reader)
+        info = context.model.engine.info
         param = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         asked = getattr(body, param)
         if (keep := body.truncate_prompt_tokens) is not None:
@@ -132,10 +139,9 @@ class ChatCompletions:
         params = sampling_params(
             body, info, max_tokens=limit, logprobs=_logprobs(body), prompt_logprobs=body.prompt_logprobs
         )
-        prompts = [(prompt, params)]
-        choices = await build_choices(request, context, serving.tokenizer, body, prompts, serving.prefixes)
-        generation = Generation(serving.engine, serving.metrics, reservation, response, context, choices)
-        return ChatAnswer(serving.tokenizer, body, generation, response)
+        choices = await build_choices(request, context, body, [(prompt, params)])
+        generation = Generation(serving.metrics, reservation, response, context, choices)
+        return ChatAnswer(context.model.text.tokenizer, body, generation, response)
 
 
 class ChatAnswer:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.core.engine import EngineInfo
 from penstock.core.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, TokenLogprob
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Choice, Generation, build_choices
@@ -24,7 +25,7 @@ from penstock.gateway.api.openai_types import (
     TokenIds,
     Usage,
 )
-from penstock.gateway.api.reading import INLINE_BYTES, Bounds, Prompt, blamed_on, checked_options
+from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, blamed_on, checked_options
 from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.api.semantic import similar_completion
 from penstock.gateway.api.serving import DONE, Serving, check_token_ids, check_values, encode_json, event
@@ -49,19 +50,20 @@ class CompletionReader:
 
     name = "completion"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, texts: Mapping[str, ModelText]) -> None:
+        self.texts = texts
 
-    def read(self, body: bytes, bounds: Bounds) -> tuple[CompletionRequest, list[Prompt]]:
-        asked = decode_json(_decoder, body, ignore_unknown=bounds.ignore_unknown)
+    def read(self, body: bytes, terms: Terms) -> tuple[CompletionRequest, list[Prompt]]:
+        asked = decode_json(_decoder, body, ignore_unknown=terms.ignore_unknown)
         check_values(asked)
         _check(asked)
+        bounds = terms.bounds_of(asked.model)
         if asked.truncate_prompt_tokens is not None:
             bounds = bounds._replace(prompt_tokens=bounds.countable)
-        prompts = self._tokenize(asked, bounds)
+        prompts = self._tokenize(asked, bounds, terms.semantic)
         return checked_options(asked, prompt="") if len(body) > INLINE_BYTES else asked, prompts
 
-    def _tokenize(self, body: CompletionRequest, bounds: Bounds) -> list[Prompt]:
+    def _tokenize(self, body: CompletionRequest, bounds: Bounds, semantic: bool) -> list[Prompt]:
         prompts = _split_prompts(body.prompt)
         require(
             len(prompts) * min(body.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
@@ -69,11 +71,13 @@ class CompletionReader:
             f"times n must be at most {MAX_SEQUENCES} sequences; send several requests",
         )
         return [
-            self._prompt(body, prompt, "prompt" if len(prompts) == 1 else f"prompt[{position}]", bounds)
+            self._prompt(body, prompt, "prompt" if len(prompts) == 1 else f"prompt[{position}]", bounds, semantic)
             for position, prompt in enumerate(prompts)
         ]
 
-    def _prompt(self, body: CompletionRequest, prompt: str | TokenIds, param: str, bounds: Bounds) -> Prompt:
+    def _prompt(
+        self, body: CompletionRequest, prompt: str | TokenIds, param: str, bounds: Bounds, semantic: bool
+    ) -> Prompt:
         require(len(prompt) > 0, param, "must not be empty")
         if not isinstance(prompt, str):
             if len(prompt) > bounds.prompt_tokens:
@@ -81,9 +85,9 @@ class CompletionReader:
             check_token_ids(prompt, param, bounds)
             return Prompt(prompt)
         with blamed_on(param, bounds):
-            ids = self.tokenizer.encode(prompt, at_most=bounds.prompt_tokens)
+            ids = self.texts[body.model].tokenizer.encode(prompt, at_most=bounds.prompt_tokens)
         require(len(ids) > 0, param, "must not be empty")
-        similar = similar_completion(body, prompt) if bounds.semantic else None
+        similar = similar_completion(body, prompt) if semantic else None
         return Prompt(ids, prompt if body.echo else None, similar)
 
 
@@ -92,33 +96,29 @@ class Completions:
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
-        self.reader = CompletionReader(serving.tokenizer)
+        self.reader = CompletionReader(serving.texts)
 
     async def __call__(
         self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
     ) -> CompletionAnswer:
         serving = self.serving
         context, body, found = await serving.accept(request, tenant, reservation, self.endpoint, self.reader)
-        prompts = []
-        async for some in slices([self._cut(tenant, body, prompt) for prompt in found]):
-            prompts += [(prompt, self._params(tenant, body, prompt)) for prompt in some]
-        prompt_only = body.max_tokens == 0
-        choices = await build_choices(
-            request, context, serving.tokenizer, body, prompts, serving.prefixes, prompt_only=prompt_only
-        )
-        generation = Generation(serving.engine, serving.metrics, reservation, response, context, choices)
-        return CompletionAnswer(serving.tokenizer, body, generation, response)
+        info, prompts = context.model.engine.info, []
+        async for some in slices([self._cut(info, tenant, body, prompt) for prompt in found]):
+            prompts += [(prompt, self._params(info, tenant, body, prompt)) for prompt in some]
+        choices = await build_choices(request, context, body, prompts, prompt_only=body.max_tokens == 0)
+        generation = Generation(serving.metrics, reservation, response, context, choices)
+        return CompletionAnswer(context.model.text.tokenizer, body, generation, response)
 
-    def _cut(self, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> Prompt:
+    def _cut(self, info: EngineInfo, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> Prompt:
         """To what `truncate_prompt_tokens` leaves of it."""
         if (keep := body.truncate_prompt_tokens) is None:
             return prompt
         output = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        kept = truncated(prompt.token_ids, keep, output, self.serving.engine.info, tenant)
+        kept = truncated(prompt.token_ids, keep, output, info, tenant)
         return prompt if len(kept) == len(prompt.token_ids) else replace(prompt, token_ids=kept, text=None)
 
-    def _params(self, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
-        info = self.serving.engine.info
+    def _params(self, info: EngineInfo, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
         requested = 1 if body.max_tokens == 0 else body.max_tokens  # scoring a prompt still takes a step
         limit = output_limit(
             requested,

@@ -195,8 +195,9 @@ class OpenApi:
     async def __call__(self, request: Request, response: Response, tenant: Tenant) -> None:
         if self._body is None:
             serving = self._serving
-            classes = serving.objectives.known
-            self._body = encode_json(document(serving.model_names, serving.engine.info.vocab_size, classes))
+            classes = serving.models.all[0].objectives.known  # the settings name them, for all models
+            vocab_size = max(model.engine.info.vocab_size for model in serving.models.all)
+            self._body = encode_json(document(list(serving.models.by_name), vocab_size, classes))
         await response.send(200, self._body)
 
 
