@@ -11,6 +11,7 @@ from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import Objectives
 from penstock.gateway.api.openapi import OpenApi
@@ -19,7 +20,7 @@ from penstock.gateway.api.requests import RequestEndpoints
 from penstock.gateway.api.serving import Serving
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
-from penstock.gateway.edge import Authenticate, Edge, Handler, Route, Routes
+from penstock.gateway.edge import Authenticate, Edge, Route, Routes
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.traffic import Traffic
 from penstock.gateway.settings import GatewaySettings, JwtConfig
@@ -95,42 +96,22 @@ def _routes(
     serving: Serving, settings: GatewaySettings, directory: Directory, origins: Origins, requests: RequestLog
 ) -> Routes:
     auth = Authenticator(directory, _verifier(settings.jwt), origins)
-    text = TextEndpoints(serving)
-    status = StatusEndpoints(serving, settings.engine.max_waiting)
-    admin = AdminEndpoints(serving, directory)
-    accounts = RequestEndpoints(requests)
-
-    def generating(endpoint: ChatCompletions | Completions) -> Route:
-        return Route("POST", endpoint.endpoint, metered(directory.store, endpoint), auth.authenticate)
-
-    def route(method: str, path: str, handle: Handler, authenticate: Authenticate = auth.authenticate) -> Route:
-        return Route(method, path, handle, authenticate)
-
-    return Routes(
-        [
-            generating(ChatCompletions(serving)),
-            generating(Completions(serving)),
-            route("GET", "/v1/models", status.models),
-            route("GET", "/v1/models/{id:path}", status.model),
-            route("GET", "/v1/requests", accounts.slowest),
-            route("GET", "/v1/requests/{id:path}", accounts.one),
-            route("POST", "/tokenize", text.tokenize),
-            route("POST", "/detokenize", text.detokenize),
-            route("GET", "/admin/tenants", admin.tenants, auth.authenticate_admin),
-            route("PUT", "/admin/tenants/{name}", admin.put_tenant, auth.authenticate_admin),
-            route("DELETE", "/admin/tenants/{name}", admin.delete_tenant, auth.authenticate_admin),
-            route("GET", "/admin/keys", admin.keys, auth.authenticate_admin),
-            route("POST", "/admin/keys", admin.create_key, auth.authenticate_admin),
-            route("DELETE", "/admin/keys/{id}", admin.revoke_key, auth.authenticate_admin),
-            route("GET", "/admin/usage", admin.usage, auth.authenticate_admin),
-            route("GET", "/health", status.health, public),
-            route("GET", "/ready", status.ready, public),
-            route("GET", "/version", status.version, public),
-            route("GET", "/metrics", status.metrics, auth.authenticate_metrics),
-            route("GET", "/openapi.json", OpenApi(serving), public),
-            route("GET", "/", status.hint, public),
-        ]
+    authenticate: dict[Access, Authenticate] = {
+        "public": public,
+        "tenant": auth.authenticate,
+        "admin": auth.authenticate_admin,
+        "metrics": auth.authenticate_metrics,
+    }
+    handlers = Handlers(
+        chat=metered(directory.store, ChatCompletions(serving)),
+        completions=metered(directory.store, Completions(serving)),
+        text=TextEndpoints(serving),
+        status=StatusEndpoints(serving, settings.engine.max_waiting),
+        accounts=RequestEndpoints(requests),
+        admin=AdminEndpoints(serving, directory),
+        openapi=OpenApi(serving),
     )
+    return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access]) for e in ENDPOINTS])
 
 
 def _warn_of_other_models(settings: GatewaySettings, model_names: Collection[str]) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.request import MAX_LOGPROBS
+from penstock.core.request import RANGES
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Choice, Generation, build_choices
 from penstock.gateway.api.logprobs import chat_logprobs, prompt_logprobs
@@ -228,7 +228,7 @@ def _check(body: ChatRequest) -> None:
         require(kind == "text", "response_format", f'of type {kind[:40]!r} is not supported; only "text" is')
     top = body.top_logprobs
     require(not top or bool(body.logprobs), "top_logprobs", "needs logprobs to be true")
-    require(top is None or 0 <= top <= MAX_LOGPROBS, "top_logprobs", f"must be between 0 and {MAX_LOGPROBS}")
+    RANGES["logprobs"].check("top_logprobs", top)
     require(not (body.stream and body.prompt_logprobs is not None), "prompt_logprobs", "cannot be streamed")
 
 

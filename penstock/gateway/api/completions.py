@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core.engine import EngineInfo
-from penstock.core.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, TokenLogprob
+from penstock.core.request import MAX_CHOICES, RANGES, SamplingParams, TokenLogprob
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Choice, Generation, build_choices
 from penstock.gateway.api.logprobs import completion_logprobs, prompt_logprobs
@@ -249,6 +249,5 @@ def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | Token
 def _check(body: CompletionRequest) -> None:
     require(body.best_of is None or body.best_of == (body.n or 1), "best_of", "is only supported equal to n")
     require(body.max_tokens != 0 or bool(body.echo), "max_tokens", "must be at least 1, or 0 with echo")
-    top = body.logprobs
-    require(top is None or 0 <= top <= MAX_LOGPROBS, "logprobs", f"must be between 0 and {MAX_LOGPROBS}")
+    RANGES["logprobs"].check("logprobs", body.logprobs)
     require(not (body.stream and body.prompt_logprobs is not None), "prompt_logprobs", "cannot be streamed")
