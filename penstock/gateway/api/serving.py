@@ -116,6 +116,7 @@ def check_values(body: SamplingFields) -> None:
     """What no type can say of the fields that both endpoints share, and values that are not supported."""
     stray = body.stream_options is not None and not body.stream
     require(not stray, "stream_options", "is only allowed when stream is enabled")
+    require(not (body.stream and body.prompt_logprobs is not None), "prompt_logprobs", "cannot be streamed")
     for name, (values, otherwise) in SUPPORTED_VALUES.items():
         value = getattr(body, name, None)
         require(value is None or value in values, name, otherwise)
