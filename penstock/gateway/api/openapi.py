@@ -15,7 +15,7 @@ from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.chat import ROLES
 from penstock.gateway.api.endpoints import ENDPOINTS, EVENTS, JSON, Endpoint, Schema
 from penstock.gateway.api.objectives import OPENAI_TIERS
-from penstock.gateway.api.sampling import ALL_TOKENS
+from penstock.gateway.api.sampling import ALL_TOKENS, OUTPUT_TOKENS
 from penstock.gateway.api.serving import Serving, encode_json
 from penstock.gateway.errors import ErrorBody
 from penstock.gateway.http.request import Request
@@ -24,11 +24,11 @@ from penstock.gateway.tenancy.tenants import Tenant
 
 _PATH_REST = ":path}"  # OpenAPI has no word for a parameter that may hold slashes
 
-# Fields of a request whose numbers are bounded like the sampling parameter of this name.
+# Ranges of fields whose type is wider. `max_tokens` may be 0 with echo, and `logprobs` of a chat is a bool.
 _RANGES = {
     **{name: RANGES[name] for name in RANGES if name not in ("top_k", "max_tokens", "logprobs")},
     "top_k": Range(ALL_TOKENS),
-    "max_completion_tokens": RANGES["max_tokens"],
+    "max_completion_tokens": OUTPUT_TOKENS,
     "top_logprobs": RANGES["logprobs"],
 }
 

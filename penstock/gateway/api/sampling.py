@@ -7,12 +7,13 @@ from functools import lru_cache
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import ContextTooLong
-from penstock.core.request import RANGES, SamplingParams
+from penstock.core.request import Range, SamplingParams
 from penstock.gateway.api.openai_types import SamplingFields
 from penstock.gateway.errors import require
 from penstock.gateway.settings import TenantConfig
 
 ALL_TOKENS = -1  # a common spelling of it in top_k, beside 0
+OUTPUT_TOKENS = Range(1, wording="must be at least 1")  # that a request may ask for
 
 # Requests differ in little but their messages, and checking all of it is not free.
 _checked = lru_cache(1024)(SamplingParams)
@@ -99,7 +100,7 @@ def output_limit(
     ceiling = room if tenant.max_tokens is None else min(tenant.max_tokens, room)
     if requested is None:
         return ceiling if default is None else min(default, ceiling)
-    RANGES["max_tokens"].check(param, requested)
+    OUTPUT_TOKENS.check(param, requested)
     if requested > room:
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens and {param} is {requested}, but max_model_len is "
