@@ -11,10 +11,10 @@ import msgspec
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.generation import Handler
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
-from penstock.gateway.edge import Handler
 from penstock.gateway.settings import TenantConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
 from penstock.observability.account import Account

@@ -32,6 +32,7 @@ from penstock.gateway.errors import ClientGone, require
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
+from penstock.gateway.tenancy.tenants import Tenant
 from penstock.observability.account import Account, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.stream import TextDelta, TextStream
@@ -310,6 +311,10 @@ class Answer(Protocol):
     def respond(self) -> Awaitable[None]:
         """Generate, and send what is generated in the endpoint's format."""
         ...
+
+
+# Sends a response itself, or returns the answer to a request to generate.
+Handler = Callable[[Request, Response, Tenant], Awaitable[Answer | None]]
 
 
 def _count(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:
