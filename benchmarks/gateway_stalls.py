@@ -41,6 +41,7 @@ async def serve_gateway(max_model_len: int) -> int:
     from penstock.core.engine import EngineInfo, EngineStats, Health
     from penstock.core.ledger import Ledger
     from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
+    from penstock.gateway.api.models import ServedModel
     from penstock.gateway.app import create_app
     from penstock.gateway.http.listener import bind
     from penstock.gateway.http.server import serve, tune_interpreter
@@ -71,7 +72,7 @@ async def serve_gateway(max_model_len: int) -> int:
             return None
 
     tokenizer = load_tokenizer(resolve(BUILT_IN))
-    app = create_app(Metronome(tokenizer.vocab_size), tokenizer, Settings(), model_names=[MODEL])
+    app = create_app([ServedModel([MODEL], tokenizer, Metronome(tokenizer.vocab_size))], Settings())
     probe = Probe()
 
     def on_ready(host: str, port: int) -> None:

@@ -15,6 +15,7 @@ import uvloop
 
 from penstock.cache.build import open_cache
 from penstock.checkpoint.source import BUILT_IN, resolve
+from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
 from penstock.gateway.http.listener import bind
 from penstock.gateway.http.server import serve, tune_interpreter
@@ -39,9 +40,8 @@ async def main(address: str, settings: Settings) -> int:
         worker = await WorkerClient.connect(connection, Start("trivial", settings.engine, "info"))
         caching = open_cache(worker, tokenizer, settings.cache, settings.state)
         engine, collectors = await stack.enter_async_context(caching)
-        app = create_app(
-            engine, tokenizer, settings, model_names=["trivial"], directory=directory, collectors=collectors
-        )
+        model = ServedModel(["trivial"], tokenizer, engine)
+        app = create_app([model], settings, directory=directory, collectors=collectors)
         tune_interpreter()
         return await serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, key, flush=True), 1.0)
 

@@ -116,6 +116,7 @@ async def _serve(settings: Settings) -> int:
     try:
         from penstock.cache.build import open_cache
         from penstock.checkpoint.source import resolve
+        from penstock.gateway.api.models import ServedModel
         from penstock.gateway.app import create_app
         from penstock.gateway.http.server import serve, tune_interpreter
         from penstock.gateway.tenancy.tenants import open_directory
@@ -130,9 +131,8 @@ async def _serve(settings: Settings) -> int:
             name = server.served_model_name or checkpoint.name
             caching = open_cache(worker, tokenizer, settings.cache, settings.state)
             engine, collectors = await stack.enter_async_context(caching)
-            app = create_app(
-                engine, tokenizer, settings, model_names=[name], directory=directory, collectors=collectors
-            )
+            model = ServedModel([name], tokenizer, engine)
+            app = create_app([model], settings, directory=directory, collectors=collectors)
             await starting
 
             def announce(host: str, port: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.core.errors import Failure, InvalidRequest, PenstockError
 from penstock.core.ledger import Ledger
@@ -22,6 +22,42 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def _require(condition: bool, param: str, message: str) -> None:
     if not condition:
         raise InvalidRequest(f"{param} {message}", param=param)
+
+
+class Range(NamedTuple):
+    """The values that a number may have, and what is said of others."""
+
+    minimum: float
+    maximum: float | None = None
+    above: bool = False  # the minimum itself is not allowed
+    wording: str = ""  # default: from the limits
+
+    def check(self, param: str, value: float | None) -> None:
+        """Refuse a number that is out of range; None stands for one that was not given."""
+        if value is None:
+            return
+        low, high = self.minimum, self.maximum
+        large_enough = value > low if self.above else value >= low
+        if not (large_enough and (high is None or value <= high)):
+            raise InvalidRequest(f"{param} {self.wording or f'must be between {low} and {high}'}", param=param)
+
+
+# By parameter. Whoever validates or documents a field of the same meaning reads its range here.
+RANGES = {
+    "temperature": Range(0, 100),
+    "top_p": Range(0, 1, above=True, wording="must be above 0 and at most 1"),
+    "top_k": Range(0, wording="must be 0 (all tokens) or positive"),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0.01, 100),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "seed": Range(-(2**63), 2**63 - 1, wording="must fit in 64 bits"),
+    "max_tokens": Range(0, wording="must not be negative"),
+    "min_tokens": Range(0, wording="must not be negative"),
+    "n": Range(1, MAX_CHOICES),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +83,13 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _require(0 <= self.temperature <= 100, "temperature", "must be between 0 and 100")
-        _require(0 < self.top_p <= 1, "top_p", "must be above 0 and at most 1")
-        _require(self.top_k >= 0, "top_k", "must be 0 (all tokens) or positive")
-        _require(0 <= self.min_p <= 1, "min_p", "must be between 0 and 1")
-        _require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", "must be between 0.01 and 100")
-        _require(-2 <= self.presence_penalty <= 2, "presence_penalty", "must be between -2 and 2")
-        _require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "must be between -2 and 2")
+        for name, allowed in RANGES.items():
+            allowed.check(name, getattr(self, name))
         _require(all(-100 <= v <= 100 for v in self.logit_bias.values()), "logit_bias", "values must be in -100..100")
-        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", "must fit in 64 bits")
-        _require(self.max_tokens is None or self.max_tokens >= 0, "max_tokens", "must not be negative")
-        _require(self.min_tokens >= 0, "min_tokens", "must not be negative")
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
         _require(all(self.stop), "stop", "must not contain an empty string")
-        _require(1 <= self.n <= MAX_CHOICES, "n", f"must be between 1 and {MAX_CHOICES}")
-        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            _require(value is None or 0 <= value <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
 
     @property
     def greedy(self) -> bool:

@@ -8,35 +8,11 @@ A block is in exactly one of three states:
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from penstock.core.block_hashes import chain_hashes, root_hash
 from penstock.core.ledger import MissCause
-
-
-def chain_hashes(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Identities of blocks that follow `parent`: of each its tokens and everything before them.
-
-    Cryptographic, so no client can forge a hit.
-    """
-    data, hashes = array("i", tokens), []
-    raw, width = data.tobytes(), block_size * data.itemsize
-    for start in range(0, len(raw), width):
-        parent = hashlib.blake2b(parent + raw[start : start + width], digest_size=16).digest()
-        hashes.append(parent)
-    return hashes
-
-
-def root_hash(scope: str, salt: str) -> bytes:
-    """Where the chains of a scope and salt begin."""
-    return hashlib.blake2b(f"{len(scope)}:{scope}{salt}".encode(), digest_size=16).digest()
-
-
-def enter_scope(parent: bytes, scope: str, salt: str) -> bytes:
-    """Where a chain that all scopes have in common goes on in one of them."""
-    return hashlib.blake2b(parent + root_hash(scope, salt), digest_size=16, person=b"scope").digest()
 
 
 def _unsalted(first_tokens: Sequence[int], scope: str) -> bytes:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from penstock.core.block_hashes import extend_block_hashes
 from penstock.core.ledger import Ledger
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
-from penstock.engine.block_pool import chain_hashes, enter_scope, root_hash
 from penstock.engine.fairness import TenantCounter
 
 
@@ -78,15 +78,6 @@ class Sequence:
         return None
 
     def block_hashes(self, block_size: int, blocks: int) -> list[bytes]:
-        """Hashes of the first `blocks` full blocks, extended as tokens become known. Those of tokens that all scopes
-        share form one chain, from which each scope's own goes on."""
-        request = self.request
-        common = request.common_tokens // block_size
-        while (done := len(self.hashes)) < blocks:
-            end = min(blocks, common) if done < common else blocks
-            scope = "" if done < common else request.prefix_scope
-            parent = self.hashes[-1] if done else root_hash(scope, request.cache_salt)
-            if done and done == common and scope:
-                parent = enter_scope(parent, scope, request.cache_salt)
-            self.hashes += chain_hashes(parent, self.tokens[done * block_size : end * block_size], block_size)
+        """Hashes of the first `blocks` full blocks, extended as tokens become known."""
+        extend_block_hashes(self.hashes, self.request, self.tokens, block_size, blocks)
         return self.hashes[:blocks]

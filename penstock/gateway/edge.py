@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.errors import NotFound, PenstockError, Unavailable
-from penstock.gateway.api.generation import Answer
+from penstock.gateway.api.generation import Answer, Handler
 from penstock.gateway.api.reading import LongRequests
 from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
 from penstock.gateway.http.origins import Origins
@@ -29,8 +29,6 @@ from penstock.observability.tracing import Tracing
 
 logger = logging.getLogger("penstock.gateway")
 
-# Sends a response itself, or returns the answer to a request to generate.
-Handler = Callable[[Request, Response, Tenant], Awaitable[Answer | None]]
 Authenticate = Callable[[Request], Awaitable[Tenant]]  # raises when the request is refused
 
 _QUIET = frozenset(("/health", "/metrics", "/ready"))  # polled every few seconds; not worth a log line

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from operator import add
 
 from msgspec.structs import astuple
@@ -25,6 +25,17 @@ GAP_SECONDS = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0,
 )  # fmt: skip
 
+ENGINE_GAUGES = (
+    ("running_sequences", "Sequences in the batch"),
+    ("waiting_sequences", "Sequences queued in the engine"),
+    ("kv_blocks", "KV blocks of the engine"),
+    ("kv_blocks_used", "KV blocks held by sequences"),
+    ("kv_utilisation", "KV blocks held over all, 0 to 1"),
+    ("seconds_since_step", "Age of the last step while there is work"),
+    ("step_time_error", "Median relative error of predicted step times"),
+    ("prefill_tokens_per_second", "As the step-time model knows it"),
+    ("decode_step_seconds", "Predicted step of the running sequences"),
+)
 ENGINE_COUNTERS = (
     ("steps", "Engine steps"),
     ("prompt_tokens", "Prompt tokens of admitted sequences, cached ones included"),
@@ -68,7 +79,8 @@ class Histogram:
 class GatewayMetrics(Collector):
     """What the gateway counts itself, plus the engine's own figures read at the moment of the scrape."""
 
-    def __init__(self, engine_stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, engine_stats: Mapping[str, Callable[[], EngineStats]]) -> None:
+        """`engine_stats` by the model's name, which is a label of the engines' metrics where there are several."""
         self._engine_stats = engine_stats
         self.requests: Counter[tuple[str, int]] = Counter()  # by (endpoint, status)
         self.in_flight = 0
@@ -131,7 +143,7 @@ class GatewayMetrics(Collector):
         for histogram in (self.first_token, self.inter_token, self.request_time, self.queue_time):
             yield histogram.family()
         yield from self._collect_ledgers()
-        yield from self._collect_engine(self._engine_stats())
+        yield from self._collect_engines()
 
     def _collect_ledgers(self) -> Iterator[Metric]:
         parts = CounterMetricFamily(
@@ -163,27 +175,23 @@ class GatewayMetrics(Collector):
             "penstock_recomputed_tokens", "Tokens computed again after a preemption", self.recomputed_tokens
         )
 
-    @staticmethod
-    def _collect_engine(stats: EngineStats) -> Iterator[Metric]:
-        yield GaugeMetricFamily("penstock_running_sequences", "Sequences in the batch", stats.running)
-        yield GaugeMetricFamily("penstock_waiting_sequences", "Sequences queued in the engine", stats.waiting)
-        yield GaugeMetricFamily("penstock_kv_blocks", "KV blocks of the engine", stats.kv_blocks)
-        yield GaugeMetricFamily("penstock_kv_blocks_used", "KV blocks held by sequences", stats.kv_blocks_used)
-        used = stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
-        yield GaugeMetricFamily("penstock_kv_utilisation", "KV blocks held over all, 0 to 1", used)
-        yield GaugeMetricFamily(
-            "penstock_seconds_since_step", "Age of the last step while there is work", stats.seconds_since_step
-        )
-        yield GaugeMetricFamily(
-            "penstock_step_time_error",
-            "Median relative error of predicted step times",
-            stats.step_time_error,
-        )
-        yield GaugeMetricFamily(
-            "penstock_prefill_tokens_per_second", "As the step-time model knows it", stats.prefill_tokens_per_second
-        )
-        yield GaugeMetricFamily(
-            "penstock_decode_step_seconds", "Predicted step of the running sequences", stats.decode_step_seconds
-        )
+    def _collect_engines(self) -> Iterator[Metric]:
+        readings = {model: read() for model, read in self._engine_stats.items()}
+        labels = ["model"] if len(readings) > 1 else []
+        for name, help in ENGINE_GAUGES:
+            gauge = GaugeMetricFamily(f"penstock_{name}", help, labels=labels)
+            for model, stats in readings.items():
+                gauge.add_metric([model] if labels else [], _gauge_value(name, stats))
+            yield gauge
         for name, help in ENGINE_COUNTERS:
-            yield CounterMetricFamily(f"penstock_engine_{name}", help, getattr(stats, name))
+            counter = CounterMetricFamily(f"penstock_engine_{name}", help, labels=labels)
+            for model, stats in readings.items():
+                counter.add_metric([model] if labels else [], getattr(stats, name))
+            yield counter
+
+
+def _gauge_value(name: str, stats: EngineStats) -> float:
+    if name == "kv_utilisation":
+        return stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
+    value: float = getattr(stats, name.removesuffix("_sequences"))
+    return value

@@ -4,7 +4,7 @@ A gateway that always says hello:
 
     (hello,) = says(tokenizer, "Hello there!")
     engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in hello])
-    app = create_app(engine, tokenizer, Settings(), model_names=["scripted"])
+    app = create_app([ServedModel(["scripted"], tokenizer, engine)], Settings())
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ import uvloop
 from penstock.cache.build import open_cache
 from penstock.cache.settings import CacheConfig
 from penstock.core.request import GenerateRequest
+from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
 from penstock.gateway.edge import Edge
 from penstock.gateway.http.listener import bind
@@ -75,7 +76,14 @@ class Gateway:
 
 
 @contextmanager
-def serving(tokenizer: Tokenizer, settings: Settings | None = None, *, cached: bool = False) -> Iterator[Gateway]:
+def serving(
+    tokenizer: Tokenizer,
+    settings: Settings | None = None,
+    *,
+    cached: bool = False,
+    beside: Sequence[ServedModel] = (),
+) -> Iterator[Gateway]:
+    """`beside`: further models of the same gateway."""
     engine = ScriptedEngine(tokenizer, lambda request: [])
     settings = settings or Settings(server=ServerConfig(max_body_mib=0.25))
     gateway = Gateway(engine, tokenizer)
@@ -95,14 +103,8 @@ def serving(tokenizer: Tokenizer, settings: Settings | None = None, *, cached: b
             open_cache(engine, tokenizer, cache, settings.state) as (served, collectors),
         ):
             gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
-            app = create_app(
-                served,
-                tokenizer,
-                settings,
-                model_names=[MODEL, "org/alias"],
-                directory=directory,
-                collectors=collectors,
-            )
+            model = ServedModel([MODEL, "org/alias"], tokenizer, served)
+            app = create_app([model, *beside], settings, directory=directory, collectors=collectors)
             gateway.edge = app
             task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
             stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))

@@ -6,6 +6,7 @@ import asyncio
 import sys
 
 from penstock.checkpoint.source import BUILT_IN, resolve
+from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
 from penstock.gateway.http.listener import bind
 from penstock.gateway.http.server import serve
@@ -29,7 +30,7 @@ def main(drain_seconds: float) -> int:
         await line.wait()
 
     engine = ScriptedEngine(tokenizer, lambda request: [[first], wait_for_line, [second], [tokenizer.eos_ids[0]]])
-    app = create_app(engine, tokenizer, Settings(), model_names=[MODEL])
+    app = create_app([ServedModel([MODEL], tokenizer, engine)], Settings())
     return asyncio.run(serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, flush=True), drain_seconds))
 
 

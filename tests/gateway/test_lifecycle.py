@@ -25,6 +25,7 @@ from penstock import __version__
 from penstock.core.errors import StartupError
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.generation import Generation
+from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
 from penstock.gateway.http.listener import bind
 from penstock.gateway.http.request import Request
@@ -238,7 +239,7 @@ def test_port_in_use_is_a_clear_error(gateway: Gateway) -> None:
 
 async def test_two_that_take_an_address_at_once_do_not_share_it(gateway: Gateway) -> None:
     """An address may be bound twice before anybody listens."""
-    app = create_app(gateway.engine, gateway.tokenizer, Settings(), model_names=[MODEL])
+    app = create_app([ServedModel([MODEL], gateway.tokenizer, gateway.engine)], Settings())
     first = bind(gateway.host, 0)
     second = bind(*first.getsockname())
     with first:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Awaitable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import chain, islice
+from typing import ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from penstock.core.request import MAX_CHOICES, MAX_LOGPROBS, SamplingParams, TokenLogprob
-from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.generation import Choice, Generation, build_choices
+from penstock.core.request import MAX_CHOICES, RANGES, TokenLogprob
+from penstock.gateway.api.generation import Choice, Emit, Generation
 from penstock.gateway.api.logprobs import completion_logprobs, prompt_logprobs
-from penstock.gateway.api.objectives import reported_tier
 from penstock.gateway.api.openai_types import (
     Completion,
     CompletionChoice,
@@ -24,56 +21,44 @@ from penstock.gateway.api.openai_types import (
     TokenIds,
     Usage,
 )
-from penstock.gateway.api.reading import INLINE_BYTES, Bounds, Prompt, blamed_on, checked_options
-from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
+from penstock.gateway.api.reading import Bounds, Prompt, blamed_on
 from penstock.gateway.api.semantic import similar_completion
-from penstock.gateway.api.serving import DONE, Serving, check_token_ids, check_values, encode_json, event
+from penstock.gateway.api.serving import check_token_ids, encode_json, event
 from penstock.gateway.api.slices import joined, shaped, slices
+from penstock.gateway.api.text_generation import TextAnswer, TextEndpoint, TextReader, Wanted
 from penstock.gateway.errors import require
-from penstock.gateway.http.request import Request
-from penstock.gateway.http.response import Response
-from penstock.gateway.tenancy.limits import Reservation
-from penstock.gateway.tenancy.tenants import Tenant
 from penstock.text.offsets import TextOffsets
 from penstock.text.stream import TextDelta
-from penstock.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_SEQUENCES = 1024  # prompts times n of one request
 
-_decoder = msgspec.json.Decoder(CompletionRequest)
 
-
-class CompletionReader:
-    """From the bytes of a completion request to its prompts."""
-
+class CompletionReader(TextReader[CompletionRequest]):
     name = "completion"
+    decoder = msgspec.json.Decoder(CompletionRequest)
+    without_prompt: ClassVar = {"prompt": ""}
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def check(self, asked: CompletionRequest) -> None:
+        require(asked.best_of is None or asked.best_of == (asked.n or 1), "best_of", "is only supported equal to n")
+        require(asked.max_tokens != 0 or bool(asked.echo), "max_tokens", "must be at least 1, or 0 with echo")
+        RANGES["logprobs"].check("logprobs", asked.logprobs)
 
-    def read(self, body: bytes, bounds: Bounds) -> tuple[CompletionRequest, list[Prompt]]:
-        asked = decode_json(_decoder, body, ignore_unknown=bounds.ignore_unknown)
-        check_values(asked)
-        _check(asked)
-        if asked.truncate_prompt_tokens is not None:
-            bounds = bounds._replace(prompt_tokens=bounds.countable)
-        prompts = self._tokenize(asked, bounds)
-        return checked_options(asked, prompt="") if len(body) > INLINE_BYTES else asked, prompts
-
-    def _tokenize(self, body: CompletionRequest, bounds: Bounds) -> list[Prompt]:
-        prompts = _split_prompts(body.prompt)
+    def prompts(self, asked: CompletionRequest, bounds: Bounds, semantic: bool) -> list[Prompt]:
+        prompts = _split_prompts(asked.prompt)
         require(
-            len(prompts) * min(body.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
+            len(prompts) * min(asked.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
             "prompt",
             f"times n must be at most {MAX_SEQUENCES} sequences; send several requests",
         )
         return [
-            self._prompt(body, prompt, "prompt" if len(prompts) == 1 else f"prompt[{position}]", bounds)
+            self._prompt(asked, prompt, "prompt" if len(prompts) == 1 else f"prompt[{position}]", bounds, semantic)
             for position, prompt in enumerate(prompts)
         ]
 
-    def _prompt(self, body: CompletionRequest, prompt: str | TokenIds, param: str, bounds: Bounds) -> Prompt:
+    def _prompt(
+        self, asked: CompletionRequest, prompt: str | TokenIds, param: str, bounds: Bounds, semantic: bool
+    ) -> Prompt:
         require(len(prompt) > 0, param, "must not be empty")
         if not isinstance(prompt, str):
             if len(prompt) > bounds.prompt_tokens:
@@ -81,82 +66,34 @@ class CompletionReader:
             check_token_ids(prompt, param, bounds)
             return Prompt(prompt)
         with blamed_on(param, bounds):
-            ids = self.tokenizer.encode(prompt, at_most=bounds.prompt_tokens)
+            ids = self.texts[asked.model].tokenizer.encode(prompt, at_most=bounds.prompt_tokens)
         require(len(ids) > 0, param, "must not be empty")
-        similar = similar_completion(body, prompt) if bounds.semantic else None
-        return Prompt(ids, prompt if body.echo else None, similar)
+        similar = similar_completion(asked, prompt) if semantic else None
+        return Prompt(ids, prompt if asked.echo else None, similar)
 
 
-class Completions:
-    endpoint = "/v1/completions"
-
-    def __init__(self, serving: Serving) -> None:
-        self.serving = serving
-        self.reader = CompletionReader(serving.tokenizer)
-
-    async def __call__(
-        self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
-    ) -> CompletionAnswer:
-        serving = self.serving
-        context, body, found = await serving.accept(request, tenant, reservation, self.endpoint, self.reader)
-        prompts = []
-        async for some in slices([self._cut(tenant, body, prompt) for prompt in found]):
-            prompts += [(prompt, self._params(tenant, body, prompt)) for prompt in some]
-        prompt_only = body.max_tokens == 0
-        choices = await build_choices(
-            request, context, serving.tokenizer, body, prompts, serving.prefixes, prompt_only=prompt_only
-        )
-        generation = Generation(serving.engine, serving.metrics, reservation, response, context, choices)
-        return CompletionAnswer(serving.tokenizer, body, generation, response)
-
-    def _cut(self, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> Prompt:
-        """To what `truncate_prompt_tokens` leaves of it."""
-        if (keep := body.truncate_prompt_tokens) is None:
-            return prompt
-        output = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        kept = truncated(prompt.token_ids, keep, output, self.serving.engine.info, tenant)
-        return prompt if len(kept) == len(prompt.token_ids) else replace(prompt, token_ids=kept, text=None)
-
-    def _params(self, tenant: Tenant, body: CompletionRequest, prompt: Prompt) -> SamplingParams:
-        info = self.serving.engine.info
-        requested = 1 if body.max_tokens == 0 else body.max_tokens  # scoring a prompt still takes a step
-        limit = output_limit(
-            requested,
-            DEFAULT_MAX_TOKENS,
-            len(prompt.token_ids),
-            info,
-            tenant,
-            prompt_param="prompt",
-            param="max_tokens",
-        )
-        wanted = [count for count in (body.prompt_logprobs, body.logprobs if body.echo else None) if count is not None]
-        return sampling_params(
-            body, info, max_tokens=limit, logprobs=body.logprobs, prompt_logprobs=max(wanted, default=None)
-        )
+def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | TokenIds]:
+    """OpenAI's four forms: a text, token ids, texts, lists of token ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    require(len(prompt) > 0, "prompt", "must not be empty")
+    token_ids = [item for item in prompt if isinstance(item, int)]
+    if not token_ids:
+        return [item for item in prompt if not isinstance(item, int)]
+    require(len(token_ids) == len(prompt), "prompt", "must not mix token ids with texts or lists")
+    return [token_ids]
 
 
-class CompletionAnswer:
-    """Sends what is generated for a completion request, whole or as a stream of pieces."""
+class CompletionAnswer(TextAnswer[CompletionRequest]):
+    __slots__ = ("offsets",)
 
-    __slots__ = ("body", "created", "generation", "id", "offsets", "response", "tier", "tokenizer")
+    id_prefix = "cmpl"
 
-    def __init__(
-        self, tokenizer: Tokenizer, body: CompletionRequest, generation: Generation, response: Response
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.body = body
-        self.generation = generation
-        self.response = response
-        self.id = f"cmpl-{generation.context.id}"
-        self.tier = reported_tier(body.service_tier)
-        self.created = int(time.time())
+    def __init__(self, body: CompletionRequest, generation: Generation) -> None:
+        super().__init__(body, generation)
         self.offsets: dict[int, TextOffsets] = {}  # by choice
 
-    def respond(self) -> Awaitable[None]:
-        return self._stream() if self.body.stream else self._send()
-
-    async def _send(self) -> None:
-        await self.generation.collect()
+    async def whole(self) -> Completion:
         choices, top = [], self.body.prompt_logprobs
         for choice in self.generation.choices:
             choices.append(await self._choice(choice, choice.stream.text, choice.token_ids, choice.logprobs))
@@ -165,11 +102,10 @@ class CompletionAnswer:
                 choices[-1].prompt_logprobs = await shaped(
                     entries, lambda some: prompt_logprobs(self.tokenizer, some, top)
                 )
-        await self.response.send(200, encode_json(self._completion(choices, self.generation.reported_usage())))
+        return self._completion(choices, self.generation.reported_usage())
 
-    async def _stream(self) -> None:
-        body, generation, response = self.body, self.generation, self.response
-        usage_so_far = generation.usage_in_chunks(body)
+    def emitter(self, usage_so_far: Callable[[], Usage | UnsetType | None]) -> Emit:
+        body, response = self.body, self.response
         with_ids = bool(body.return_token_ids)
 
         async def emit(choice: Choice, delta: TextDelta) -> None:
@@ -178,11 +114,10 @@ class CompletionAnswer:
                 piece = await self._choice(choice, delta.text, delta.token_ids, delta.logprobs or ())
                 await response.send_events(event(self._completion([piece], usage_so_far())))
 
-        await generation.run(emit)
-        reported = generation.reported_usage()
-        with_last = usage_so_far() is not UNSET or reported.ledger is not UNSET
-        last = event(self._completion([], reported)) if with_last else b""
-        await response.end_events(last + DONE)
+        return emit
+
+    def last_chunk(self, usage: Usage) -> Completion:
+        return self._completion([], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(self.id, self.created, self.body.model, choices, usage, service_tier=self.tier)
@@ -234,21 +169,15 @@ class CompletionAnswer:
         return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
 
 
-def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | TokenIds]:
-    """OpenAI's four forms: a text, token ids, texts, lists of token ids."""
-    if isinstance(prompt, str):
-        return [prompt]
-    require(len(prompt) > 0, "prompt", "must not be empty")
-    token_ids = [item for item in prompt if isinstance(item, int)]
-    if not token_ids:
-        return [item for item in prompt if not isinstance(item, int)]
-    require(len(token_ids) == len(prompt), "prompt", "must not mix token ids with texts or lists")
-    return [token_ids]
+class Completions(TextEndpoint[CompletionRequest]):
+    endpoint = "/v1/completions"
+    prompt_param = "prompt"
+    default_tokens = DEFAULT_MAX_TOKENS
+    reader_type = CompletionReader
+    answer_type = CompletionAnswer
 
-
-def _check(body: CompletionRequest) -> None:
-    require(body.best_of is None or body.best_of == (body.n or 1), "best_of", "is only supported equal to n")
-    require(body.max_tokens != 0 or bool(body.echo), "max_tokens", "must be at least 1, or 0 with echo")
-    top = body.logprobs
-    require(top is None or 0 <= top <= MAX_LOGPROBS, "logprobs", f"must be between 0 and {MAX_LOGPROBS}")
-    require(not (body.stream and body.prompt_logprobs is not None), "prompt_logprobs", "cannot be streamed")
+    def wanted(self, body: CompletionRequest) -> Wanted:
+        prompt_only = body.max_tokens == 0
+        tokens = 1 if prompt_only else body.max_tokens  # scoring a prompt still takes a step
+        of_prompt = [n for n in (body.prompt_logprobs, body.logprobs if body.echo else None) if n is not None]
+        return Wanted("max_tokens", tokens, body.logprobs, max(of_prompt, default=None), prompt_only)

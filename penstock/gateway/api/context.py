@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from penstock.core.errors import DeadlineExceeded
 from penstock.core.request import Objective
+from penstock.gateway.api.models import Model
 from penstock.gateway.tenancy.tenants import Tenant
 
 
@@ -17,7 +18,7 @@ class Context(Struct, frozen=True, kw_only=True):
     arrived: float  # time.monotonic()
     endpoint: str
     tenant: Tenant
-    model: str
+    model: Model
     objective: Objective
     deadline: float | None  # seconds after arrival
     output_asked: bool  # whether the client said how many tokens it wants

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from msgspec import UNSET, UnsetType
 
-from penstock.core.engine import ServedEngine
 from penstock.core.errors import EngineFailure
 from penstock.core.ledger import Ledger
 from penstock.core.request import (
@@ -33,11 +32,10 @@ from penstock.gateway.errors import ClientGone, require
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
-from penstock.gateway.tenancy.prefixes import Prefixes
+from penstock.gateway.tenancy.tenants import Tenant
 from penstock.observability.account import Account, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.stream import TextDelta, TextStream
-from penstock.text.tokenizer import Tokenizer
 
 MAX_SCORES = 2**18  # log-probabilities of prompts in one answer, which are some 15 MB of JSON
 TOO_MANY_SCORES = (
@@ -83,15 +81,14 @@ Emit = Callable[[Choice, TextDelta], Awaitable[None]]
 async def build_choices(
     request: Request,
     context: Context,
-    tokenizer: Tokenizer,
     body: SamplingFields,
     prompts: Sequence[tuple[Prompt, SamplingParams]],
-    prefixes: Prefixes,
     *,
     prompt_only: bool = False,
 ) -> list[Choice]:
     """`n` choices of each prompt, in the order OpenAI numbers them."""
     deadline, tenant = context.remaining(), context.tenant
+    tokenizer, prefixes = context.model.text.tokenizer, context.model.prefixes
     control = cache_control(request)
     choices: list[Choice] = []
     scores = 0
@@ -129,14 +126,14 @@ class Generation:
 
     def __init__(
         self,
-        engine: ServedEngine,
         metrics: GatewayMetrics,
         reservation: Reservation,
         response: Response,
         context: Context,
         choices: list[Choice],
     ) -> None:
-        self.engine = engine
+        self.engine = context.model.engine
+        self.metering = context.model.metering
         self.metrics = metrics
         self.reservation = reservation
         self.request = response.request
@@ -151,7 +148,7 @@ class Generation:
             if self.request.disconnected:
                 raise ClientGone("client left before the work began")
             with self.request.cancelling_on_disconnect():
-                await self.reservation.admit(*self._expected_tokens())
+                await self.reservation.admit(self.metering, *self._expected_tokens())
                 try:
                     if len(self.choices) == 1:
                         await self._run_choice(self.choices[0], emit)
@@ -235,7 +232,7 @@ class Generation:
     def _expected_tokens(self) -> tuple[int, int]:
         """Of the prompts and of the output."""
         tenant, asked = self.context.tenant.name, self.context.output_asked
-        expected = self.reservation.metering.expected_output
+        expected = self.metering.expected_output
         prompt_tokens = output_tokens = 0
         for choice in self.choices:
             output_tokens += expected(tenant, choice.request.params.max_tokens or 0, asked)
@@ -246,7 +243,7 @@ class Generation:
     def _settle(self) -> None:
         """What was not computed for this request is not charged."""
         computed = [choice for choice in self.choices if choice.first is not None and choice.computed]
-        self.reservation.settle(*_count(computed))
+        self.reservation.settle(self.metering, *_count(computed))
 
     def usage(self) -> Usage:
         prompt_tokens, cached, outputs = _count(self.choices)
@@ -278,7 +275,7 @@ class Generation:
             tenant=context.tenant.name,
             objective=context.objective.name,
             endpoint=context.endpoint,
-            model=context.model,
+            model=context.model.name,
             status=status,
             error=error,
             arrived=time.time() - (time.monotonic() - context.arrived),
@@ -313,6 +310,10 @@ class Answer(Protocol):
     def respond(self) -> Awaitable[None]:
         """Generate, and send what is generated in the endpoint's format."""
         ...
+
+
+# Sends a response itself, or returns the answer to a request to generate.
+Handler = Callable[[Request, Response, Tenant], Awaitable[Answer | None]]
 
 
 def _count(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:

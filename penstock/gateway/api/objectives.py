@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Objective
+from penstock.gateway.api.openai_types import MAX_DEADLINE_MS
 from penstock.gateway.errors import require
 from penstock.gateway.http.request import Request
 from penstock.gateway.settings import BUILT_IN_CLASSES, ClassConfig
@@ -23,7 +24,6 @@ TYPICAL_PROMPT = 1024  # tokens; the first token of a request that long is the y
 SLACK = 4  # objectives allow this many times what the machine needs for such a prompt, or for a step of a usual batch
 MIN_TTFT, MIN_GAP = 0.2, 0.05  # seconds
 OPENAI_TIERS = {"flex": "batch", "priority": "interactive"}
-MAX_DEADLINE_MS = 24 * 3600 * 1000
 
 _NAME = re.compile(rb"[\x21-\x7e]{1,64}")
 _MILLISECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,3})?")

@@ -22,6 +22,7 @@ Int32: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 MAX_TOKEN_LIST = 1024  # stop_token_ids, and the tokens of logit_bias
+MAX_DEADLINE_MS = 24 * 3600 * 1000
 MAX_DETOKENIZED = 100_000  # tokens; they become text on the event loop
 
 # What is accepted beside null, and what is said of anything else.
@@ -110,7 +111,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:17" instead of text
     priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    deadline_ms: Annotated[float, Meta(gt=0, le=86_400_000)] | None = None
+    deadline_ms: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_MS)] | None = None
 
     skip_special_tokens: Limited = None
     include_stop_str_in_output: Limited = None

@@ -13,10 +13,9 @@ from typing import Any, BinaryIO
 from penstock.core.errors import PenstockError
 from penstock.gateway.api.chat import ChatReader
 from penstock.gateway.api.completions import CompletionReader
-from penstock.gateway.api.reading import LENGTH, Bounds, Prompt, Reader
+from penstock.gateway.api.reading import LENGTH, ModelReader, ModelText, Prompt, Reader, Terms
 from penstock.gateway.api.text_endpoints import DetokenizeReader, TokenizeReader
 from penstock.observability.logging import configure_logging
-from penstock.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -24,14 +23,14 @@ GC_THRESHOLDS = (100_000, 50, 100)  # a body may hold millions of lists, and non
 
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
-    tokenizer: Tokenizer = pickle.loads(_frame(requests))
-    kinds = (ChatReader, CompletionReader, TokenizeReader, DetokenizeReader)
-    readers: dict[str, Reader[Any]] = {kind.name: kind(tokenizer) for kind in kinds}
+    texts: dict[str, ModelText] = pickle.loads(_frame(requests))
+    kinds = (ChatReader, CompletionReader, TokenizeReader, DetokenizeReader, ModelReader)
+    readers: dict[str, Reader[Any]] = {kind.name: kind(texts) for kind in kinds}
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     while header := _frame(requests):
-        name, bounds = pickle.loads(header)
-        ok, head, prompts = _read(readers[name], _frame(requests), bounds)
+        name, terms = pickle.loads(header)
+        ok, head, prompts = _read(readers[name], _frame(requests), terms)
         for part in ((ok, head, len(prompts)), *prompts):
             data = pickle.dumps(part)
             answers.write(LENGTH.pack(len(data)))
@@ -39,9 +38,9 @@ def main(requests: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
 
-def _read(reader: Reader[Any], body: bytes, bounds: Bounds) -> tuple[bool, Any, list[Prompt]]:
+def _read(reader: Reader[Any], body: bytes, terms: Terms) -> tuple[bool, Any, list[Prompt]]:
     try:
-        return True, *reader.read(body, bounds)
+        return True, *reader.read(body, terms)
     except PenstockError as error:
         return False, error, []
     except Exception as error:

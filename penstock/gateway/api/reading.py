@@ -13,14 +13,16 @@ import pickle
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from penstock.core.errors import ContextTooLong, InvalidRequest, PenstockError, Unavailable
+from penstock.core.errors import ContextTooLong, InvalidRequest, NotFound, PenstockError, Unavailable
 from penstock.core.request import SimilarPrompt
+from penstock.gateway.api.decoding import decode_json
+from penstock.text.chat_template import ChatTemplate
 from penstock.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.gateway")
@@ -45,14 +47,24 @@ class Prompt:
     similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
 
 
+class ModelText:
+    """What makes tokens of the requests for one model."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer.chat_template)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To be sent to another process."""
+        return ModelText, (self.tokenizer,)
+
+
 class Bounds(NamedTuple):
-    """What a reader must know of the engine and the tenant."""
+    """What a tenant's prompt for one model may be."""
 
     prompt_tokens: int  # of one prompt, at most
     max_model_len: int
     vocab_size: int
-    semantic: bool = False  # whether prompts of the same meaning may share an answer
-    ignore_unknown: bool = False  # fields that nobody here knows
 
     @property
     def countable(self) -> int:
@@ -68,12 +80,52 @@ class Bounds(NamedTuple):
         return ContextTooLong(f"{param}: the prompt has {count} tokens, but {why}; shorten the prompt", param=param)
 
 
+class Terms(NamedTuple):
+    """What a reader must know of the models and of the tenant."""
+
+    bounds: Mapping[str, Bounds]  # by every name of every model
+    allowed: Sequence[str]  # names of the models that the tenant may use
+    semantic: bool = False  # whether prompts of the same meaning may share an answer
+    ignore_unknown: bool = False  # fields that nobody here knows
+
+    def bounds_of(self, model: str) -> Bounds:
+        if model not in self.allowed:
+            raise model_not_found(model, self.allowed)
+        return self.bounds[model]
+
+    @property
+    def default_model(self) -> str:
+        """For requests that need not name one."""
+        return next(iter(self.allowed or self.bounds))
+
+
+def model_not_found(name: str, served: Sequence[str]) -> NotFound:
+    known = ", ".join(served) or "nothing for this tenant"
+    return NotFound(f"model {name[:200]!r} is not served here; served: {known}", param="model", code="model_not_found")
+
+
 class Reader(Protocol[Head_co]):
     """Makes of a body what the gateway goes on with: something small, and prompts."""
 
     name: str
 
-    def read(self, body: bytes, bounds: Bounds) -> tuple[Head_co, list[Prompt]]: ...
+    def read(self, body: bytes, terms: Terms) -> tuple[Head_co, list[Prompt]]: ...
+
+
+class _NamesModel(msgspec.Struct):
+    model: str
+
+
+class ModelReader:
+    """Finds which model a body asks for, and nothing else."""
+
+    name = "model"
+
+    def __init__(self, texts: Mapping[str, ModelText]) -> None:
+        self._decoder = msgspec.json.Decoder(_NamesModel)
+
+    def read(self, body: bytes, terms: Terms) -> tuple[str, list[Prompt]]:
+        return decode_json(self._decoder, body).model, []
 
 
 @contextlib.contextmanager
@@ -102,18 +154,21 @@ def checked_options(body: S, **prompt: Any) -> S:
 class LongRequests:
     """Hands bodies to processes that read them. Each is started when it is first needed, and again after its death."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        setup = pickle.dumps(tokenizer)  # once: for a large vocabulary it takes a while
+    def __init__(self, texts: Mapping[str, ModelText]) -> None:
+        """`texts` of the models by every name that they have."""
+        setup = pickle.dumps(texts)  # once: for a large vocabulary it takes a while
+        self._names = tuple(texts)
         self._lanes = [(size, _Lane(setup)) for size in LANES]
 
     async def warm_up(self) -> None:
         """Have one ready before it is needed."""
         with contextlib.suppress(PenstockError):  # said again to whoever needs it
-            await self.read("tokenize", [b'{"prompt": ""}'], Bounds(1, 1, 1))
+            bounds = dict.fromkeys(self._names, Bounds(1, 1, 1))
+            await self.read("tokenize", [b'{"prompt": ""}'], Terms(bounds, self._names))
 
-    async def read(self, name: str, body: list[bytes], bounds: Bounds) -> tuple[Any, list[Prompt]]:
+    async def read(self, name: str, body: list[bytes], terms: Terms) -> tuple[Any, list[Prompt]]:
         lane = next(lane for size, lane in self._lanes if sum(map(len, body)) <= size)
-        return await lane.read(name, body, bounds)
+        return await lane.read(name, body, terms)
 
     async def close(self) -> None:
         for _, lane in self._lanes:
@@ -126,23 +181,23 @@ class _Lane:
     def __init__(self, setup: bytes) -> None:
         self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
-        self._jobs: deque[tuple[asyncio.Future[tuple[Any, list[Prompt]]], str, list[bytes], Bounds]] = deque()
+        self._jobs: deque[tuple[asyncio.Future[tuple[Any, list[Prompt]]], str, list[bytes], Terms]] = deque()
         self._worker: asyncio.Task[None] | None = None
 
-    async def read(self, name: str, body: list[bytes], bounds: Bounds) -> tuple[Any, list[Prompt]]:
+    async def read(self, name: str, body: list[bytes], terms: Terms) -> tuple[Any, list[Prompt]]:
         answer: asyncio.Future[tuple[Any, list[Prompt]]] = asyncio.get_running_loop().create_future()
-        self._jobs.append((answer, name, body, bounds))
+        self._jobs.append((answer, name, body, terms))
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
         return await answer
 
     async def _work(self) -> None:
         while self._jobs:
-            answer, name, body, bounds = self._jobs.popleft()
+            answer, name, body, terms = self._jobs.popleft()
             if answer.done():  # its client has left
                 continue
             try:
-                found = await self._ask(name, body, bounds)
+                found = await self._ask(name, body, terms)
                 if not answer.done():
                     answer.set_result(found)
             except BaseException as error:
@@ -152,11 +207,11 @@ class _Lane:
                     raise
         self._worker = None
 
-    async def _ask(self, name: str, body: list[bytes], bounds: Bounds) -> tuple[Any, list[Prompt]]:
+    async def _ask(self, name: str, body: list[bytes], terms: Terms) -> tuple[Any, list[Prompt]]:
         try:
             process = await self._start()
             assert process.stdin is not None
-            await _write(process.stdin, [pickle.dumps((name, bounds))])
+            await _write(process.stdin, [pickle.dumps((name, terms))])
             await _write(process.stdin, body)
             ok, head, count = pickle.loads(await self._frame(process))
             prompts = []

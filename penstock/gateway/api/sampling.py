@@ -7,10 +7,13 @@ from functools import lru_cache
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import ContextTooLong
-from penstock.core.request import SamplingParams
+from penstock.core.request import Range, SamplingParams
 from penstock.gateway.api.openai_types import SamplingFields
 from penstock.gateway.errors import require
 from penstock.gateway.settings import TenantConfig
+
+ALL_TOKENS = -1  # a common spelling of it in top_k, beside 0
+OUTPUT_TOKENS = Range(1, wording="must be at least 1")  # that a request may ask for
 
 # Requests differ in little but their messages, and checking all of it is not free.
 _checked = lru_cache(1024)(SamplingParams)
@@ -46,8 +49,8 @@ def sampling_params(
 
 
 def _top_k(value: int, vocab_size: int) -> int:
-    """-1 is a common spelling of "all tokens"; more than the vocabulary means the same."""
-    return 0 if value == -1 or value >= vocab_size else value
+    """More than the vocabulary means all of it, too."""
+    return 0 if value == ALL_TOKENS or value >= vocab_size else value
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
@@ -97,7 +100,7 @@ def output_limit(
     ceiling = room if tenant.max_tokens is None else min(tenant.max_tokens, room)
     if requested is None:
         return ceiling if default is None else min(default, ceiling)
-    require(requested >= 1, param, "must be at least 1")
+    OUTPUT_TOKENS.check(param, requested)
     if requested > room:
         raise ContextTooLong(
             f"the prompt has {prompt_tokens} tokens and {param} is {requested}, but max_model_len is "

@@ -24,38 +24,44 @@ class StatusEndpoints:
         self.max_waiting = max_waiting
 
     def _card(self, name: str) -> ModelCard:
-        info = self.serving.engine.info
+        model = self.serving.models.by_name[name]
+        info = model.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
         classes = {
             objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.itl))
-            for objective in self.serving.objectives.all().values()
+            for objective in model.objectives.all().values()
         }
         return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes)
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
-        cards = [self._card(name) for name in self.serving.models_of(tenant)]
+        cards = [self._card(name) for name in self.serving.models.names(tenant)]
         await response.send(200, encode_json(ModelList(cards)))
 
     async def model(self, request: Request, response: Response, tenant: Tenant) -> None:
         name = request.path_params["id"]
-        self.serving.check_model(tenant, name)
+        self.serving.models.find(tenant, name)
         await response.send(200, encode_json(self._card(name)))
 
     async def health(self, request: Request, response: Response, tenant: Tenant) -> None:
         await self._send(response, self._health())
 
     async def ready(self, request: Request, response: Response, tenant: Tenant) -> None:
-        """Whether a request that came now would be taken: also no when the engine's queue is full."""
+        """Whether a request that came now would be taken: also no when the queue of every engine is full."""
         report = self._health()
-        if report.status == "ok" and (waiting := self.serving.engine.stats.waiting) >= self.max_waiting:
+        queues = [model.engine.stats.waiting for model in self.serving.models.all]
+        if report.status == "ok" and min(queues) >= self.max_waiting:
+            waiting = sum(queues)
             report = HealthReport("overloaded", f"{waiting} requests wait, and no more are taken")
         await self._send(response, report)
 
     def _health(self) -> HealthReport:
         if self.serving.traffic.draining:
             return HealthReport("draining", "the server is shutting down")
-        health = self.serving.engine.health()
-        return HealthReport("ok" if health.ok else "unhealthy", health.detail)
+        found = [(model.name, model.engine.health()) for model in self.serving.models.all]
+        failing = [(name, health) for name, health in found if not health.ok]
+        parts = failing or found
+        detail = parts[0][1].detail if len(found) == 1 else "; ".join(f"{name}: {part.detail}" for name, part in parts)
+        return HealthReport("unhealthy" if failing else "ok", detail)
 
     async def _send(self, response: Response, report: HealthReport) -> None:
         await response.send(200 if report.status == "ok" else 503, encode_json(report))

@@ -2,67 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from penstock.core.errors import InvalidRequest
-from penstock.gateway.api.chat import ChatReader
+from penstock.gateway.api.chat import tokenize_chat
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.openai_types import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from penstock.gateway.api.reading import Bounds, Prompt, Reader, blamed_on
+from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Reader, Terms, blamed_on
 from penstock.gateway.api.serving import Serving, check_token_ids, encode_json
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
-from penstock.text.tokenizer import Tokenizer
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-
-Answer = tuple[str | None, bytes]  # the model that was asked for, and JSON
 
 
 class TokenizeReader:
     name = "tokenize"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.chat = ChatReader(tokenizer)
+    def __init__(self, texts: Mapping[str, ModelText]) -> None:
+        self.texts = texts
 
-    def read(self, body: bytes, bounds: Bounds) -> tuple[Answer, list[Prompt]]:
-        asked = decode_json(_tokenize_decoder, body, ignore_unknown=bounds.ignore_unknown)
+    def read(self, body: bytes, terms: Terms) -> tuple[bytes, list[Prompt]]:
+        asked = decode_json(_tokenize_decoder, body, ignore_unknown=terms.ignore_unknown)
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
+        text, bounds = _text_and_bounds(self.texts, terms, asked.model)
         bounds = bounds._replace(prompt_tokens=bounds.countable)
         with blamed_on("messages" if asked.prompt is None else "prompt", bounds):
             if asked.prompt is None:
-                ids = self.chat.tokenize(asked, bounds.prompt_tokens)
+                ids = tokenize_chat(text, asked, bounds.prompt_tokens)
             else:
                 special = asked.add_special_tokens
-                ids = self.tokenizer.encode(asked.prompt, add_special_tokens=special, at_most=bounds.prompt_tokens)
+                ids = text.tokenizer.encode(asked.prompt, add_special_tokens=special, at_most=bounds.prompt_tokens)
         answer = Tokenized(ids, len(ids), bounds.max_model_len)
         if asked.return_token_strs:
-            answer.token_strs = [self.tokenizer.token_spelling(token_id) for token_id in ids]
-        return (asked.model, encode_json(answer)), []
+            answer.token_strs = [text.tokenizer.token_spelling(token_id) for token_id in ids]
+        return encode_json(answer), []
 
 
 class DetokenizeReader:
     name = "detokenize"
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, texts: Mapping[str, ModelText]) -> None:
+        self.texts = texts
 
-    def read(self, body: bytes, bounds: Bounds) -> tuple[Answer, list[Prompt]]:
-        asked = decode_json(_detokenize_decoder, body, ignore_unknown=bounds.ignore_unknown)
+    def read(self, body: bytes, terms: Terms) -> tuple[bytes, list[Prompt]]:
+        asked = decode_json(_detokenize_decoder, body, ignore_unknown=terms.ignore_unknown)
+        text, bounds = _text_and_bounds(self.texts, terms, asked.model)
         check_token_ids(asked.tokens, "tokens", bounds)
-        text = self.tokenizer.decode(asked.tokens, skip_special_tokens=False)
-        return (asked.model, encode_json(Detokenized(text))), []
+        decoded = text.tokenizer.decode(asked.tokens, skip_special_tokens=False)
+        return encode_json(Detokenized(decoded)), []
+
+
+def _text_and_bounds(texts: Mapping[str, ModelText], terms: Terms, model: str | None) -> tuple[ModelText, Bounds]:
+    """A request may leave its model out; only one that is named must be the tenant's to use."""
+    if model is None:
+        return texts[terms.default_model], terms.bounds[terms.default_model]
+    bounds = terms.bounds_of(model)
+    return texts[model], bounds
 
 
 class TextEndpoints:
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
-        self._tokenize = TokenizeReader(serving.tokenizer)
-        self._detokenize = DetokenizeReader(serving.tokenizer)
+        self._tokenize = TokenizeReader(serving.texts)
+        self._detokenize = DetokenizeReader(serving.texts)
 
     async def tokenize(self, request: Request, response: Response, tenant: Tenant) -> None:
         await self._answer(request, response, tenant, self._tokenize)
@@ -70,9 +78,7 @@ class TextEndpoints:
     async def detokenize(self, request: Request, response: Response, tenant: Tenant) -> None:
         await self._answer(request, response, tenant, self._detokenize)
 
-    async def _answer(self, request: Request, response: Response, tenant: Tenant, reader: Reader[Answer]) -> None:
+    async def _answer(self, request: Request, response: Response, tenant: Tenant, reader: Reader[bytes]) -> None:
         body = await self.serving.body(request, tenant)
-        (model, answer), _ = await self.serving.parse(request, tenant, body, reader)
-        if model is not None:
-            self.serving.check_model(tenant, model)
+        answer, _ = await self.serving.parse(request, tenant, body, reader)
         await response.send(200, answer)

@@ -21,8 +21,7 @@ T = TypeVar("T")
 class Metering:
     """`names` of one model, the canonical one first: all is counted under that, as an alias has nothing of its own."""
 
-    def __init__(self, store: Store, prices: Prices, metrics: SpendMetrics, names: Sequence[str]) -> None:
-        self.store = store
+    def __init__(self, prices: Prices, metrics: SpendMetrics, names: Sequence[str]) -> None:
         self.prices = prices
         self.metrics = metrics
         self.names = names
@@ -40,43 +39,45 @@ class Metering:
             typical = count if typical is None else 0.9 * typical + 0.1 * count
             self._typical[tenant] = typical
 
-    def metered(
-        self, handle: Callable[[Request, Response, Tenant, Reservation], Awaitable[T]]
-    ) -> Callable[[Request, Response, Tenant], Awaitable[T]]:
-        """Hand a reservation to a handler. If it fails nothing stays reserved; otherwise what it returns has to settle
-        or to release it."""
 
-        async def handle_metered(request: Request, response: Response, tenant: Tenant) -> T:
-            reservation = Reservation(self, request.unique, tenant, response.headers)
-            try:
-                return await handle(request, response, tenant, reservation)
-            except BaseException:
-                reservation.release()
-                raise
+def metered(
+    store: Store, handle: Callable[[Request, Response, Tenant, Reservation], Awaitable[T]]
+) -> Callable[[Request, Response, Tenant], Awaitable[T]]:
+    """Hand a reservation to a handler. If it fails nothing stays reserved; otherwise what it returns has to settle or
+    to release it."""
 
-        return handle_metered
+    async def handle_metered(request: Request, response: Response, tenant: Tenant) -> T:
+        reservation = Reservation(store, request.unique, tenant, response.headers)
+        try:
+            return await handle(request, response, tenant, reservation)
+        except BaseException:
+            reservation.release()
+            raise
+
+    return handle_metered
 
 
 class Reservation:
-    """What one request holds of its tenant's limits, until it is settled or released."""
+    """What one request holds of its tenant's limits, until it is settled or released. `metering` is that of the model
+    that it asks for."""
 
-    __slots__ = ("_grants", "_id", "_response_headers", "_tenant", "metering")
+    __slots__ = ("_grants", "_id", "_response_headers", "_store", "_tenant")
 
-    def __init__(self, metering: Metering, id: str, tenant: Tenant, response_headers: dict[bytes, bytes]) -> None:
-        self.metering = metering
+    def __init__(self, store: Store, id: str, tenant: Tenant, response_headers: dict[bytes, bytes]) -> None:
+        self._store = store
         self._id = id
         self._tenant = tenant
         self._response_headers = response_headers  # they tell the client what is left of each limit
         self._grants: list[Grant] = []
 
-    async def enter(self) -> None:
+    async def enter(self, metering: Metering) -> None:
         """Admit a request of which nobody knows the tokens yet: it counts as a request, and has one at least."""
-        await self._reserve(tokens=1, cost=0)
+        await self._reserve(metering, tokens=1, cost=0)
 
-    async def admit(self, prompt_tokens: int, output_tokens: int) -> None:
+    async def admit(self, metering: Metering, prompt_tokens: int, output_tokens: int) -> None:
         """Raises when a limit has no room for what is expected."""
         tenant = self._tenant
-        tokens, limit = prompt_tokens + output_tokens, tenant.limits_of(self.metering.names).tokens_per_minute
+        tokens, limit = prompt_tokens + output_tokens, tenant.limits_of(metering.names).tokens_per_minute
         if limit is not None and tokens > limit:
             raise RequestTooLarge(
                 f"the request needs {tokens} tokens, prompt and max_tokens together, but tenant {tenant.name} has "
@@ -84,11 +85,11 @@ class Reservation:
                 param="max_tokens",
                 code="rate_limit_exceeded",
             )
-        cost = self.metering.prices.now().cost(prompt_tokens, 0, output_tokens)
-        await self._reserve(tokens - sum(grant.claim.tokens for grant in self._grants), cost)
+        cost = metering.prices.now().cost(prompt_tokens, 0, output_tokens)
+        await self._reserve(metering, tokens - sum(grant.claim.tokens for grant in self._grants), cost)
 
-    async def _reserve(self, tokens: int, cost: int) -> None:
-        metering, tenant = self.metering, self._tenant
+    async def _reserve(self, metering: Metering, tokens: int, cost: int) -> None:
+        tenant = self._tenant
         limits = tenant.limits_of(metering.names)
         entered = bool(self._grants)
         claim = Claim(
@@ -104,30 +105,30 @@ class Reservation:
             cost=cost,
             requests=0 if entered else 1,
         )
-        grant = await metering.store.reserve(claim)
+        grant = await self._store.reserve(claim)
         _set_headers(self._response_headers, claim, grant)
         if grant.refused is not None:
             metering.metrics.refuse(tenant.name, grant.refused)
             raise _refusal(grant)
         self._grants.append(grant)
 
-    def settle(self, prompt_tokens: int, cached_tokens: int, outputs: list[int]) -> None:
+    def settle(self, metering: Metering, prompt_tokens: int, cached_tokens: int, outputs: list[int]) -> None:
         """`outputs` of each choice. Nothing at all, where the engine never began, costs nothing."""
-        metering, tenant, output_tokens = self.metering, self._tenant.name, sum(outputs)
+        tenant, output_tokens = self._tenant.name, sum(outputs)
         cost = metering.prices.now().cost(prompt_tokens, cached_tokens, output_tokens)
         used = UsageRecord(1, prompt_tokens, cached_tokens, output_tokens, cost)
         *entries, last = self._grants
         self._grants = []
         for grant in entries:
-            metering.store.settle(grant, UsageRecord(grant.claim.requests))
-        metering.store.settle(last, used._replace(requests=last.claim.requests))
+            self._store.settle(grant, UsageRecord(grant.claim.requests))
+        self._store.settle(last, used._replace(requests=last.claim.requests))
         metering.metrics.add(tenant, metering.model, used)
         metering.observe(tenant, outputs)
 
     def release(self) -> None:
         """Give back what is not settled, of a request that failed before the work began."""
         for grant in self._grants:
-            self.metering.store.settle(grant, UsageRecord())
+            self._store.settle(grant, UsageRecord())
         self._grants.clear()
 
 

@@ -25,7 +25,7 @@ import pytest
 from penstock.gateway.api import reading
 from penstock.gateway.api.chat import ChatReader
 from penstock.gateway.api.completions import CompletionReader
-from penstock.gateway.api.reading import INLINE_BYTES, Bounds
+from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Terms
 from penstock.gateway.settings import ServerConfig
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL
@@ -107,8 +107,9 @@ HOSTILE = {
 def test_what_can_never_fit_is_refused_without_work(tokenizer: Tokenizer, name: str) -> None:
     """In no more than a few times what decoding its JSON takes, where tokenising all of it took minutes."""
     body = json.dumps(HOSTILE[name]).encode()
-    reader = CompletionReader(tokenizer) if "prompt" in HOSTILE[name] else ChatReader(tokenizer)
-    bounds = Bounds(MAX_MODEL_LEN - 1, MAX_MODEL_LEN, tokenizer.vocab_size)
+    texts = {MODEL: ModelText(tokenizer)}
+    reader = CompletionReader(texts) if "prompt" in HOSTILE[name] else ChatReader(texts)
+    terms = Terms({MODEL: Bounds(MAX_MODEL_LEN - 1, MAX_MODEL_LEN, tokenizer.vocab_size)}, [MODEL])
     encoded = 0
 
     def count(text: str, **options: Any) -> list[int]:
@@ -119,7 +120,7 @@ def test_what_can_never_fit_is_refused_without_work(tokenizer: Tokenizer, name: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "encode", count)
         with pytest.raises(reading.ContextTooLong, match="tokens"):
-            reader.read(body, bounds)
+            reader.read(body, terms)
     assert encoded <= MAX_MODEL_LEN * tokenizer.max_token_bytes
 
 

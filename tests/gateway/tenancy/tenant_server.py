@@ -8,6 +8,7 @@ import sys
 
 import uvloop
 
+from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
 from penstock.gateway.http.listener import bind
 from penstock.gateway.http.server import serve
@@ -25,7 +26,7 @@ async def main(settings: Settings) -> int:
     (script,) = says(tokenizer, "Hello there, friend!")
     engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in script])
     async with open_store(settings.state) as store, open_directory(settings, store) as directory:
-        app = create_app(engine, tokenizer, settings, model_names=[MODEL], directory=directory)
+        app = create_app([ServedModel([MODEL], tokenizer, engine)], settings, directory=directory)
         return await serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, flush=True), 0.0)
 
 

@@ -1,0 +1,224 @@
+"""Every endpoint of the gateway in one table, from which its routes and its OpenAPI document are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.gateway.api import openai_types as types
+from penstock.gateway.api.chat import ChatCompletions
+from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.generation import Handler
+from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
+from penstock.gateway.api.status import StatusEndpoints
+from penstock.gateway.api.text_endpoints import TextEndpoints
+from penstock.gateway.settings import TenantConfig
+from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
+from penstock.observability.account import Account
+
+Schema = dict[str, Any]
+Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed; metrics: an administrator's, or none
+
+JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
+
+
+class AccountList(msgspec.Struct):
+    data: list[Account]
+    object: str = "list"
+
+
+class KeyList(msgspec.Struct):
+    data: list[KeyView]
+    object: str = "list"
+
+
+class ObjectList(msgspec.Struct):
+    data: list[dict[str, Any]]
+    object: str = "list"
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """What answers the endpoints of one gateway."""
+
+    chat: Handler
+    completions: Handler
+    text: TextEndpoints
+    status: StatusEndpoints
+    accounts: RequestEndpoints
+    admin: AdminEndpoints
+    openapi: Handler
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    method: str
+    path: str  # "{name}" stands for one segment, "{name:path}" for all the rest
+    access: Access
+    summary: str
+    handler: Callable[[Handlers], Handler]
+    answer: type | None  # None: text
+    body: type | None = None
+    status: int = 200
+    media: tuple[str, ...] = (JSON,)
+    parameters: tuple[Schema, ...] = ()
+
+
+def _parameter(where: str, name: str, schema: Schema, about: str) -> Schema:
+    return {"in": where, "name": name, "required": where == "path", "schema": schema, "description": about}
+
+
+_STRING = {"type": "string"}
+_DAY = {"type": "string", "format": "date"}
+_LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT}
+_GENERATE = (
+    _parameter("header", "x-penstock-ledger", _STRING, "`true`: usage.ledger says where the time went"),
+    _parameter("header", "x-request-id", _STRING, "found again in the response, the log and /v1/requests"),
+    _parameter("header", "cache-control", _STRING, "no-cache, no-store, max-age=SECONDS or only-if-cached"),
+    _parameter("header", "traceparent", _STRING, "W3C trace context"),
+)
+_USAGE = (
+    _parameter("query", "since", _DAY, "default: the first of this month"),
+    _parameter("query", "until", _DAY, "default: today"),
+    _parameter("query", "tenant", _STRING, ""),
+    _parameter("query", "format", {"enum": ["json", "csv"]}, ""),
+)
+
+
+def _path(name: str, about: str = "") -> tuple[Schema, ...]:
+    return (_parameter("path", name, _STRING, about),)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST",
+        ChatCompletions.endpoint,
+        "tenant",
+        "Answer a conversation",
+        lambda h: h.chat,
+        types.ChatCompletion,
+        types.ChatRequest,
+        media=(JSON, EVENTS),
+        parameters=_GENERATE,
+    ),
+    Endpoint(
+        "POST",
+        Completions.endpoint,
+        "tenant",
+        "Continue a text",
+        lambda h: h.completions,
+        types.Completion,
+        types.CompletionRequest,
+        media=(JSON, EVENTS),
+        parameters=_GENERATE,
+    ),
+    Endpoint("GET", "/v1/models", "tenant", "The models served here", lambda h: h.status.models, types.ModelList),
+    Endpoint(
+        "GET",
+        "/v1/models/{id:path}",
+        "tenant",
+        "One model",
+        lambda h: h.status.model,
+        types.ModelCard,
+        parameters=_path("id", "its name; may hold slashes"),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/requests",
+        "tenant",
+        "The slowest requests lately, and where their time went",
+        lambda h: h.accounts.slowest,
+        AccountList,
+        parameters=(_parameter("query", "limit", _LIMIT, ""),),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/requests/{id:path}",
+        "tenant",
+        "Where the time of one request went",
+        lambda h: h.accounts.one,
+        Account,
+        parameters=_path("id", "of a response, or its x-request-id"),
+    ),
+    Endpoint(
+        "POST",
+        "/tokenize",
+        "tenant",
+        "Text or a conversation to tokens",
+        lambda h: h.text.tokenize,
+        types.Tokenized,
+        types.TokenizeRequest,
+    ),
+    Endpoint(
+        "POST",
+        "/detokenize",
+        "tenant",
+        "Tokens to text",
+        lambda h: h.text.detokenize,
+        types.Detokenized,
+        types.DetokenizeRequest,
+    ),
+    Endpoint("GET", "/admin/tenants", "admin", "All tenants", lambda h: h.admin.tenants, ObjectList),
+    Endpoint(
+        "PUT",
+        "/admin/tenants/{name}",
+        "admin",
+        "Make or change a tenant",
+        lambda h: h.admin.put_tenant,
+        dict[str, Any],
+        TenantConfig,
+        parameters=_path("name"),
+    ),
+    Endpoint(
+        "DELETE",
+        "/admin/tenants/{name}",
+        "admin",
+        "Remove a tenant and its keys",
+        lambda h: h.admin.delete_tenant,
+        Deleted,
+        parameters=_path("name"),
+    ),
+    Endpoint("GET", "/admin/keys", "admin", "All keys, without their secrets", lambda h: h.admin.keys, KeyList),
+    Endpoint(
+        "POST",
+        "/admin/keys",
+        "admin",
+        "Make a key; this answer alone holds it",
+        lambda h: h.admin.create_key,
+        KeyView,
+        NewKey,
+        status=201,
+    ),
+    Endpoint(
+        "DELETE",
+        "/admin/keys/{id}",
+        "admin",
+        "Revoke a key",
+        lambda h: h.admin.revoke_key,
+        Deleted,
+        parameters=_path("id"),
+    ),
+    Endpoint(
+        "GET",
+        "/admin/usage",
+        "admin",
+        "Tokens and cost by day, tenant and model",
+        lambda h: h.admin.usage,
+        ObjectList,
+        media=(JSON, CSV),
+        parameters=_USAGE,
+    ),
+    Endpoint(
+        "GET", "/health", "public", "Whether requests make progress", lambda h: h.status.health, types.HealthReport
+    ),
+    Endpoint(
+        "GET", "/ready", "public", "Whether a request would be taken now", lambda h: h.status.ready, types.HealthReport
+    ),
+    Endpoint("GET", "/version", "public", "Of this server", lambda h: h.status.version, types.Version),
+    Endpoint("GET", "/metrics", "metrics", "Prometheus", lambda h: h.status.metrics, None, media=(TEXT,)),
+    Endpoint("GET", "/openapi.json", "public", "This document", lambda h: h.openapi, dict[str, Any]),
+    Endpoint("GET", "/", "public", "A hint", lambda h: h.status.hint, None, media=(TEXT,)),
+)

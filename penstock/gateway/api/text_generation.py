@@ -1,0 +1,164 @@
+"""The way of a request for text, the same for chats and completions: read it, build its choices, generate, shape.
+
+An endpoint adds what is its own: how prompts are read (`TextReader`), what its options are called (`TextEndpoint`), and
+the JSON of its choices and chunks (`TextAnswer`).
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from penstock.core.engine import EngineInfo
+from penstock.core.request import SamplingParams
+from penstock.gateway.api.decoding import decode_json
+from penstock.gateway.api.generation import Emit, Generation, build_choices
+from penstock.gateway.api.objectives import reported_tier
+from penstock.gateway.api.openai_types import SamplingFields, Usage
+from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, checked_options
+from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
+from penstock.gateway.api.serving import DONE, Serving, check_values, encode_json, event
+from penstock.gateway.api.slices import slices
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.tenancy.limits import Reservation
+from penstock.gateway.tenancy.tenants import Tenant
+
+B = TypeVar("B", bound=SamplingFields)
+
+
+class TextReader(ABC, Generic[B]):
+    """From the bytes of a request to its options and prompts."""
+
+    name: str
+    decoder: msgspec.json.Decoder[B]
+    without_prompt: ClassVar[Mapping[str, Any]]  # what the fields of the prompt become once it is tokens
+
+    def __init__(self, texts: Mapping[str, ModelText]) -> None:
+        self.texts = texts
+
+    def read(self, body: bytes, terms: Terms) -> tuple[B, list[Prompt]]:
+        asked = decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
+        check_values(asked)
+        self.check(asked)
+        bounds = terms.bounds_of(asked.model)
+        if asked.truncate_prompt_tokens is not None:
+            bounds = bounds._replace(prompt_tokens=bounds.countable)
+        prompts = self.prompts(asked, bounds, terms.semantic)
+        return checked_options(asked, **self.without_prompt) if len(body) > INLINE_BYTES else asked, prompts
+
+    @abstractmethod
+    def check(self, asked: B) -> None:
+        """Refuse what no type can say of the endpoint's own fields."""
+
+    @abstractmethod
+    def prompts(self, asked: B, bounds: Bounds, semantic: bool) -> list[Prompt]:
+        """Tokenize. With `semantic`, prompts of the same meaning may share an answer."""
+
+
+class Wanted(NamedTuple):
+    """How much a request asks for, whatever its endpoint calls that."""
+
+    param: str  # the field that says how many tokens
+    tokens: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    prompt_only: bool = False  # the prompt's log-probabilities and no output
+
+
+class TextEndpoint(ABC, Generic[B]):
+    endpoint: str
+    prompt_param: str  # the field that holds the prompt
+    default_tokens: int | None = None  # of output, where the request does not say; None: as many as fit
+    reader_type: type[TextReader[B]]
+    answer_type: type[TextAnswer[B]]
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.reader = self.reader_type(serving.texts)
+
+    async def __call__(
+        self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
+    ) -> TextAnswer[B]:
+        context, body, found = await self.serving.accept(request, tenant, reservation, self.endpoint, self.reader)
+        info, wanted, prompts = context.model.engine.info, self.wanted(body), []
+        async for some in slices([self._cut(info, tenant, body, wanted, prompt) for prompt in found]):
+            prompts += [(prompt, self._params(info, tenant, body, wanted, prompt)) for prompt in some]
+        choices = await build_choices(request, context, body, prompts, prompt_only=wanted.prompt_only)
+        generation = Generation(self.serving.metrics, reservation, response, context, choices)
+        return self.answer_type(body, generation)
+
+    @abstractmethod
+    def wanted(self, body: B) -> Wanted: ...
+
+    def _cut(self, info: EngineInfo, tenant: Tenant, body: B, wanted: Wanted, prompt: Prompt) -> Prompt:
+        """To what `truncate_prompt_tokens` leaves of it."""
+        if (keep := body.truncate_prompt_tokens) is None:
+            return prompt
+        output = self.default_tokens if wanted.tokens is None else wanted.tokens
+        kept = truncated(prompt.token_ids, keep, output, info, tenant)
+        return prompt if len(kept) == len(prompt.token_ids) else replace(prompt, token_ids=kept, text=None)
+
+    def _params(self, info: EngineInfo, tenant: Tenant, body: B, wanted: Wanted, prompt: Prompt) -> SamplingParams:
+        limit = output_limit(
+            wanted.tokens,
+            self.default_tokens,
+            len(prompt.token_ids),
+            info,
+            tenant,
+            prompt_param=self.prompt_param,
+            param=wanted.param,
+        )
+        return sampling_params(
+            body, info, max_tokens=limit, logprobs=wanted.logprobs, prompt_logprobs=wanted.prompt_logprobs
+        )
+
+
+class TextAnswer(ABC, Generic[B]):
+    """Sends what is generated, whole or as a stream of chunks."""
+
+    __slots__ = ("body", "created", "generation", "id", "response", "tier", "tokenizer")
+
+    id_prefix: ClassVar[str]
+
+    def __init__(self, body: B, generation: Generation) -> None:
+        self.body = body
+        self.generation = generation
+        self.response = generation.response
+        self.tokenizer = generation.context.model.text.tokenizer
+        self.id = f"{self.id_prefix}-{generation.context.id}"
+        self.created = int(time.time())
+        self.tier = reported_tier(body.service_tier)
+
+    def respond(self) -> Awaitable[None]:
+        return self._stream() if self.body.stream else self._send()
+
+    async def _send(self) -> None:
+        await self.generation.collect()
+        await self.response.send(200, encode_json(await self.whole()))
+
+    async def _stream(self) -> None:
+        usage_so_far = self.generation.usage_in_chunks(self.body)
+        await self.generation.run(self.emitter(usage_so_far))
+        reported = self.generation.reported_usage()
+        with_last = usage_so_far() is not UNSET or reported.ledger is not UNSET
+        last = event(self.last_chunk(reported)) if with_last else b""
+        await self.response.end_events(last + DONE)
+
+    @abstractmethod
+    async def whole(self) -> msgspec.Struct:
+        """The answer with all that was generated."""
+
+    @abstractmethod
+    def emitter(self, usage_so_far: Callable[[], Usage | UnsetType | None]) -> Emit:
+        """What sends each piece of a choice as the chunk, or chunks, that it is."""
+
+    @abstractmethod
+    def last_chunk(self, usage: Usage) -> msgspec.Struct:
+        """A chunk without choices, for the usage alone."""
