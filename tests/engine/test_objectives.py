@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.core.cost import cost
 from penstock.core.errors import Overloaded
+from penstock.core.ledger import MissCause
 from penstock.core.request import GenerateRequest, Objective, SamplingParams
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
@@ -306,14 +307,14 @@ def test_misses_are_explained() -> None:
     limits = replace(CPU, num_blocks=8, max_seqs=2)
     virtual = VirtualEngine(Scheduler(limits), cpu_step_seconds, runs_ahead=False)
 
-    def ask(name: str, prompt: list[int], salt: str = "", scope: str = "") -> tuple[int, dict[str, int]]:
+    def ask(name: str, prompt: list[int], salt: str = "", scope: str = "") -> tuple[int, dict[MissCause, int]]:
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         answers = virtual.run(
             [(virtual.now, GenerateRequest(name, prompt, params, cache_salt=salt, prefix_scope=scope))]
         )
         ledger = answers[name].ledger
         assert ledger is not None
-        return ledger.cached_tokens, dict(ledger.missed_tokens)
+        return ledger.cached_tokens, ledger.missed_tokens
 
     first, second = list(range(50)), list(range(100, 200))
     assert ask("new", first) == (0, {"never_seen": 48, "too_short": 2})

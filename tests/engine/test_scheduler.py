@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
 
 
-def limits(**changes: int) -> SchedulerLimits:
+def limits(**changes: Any) -> SchedulerLimits:
     tiny = SchedulerLimits(
         num_blocks=12,
         block_size=4,
@@ -366,7 +367,7 @@ def test_a_step_may_yield_several_tokens(data: st.DataObject, max_tokens: int, s
         assert planned is not None
         step, (sequence,) = planned.step, planned.sequences
         draft = expected[sequence.outputs + 1 :][: data.draw(st.integers(0, 3))] if sequence.outputs else []
-        if draft and data.draw(st.booleans()):
+        if len(draft) > 0 and data.draw(st.booleans()):
             wrong = data.draw(st.integers(0, len(draft) - 1))
             draft[wrong] = (draft[wrong] + 1) % VOCAB
         step.tokens += draft
