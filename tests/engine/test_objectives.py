@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -35,11 +36,11 @@ class Requests:
         self.random = random.Random(seed)
         self.made = 0
 
-    def make(self, prompt_len: int, output_len: int, **options: object) -> GenerateRequest:
+    def make(self, prompt_len: int, output_len: int, **options: Any) -> GenerateRequest:
         self.made += 1
         prompt = [self.made, *(self.random.randrange(100_000) for _ in range(prompt_len - 1))]
         params = SamplingParams(max_tokens=output_len, ignore_eos=True)
-        return GenerateRequest(f"r{self.made}", prompt, params, **options)  # type: ignore[arg-type]
+        return GenerateRequest(f"r{self.made}", prompt, params, **options)
 
     def poisson(self, rate: float, start: float, seconds: float) -> list[float]:
         times, now = [], start + self.random.expovariate(rate)
@@ -247,7 +248,7 @@ TRACE = st.lists(
 
 @given(trace=TRACE, runs_ahead=st.booleans(), num_blocks=st.integers(24, 60))
 @settings(max_examples=60, deadline=None)
-def test_any_trace(trace: list[tuple], runs_ahead: bool, num_blocks: int) -> None:  # type: ignore[type-arg]
+def test_any_trace(trace: list[tuple[Any, ...]], runs_ahead: bool, num_blocks: int) -> None:
     """Every request ends once, ledgers add up, and within a class and tenant nobody overtakes an earlier due time."""
     limits = replace(CPU, num_blocks=num_blocks, max_seqs=4, max_step_tokens=64)
     virtual = VirtualEngine(Scheduler(limits), cpu_step_seconds, runs_ahead=runs_ahead)

@@ -69,13 +69,13 @@ class Harness:
                 outcome.finish_reasons.append(chunk.finish_reason)
                 outcome.error, outcome.ledger = chunk.error, chunk.ledger
 
-    def submit(self, prompt: list[int], max_tokens: int | None = None, **options: object) -> str:
+    def submit(self, prompt: list[int], max_tokens: int | None = None, **options: Any) -> str:
         params = SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=int(options.pop("min_tokens", 0)),  # type: ignore[call-overload]
-            ignore_eos=bool(options.pop("ignore_eos", False)),
+            min_tokens=options.pop("min_tokens", 0),
+            ignore_eos=options.pop("ignore_eos", False),
         )
-        request = GenerateRequest(f"r{len(self.requests)}", prompt, params, **options)  # type: ignore[arg-type]
+        request = GenerateRequest(f"r{len(self.requests)}", prompt, params, **options)
         self.loop.submit(request)
         self.requests[request.id] = request
         self.outcomes[request.id] = Outcome()

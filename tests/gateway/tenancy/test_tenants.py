@@ -180,10 +180,8 @@ EC = ec.generate_private_key(ec.SECP256R1())
 SECRET = "a shared secret of more than thirty-two bytes"
 
 
-def pem(key: Any) -> bytes:
-    return key.public_key().public_bytes(  # type: ignore[no-any-return]
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    return key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def claims(**changed: Any) -> dict[str, Any]:
