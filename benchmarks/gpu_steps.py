@@ -15,12 +15,13 @@ import tempfile
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.bench.architectures import ARCHITECTURES, write_architecture
-from penstock.engine.settings import EngineConfig
+from penstock.engine.settings import EngineConfig, Quantization
 from penstock.kernels import linear as linear_layers
 from penstock.kernels.hopper.decode import StreamConfig, stream_config
 from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows, shared_bytes
@@ -44,7 +45,9 @@ class Overrides:
     def __init__(self) -> None:
         self.weights: dict[tuple[int, ...], TileConfig] = {}
         self.attention: StreamConfig | None = None
-        gemm_config, swiglu_tiling = linear_layers.gemm_config, linear_layers.swiglu_tiling
+        layers: Any = linear_layers  # a module, whose functions are replaced below
+        attention: Any = paged_attention
+        gemm_config, swiglu_tiling = layers.gemm_config, layers.swiglu_tiling
 
         def gemm_or(x: torch.Tensor, weight: torch.Tensor) -> object:
             tried = self.weights.get(tuple(weight.shape))
@@ -56,18 +59,18 @@ class Overrides:
                 return swiglu_tiling(x, weight, streams=streams)
             return tried if isinstance(tried, Tiling) else None
 
-        linear_layers.gemm_config = gemm_or  # type: ignore[assignment]
-        linear_layers.swiglu_tiling = tiling_or  # type: ignore[assignment]
-        paged_attention.stream_config = lambda *sizes: self.attention or stream_config(*sizes)
+        layers.gemm_config = gemm_or
+        layers.swiglu_tiling = tiling_or
+        attention.stream_config = lambda *sizes: self.attention or stream_config(*sizes)
 
 
 class Steps:
     """Decoding steps of a model with random weights."""
 
-    def __init__(self, architecture: str, quantization: str) -> None:
+    def __init__(self, architecture: str, quantization: Quantization) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = write_architecture(architecture, Path(folder) / architecture)
-            _, executor, _ = start(f"dummy:{path}", EngineConfig(max_seqs=MOST_SEQUENCES, quantization=quantization))  # type: ignore[arg-type]
+            _, executor, _ = start(f"dummy:{path}", EngineConfig(max_seqs=MOST_SEQUENCES, quantization=quantization))
         assert isinstance(executor, CudaRunner), "needs a GPU"
         self.runner, self.size = executor, 0
 
@@ -77,7 +80,7 @@ class Steps:
         layer = self.runner._forward._layers[0]
         assert isinstance(layer.mlp, _Dense), "grouped GEMMs have configs of their own"
         weights = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
-        return {name: tuple(projection.weight.shape) for name, projection in weights.items()}
+        return {name: (p.weight.shape[0], p.weight.shape[1]) for name, p in weights.items()}
 
     def place(self, sequences: int, context: int) -> None:
         """Contexts differ by up to three quarters, as they do where requests come and go."""
@@ -109,7 +112,8 @@ class Steps:
             end.record()
             times.append((begin, end))
         torch.cuda.synchronize()
-        return statistics.median(begin.elapsed_time(end) for begin, end in times)
+        milliseconds: list[float] = [begin.elapsed_time(end) for begin, end in times]
+        return statistics.median(milliseconds)
 
 
 def gemm_candidates(name: str, n: int, k: int, itemsize: int, rows: int) -> Iterator[TileConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.core.cost import cost
 from penstock.core.errors import Overloaded
+from penstock.core.ledger import MissCause
 from penstock.core.request import GenerateRequest, Objective, SamplingParams
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
@@ -34,11 +36,11 @@ class Requests:
         self.random = random.Random(seed)
         self.made = 0
 
-    def make(self, prompt_len: int, output_len: int, **options: object) -> GenerateRequest:
+    def make(self, prompt_len: int, output_len: int, **options: Any) -> GenerateRequest:
         self.made += 1
         prompt = [self.made, *(self.random.randrange(100_000) for _ in range(prompt_len - 1))]
         params = SamplingParams(max_tokens=output_len, ignore_eos=True)
-        return GenerateRequest(f"r{self.made}", prompt, params, **options)  # type: ignore[arg-type]
+        return GenerateRequest(f"r{self.made}", prompt, params, **options)
 
     def poisson(self, rate: float, start: float, seconds: float) -> list[float]:
         times, now = [], start + self.random.expovariate(rate)
@@ -246,7 +248,7 @@ TRACE = st.lists(
 
 @given(trace=TRACE, runs_ahead=st.booleans(), num_blocks=st.integers(24, 60))
 @settings(max_examples=60, deadline=None)
-def test_any_trace(trace: list[tuple], runs_ahead: bool, num_blocks: int) -> None:  # type: ignore[type-arg]
+def test_any_trace(trace: list[tuple[Any, ...]], runs_ahead: bool, num_blocks: int) -> None:
     """Every request ends once, ledgers add up, and within a class and tenant nobody overtakes an earlier due time."""
     limits = replace(CPU, num_blocks=num_blocks, max_seqs=4, max_step_tokens=64)
     virtual = VirtualEngine(Scheduler(limits), cpu_step_seconds, runs_ahead=runs_ahead)
@@ -306,14 +308,14 @@ def test_misses_are_explained() -> None:
     limits = replace(CPU, num_blocks=8, max_seqs=2)
     virtual = VirtualEngine(Scheduler(limits), cpu_step_seconds, runs_ahead=False)
 
-    def ask(name: str, prompt: list[int], salt: str = "", scope: str = "") -> tuple[int, dict[str, int]]:
+    def ask(name: str, prompt: list[int], salt: str = "", scope: str = "") -> tuple[int, dict[MissCause, int]]:
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         answers = virtual.run(
             [(virtual.now, GenerateRequest(name, prompt, params, cache_salt=salt, prefix_scope=scope))]
         )
         ledger = answers[name].ledger
         assert ledger is not None
-        return ledger.cached_tokens, dict(ledger.missed_tokens)
+        return ledger.cached_tokens, ledger.missed_tokens
 
     first, second = list(range(50)), list(range(100, 200))
     assert ask("new", first) == (0, {"never_seen": 48, "too_short": 2})

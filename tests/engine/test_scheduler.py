@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,7 +26,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
 
 
-def limits(**changes: int) -> SchedulerLimits:
+def limits(**changes: Any) -> SchedulerLimits:
     tiny = SchedulerLimits(
         num_blocks=12,
         block_size=4,
@@ -68,13 +69,13 @@ class Harness:
                 outcome.finish_reasons.append(chunk.finish_reason)
                 outcome.error, outcome.ledger = chunk.error, chunk.ledger
 
-    def submit(self, prompt: list[int], max_tokens: int | None = None, **options: object) -> str:
+    def submit(self, prompt: list[int], max_tokens: int | None = None, **options: Any) -> str:
         params = SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=int(options.pop("min_tokens", 0)),  # type: ignore[call-overload]
-            ignore_eos=bool(options.pop("ignore_eos", False)),
+            min_tokens=options.pop("min_tokens", 0),
+            ignore_eos=options.pop("ignore_eos", False),
         )
-        request = GenerateRequest(f"r{len(self.requests)}", prompt, params, **options)  # type: ignore[arg-type]
+        request = GenerateRequest(f"r{len(self.requests)}", prompt, params, **options)
         self.loop.submit(request)
         self.requests[request.id] = request
         self.outcomes[request.id] = Outcome()
@@ -366,7 +367,7 @@ def test_a_step_may_yield_several_tokens(data: st.DataObject, max_tokens: int, s
         assert planned is not None
         step, (sequence,) = planned.step, planned.sequences
         draft = expected[sequence.outputs + 1 :][: data.draw(st.integers(0, 3))] if sequence.outputs else []
-        if draft and data.draw(st.booleans()):
+        if len(draft) > 0 and data.draw(st.booleans()):
             wrong = data.draw(st.integers(0, len(draft) - 1))
             draft[wrong] = (draft[wrong] + 1) % VOCAB
         step.tokens += draft

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -37,7 +38,7 @@ from penstock.simulation.scripted_engine import MODEL, hang
 from tests.gateway.conftest import Gateway
 from tests.gateway.wire import CHAT as RAW_CHAT
 
-HI = [{"role": "user", "content": "Hi"}]
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
 CHAT = "/v1/chat/completions"
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import SIZES
+
+from tests.models.tiny_models import SIZES
 
 Save = Callable[..., Path]
 

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import all_logits, make_model
 
 from penstock.checkpoint.source import Checkpoint, resolve
 from penstock.core.errors import StartupError
 from penstock.models.base import CausalLM
 from penstock.models.config import read_config
 from penstock.models.loader import load_model, weights
+from tests.models.tiny_models import all_logits, make_model
 
 Save = Callable[..., Path]
 CPU = torch.device("cpu")

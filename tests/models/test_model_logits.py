@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tiny_models import FAMILIES, all_logits, make_model, reference_logits
 
 from penstock.checkpoint.source import Checkpoint, resolve
 from penstock.models.base import CausalLM
 from penstock.models.config import FrequencyFactors, read_config
 from penstock.models.loader import load_model
+from tests.models.tiny_models import FAMILIES, all_logits, make_model, reference_logits
 
 Save = Callable[..., Path]
 
@@ -92,7 +92,7 @@ def gguf_tensors(kind: str, model: Any) -> list[tuple[str, np.ndarray]]:
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == GGUF_KINDS[kind])
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    tensors = []
+    tensors: list[tuple[str, np.ndarray]] = []
     for name, tensor in model.state_dict().items():
         array = tensor.numpy()
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -101,9 +101,9 @@ def gguf_tensors(kind: str, model: Any) -> list[tuple[str, np.ndarray]]:
             prefix = name.removesuffix("gate_up_proj")
             gate, up = np.split(array, 2, axis=1)
             tensors += [
-                (names.get_name(f"{prefix}{part}"), half) for part, half in (("gate_proj", gate), ("up_proj", up))
+                (f"{names.get_name(prefix + part)}.weight", np.ascontiguousarray(half))
+                for part, half in (("gate_proj", gate), ("up_proj", up))
             ]
-            tensors[-2:] = [(f"{found}.weight", np.ascontiguousarray(half)) for found, half in tensors[-2:]]
             continue
         projection = name.split(".")[-2]
         if kind in ("Llama", "Mixtral") and projection in heads:

@@ -35,7 +35,7 @@ from penstock.runner.mixed_steps import MixedSteps
 
 CPU = torch.device("cpu")
 MAX_SEQS, STEP_TOKENS = 4, 24
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ from penstock.runner.startup import Progress, start
 from penstock.text.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parents[1] / "data" / "moby-dick.txt"
-SMALL = {"device": "cpu", "kv_memory_gib": 0.01, "max_model_len": 128, "max_seqs": 2}
+SMALL: dict[str, Any] = {"device": "cpu", "kv_memory_gib": 0.01, "max_model_len": 128, "max_seqs": 2}
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def test_int8_kernels_by_default_and_packed_weights_at_the_second_start(
     reports: list[tuple[int, int]] = []
     for said in ("loaded and packed", "read packed"):
         caplog.clear()
-        config = EngineConfig(**SMALL)  # type: ignore[arg-type]
+        config = EngineConfig(**SMALL)
         assert isinstance(executor_of(config, lambda done, total: reports.append((done, total))), NativeRunner)
         assert said in caplog.text
         assert "in int8" in caplog.text
@@ -58,7 +59,7 @@ def test_int8_kernels_by_default_and_packed_weights_at_the_second_start(
 def test_damaged_packed_weights_are_reported_and_packed_again(
     own_cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    executor_of(EngineConfig(**SMALL))  # type: ignore[arg-type]
+    executor_of(EngineConfig(**SMALL))
     (path,) = (own_cache / "penstock" / "packed").iterdir()
     whole = path.read_bytes()
     middle = len(whole) // 2
@@ -66,14 +67,14 @@ def test_damaged_packed_weights_are_reported_and_packed_again(
     with path.open("ab") as file:
         file.write(whole[middle + 200_000 :])
     caplog.clear()
-    executor_of(EngineConfig(**SMALL))  # type: ignore[arg-type]
+    executor_of(EngineConfig(**SMALL))
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert warning == (f"the packed weights in {path} are damaged: the checksums do not match; they are packed again")
     assert path.read_bytes() == whole
 
 
 def test_float32_is_plain_torch() -> None:
-    assert runs_on_torch(executor_of(EngineConfig(dtype="float32", **SMALL)))  # type: ignore[arg-type]
+    assert runs_on_torch(executor_of(EngineConfig(dtype="float32", **SMALL)))
 
 
 def test_without_the_library_it_runs_on_torch_and_says_so(
@@ -82,17 +83,17 @@ def test_without_the_library_it_runs_on_torch_and_says_so(
     monkeypatch.setattr(bindings, "LIBRARY", Path("/nowhere/_native.so"))
     bindings._load.cache_clear()
     try:
-        assert runs_on_torch(executor_of(EngineConfig(**SMALL)))  # type: ignore[arg-type]
+        assert runs_on_torch(executor_of(EngineConfig(**SMALL)))
         assert "reinstall with a C++20 compiler" in caplog.text
         with pytest.raises(StartupError, match=r"quantization int4: .*was not built"):
-            start("smollm2-135m", EngineConfig(quantization="int4", **SMALL))  # type: ignore[arg-type]
+            start("smollm2-135m", EngineConfig(quantization="int4", **SMALL))
     finally:
         bindings._load.cache_clear()
 
 
 def test_fp8_needs_a_gpu() -> None:
     with pytest.raises(StartupError, match="fp8 needs a CUDA device"):
-        start("smollm2-135m", EngineConfig(quantization="fp8", **SMALL))  # type: ignore[arg-type]
+        start("smollm2-135m", EngineConfig(quantization="fp8", **SMALL))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_fp8_needs_a_gpu() -> None:
 )
 def test_caches_that_do_not_exist_are_refused(settings: dict[str, str], message: str) -> None:
     with pytest.raises(StartupError, match=message) as refused:
-        start("smollm2-135m", EngineConfig(**{**SMALL, **settings}))  # type: ignore[arg-type]
+        start("smollm2-135m", EngineConfig(**{**SMALL, **settings}))
     assert refused.value.param == "engine.kv_dtype"
 
 
@@ -114,7 +115,7 @@ def test_int8_keeps_nearly_twice_the_tokens_in_the_same_memory(caplog: pytest.Lo
     sizes = {**SMALL, "max_model_len": 2048}
     blocks = []
     for kind in ("bf16", "int8"):
-        executor = executor_of(EngineConfig(kv_dtype=kind, **sizes))  # type: ignore[arg-type]
+        executor = executor_of(EngineConfig(kv_dtype=kind, **sizes))
         assert isinstance(executor, NativeRunner)
         blocks.append(executor.num_blocks)
         assert executor.model.cache_bytes <= 0.01 * 2**30

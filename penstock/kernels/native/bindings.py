@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -117,9 +117,9 @@ def unavailable_reason() -> str | None:
     return loaded if isinstance(loaded, str) else None
 
 
-def isa() -> str:
+def isa() -> Isa:
     """The instruction set in use: the best this CPU has, unless `set_isa` chose another."""
-    return bytes(library().penstock_isa()).decode()
+    return cast("Isa", bytes(library().penstock_isa()).decode())
 
 
 def set_isa(name: Isa) -> None:

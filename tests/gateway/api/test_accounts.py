@@ -137,7 +137,7 @@ def test_what_the_engine_ended_with_an_error_has_its_ledger(
 @pytest.mark.parametrize("cached", [False, True])
 def test_what_a_stop_string_ended_has_its_ledger(tokenizer: Tokenizer, cached: bool) -> None:
     with serving(tokenizer, cached=cached) as gateway, gateway.http() as http:
-        gateway.runs(lambda request: [[token] for token in tokenizer.encode("one STOP two")] + [hang])
+        gateway.runs(lambda request: [*([token] for token in tokenizer.encode("one STOP two")), hang])
         answer = ask(http, stop="STOP", seed=1)
         account = http.get(f"/v1/requests/{answer['id']}").json()
     check_sums(account)

@@ -280,7 +280,7 @@ def test_body_just_under_the_limit_is_read(shared_gateway: Gateway) -> None:
 
 LENGTHS = ("max_tokens", "max_completion_tokens")  # of what the scripted engine has to say
 
-JSON_VALUES = st.recursive(
+JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import openai
 import pytest
@@ -13,14 +14,14 @@ from penstock.core.request import SamplingParams
 from penstock.simulation.scripted_engine import MODEL, hang, logprob_of
 from tests.gateway.conftest import Gateway
 
-HI = [{"role": "user", "content": "Hi"}]
-WEATHER = {
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+WEATHER: Any = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
 }
 
 
-def events(gateway: Gateway, **body: object) -> list[dict]:
+def events(gateway: Gateway, **body: object) -> list[dict[str, Any]]:
     """The raw events of a stream, without the final [DONE], which must be there."""
     with gateway.http() as http:
         response = http.post("/v1/chat/completions", json={"model": MODEL, "messages": HI, "stream": True, **body})
@@ -53,8 +54,8 @@ def test_answer_has_text_usage_and_ids(gateway: Gateway) -> None:
 
 def test_request_ids_that_could_break_a_log_are_replaced(gateway: Gateway) -> None:
     with gateway.http() as http:
-        for bad in ("a b", "x" * 129, "é".encode()):
-            response = http.get("/v1/models", headers={"x-request-id": bad})
+        for bad in (b"a b", b"x" * 129, "é".encode()):
+            response = http.get("/v1/models", headers={b"x-request-id": bad})
             assert response.headers["x-request-id"].isalnum()
 
 
@@ -73,8 +74,8 @@ def test_prompt_is_the_rendered_template(gateway: Gateway) -> None:
 
 
 @pytest.mark.parametrize(("tool_choice", "shown"), [("auto", True), (None, True), ("none", False)])
-def test_tools_reach_the_template(gateway: Gateway, tool_choice: str | None, shown: bool) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bonn"}'}}
+def test_tools_reach_the_template(gateway: Gateway, tool_choice: Any, shown: bool) -> None:
+    call: Any = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bonn"}'}}
     gateway.client().chat.completions.create(
         model=MODEL,
         messages=[
@@ -203,7 +204,7 @@ def test_stop_string_ends_the_request_in_the_engine(gateway: Gateway) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_end_where_the_text_does(gateway: Gateway, stream: bool) -> None:
     gateway.answers("alpha beta gamma delta")
-    body = {"stop": [" gamma delta"], "logprobs": True}
+    body: dict[str, Any] = {"stop": [" gamma delta"], "logprobs": True}
     if stream:
         choices = [event["choices"][0] for event in events(gateway, **body)]
         text = "".join(choice["delta"].get("content", "") for choice in choices)
@@ -216,8 +217,11 @@ def test_logprobs_end_where_the_text_does(gateway: Gateway, stream: bool) -> Non
 
 
 def test_max_tokens_gives_length(gateway: Gateway) -> None:
-    for field in ("max_tokens", "max_completion_tokens"):
-        answer = gateway.client().chat.completions.create(model=MODEL, messages=HI, **{field: 2})
+    create = gateway.client().chat.completions.create
+    for answer in (
+        create(model=MODEL, messages=HI, max_tokens=2),
+        create(model=MODEL, messages=HI, max_completion_tokens=2),
+    ):
         assert answer.choices[0].finish_reason == "length"
         assert answer.usage is not None
         assert answer.usage.completion_tokens == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock.simulation.scripted_engine import MODEL, logprob_of
@@ -42,7 +44,7 @@ def test_default_length_is_sixteen_and_shrinks_to_fit(gateway: Gateway) -> None:
 def test_echo_with_logprobs_covers_prompt_and_answer(gateway: Gateway, stream: bool) -> None:
     gateway.answers("blue sky")
     prompt, answered = gateway.tokenizer.encode("The deep"), gateway.tokenizer.encode("blue sky")[:1]
-    created = gateway.client().completions.create(
+    created: Any = gateway.client().completions.create(
         model=MODEL, prompt="The deep", echo=True, logprobs=2, max_tokens=1, stream=stream
     )
     choices = [part.choices[0] for part in created] if stream else [created.choices[0]]
@@ -68,7 +70,7 @@ def test_logprobs_keep_every_alternative_and_count_characters(gateway: Gateway, 
     answer, tokenizer = "Où ? 🌍🌍 你好 é", gateway.tokenizer
     gateway.answers(answer)
     ids = [*tokenizer.encode(answer), tokenizer.eos_ids[0]]
-    created = gateway.client().completions.create(
+    created: Any = gateway.client().completions.create(
         model=MODEL, prompt="Là 🌍", echo=True, max_tokens=len(ids), logprobs=20, stream=stream
     )
     parts = [part.choices[0].logprobs for part in (created if stream else [created])]
@@ -123,10 +125,11 @@ def test_stream_of_two_prompts(gateway: Gateway) -> None:
 
 
 def test_prompt_logprobs_belong_to_their_choice(gateway: Gateway) -> None:
+    prompts = ["One two", "Three"]
     with gateway.http() as http:
-        body = {"model": MODEL, "prompt": ["One two", "Three"], "prompt_logprobs": 0}
+        body = {"model": MODEL, "prompt": prompts, "prompt_logprobs": 0}
         choices = http.post("/v1/completions", json=body).json()["choices"]
-    lengths = [len(gateway.tokenizer.encode(text)) for text in body["prompt"]]
+    lengths = [len(gateway.tokenizer.encode(text)) for text in prompts]
     assert [len(choice["prompt_logprobs"]) for choice in choices] == lengths
 
 

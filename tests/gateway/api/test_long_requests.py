@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.gateway.api import reading
+from penstock.core.errors import ContextTooLong
 from penstock.gateway.api.chat import ChatReader
 from penstock.gateway.api.completions import CompletionReader
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Terms
@@ -119,7 +119,7 @@ def test_what_can_never_fit_is_refused_without_work(tokenizer: Tokenizer, name: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "encode", count)
-        with pytest.raises(reading.ContextTooLong, match="tokens"):
+        with pytest.raises(ContextTooLong, match="tokens"):
             reader.read(body, terms)
     assert encoded <= MAX_MODEL_LEN * tokenizer.max_token_bytes
 

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
+from typing import Any
 
 import httpx
 import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tests.conftest import Server
 
 MODEL = "smollm2-135m"
-RIVERS = [{"role": "user", "content": "Name three rivers in Europe."}]
+GREEDY: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "Name three rivers in Europe."}],
+    "temperature": 0,
+    "max_tokens": 24,
+}
 TOOL = {
     "type": "function",
     "function": {
@@ -30,10 +37,14 @@ def client(server: Server) -> openai.OpenAI:
     return openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=120, default_headers=fresh)
 
 
-def greedy(client: openai.OpenAI, **fields: object) -> openai.types.chat.ChatCompletion:
-    return client.chat.completions.create(
-        **{"model": MODEL, "messages": RIVERS, "temperature": 0, "max_tokens": 24, **fields}
-    )
+def greedy(client: openai.OpenAI, **fields: Any) -> ChatCompletion:
+    answer: ChatCompletion = client.chat.completions.create(**GREEDY | fields)
+    return answer
+
+
+def greedy_stream(client: openai.OpenAI, **fields: Any) -> openai.Stream[ChatCompletionChunk]:
+    stream: openai.Stream[ChatCompletionChunk] = client.chat.completions.create(**GREEDY | fields, stream=True)
+    return stream
 
 
 def test_greedy_answer_makes_sense_and_repeats(client: openai.OpenAI) -> None:
@@ -57,7 +68,7 @@ def test_second_request_is_served_from_the_prefix_cache(client: openai.OpenAI) -
 
 def test_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
     whole = greedy(client)
-    parts = list(greedy(client, stream=True, stream_options={"include_usage": True}))
+    parts = list(greedy_stream(client, stream_options={"include_usage": True}))
     assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == (
         whole.choices[0].message.content
     )
@@ -132,7 +143,8 @@ def test_echoed_logprobs_agree_with_generated_ones(client: openai.OpenAI) -> Non
 
 
 def first_token(server: Server, text: str) -> int:
-    return httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60).json()["tokens"][0]
+    token: int = httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=60).json()["tokens"][0]
+    return token
 
 
 def test_logit_bias_and_stop_take_effect(client: openai.OpenAI, server: Server) -> None:
@@ -161,7 +173,7 @@ def test_context_overflow_is_refused(client: openai.OpenAI) -> None:
 
 
 def test_abandoned_stream_frees_the_engine(server: Server, client: openai.OpenAI) -> None:
-    stream = greedy(client, stream=True, max_tokens=2000, extra_body={"ignore_eos": True})
+    stream = greedy_stream(client, max_tokens=2000, extra_body={"ignore_eos": True})
     next(iter(stream))
     with httpx.Client(base_url=server.url, timeout=60) as http:
 

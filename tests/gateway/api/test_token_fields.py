@@ -95,7 +95,10 @@ def test_usage_so_far_in_every_chunk(gateway: Gateway, path: str) -> None:
 @BOTH
 def test_a_prompt_may_be_truncated_to_its_end(gateway: Gateway, path: str) -> None:
     long = "word " * 600
-    asked_long = {CHAT: {"messages": [{"role": "user", "content": long}]}, TEXT: {"prompt": long}}
+    asked_long: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [{"role": "user", "content": long}]},
+        TEXT: {"prompt": long},
+    }
     ask(gateway, path)
     whole = list(gateway.engine.requests[-1].prompt)
     ask(gateway, path, truncate_prompt_tokens=1)

@@ -75,7 +75,7 @@ def test_everything_openai_has_is_known() -> None:
 
 
 def test_what_changes_no_answer_is_accepted(http: httpx.Client) -> None:
-    message = {**HI[0], "annotations": [], "function_call": None, "audio": None, "made_up": 1}
+    message: dict[str, Any] = {**HI[0], "annotations": [], "function_call": None, "audio": None, "made_up": 1}
     tool = {"type": "function", "function": {"name": "f", "strict": True}, "made_up": 1}
     fields = {
         **dict.fromkeys(IGNORED, "anything"),

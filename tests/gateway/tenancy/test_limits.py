@@ -22,8 +22,8 @@ from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_bad_input import check_error
 from tests.gateway.conftest import Gateway, serving
 
-HI = [{"role": "user", "content": "Hi"}]
-LONG = [{"role": "user", "content": "word " * 450}]  # over two kilobytes, so it is read in another process
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
+LONG: list[Any] = [{"role": "user", "content": "word " * 450}]  # over two kilobytes, so it is read in another process
 CHAT = "/v1/chat/completions"
 TENANTS: dict[str, Any] = {
     "few-requests": {"requests_per_minute": 2},

@@ -138,7 +138,7 @@ def usage_from_redis(server: RedisServer) -> dict[str, tuple[int, int]]:
 def window_from_redis(server: RedisServer, tenant: str) -> int:
     async def read() -> int:
         store = RedisStore(server.url)
-        amounts: dict[str, str] = await store.redis.hgetall(f"penstock:tokens:{tenant}:{MODEL}")
+        amounts = await store.redis.hgetall(f"penstock:tokens:{tenant}:{MODEL}")
         await store.close()
         return sum(int(amount) for amount in amounts.values())
 

@@ -33,7 +33,7 @@ from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_bad_input import check_error
 from tests.gateway.conftest import Gateway, serving
 
-HI = [{"role": "user", "content": "Hi"}]
+HI: list[Any] = [{"role": "user", "content": "Hi"}]
 BODY = {"model": MODEL, "messages": HI}
 CHAT = "/v1/chat/completions"
 TENANTS: dict[str, Any] = {"acme": {"weight": 2}, "other": {"models": ["another-model"]}}
@@ -180,10 +180,8 @@ EC = ec.generate_private_key(ec.SECP256R1())
 SECRET = "a shared secret of more than thirty-two bytes"
 
 
-def pem(key: Any) -> bytes:
-    return key.public_key().public_bytes(  # type: ignore[no-any-return]
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+def pem(key: rsa.RSAPrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    return key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def claims(**changed: Any) -> dict[str, Any]:
@@ -336,7 +334,7 @@ def test_a_broken_key_set_is_no_crash(tokenizer: Tokenizer, published: bytes) ->
 
 
 def unsigned() -> str:
-    return jwt.encode(claims(), None, "none")
+    return jwt.encode(claims(), "", "none")
 
 
 def tampered() -> str:
@@ -404,7 +402,7 @@ SQL = st.sampled_from([b"psk-' OR '1'='1", b"psk-000000000000-'; DROP TABLE reco
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_fuzzed_keys_are_refused(rs_http: httpx.Client, header: bytes, scheme: bytes) -> None:
     for path in ("/v1/models", "/admin/keys"):
-        response = rs_http.get(path, headers={"authorization": (scheme + header).strip()})
+        response = rs_http.get(path, headers={b"authorization": (scheme + header).strip()})
         assert response.status_code in (400, 401), response.text
 
 

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import shutil
 import subprocess
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -44,7 +45,7 @@ class EmulatedKernel:
             raise RuntimeError(error.decode())
 
 
-def emulated_kernel(folder: Path, resident: int = 1, sources: Path = _SOURCES):  # type: ignore[no-untyped-def]
+def emulated_kernel(folder: Path, resident: int = 1, sources: Path = _SOURCES) -> Callable[..., EmulatedKernel]:
     """A stand-in for `program.kernel` that compiles into `folder`."""
 
     @cache

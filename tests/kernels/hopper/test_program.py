@@ -12,7 +12,7 @@ import torch
 from penstock.kernels.hopper import program
 from penstock.kernels.hopper.program import Kernel, TensorMap
 
-KINDS = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, TensorMap]
+KINDS: list[Any] = [ctypes.c_uint64, ctypes.c_int32, ctypes.c_float, TensorMap]
 
 
 class NotingDriver:

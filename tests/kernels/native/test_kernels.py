@@ -86,7 +86,8 @@ def attention_reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, window: int
     age = np.arange(len(k) - len(q), len(k))[:, None] - np.arange(len(k))
     scores[:, (age < 0) | ((window > 0) & (age >= window))] = -np.inf
     weights = np.exp2(scores - scores.max(axis=-1, keepdims=True))
-    return np.einsum("htc,chd->thd", weights / weights.sum(axis=-1, keepdims=True), values)
+    mixed: np.ndarray = np.einsum("htc,chd->thd", weights / weights.sum(axis=-1, keepdims=True), values)
+    return mixed
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int8"])

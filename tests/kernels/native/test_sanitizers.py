@@ -25,7 +25,7 @@ if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
 
 @pytest.mark.skipif(shutil.which("g++") is None or not bindings.available(), reason="needs g++")
 def test_steps_of_all_kernels_are_clean(tmp_path: Path) -> None:
-    builds = [
+    builds: list[tuple[list[str], Path]] = [
         ([], source)
         for source in (DRIVER, *(SOURCES / f"{n}.cpp" for n in ("model", "pack", "sampling", "threadpool", "weights")))
     ]
