@@ -56,16 +56,14 @@ class Models:
                 if name in self.by_name:
                     raise StartupError(f"two models are served as {name!r}", param="served_model_name")
                 self.by_name[name] = model
+        self._names = list(self.by_name)
 
-    def names(self, tenant: Tenant) -> list[str]:
+    def names(self, tenant: Tenant) -> Sequence[str]:
         """The names a tenant may use. Those of one model mean the same, so one that is allowed allows the others."""
         allowed = tenant.models
-        return [
-            name
-            for model in self.all
-            if allowed is None or not set(allowed).isdisjoint(model.names)
-            for name in model.names
-        ]
+        if allowed is None:
+            return self._names
+        return [name for model in self.all if not set(allowed).isdisjoint(model.names) for name in model.names]
 
     def find(self, tenant: Tenant, name: str) -> Model:
         """The model that a tenant calls by this name."""

@@ -6,6 +6,7 @@ the JSON of its choices and chunks (`TextAnswer`).
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +25,7 @@ from penstock.gateway.api.openai_types import SamplingFields, Usage
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, checked_options
 from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.api.serving import DONE, Serving, check_values, encode_json, event
-from penstock.gateway.api.slices import slices
+from penstock.gateway.api.slices import SLICE
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
@@ -88,8 +89,11 @@ class TextEndpoint(ABC, Generic[B]):
     ) -> TextAnswer[B]:
         context, body, found = await self.serving.accept(request, tenant, reservation, self.endpoint, self.reader)
         info, wanted, prompts = context.model.engine.info, self.wanted(body), []
-        async for some in slices([self._cut(info, tenant, body, wanted, prompt) for prompt in found]):
-            prompts += [(prompt, self._params(info, tenant, body, wanted, prompt)) for prompt in some]
+        for position, prompt in enumerate(found):
+            if position % SLICE == SLICE - 1:
+                await asyncio.sleep(0)
+            kept = self._cut(info, tenant, body, wanted, prompt)
+            prompts.append((kept, self._params(info, tenant, body, wanted, kept)))
         choices = await build_choices(request, context, body, prompts, prompt_only=wanted.prompt_only)
         generation = Generation(self.serving.metrics, reservation, response, context, choices)
         return self.answer_type(body, generation)
