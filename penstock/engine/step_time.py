@@ -30,7 +30,7 @@ _BEND = 256  # tokens a step from which on arithmetic, not reading weights, take
 _USUAL_CHUNK = 1024  # tokens of a prompt in one step
 _USUAL_PROMPT = 96
 _USUAL_BATCH, _USUAL_CONTEXT = 32, 512
-_SLOWED = 2.0  # how many times longer than otherwise streams may wait for a token beside a long prompt
+_SLOWED = 1.7  # how many times longer than otherwise a step may be planned to take beside a long prompt
 _MEMORY = 0.997  # weight of the past at each observation: about 300 steps
 _REFIT_STEPS = 8
 _DRIFT = 0.1
@@ -210,8 +210,9 @@ class StepTimes:
     def pace(self, decodes: StepShape) -> float:
         """How long a step may take beside streams without an ITL objective.
 
-        Twice as long as the slowest steps, one in a hundred, take without long prompts. Each stream begins with a
-        prompt; in such a step two of a usual batch begin together, and more of a larger one.
+        1.7 times as long as the slowest steps, one in a hundred, take without long prompts: as steps overrun their
+        predictions, streams then wait at most twice as long as otherwise. Each stream begins with a prompt; in such a
+        step two of a usual batch begin together, and more of a larger one.
         """
         if not self.measured:
             return math.inf
