@@ -47,7 +47,8 @@ class Admission:
             late = forecast * self._times.slowdown - allowed * (1.0 - self._calibration.margin(objective.name))
             if late > 0:
                 raise Overloaded(
-                    f"the first token would come after {forecast:.2f} s, too late to promise {allowed:.2f} s",
+                    f"the first token is forecast after {forecast:.2g} s, which with the margin that forecasts need is "
+                    f"too late for {allowed:.2g} s",
                     retry_after=min(60.0, late),
                 )
         if ttft < math.inf:
