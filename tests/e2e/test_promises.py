@@ -114,7 +114,7 @@ async def test_what_cannot_be_kept_is_refused_and_what_can_is_kept(promising: Pr
             model=MODEL, prompt="word " * 300, max_tokens=4, extra_body={"service_tier": "patient"}
         )
     assert int(refused.value.response.headers["retry-after"]) >= 1
-    assert "first token would come after" in str(refused.value)
+    assert "first token is forecast after" in str(refused.value)
     assert answer.model_extra is not None
     assert answer.model_extra["service_tier"] == "patient"
 
