@@ -15,6 +15,8 @@ import uvloop
 
 from penstock.cache.build import open_cache
 from penstock.checkpoint.source import BUILT_IN, resolve
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.launcher import Instance, RemoteInstance
 from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
 from penstock.gateway.http.listener import bind
@@ -26,7 +28,16 @@ from penstock.settings import Settings, settings_from_mapping
 from penstock.state.open import open_store
 from penstock.text.tokenizer import load_tokenizer
 from penstock.worker.client import WorkerClient
-from penstock.worker.protocol import Start
+
+
+class SocketLauncher:
+    def __init__(self, address: str) -> None:
+        self.place = address
+
+    async def launch(self) -> Instance:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(self.place)
+        return RemoteInstance(await WorkerClient.connect(connection))
 
 
 async def main(address: str, settings: Settings) -> int:
@@ -35,10 +46,9 @@ async def main(address: str, settings: Settings) -> int:
         key, _ = await create_key(store, "bench")
         directory = await stack.enter_async_context(open_directory(settings, store))
         tokenizer = load_tokenizer(resolve(BUILT_IN))
-        connection = socket.socket(socket.AF_UNIX)
-        connection.connect(address)
-        worker = await WorkerClient.connect(connection, Start("trivial", settings.engine, "info"))
-        caching = open_cache(worker, tokenizer, settings.cache, settings.state)
+        fleet = Fleet("trivial")
+        await fleet.start([SocketLauncher(address)])
+        caching = open_cache(fleet, tokenizer, settings.cache, settings.state)
         engine, collectors = await stack.enter_async_context(caching)
         model = ServedModel(["trivial"], tokenizer, engine)
         app = create_app([model], settings, directory=directory, collectors=collectors)

@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "prefill": ("blue", "computing the prompt"),
     "decode": ("green", "computing the answer"),
     "stalled": ("red", "ready, but others were computed"),
+    "failover": ("bright_red", "at a replica that was lost, and until another took over"),
     "answer": ("green", "answered without a ledger of its own: from a cache, or ended early"),
     "relay": ("magenta", "sockets, tokens to text, sending"),
 }
@@ -173,6 +174,13 @@ def timeline(parts: dict[str, float], total: float) -> Text:
 
 
 def _engine(ledger: dict[str, Any]) -> Iterable[RenderableType]:
+    if ledger["replica"]:
+        yield f"Replica: {ledger['replica']}" + (f" ({ledger['routing']})." if ledger["routing"] else ".")
+    for each in ledger["failovers"]:
+        yield (
+            f"Failover: {each['replica']} was lost after {each['output_tokens']} tokens ({each['cause']}); "
+            f"{duration(each['lost'])} until another replica went on."
+        )
     if queued := {cause: seconds for cause, seconds in ledger["queued"].items() if seconds > 0}:
         yield "Queued: " + ", ".join(f"{duration(s)} {QUEUE_CAUSES.get(c, c)}" for c, s in queued.items()) + "."
     yield from _prefill(ledger["prefill"])

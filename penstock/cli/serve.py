@@ -19,7 +19,7 @@ from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
 from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
-    from penstock.worker.supervisor import SupervisedWorker
+    from penstock.fleet.fleet import Fleet
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -102,16 +102,20 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 async def _serve(settings: Settings) -> int:
     from penstock.cli.requirements import check_requirements
+    from penstock.fleet.fleet import Fleet
+    from penstock.fleet.launcher import LocalLauncher
     from penstock.gateway.http.listener import bind
     from penstock.worker.protocol import Start
-    from penstock.worker.supervisor import SupervisedWorker
 
     server = settings.server
     check_requirements(settings)
     listener = bind(server.host, server.port)
-    worker = SupervisedWorker(Start(settings.model, settings.engine, server.log_level))
-    _end_at_signals(worker)
-    starting = asyncio.create_task(worker.start())  # the longest part of a cold start, so all else is done meanwhile
+    fleet = Fleet(settings.model)
+    _end_at_signals(fleet)
+    launcher = LocalLauncher(Start(settings.model, settings.engine, server.log_level))
+    starting = asyncio.create_task(
+        fleet.start([launcher])
+    )  # the longest part of a cold start, so all else is done meanwhile
     await asyncio.sleep(0)
     try:
         from penstock.cache.build import open_cache
@@ -129,7 +133,7 @@ async def _serve(settings: Settings) -> int:
             checkpoint = await asyncio.to_thread(resolve, settings.model)
             tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint)
             name = server.served_model_name or checkpoint.name
-            caching = open_cache(worker, tokenizer, settings.cache, settings.state)
+            caching = open_cache(fleet, tokenizer, settings.cache, settings.state)
             engine, collectors = await stack.enter_async_context(caching)
             model = ServedModel([name], tokenizer, engine)
             app = create_app([model], settings, directory=directory, collectors=collectors)
@@ -144,15 +148,15 @@ async def _serve(settings: Settings) -> int:
             return await serve(app, listener, announce, server.drain_seconds)
     finally:
         starting.cancel()
-        await worker.stop()
+        await fleet.stop()
 
 
-def _end_at_signals(worker: SupervisedWorker) -> None:
+def _end_at_signals(fleet: Fleet) -> None:
     """Until the server drains at signals instead. Nothing can be lost yet, so nothing is waited for: a thread that
     downloads a model would take its time."""
 
     def end(sig: signal.Signals) -> None:
-        worker.kill()
+        fleet.kill()
         print(f"penstock: ended by {sig.name} while starting", file=sys.stderr, flush=True)
         os._exit(128 + sig)
 

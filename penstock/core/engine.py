@@ -19,6 +19,7 @@ class EngineInfo:
     vocab_size: int
     revision: str = ""  # changes with the weights and with the precision they are computed in
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)  # of requests that do not say
+    continues: bool = True  # whether it goes on from the output of another engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Seconds throughout. A request is at any moment in exactly one of these states: queued (it holds no memory), prefilling,
 decoding, or stalled: it could have been computed but the engine did something else, or the step that computed it took
-longer because of another request.
+longer because of another request. Where a replica was lost, the fleet adds the time until another one took over.
 """
 
 from __future__ import annotations
@@ -33,6 +33,17 @@ class Stall:
 
 
 @dataclass(slots=True)
+class Failover:
+    """A replica that was lost while it worked for the request, which then went on elsewhere."""
+
+    replica: str
+    cause: str
+    output_tokens: int  # that the request had by then
+    served: float  # until its last chunk came; the replica's own ledger is lost with it
+    lost: float  # from then until another replica had the request: noticing it, and waiting for one
+
+
+@dataclass(slots=True)
 class Ledger:
     request_id: str
     tenant: str = ""
@@ -57,8 +68,17 @@ class Ledger:
     recomputed_tokens: int = 0
     met_ttft: bool | None = None  # None: nothing was promised
     met_gap: bool | None = None  # of the 99th percentile of its inter-token latencies
+    replica: str = ""  # that finished it; these three are the fleet's
+    routing: str = ""  # why that one
+    failovers: list[Failover] = field(default_factory=list)
 
     @property
     def accounted(self) -> float:
         """Equals `total`."""
-        return sum(self.queued.values()) + sum(chunk.seconds for chunk in self.prefill) + self.decode + self.stalled
+        computed = sum(self.queued.values()) + sum(chunk.seconds for chunk in self.prefill) + self.decode + self.stalled
+        return computed + self.failover
+
+    @property
+    def failover(self) -> float:
+        """Time at replicas that were lost, and until another one took over."""
+        return sum(each.served + each.lost for each in self.failovers)

@@ -157,6 +157,7 @@ class GenerateRequest:
     # Tokens that another engine has emitted for this request. They count as its output wherever output is counted
     # (penalties, limits, sampling positions, usage) and do not come again in chunks.
     output: Sequence[int] = ()
+    resumed: bool = False  # another engine has accepted it before: it must not be refused for want of capacity
     priority: int = 0  # within a class lower runs first
     cache_salt: str = ""  # prefixes are shared only between equal salts
     prefix_scope: str = ""  # and only within a scope: a tenant, unless tenants share
@@ -202,6 +203,7 @@ class Chunk:
     error: Failure | None = None  # with finish_reason "error", "deadline" or "abort": the request failed
     ledger: Ledger | None = None  # with the last chunk
     cache: CacheStatus | None = None  # with the first chunk, when a result cache stands before the engine
+    replica: str = ""  # with the first chunk, when a fleet stands before the engine: which of its replicas
 
     def raise_failure(self) -> None:
         """For readers who want a failed request as an exception. Engines give it as a chunk, with its ledger."""

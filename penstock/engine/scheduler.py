@@ -62,7 +62,7 @@ class Scheduler:
     def add(self, request: GenerateRequest, now: float) -> None:
         """Raises Overloaded for work whose objective cannot be met, and when too much is waiting already."""
         limits = self.limits
-        if len(self.waiting) >= limits.max_waiting:
+        if len(self.waiting) >= limits.max_waiting and not request.resumed:
             self.counters.refused += 1
             raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=self._queue_seconds())
         objective = objective_of(request, limits)
@@ -71,7 +71,9 @@ class Scheduler:
         if not limits.fcfs:
             sequence.to_compute -= len(self._placement.cached_blocks(sequence)) * limits.block_size
             sequence.due += objective.ttft or patience(remaining_seconds(sequence, self.times))
-        if objective.ttft is not None or request.deadline is not None:
+        if request.resumed:  # somebody has waited for its next token since before it came here
+            sequence.due, sequence.promised = now, False
+        elif objective.ttft is not None or request.deadline is not None:
             try:
                 self._admission.admit(sequence, objective, self._load(now))
             except Overloaded:

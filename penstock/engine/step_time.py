@@ -43,7 +43,7 @@ _MARGIN_STEPS = (8, 128)  # windows and their size: a late step is remembered fo
 # A step may take this many times what is predicted, and no less than some seconds, before it must hang: a machine that
 # swaps or is shared, a kernel compiled late. What was never measured may take minutes: a large model on a slow CPU.
 _PATIENCE = 10.0
-_LEAST_PATIENCE_SECONDS = 30.0
+_LEAST_PATIENCE_SECONDS = 10.0
 _PATIENCE_WITH_UNKNOWN_SECONDS = 600.0
 _OUTLIER = 5.0  # a step this many times longer than predicted says something about the machine, not about steps
 _VERSION = 3

@@ -18,7 +18,8 @@ class Parts(Struct, kw_only=True):
     prefill: float = 0.0
     decode: float = 0.0
     stalled: float = 0.0
-    answer: float = 0.0  # in place of the engine's four where it kept no ledger: answered from a cache, or never run
+    failover: float = 0.0  # at replicas that were lost, and until another one took over
+    answer: float = 0.0  # in place of the engine's five where it kept no ledger: answered from a cache, or never run
     relay: float = 0.0
 
 
@@ -58,5 +59,6 @@ def parts_of(total: float, prepare: float, answered: float, ledger: Ledger | Non
         prefill=sum(chunk.seconds for chunk in ledger.prefill),
         decode=ledger.decode,
         stalled=ledger.stalled,
+        failover=ledger.failover,
         relay=total - prepare - ledger.accounted,
     )

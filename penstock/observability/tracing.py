@@ -176,6 +176,8 @@ def _engine_attributes(ledger: Ledger) -> Attributes:
         "penstock.predicted_ttft_s": ledger.predicted_ttft,
         "penstock.met_ttft": ledger.met_ttft,
         "penstock.met_gap": ledger.met_gap,
+        "penstock.replica": ledger.replica or None,
+        "penstock.failovers": len(ledger.failovers) or None,
         **{f"penstock.missed_tokens.{cause}": count for cause, count in ledger.missed_tokens.items()},
     }
     return {name: value for name, value in values.items() if value is not None}

@@ -5,33 +5,35 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import cast
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
-from penstock.core.errors import PenstockError, StartupError, Unavailable
+from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.loop import activity
 from penstock.worker.protocol import (
+    DEAD_AFTER_HEARTBEATS,
     HEARTBEAT_SECONDS,
     Abort,
+    Alive,
     Chunks,
     FromWorker,
     Heartbeat,
-    Hello,
     PromptScores,
     Refused,
-    Start,
     Submit,
     decode_from_worker,
     frame,
     take_frames,
 )
 
+LOST = "worker_lost"  # code of the error that ends the requests of a worker that has gone
 LAST_CHUNK_SECONDS = 1.0  # how long the ledger of an aborted request is waited for
 KEPT_LEDGER_SECONDS = 60.0  # how long one is kept for a reader who is slow to ask
-DEAD_AFTER_HEARTBEATS = 8  # without a byte: 2 s
+STOPPED_AFTER_HEARTBEATS = 2  # without a byte, of a process that is known to be stopped
+_ALIVE = frame(Alive())
 
 
 class _Inbox:
@@ -67,8 +69,10 @@ class WorkerClient(asyncio.Protocol):
     info: EngineInfo  # known once connected
     _transport: asyncio.Transport
 
-    def __init__(self) -> None:
+    def __init__(self, *, remote: bool, is_stopped: Callable[[], bool]) -> None:
         self.stats = EngineStats()
+        self._remote = remote
+        self._is_stopped = is_stopped
         self._received = bytearray()
         self._inboxes: dict[str, _Inbox] = {}
         self._aborted: dict[str, asyncio.Future[Ledger | None]] = {}  # their ledgers, which may yet come
@@ -80,11 +84,18 @@ class WorkerClient(asyncio.Protocol):
         self.closed: asyncio.Future[str] = self._loop.create_future()  # "" if the other end did it
 
     @classmethod
-    async def connect(cls, connection: socket.socket, wanted: Start) -> WorkerClient:
-        """Returns when the worker serves. Raises StartupError if it says that it cannot, ConnectionError if it dies."""
-        _, client = await asyncio.get_running_loop().create_unix_connection(cls, sock=connection)
+    async def connect(
+        cls, connection: socket.socket, *, remote: bool = False, is_stopped: Callable[[], bool] = lambda: False
+    ) -> WorkerClient:
+        """Returns when the worker serves. Raises ConnectionError if it goes away before.
+
+        `remote`: over a network, where the worker wants to hear from this side as well. `is_stopped` tells whether its
+        process is known to be stopped, so that less silence is enough.
+        """
+        loop = asyncio.get_running_loop()
+        connect = loop.create_connection if remote else loop.create_unix_connection
+        _, client = await connect(lambda: cls(remote=remote, is_stopped=is_stopped), sock=connection)
         try:
-            client._transport.write(frame(wanted))
             await client._greeted
         except BaseException:
             client._transport.abort()
@@ -93,7 +104,7 @@ class WorkerClient(asyncio.Protocol):
 
     async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         if self._lost:
-            raise Unavailable("the worker is not running; try again in a few seconds")
+            raise Unavailable("the worker is not running; try again in a few seconds", code=LOST)
         inbox = self._inboxes[request.id] = _Inbox()
         self._transport.write(frame(Submit(request)))
         ended = False
@@ -169,12 +180,10 @@ class WorkerClient(asyncio.Protocol):
                 self._settle(message.request_id, None)
         elif self._greeted.done():
             raise ConnectionError("a worker greets once")
-        elif isinstance(message, Hello):
+        else:
             self.info, self.stats = message.info, message.stats
             self._greeted.set_result(None)
             self._listen()
-        else:
-            self._greeted.set_exception(StartupError(message.message))
 
     def _listen(self) -> None:
         """Count heartbeats without a byte, until there are too many.
@@ -182,10 +191,13 @@ class WorkerClient(asyncio.Protocol):
         Not by the clock: where this process did not run itself (stopped, suspended, short of CPU), it finds out late
         but counts one heartbeat, and the socket is read before the next.
         """
-        if self._heartbeats_missed >= DEAD_AFTER_HEARTBEATS:
-            self._silence = f"nothing heard from it for {DEAD_AFTER_HEARTBEATS * HEARTBEAT_SECONDS:.0f} s"
+        missed = self._heartbeats_missed
+        if missed >= DEAD_AFTER_HEARTBEATS or (missed >= STOPPED_AFTER_HEARTBEATS and self._is_stopped()):
+            self._silence = f"nothing heard from it for {missed * HEARTBEAT_SECONDS:.2g} s"
             self._transport.abort()
         elif not self._lost:
+            if self._remote:
+                self._transport.write(_ALIVE)
             self._heartbeats_missed += 1
             self._loop.call_later(HEARTBEAT_SECONDS, self._listen)
 
@@ -194,11 +206,15 @@ class WorkerClient(asyncio.Protocol):
         if not self._greeted.done():
             self._greeted.set_exception(ConnectionError("the worker went away without a greeting"))
         for inbox in self._inboxes.values():
-            inbox.put(Unavailable("the worker died while this request was running; send it again"))
+            inbox.put(Unavailable("the worker died while this request was running; send it again", code=LOST))
         for request_id in self._aborted:
             self._settle(request_id, None)
         if not self.closed.done():
             self.closed.set_result(self._silence)
+
+    def close(self) -> None:
+        """End the connection. Requests in progress fail as if the worker had gone."""
+        self._transport.abort()
 
     def health(self) -> Health:
         return Health(False, "the worker is not running") if self._lost else activity(self.stats)

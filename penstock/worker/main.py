@@ -1,7 +1,8 @@
-"""The worker process. Started by supervisor.py as `python -m penstock.worker.main SOCKET_FD`.
+"""The worker process. Started by a launcher as `python -m penstock.worker.main CONTROL_FD`.
 
-All else comes over that socket: first what to load, which is answered by a greeting once it is loaded or by the reason
-why it cannot be. When the socket ends, the gateway is gone and the worker goes too, also in the middle of loading.
+All else comes over that control socket: first what to load, then a socket for each gateway, which is greeted once the
+model is loaded. A worker that cannot load says why over the control socket. When that ends, the launcher is gone and
+the worker goes too, also in the middle of loading.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import asyncio
 import gc
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import PenstockError
@@ -24,7 +26,8 @@ from penstock.engine.executor import LoadedExecutor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.observability.logging import configure_logging
-from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Start, frame, read_start
+from penstock.worker.control import Control
+from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Start, frame, read_control
 from penstock.worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
@@ -32,60 +35,58 @@ log = logging.getLogger(__name__)
 SOFTWARE_ERROR = 70  # EX_SOFTWARE
 
 
+class Gateways(Protocol):
+    """Where gateways come from: a launcher's control socket, or a port."""
+
+    async def attach(self, server: WorkerServer, stop: Callable[[], None]) -> None:
+        """Connect those that have come and those that will. `stop` is called when there will be none any more."""
+
+
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway decides
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)  # a compiler started from here must not keep it open
-    wanted = read_start(connection)
-    if wanted is None:
+    wanted = read_control(connection)
+    if not isinstance(wanted, Start):
         return 1
     configure_logging(wanted.log_level)
+    control = Control(connection)
     try:
-        scheduler, executor, info = _load(wanted, connection)
+        scheduler, executor, info = load(wanted)
     except PenstockError as error:
         connection.sendall(frame(Failed(error.message)))
         return 1
-    asyncio.run(serve(connection, scheduler, executor, info))
+    asyncio.run(serve(scheduler, executor, info, control))
     return 0
 
 
-def _load(wanted: Start, connection: socket.socket) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
+def load(wanted: Start) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
+    """Load the model and, on a machine where it never ran, measure how fast it is."""
     from penstock.runner.progress import LoadProgress  # numpy, and torch where it is needed, from here on
     from penstock.runner.startup import start
 
-    loaded = threading.Event()
-    threading.Thread(target=_end_with_gateway, args=(connection, loaded), daemon=True).start()
-    try:
-        scheduler, executor, info = start(wanted.model, wanted.engine, LoadProgress(sys.stderr))
-        if not scheduler.times.measured:
-            log.info("measuring how fast this machine is, once")
-            calibrate(scheduler, executor)
-        return scheduler, executor, info
-    finally:
-        loaded.set()
+    scheduler, executor, info = start(wanted.model, wanted.engine, LoadProgress(sys.stderr))
+    if not scheduler.times.measured:
+        log.info("measuring how fast this machine is, once")
+        calibrate(scheduler, executor)
+    return scheduler, executor, info
 
 
-def _end_with_gateway(connection: socket.socket, loaded: threading.Event) -> None:
-    """A gateway sends nothing before the greeting, so what can be read while the model loads is the socket's end."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    poll.poll()
-    if not loaded.is_set():
-        os._exit(0)
-
-
-async def serve(connection: socket.socket, scheduler: Scheduler, executor: LoadedExecutor, info: EngineInfo) -> None:
-    """Run the engine for the gateway at the other end, until that goes away or SIGTERM comes."""
-    server = await WorkerServer.over(connection)
-    engine = EngineLoop(scheduler, executor, server.emit)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.hang_up)
+async def serve(scheduler: Scheduler, executor: LoadedExecutor, info: EngineInfo, gateways: Gateways) -> None:
+    """Run the engine for its gateways, until there will be none any more or SIGTERM comes."""
+    server, stopped = WorkerServer(), asyncio.Event()
+    engine = server.engine = EngineLoop(scheduler, executor, server.emit)
+    server.info = info
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     gc.collect()
     gc.freeze()  # what was loaded stays; collecting garbage must not walk through it in the middle of a step
     _log_memory(executor)
     thread = threading.Thread(target=_run, args=(engine, executor), name="engine", daemon=True)
     thread.start()
     watching = asyncio.create_task(_end_if_stalled(engine))
-    await server.handle_client(engine, info)
+    await gateways.attach(server, stopped.set)
+    await stopped.wait()
+    server.close()
     engine.stop()
     await asyncio.to_thread(thread.join)
     watching.cancel()

@@ -1,15 +1,17 @@
-"""What crosses the socket between a gateway and a worker: frames of four length bytes and one MessagePack message.
+"""What crosses the sockets of a worker: frames of four length bytes and one MessagePack message.
 
-gateway → worker   Start once, then Submit, Abort
-worker → gateway   Hello or Failed once, then Chunks per step, PromptScores before the Chunks they belong to, Refused,
-                   and a Heartbeat four times a second
+launcher → worker  Start once, then one byte with the descriptor of a socket for each gateway that connects
+worker → launcher  Failed, where it cannot serve
+
+gateway → worker   Submit, Abort; over a network also Alive four times a second
+worker → gateway   Hello once, then Chunks per step, PromptScores before the Chunks they belong to, Refused, and a
+                   Heartbeat four times a second
 
 Whatever was submitted gets one last word: Refused, or a chunk with a finish reason and the ledger, also after an Abort.
 """
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import struct
 
@@ -21,6 +23,7 @@ from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.settings import EngineConfig
 
 HEARTBEAT_SECONDS = 0.25
+DEAD_AFTER_HEARTBEATS = 7  # without a byte: between 1.75 and 2 s
 MAX_FRAME = 256 * 2**20
 SCORES_IN_FRAME = 256  # tokens; decoded in about a millisecond
 _LENGTH = struct.Struct("<I")
@@ -40,6 +43,10 @@ class Submit(msgspec.Struct, tag="submit", array_like=True):
 
 class Abort(msgspec.Struct, tag="abort", array_like=True):
     request_id: str
+
+
+class Alive(msgspec.Struct, tag="alive", array_like=True):
+    """A gateway on another machine runs and can be reached."""
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
@@ -73,15 +80,17 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     stats: EngineStats
 
 
-ToWorker = Start | Submit | Abort
-FromWorker = Hello | Failed | Chunks | PromptScores | Refused | Heartbeat
+ToWorker = Submit | Abort | Alive
+FromWorker = Hello | Chunks | PromptScores | Refused | Heartbeat
+Control = Start | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
+_decode_control = msgspec.msgpack.Decoder(Control).decode
 
 
-def frame(message: ToWorker | FromWorker) -> bytes:
+def frame(message: ToWorker | FromWorker | Control) -> bytes:
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
@@ -120,18 +129,26 @@ def take_frames(buffer: bytearray, data: bytes) -> list[bytes]:
     return frames
 
 
-def read_start(connection: socket.socket) -> Start | None:
-    """What the gateway says first; None if it went away before. Waits, as a worker has nothing else to do yet."""
-    with connection.makefile("rb") as file:  # may read ahead: nothing else comes before the greeting
-        head = file.read(_LENGTH.size)
-        body = file.read(_length(head)) if len(head) == _LENGTH.size else b""
-    message = decode_to_worker(body) if body else None
-    return message if isinstance(message, Start) else None
+def read_control(connection: socket.socket) -> Start | Failed | None:
+    """What the other end of a control socket says next; None if it has gone. Blocks, and reads not a byte more: the
+    next one may carry a descriptor."""
+    head = _read_exactly(connection, _LENGTH.size)
+    body = _read_exactly(connection, _length(head)) if head else b""
+    return _decode_control(body) if body else None
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """Raises IncompleteReadError at the end of the stream."""
-    return await reader.readexactly(_length(await reader.readexactly(_LENGTH.size)))
+def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    """b"" if the other end has gone before."""
+    data = b""
+    while len(data) < size:
+        try:
+            more = connection.recv(size - len(data))
+        except ConnectionError:
+            return b""
+        if not more:
+            return b""
+        data += more
+    return data
 
 
 def _length(data: bytes | bytearray, at: int = 0) -> int:

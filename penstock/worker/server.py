@@ -1,19 +1,18 @@
-"""The worker's side of the socket: requests in, one frame of chunks per step out."""
+"""The worker's side of its sockets: requests of every connected gateway in, one frame of chunks per step out."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
+from typing import cast
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import Failure, PenstockError
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.loop import EngineLoop
 from penstock.worker.protocol import (
+    DEAD_AFTER_HEARTBEATS,
     HEARTBEAT_SECONDS,
     Abort,
-    FromWorker,
     Heartbeat,
     Hello,
     Refused,
@@ -21,70 +20,122 @@ from penstock.worker.protocol import (
     decode_to_worker,
     frame,
     frames_of,
-    read_frame,
+    take_frames,
 )
 
 
 class WorkerServer:
     """Lives on the asyncio thread; only `emit` is called from the engine's as well."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._requests: set[str] = set()
-        self._asyncio = asyncio.get_running_loop()
+    engine: EngineLoop  # these two: set before the first gateway connects
+    info: EngineInfo
 
-    @classmethod
-    async def over(cls, connection: socket.socket) -> WorkerServer:
-        return cls(*await asyncio.open_unix_connection(sock=connection))
+    def __init__(self) -> None:
+        self._asyncio = asyncio.get_running_loop()
+        self._gateways: set[GatewayConnection] = set()
+        self._owners: dict[str, GatewayConnection] = {}  # of the requests in progress
+        self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     def emit(self, chunks: list[Chunk]) -> None:
         if not self._asyncio.is_closed():
             self._asyncio.call_soon_threadsafe(self._emit, chunks)
 
     def _emit(self, chunks: list[Chunk]) -> None:
-        wanted = [chunk for chunk in chunks if chunk.request_id in self._requests]  # others were aborted meanwhile
-        self._requests.difference_update(chunk.request_id for chunk in wanted if chunk.finish_reason is not None)
-        if wanted:
-            self._writer.write(frames_of(wanted))
+        owners = self._owners
+        by_gateway: dict[GatewayConnection, list[Chunk]] = {}
+        for chunk in chunks:
+            gateway = owners.get(chunk.request_id)
+            if gateway is None:  # it has gone away meanwhile
+                continue
+            if chunk.finish_reason is not None:
+                del owners[chunk.request_id]
+            if gateway in by_gateway:
+                by_gateway[gateway].append(chunk)
+            else:
+                by_gateway[gateway] = [chunk]
+        for gateway, own in by_gateway.items():
+            gateway.write(frames_of(own))
 
-    def _send(self, message: FromWorker) -> None:
-        self._writer.write(frame(message))
+    def connected(self, gateway: GatewayConnection) -> None:
+        self._gateways.add(gateway)
+        gateway.write(frame(Hello(self.info, self.engine.stats)))
 
-    async def handle_client(self, engine: EngineLoop, info: EngineInfo) -> None:
-        """Greet the gateway and do as it says until it goes away, or `hang_up` ends the conversation."""
-        self._send(Hello(info, engine.stats))
-        heartbeats = asyncio.create_task(self._send_heartbeats(engine))
+    def submit(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
         try:
-            while True:
-                message = decode_to_worker(await read_frame(self._reader))
-                if isinstance(message, Submit):
-                    self._submit(engine, message.request)
-                elif isinstance(message, Abort) and message.request_id in self._requests:
-                    engine.abort(message.request_id)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            heartbeats.cancel()
-            self.hang_up()
-            with contextlib.suppress(ConnectionError):
-                await self._writer.wait_closed()
-
-    def hang_up(self) -> None:
-        self._writer.close()
-
-    def _submit(self, engine: EngineLoop, request: GenerateRequest) -> None:
-        try:
-            if request.id in self._requests:
+            if request.id in self._owners:
                 raise PenstockError(f"request id {request.id!r} is in use")
-            engine.submit(request)
+            self.engine.submit(request)
         except PenstockError as error:
-            self._send(Refused(request.id, Failure.of(error)))
+            gateway.write(frame(Refused(request.id, Failure.of(error))))
         else:
-            self._requests.add(request.id)
+            self._owners[request.id] = gateway
 
-    async def _send_heartbeats(self, engine: EngineLoop) -> None:
+    def abort(self, gateway: GatewayConnection, request_id: str) -> None:
+        if self._owners.get(request_id) is gateway:
+            self.engine.abort(request_id)
+
+    def disconnected(self, gateway: GatewayConnection) -> None:
+        """Nobody waits for its requests any more."""
+        self._gateways.discard(gateway)
+        for request_id in [request_id for request_id, owner in self._owners.items() if owner is gateway]:
+            del self._owners[request_id]
+            self.engine.abort(request_id)
+
+    def close(self) -> None:
+        """Hang up on every gateway."""
+        self._heartbeats.cancel()
+        for gateway in list(self._gateways):
+            gateway.close()
+
+    async def _send_heartbeats(self) -> None:
         """Say how the engine is doing, and by saying it that this process runs."""
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            self._send(Heartbeat(engine.stats))
+            heartbeat = frame(Heartbeat(self.engine.stats)) if self._gateways else b""
+            for gateway in list(self._gateways):
+                gateway.tick(heartbeat)
+
+
+class GatewayConnection(asyncio.Protocol):
+    """One gateway. Over a network (`remote`) its silence for two seconds ends the connection, and so its requests."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, server: WorkerServer, *, remote: bool = False) -> None:
+        self._server = server
+        self._remote = remote
+        self._received = bytearray()
+        self._heartbeats_missed = 0
+        self.write = self._not_connected
+
+    @staticmethod
+    def _not_connected(data: bytes) -> None:
+        raise ConnectionError("the gateway is not connected yet")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
+        self.write = self._transport.write
+        self._server.connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        """What it raises ends the connection."""
+        self._heartbeats_missed = 0
+        for body in take_frames(self._received, data):
+            message = decode_to_worker(body)
+            if isinstance(message, Submit):
+                self._server.submit(self, message.request)
+            elif isinstance(message, Abort):
+                self._server.abort(self, message.request_id)
+
+    def tick(self, heartbeat: bytes) -> None:
+        self._heartbeats_missed += self._remote
+        if self._heartbeats_missed > DEAD_AFTER_HEARTBEATS:
+            self._transport.abort()
+        else:
+            self.write(heartbeat)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._server.disconnected(self)

@@ -13,8 +13,8 @@ from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.core.engine import Engine
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.settings import EngineConfig
+from penstock.fleet.launcher import LocalLauncher
 from penstock.worker.protocol import Start
-from penstock.worker.supervisor import SupervisedWorker
 
 PROMPT = [1, 504, 2365, 6354, 16438, 284, 260, 1250, 30, 378]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -70,10 +70,10 @@ def test_in_process(llm: LLM, name: str) -> None:
 
 
 async def test_over_the_workers_socket() -> None:
-    worker = SupervisedWorker(Start(DEFAULT_MODEL, EngineConfig(kv_memory_gib=0.1, max_model_len=256), "info"))
-    await worker.start()
+    launcher = LocalLauncher(Start(DEFAULT_MODEL, EngineConfig(kv_memory_gib=0.1, max_model_len=256), "info"))
+    worker = await launcher.launch()
     try:
         for params in CASES.values():
-            await check_resuming(worker, params)
+            await check_resuming(worker.engine, params)
     finally:
         await worker.stop()

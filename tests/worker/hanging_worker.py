@@ -1,4 +1,4 @@
-"""A worker whose engine hangs in its first step: `python -m tests.worker.hanging_worker SOCKET_FD`."""
+"""A worker whose engine hangs in its first step: `python -m tests.worker.hanging_worker CONTROL_FD`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.engine.executor import Step, StepResult
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import StepShape, StepTimes
+from penstock.worker.control import Control
 from penstock.worker.main import serve
-from penstock.worker.protocol import read_start
 
 
 class HangingExecutor:
@@ -42,13 +42,12 @@ class ImpatientTimes(StepTimes):
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    assert read_start(connection) is not None
+    control = Control(socket.socket(fileno=int(sys.argv[1])))
     limits = SchedulerLimits(
         num_blocks=12, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=40, vocab_size=50, eos_ids=frozenset()
     )
     scheduler = Scheduler(limits, ImpatientTimes())
-    asyncio.run(serve(connection, scheduler, HangingExecutor(), EngineInfo("m", 40, 50)))
+    asyncio.run(serve(scheduler, HangingExecutor(), EngineInfo("m", 40, 50), control))
 
 
 if __name__ == "__main__":

@@ -16,11 +16,9 @@ from penstock.core.request import GenerateRequest, SamplingParams
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.settings import EngineConfig
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
 from penstock.worker.client import WorkerClient
-from penstock.worker.protocol import Start
-from penstock.worker.server import WorkerServer
+from penstock.worker.server import GatewayConnection, WorkerServer
 
 LIMITS = SchedulerLimits(
     num_blocks=2000, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=8000, vocab_size=VOCAB
@@ -31,16 +29,16 @@ PROMPT = [1, 2, 3, 4, 5]
 @asynccontextmanager
 async def simulated(executor: PagedExecutor) -> AsyncIterator[WorkerClient]:
     ours, theirs = socket.socketpair()
-    server = await WorkerServer.over(theirs)
-    engine = EngineLoop(Scheduler(LIMITS), executor, server.emit)
+    server = WorkerServer()
+    server.info = EngineInfo("m", LIMITS.max_model_len, VOCAB)
+    engine = server.engine = EngineLoop(Scheduler(LIMITS), executor, server.emit)
     thread = threading.Thread(target=engine.run)
     thread.start()
-    serving = asyncio.create_task(server.handle_client(engine, EngineInfo("m", LIMITS.max_model_len, VOCAB)))
+    await asyncio.get_running_loop().create_unix_connection(lambda: GatewayConnection(server), sock=theirs)
     try:
-        yield await WorkerClient.connect(ours, Start("m", EngineConfig(), "info"))
+        yield await WorkerClient.connect(ours)
     finally:
-        server.hang_up()
-        await serving
+        server.close()
         engine.stop()
         await asyncio.to_thread(thread.join)
 

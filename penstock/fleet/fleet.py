@@ -1,0 +1,232 @@
+"""The replicas of one model as one `Engine`: each request goes to the replica that serves it soonest, and goes on at
+another one if that is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
+from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unavailable
+from penstock.core.ledger import Ledger
+from penstock.core.request import Chunk, GenerateRequest
+from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget, blame
+from penstock.fleet.journal import Journal
+from penstock.fleet.launcher import Launcher
+from penstock.fleet.replica import Replica
+from penstock.fleet.settings import FailoverConfig
+from penstock.fleet.stats import combined, counters
+from penstock.worker.client import LOST
+
+log = logging.getLogger(__name__)
+
+MAX_HELD = 4096  # requests that wait for a replica
+MAX_FRUITLESS = 2  # retries of a request whose replica lives and yet fails it
+KEPT_SECONDS = 60.0  # how long the ledger of an aborted request can be asked for
+
+
+class Fleet:
+    info: EngineInfo  # known once a replica has been ready
+
+    def __init__(self, model: str, failover: FailoverConfig | None = None) -> None:
+        self.model = model
+        self.replicas: list[Replica] = []
+        self.failovers = 0
+        self._config = failover or FailoverConfig()
+        self._started = 0
+        self._held = 0  # requests that wait for a replica
+        self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
+        self._journals: dict[str, Journal] = {}
+        self._quarantine = Quarantine()
+        self._budget = RetryBudget()
+        self._trial = asyncio.Lock()  # held by a suspect until it has a token
+        self._retired = EngineStats()  # counters of instances that have gone
+
+    # -- replicas ------------------------------------------------------------------------------------------------------
+
+    async def start(self, launchers: Sequence[Launcher]) -> None:
+        """Returns when the first replica serves; the others follow. Raises StartupError if the first one cannot."""
+        first, *others = [self._new(launcher) for launcher in launchers]
+        await first.start()
+        for replica in others:
+            replica.start_soon()
+
+    def add(self, launcher: Launcher) -> Replica:
+        replica = self._new(launcher)
+        replica.start_soon()
+        return replica
+
+    def _new(self, launcher: Launcher) -> Replica:
+        replica = Replica(f"{self.model}-{self._started}", launcher, self._on_change)
+        self._started += 1
+        self.replicas.append(replica)
+        return replica
+
+    async def remove(self, replica: Replica, drain_seconds: float) -> None:
+        """Let it finish what it has; what is not done in time goes on elsewhere."""
+        if not await replica.drain(drain_seconds):
+            log.warning("replica %s stops with %d requests, which go on elsewhere", replica.name, replica.streams)
+        await replica.stop()
+        self.replicas.remove(replica)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(replica.stop() for replica in self.replicas))
+
+    def kill(self) -> None:
+        for replica in self.replicas:
+            replica.kill()
+
+    def _on_change(self, replica: Replica) -> None:
+        if replica.state == "ready":
+            self.info = replica.engine.info
+        elif replica.state in ("lost", "stopped"):
+            self._retired = combined([self._retired, counters(replica.stats)])
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+        self._quarantine.check(request, time.monotonic())
+        journal = self._journals[request.id] = Journal(request)
+        ended = False
+        try:
+            while not ended:
+                replica = await self._place(journal)
+                engine = journal.engine = replica.engine
+                wanted = journal.next_request()
+                replica.begin()
+                try:
+                    async with aclosing(engine.submit(wanted)) as chunks:
+                        async for chunk in chunks:
+                            if chunk.error is not None and chunk.error.error == EngineFailure.__name__:
+                                chunk.raise_failure()
+                            ended = chunk.finish_reason is not None
+                            if journal.fruitless and chunk.token_ids:
+                                self._proved(journal, replica)
+                            yield journal.take(chunk)
+                except Overloaded as error:
+                    self._refused(journal, replica, error)
+                except (Unavailable, EngineFailure) as error:
+                    self._failed(journal, replica, engine, error)
+                finally:
+                    replica.end()
+        finally:
+            if journal.on_trial:
+                self._trial.release()
+            if ended:
+                del self._journals[request.id]
+            else:
+                asyncio.get_running_loop().call_later(KEPT_SECONDS, self._journals.pop, request.id, None)
+
+    async def _place(self, journal: Journal) -> Replica:
+        """Choose a replica, or wait for one."""
+        if journal.suspected >= SUSPECT_AFTER and not journal.on_trial:
+            await self._trial.acquire()
+            journal.on_trial = True
+        journal.fruitless += 1
+        replica = self._choose(journal)
+        if replica is None:
+            replica = await self._wait_for_replica(journal)
+        return replica
+
+    def _choose(self, journal: Journal) -> Replica | None:
+        now = time.monotonic()
+        found = [
+            replica
+            for replica in self.replicas
+            if replica.state == "ready"
+            and replica.name not in journal.refused
+            and replica.breaker.allows(now)
+            and (not journal.output or replica.engine.info.continues)
+        ]
+        if not found:
+            return None
+        replica = found[0] if len(found) == 1 else min(found, key=lambda each: each.streams)
+        replica.breaker.try_again(now)
+        journal.resume(replica.name, "")
+        return replica
+
+    async def _wait_for_replica(self, journal: Journal) -> Replica:
+        """Of those that have refused it none will do; for one that starts, or starts again, it pays to wait."""
+        if journal.refused:
+            raise min(journal.refused.values(), key=lambda error: error.retry_after)
+        if self._held >= MAX_HELD:
+            raise Overloaded(f"{self._held} requests wait for a replica already", retry_after=5.0)
+        self._held += 1
+        try:
+            async with asyncio.timeout(self._config.wait_seconds):
+                while (replica := self._choose(journal)) is None:
+                    if all(replica.state in ("draining", "stopped") for replica in self.replicas):
+                        raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
+                    await self._changed.wait()
+                return replica
+        except TimeoutError:
+            raise Unavailable(f"no replica of {self.model} is running; try again in a few seconds") from None
+        finally:
+            self._held -= 1
+
+    def _proved(self, journal: Journal, replica: Replica) -> None:
+        """The first token of an attempt."""
+        replica.useful = True
+        replica.breaker.succeeded()
+        if journal.attempt > 1:
+            self._budget.refund()
+        journal.fruitless = journal.suspected = 0
+        if journal.on_trial:
+            journal.on_trial = False
+            self._trial.release()
+
+    def _refused(self, journal: Journal, replica: Replica, error: Overloaded) -> None:
+        """Another replica may have room for it."""
+        if journal.output or len(self.replicas) == 1:
+            raise error
+        journal.refused[replica.name] = error
+
+    def _failed(self, journal: Journal, replica: Replica, engine: ServedEngine, error: PenstockError) -> None:
+        """Its replica is lost, or failed to compute it: note the loss, or raise if it is not to be tried again."""
+        now = time.monotonic()
+        lost = error.code == LOST
+        if not lost:
+            replica.breaker.failed(now)
+        elif replica.state != "lost" and replica.engine is engine:
+            self._crashed(replica, engine)
+        if journal.convicted or (lost and journal.on_trial):
+            raise self._quarantine.convict(journal.request, now)
+        if not lost and journal.fruitless > MAX_FRUITLESS:
+            raise error
+        if not self._budget.spend(len(self._journals), now):
+            raise error
+        self.failovers += 1
+        journal.lose(replica.detail or error.message)
+
+    def _crashed(self, replica: Replica, engine: ServedEngine) -> None:
+        """The first request to hear of it speaks for all."""
+        if replica.state == "ready":
+            blame(journal for journal in self._journals.values() if journal.engine is engine)
+        replica.lose("")
+
+    async def aborted(self, request_id: str) -> Ledger | None:
+        journal = self._journals.get(request_id)
+        if journal is None or journal.engine is None:
+            return None
+        ledger = await journal.engine.aborted(journal.engine_id)
+        if ledger is not None:
+            journal.settle(ledger)
+        return ledger
+
+    # -- readings ------------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> EngineStats:
+        running = [replica.stats for replica in self.replicas if replica.state in ("ready", "draining")]
+        return combined([self._retired, *running])
+
+    def health(self) -> Health:
+        ready = [replica for replica in self.replicas if replica.state == "ready"]
+        if len(self.replicas) == 1:
+            return ready[0].engine.health() if ready else Health(False, "the worker is not running")
+        return Health(bool(ready), f"{len(ready)} of {len(self.replicas)} replicas ready")

@@ -1,0 +1,133 @@
+"""What a fleet knows of one request: the tokens it has been given, and by whom. Enough to go on elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from penstock.core.engine import ServedEngine
+from penstock.core.errors import DeadlineExceeded, Overloaded
+from penstock.core.ledger import Failover, Ledger
+from penstock.core.request import Chunk, GenerateRequest
+
+
+class Journal:
+    """Kept for as long as the request runs. The seed, the position and the output decide every further token, so an
+    engine that is given them goes on as the lost one would have."""
+
+    __slots__ = (
+        "_clock",
+        "attempt",
+        "begun",
+        "convicted",
+        "engine",
+        "failovers",
+        "first",
+        "fruitless",
+        "heard",
+        "on_trial",
+        "output",
+        "prompt_scored",
+        "refused",
+        "replica",
+        "request",
+        "routing",
+        "started",
+        "suspected",
+    )
+
+    def __init__(self, request: GenerateRequest, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.request = request
+        self.output: list[int] = []
+        self.replica = ""  # where it is now, and why
+        self.routing = ""
+        self.engine: ServedEngine | None = None
+        self.attempt = 0
+        self.fruitless = 0  # attempts since its last token
+        self.on_trial = False  # no other suspect runs beside it
+        self.suspected = 0  # replicas that crashed with it since its last token
+        self.convicted = False  # it crashed them
+        self.failovers: list[Failover] = []
+        self.refused: dict[str, Overloaded] = {}  # by the replica that had no room for it
+        self.started = self.begun = self.heard = clock()  # it arrived; came to its replica; last heard of
+        self.first: float | None = None  # first token
+        self.prompt_scored = False  # the first chunk has been handed on
+
+    def next_request(self) -> GenerateRequest:
+        """What the next replica is asked for: the request as it was, or the rest of it. Raises DeadlineExceeded."""
+        now, request = self._clock(), self.request
+        self.begun = self.heard = now
+        self.attempt += 1
+        if self.attempt == 1:
+            return request
+        params, deadline = request.params, request.deadline
+        if deadline is not None:
+            deadline -= now - self.started
+            if deadline <= 0:
+                raise DeadlineExceeded(f"the deadline passed after {len(self.output)} tokens")
+        if self.prompt_scored and params.prompt_logprobs is not None:
+            params = replace(params, prompt_logprobs=None)
+        return replace(
+            request,
+            id=self.engine_id,
+            params=params,
+            output=[*request.output, *self.output],
+            resumed=bool(self.failovers),
+            deadline=deadline,
+        )
+
+    @property
+    def engine_id(self) -> str:
+        """Its name at the engine. A replica that was only out of reach may still be busy with the attempt before."""
+        return self.request.id if self.attempt <= 1 else f"{self.request.id}.{self.attempt}"
+
+    def take(self, chunk: Chunk) -> Chunk:
+        """Note what a chunk brings and make it a chunk of the one stream that the client sees."""
+        now = self._clock()
+        self.heard = now
+        if chunk.token_ids:
+            self.output += chunk.token_ids
+            if self.first is None:
+                self.first = now
+        if self.attempt > 1:
+            chunk.request_id = self.request.id
+        if self.prompt_scored:
+            chunk.cached_tokens, chunk.queue_seconds = 0, 0.0
+        else:
+            self.prompt_scored = True
+            chunk.replica = self.replica
+        if chunk.ledger is not None:
+            self.settle(chunk.ledger)
+        return chunk
+
+    def lose(self, cause: str) -> None:
+        """Its replica is lost. `resume` follows when another one has the request."""
+        served = self.heard - self.begun
+        self.failovers.append(Failover(self.replica, cause, len(self.output), served, 0.0))
+
+    def resume(self, replica: str, routing: str) -> None:
+        """It goes to this replica now."""
+        self.replica, self.routing = replica, routing
+        if self.failovers and not self.failovers[-1].lost:
+            self.failovers[-1].lost = self._clock() - self.heard
+
+    def settle(self, ledger: Ledger) -> None:
+        """Make of the last replica's ledger one of the whole request."""
+        request, objective = self.request, self.request.objective
+        ledger.request_id = request.id
+        ledger.replica, ledger.routing = self.replica, self.routing
+        if not self.failovers:
+            return
+        ledger.failovers = self.failovers
+        earlier = ledger.failover
+        ledger.arrived -= earlier
+        ledger.total += earlier
+        if self.first is not None:
+            ledger.ttft = self.first - self.started
+        if objective.ttft is not None and ledger.ttft is not None:
+            ledger.met_ttft = ledger.ttft <= objective.ttft
+        if objective.itl is not None and any(each.output_tokens for each in self.failovers):
+            # The longest inter-token latency is beyond the 99th percentile only of a long answer.
+            ledger.met_gap = ledger.met_gap is not False and len(self.output) >= 100 * len(self.failovers)

@@ -1,0 +1,212 @@
+"""How a replica's engine comes to be: the `Launcher` seam, and launchers of workers here and on other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from penstock.core.engine import ServedEngine
+from penstock.core.errors import StartupError
+from penstock.worker.client import WorkerClient
+from penstock.worker.control import send_gateway
+from penstock.worker.protocol import Failed, Start, frame, read_control
+from penstock.worker.remote import prove_as_gateway
+
+_STOP_SECONDS = 10.0
+_EXIT_SECONDS = 1.0  # for a process whose socket has ended
+_CONNECT_SECONDS = 5.0
+
+
+class Instance(Protocol):
+    """An engine that runs, until it is lost or stopped."""
+
+    @property
+    def engine(self) -> ServedEngine: ...
+
+    @property
+    def process(self) -> int | None:
+        """The id of its process where that is of this machine."""
+        ...
+
+    async def lost(self) -> str:
+        """Wait until the engine is gone for good, and say why."""
+        ...
+
+    async def stop(self) -> None: ...
+
+    def kill(self) -> None:
+        """At once, whatever it is doing."""
+        ...
+
+
+class Launcher(Protocol):
+    """Starts an engine, again and again if need be. `place` says to people where it runs."""
+
+    place: str
+
+    async def launch(self) -> Instance:
+        """Returns when the engine serves. Raises StartupError with the reason why it cannot."""
+        ...
+
+
+class LocalLauncher:
+    """Each instance is a worker process of this machine."""
+
+    place = "local process"
+
+    def __init__(self, start: Start) -> None:
+        self._start = start
+
+    async def launch(self) -> Instance:
+        """There is no limit to the time a model may take to load; it ends with its process."""
+        worker = await WorkerProcess.spawn(self._start)
+        try:
+            client = await WorkerClient.connect(worker.connect(), is_stopped=worker.is_stopped)
+        except ConnectionError as error:
+            raise StartupError(await worker.failure()) from error
+        except BaseException:
+            worker.kill()
+            raise
+        return LocalInstance(worker, client)
+
+
+class WorkerProcess:
+    """A worker process and its control socket."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
+        self._process = process
+        self._control = control
+
+    @classmethod
+    async def spawn(cls, start: Start) -> WorkerProcess:
+        ours, theirs = socket.socketpair()
+        with theirs:  # the process has its own of it
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "penstock.worker.main",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,
+                pass_fds=(theirs.fileno(),),
+                env={name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
+                start_new_session=True,
+            )
+        ours.sendall(frame(start))
+        return cls(process, ours)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def connect(self) -> socket.socket:
+        """A new connection for a gateway. The worker greets over it as soon as it can serve."""
+        try:
+            return send_gateway(self._control)
+        except OSError as error:
+            raise ConnectionError("the worker has gone") from error
+
+    async def failure(self) -> str:
+        """Why it ended, in its own words if it had any."""
+        code = await self.reap(_EXIT_SECONDS)
+        said = read_control(self._control)  # its end is closed, so this waits for nothing
+        return said.message if isinstance(said, Failed) else f"the worker ended with exit code {code} while starting"
+
+    async def reap(self, patience: float) -> int:
+        """The exit code of the process, which is killed if it does not end in time."""
+        try:
+            return await asyncio.wait_for(self._process.wait(), patience)
+        except TimeoutError:
+            self.kill()
+            return await self._process.wait()
+
+    def is_stopped(self) -> bool:
+        """Whether it was stopped by a signal, as far as the system can tell."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_bytes()
+        except OSError:  # no /proc (macOS), or no process
+            return False
+        return stat.rpartition(b") ")[2][:1] == b"T"
+
+    def terminate(self) -> None:
+        if self._process.returncode is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+
+    def close(self) -> None:
+        self._control.close()
+
+
+class LocalInstance:
+    def __init__(self, worker: WorkerProcess, client: WorkerClient) -> None:
+        self._worker = worker
+        self.engine = client
+
+    @property
+    def process(self) -> int:
+        return self._worker.pid
+
+    async def lost(self) -> str:
+        silence = await asyncio.shield(self.engine.closed)
+        code = await self._worker.reap(0 if silence else _EXIT_SECONDS)
+        self._worker.close()
+        return silence or f"exit code {code}"
+
+    async def stop(self) -> None:
+        self._worker.terminate()
+        await self._worker.reap(_STOP_SECONDS)
+        self._worker.close()
+
+    def kill(self) -> None:
+        self._worker.kill()
+
+
+class RemoteLauncher:
+    """Connects to a worker that somebody runs on another machine (`penstock worker`). It starts and ends nothing."""
+
+    def __init__(self, host: str, port: int, secret: str) -> None:
+        self._address = (host, port)
+        self._secret = secret
+        self.place = f"tcp://{host}:{port}"
+
+    async def launch(self) -> Instance:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                found = await loop.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
+                family, kind, protocol, _, address = found[0]
+                connection = socket.socket(family, kind, protocol)
+                connection.setblocking(False)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                try:
+                    await loop.sock_connect(connection, address)
+                    await prove_as_gateway(connection, self._secret)
+                except BaseException:
+                    connection.close()
+                    raise
+                return RemoteInstance(await WorkerClient.connect(connection, remote=True))
+        except (OSError, TimeoutError) as error:
+            raise StartupError(f"no worker answers at {self.place}: {error or 'timed out'}") from error
+
+
+class RemoteInstance:
+    process = None
+
+    def __init__(self, client: WorkerClient) -> None:
+        self.engine = client
+
+    async def lost(self) -> str:
+        return await asyncio.shield(self.engine.closed) or "the connection ended"
+
+    async def stop(self) -> None:
+        self.engine.close()
+
+    def kill(self) -> None:
+        self.engine.close()

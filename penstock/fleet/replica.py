@@ -1,0 +1,140 @@
+"""One replica of a model: an engine that is launched, watched, and launched again when it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from penstock.core.engine import EngineStats, ServedEngine
+from penstock.core.errors import StartupError
+from penstock.fleet.failover import CircuitBreaker
+from penstock.fleet.launcher import Instance, Launcher
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "draining", "lost", "stopped"]
+
+_FIRST_RETRY_SECONDS = 1.0
+_LAST_RETRY_SECONDS = 30.0
+
+
+class Replica:
+    """`on_change` is called whenever its state changes, before anybody else can act on it."""
+
+    def __init__(self, name: str, launcher: Launcher, on_change: Callable[[Replica], None]) -> None:
+        self.name = name
+        self.place = launcher.place
+        self.state: State = "starting"
+        self.since = time.time()  # in this state
+        self.detail = ""  # for people: why it is in this state
+        self.restarts = 0
+        self.streams = 0  # requests in flight
+        self.useful = False  # whether this instance has given a token
+        self.breaker = CircuitBreaker()
+        self._leaving = False
+        self._launcher = launcher
+        self._instance: Instance | None = None
+        self._on_change = on_change
+        self._keeper: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+
+    @property
+    def engine(self) -> ServedEngine:
+        assert self._instance is not None, "a replica that is ready has an instance"
+        return self._instance.engine
+
+    @property
+    def process(self) -> int | None:
+        return None if self._instance is None else self._instance.process
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats() if self._instance is None else self._instance.engine.stats
+
+    async def start(self) -> None:
+        """Launch it and wait until it serves. Raises StartupError with the engine's own words."""
+        self._began(await self._launcher.launch())
+        self._keeper = asyncio.create_task(self._keep())
+
+    def start_soon(self) -> None:
+        """Launch it, now or as soon as that is possible."""
+        self._keeper = asyncio.create_task(self._launch_and_keep())
+
+    async def _launch_and_keep(self) -> None:
+        self._began(await self._relaunch(0.0))
+        await self._keep()
+
+    async def _keep(self) -> None:
+        """Launch it again whenever it is lost: at once if it had been of use, else ever later."""
+        delay = _FIRST_RETRY_SECONDS
+        while True:
+            assert self._instance is not None
+            reason = await self._instance.lost()
+            delay = 0.0 if self.useful else min(_LAST_RETRY_SECONDS, 2 * delay or _FIRST_RETRY_SECONDS)
+            log.error("replica %s was lost: %s; starting another", self.name, reason)
+            self.lose(reason)
+            if self._leaving:
+                return
+            self.restarts += 1
+            self._began(await self._relaunch(delay))
+
+    async def _relaunch(self, delay: float) -> Instance:
+        while True:
+            await asyncio.sleep(delay)
+            try:
+                return await self._launcher.launch()
+            except (StartupError, OSError) as error:
+                delay = min(_LAST_RETRY_SECONDS, 2 * delay or _FIRST_RETRY_SECONDS)
+                self.detail = str(error)
+                log.error("replica %s did not start: %s; next try in %.0f s", self.name, error, delay)
+
+    def _began(self, instance: Instance) -> None:
+        self._instance = instance
+        self.useful = False
+        self._become("draining" if self._leaving else "ready", "")
+
+    def lose(self, reason: str) -> None:
+        """It cannot be used until it is launched again. Whoever notices first says so."""
+        if self.state in ("ready", "draining"):
+            self._become("lost", reason)
+
+    def _become(self, state: State, detail: str) -> None:
+        self.state, self.detail, self.since = state, detail, time.time()
+        self._on_change(self)
+
+    def begin(self) -> None:
+        self.streams += 1
+
+    def end(self) -> None:
+        self.streams -= 1
+        if not self.streams:
+            self._idle.set()
+
+    async def drain(self, seconds: float) -> bool:
+        """Take no more requests and wait for those in flight. False: some were left when the time was over."""
+        self._leaving = True
+        self._become("draining", "")
+        try:
+            async with asyncio.timeout(seconds):
+                while self.streams:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Requests in flight go on elsewhere."""
+        if self._keeper is not None:
+            self._keeper.cancel()
+        self._become("stopped", "")
+        if self._instance is not None:
+            await self._instance.stop()
+
+    def kill(self) -> None:
+        """End its engine at once, whatever that is doing."""
+        if self._instance is not None:
+            self._instance.kill()

@@ -1,0 +1,30 @@
+"""The readings of several engines as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from penstock.core.engine import EngineStats
+
+_LARGEST = ("seconds_since_step", "step_time_error", "decode_step_seconds", "loaded_step_seconds")
+_GAUGES = ("running", "waiting", "kv_blocks", "kv_blocks_used", "prefill_tokens_per_second", *_LARGEST)
+
+
+def combined(readings: Sequence[EngineStats]) -> EngineStats:
+    """What is counted adds up. Speeds are those of the slowest, since a request runs on one engine alone."""
+    known = [stats for stats in readings if stats.prefill_tokens_per_second]
+    values = {
+        field.name: sum(getattr(stats, field.name) for stats in readings)
+        for field in fields(EngineStats)
+        if field.name not in _LARGEST
+    }
+    values["prefill_tokens_per_second"] = min((stats.prefill_tokens_per_second for stats in known), default=0.0)
+    for name in _LARGEST:
+        values[name] = max(getattr(stats, name) for stats in readings)
+    return EngineStats(**values)
+
+
+def counters(stats: EngineStats) -> EngineStats:
+    """What stays of an engine that has gone: counters must not shrink."""
+    return replace(stats, **dict.fromkeys(_GAUGES, 0))

@@ -1,0 +1,99 @@
+"""Workers and gateways on different machines: a TCP port, and a secret that both know.
+
+Neither sends the secret. Each proves that it has it by a MAC over random bytes of both sides, so what is overheard
+cannot be used again. What follows is not encrypted: the network between them must be trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine
+
+from penstock.core.errors import StartupError
+from penstock.worker.server import GatewayConnection, WorkerServer
+
+log = logging.getLogger(__name__)
+
+SECRET = "PENSTOCK_WORKER_SECRET"  # the environment variable
+_NONCE = 32
+_MAC = 32
+_HANDSHAKE_SECONDS = 5.0
+
+
+class WrongSecret(StartupError):
+    """The other end has another secret, or is no Penstock."""
+
+
+async def prove_as_gateway(connection: socket.socket, secret: str) -> None:
+    async with asyncio.timeout(_HANDSHAKE_SECONDS):
+        loop = asyncio.get_running_loop()
+        theirs, mine = await _receive(connection, _NONCE), os.urandom(_NONCE)
+        await loop.sock_sendall(connection, mine + _mac(secret, b"gateway", theirs, mine))
+        if not hmac.compare_digest(await _receive(connection, _MAC), _mac(secret, b"worker", theirs, mine)):
+            raise WrongSecret(f"the worker has another secret; give both the same in {SECRET}")
+
+
+async def prove_as_worker(connection: socket.socket, secret: str) -> None:
+    async with asyncio.timeout(_HANDSHAKE_SECONDS):
+        loop, mine = asyncio.get_running_loop(), os.urandom(_NONCE)
+        await loop.sock_sendall(connection, mine)
+        answer = await _receive(connection, _NONCE + _MAC)
+        theirs, proof = answer[:_NONCE], answer[_NONCE:]
+        if not hmac.compare_digest(proof, _mac(secret, b"gateway", mine, theirs)):
+            raise WrongSecret("a gateway came with another secret")
+        await loop.sock_sendall(connection, _mac(secret, b"worker", mine, theirs))
+
+
+def _mac(secret: str, role: bytes, of_worker: bytes, of_gateway: bytes) -> bytes:
+    return hmac.digest(secret.encode(), role + of_worker + of_gateway, "sha256")
+
+
+async def _receive(connection: socket.socket, size: int) -> bytes:
+    loop, data = asyncio.get_running_loop(), b""
+    while len(data) < size:
+        more = await loop.sock_recv(connection, size - len(data))
+        if not more:
+            raise WrongSecret(f"the connection ended during the handshake; is {SECRET} the same at both ends?")
+        data += more
+    return data
+
+
+class Port:
+    """A worker's port, for gateways that have its secret."""
+
+    def __init__(self, listener: socket.socket, secret: str) -> None:
+        self._listener = listener
+        self._secret = secret
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def attach(self, server: WorkerServer, stop: Callable[[], None]) -> None:
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._start(self._accept(server))
+
+    async def _accept(self, server: WorkerServer) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            connection, address = await loop.sock_accept(self._listener)
+            self._start(self._connect(server, connection, address))
+
+    async def _connect(self, server: WorkerServer, connection: socket.socket, address: object) -> None:
+        try:
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await prove_as_worker(connection, self._secret)
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: GatewayConnection(server, remote=True), sock=connection)
+            log.info("a gateway connected from %s", address)
+        except (OSError, TimeoutError, WrongSecret) as error:
+            log.warning("a connection from %s was refused: %s", address, error or "it said nothing")
+            connection.close()
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,73 @@
+"""Replicas in this process, to be lost at will. Loop, scheduler, sockets and client are real; the model is not."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+
+from penstock.core.engine import EngineInfo
+from penstock.core.errors import StartupError
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.loop import EngineLoop
+from penstock.engine.scheduler import Scheduler
+from penstock.fleet.launcher import Instance, RemoteInstance
+from penstock.simulation.paged_executor import VOCAB, PagedExecutor
+from penstock.worker.client import WorkerClient
+from penstock.worker.server import GatewayConnection, WorkerServer
+
+LIMITS = SchedulerLimits(
+    num_blocks=2000, block_size=4, max_seqs=64, max_step_tokens=64, max_model_len=4000, vocab_size=VOCAB
+)
+
+
+class SimulatedWorker:
+    """A worker without a process of its own."""
+
+    def __init__(self, limits: SchedulerLimits = LIMITS) -> None:
+        self.server = WorkerServer()
+        self.server.info = EngineInfo("m", limits.max_model_len, VOCAB)
+        self.executor = PagedExecutor(limits.num_blocks, limits.block_size)
+        self.scheduler = Scheduler(limits)
+        self.engine = self.server.engine = EngineLoop(self.scheduler, self.executor, self.server.emit)
+        self.thread = threading.Thread(target=self.engine.run, daemon=True)
+        self.thread.start()
+
+    async def connect(self) -> WorkerClient:
+        ours, theirs = socket.socketpair()
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_connection(lambda: GatewayConnection(self.server), sock=theirs)
+        return await WorkerClient.connect(ours)
+
+    def die(self) -> None:
+        self.server.close()
+        self.engine.stop()
+
+
+class SimulatedLauncher:
+    """`crash` is told of every worker that is launched, before it serves."""
+
+    place = "simulated"
+
+    def __init__(self, crash: Callable[[SimulatedWorker], None] = lambda worker: None) -> None:
+        self.workers: list[SimulatedWorker] = []
+        self.failing = False
+        self._crash = crash
+
+    async def launch(self) -> Instance:
+        if self.failing:
+            raise StartupError("no machine is free")
+        worker = SimulatedWorker()
+        self.workers.append(worker)
+        self._crash(worker)
+        return RemoteInstance(await worker.connect())
+
+    @property
+    def worker(self) -> SimulatedWorker:
+        return self.workers[-1]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.die()
+            worker.thread.join()
