@@ -20,6 +20,7 @@ class EngineInfo:
     revision: str = ""  # changes with the weights and with the precision they are computed in
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)  # of requests that do not say
     continues: bool = True  # whether it goes on from the output of another engine
+    block_size: int = 16  # tokens of a KV block
 
 
 @dataclass(frozen=True, slots=True)

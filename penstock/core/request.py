@@ -164,6 +164,7 @@ class GenerateRequest:
     common_tokens: int = 0  # of the prompt's beginning that all scopes share
     objective: Objective = Objective()
     deadline: float | None = None  # seconds after arrival from which on an answer is of no use: the work stops
+    session: str = ""  # requests of one session find more in the prefix cache if they meet on one replica
     tenant: str = ""  # who pays; tenants share the engine by weight
     weight: float = 1.0  # of the tenant
     cache: CacheControl | None = None  # for a result cache on the way; engines never see it

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
 
 import msgspec
 
 from penstock.core.errors import EngineFailure
 from penstock.core.request import GenerateRequest
-from penstock.fleet.journal import Journal
 
-SUSPECT_AFTER = 2  # crashes without a token between them
+SUSPECT_AFTER = 2  # crashes in a row without a token between them; the next one, alone, convicts
 QUARANTINE_SECONDS = 600.0
 QUARANTINED = 1024  # remembered
 RETRY_SECONDS = 10.0  # over which fruitless retries are counted
@@ -20,18 +18,6 @@ SPARE_RETRIES = 32
 BREAK_AFTER = 3  # failures in a row
 FIRST_BREAK_SECONDS = 1.0
 LAST_BREAK_SECONDS = 30.0
-
-
-def blame(journals: Iterable[Journal]) -> None:
-    """A replica crashed with these requests. One that two crashes in a row have in common is suspected. A single
-    suspect is convicted; several are to be tried one at a time, as most of them are victims."""
-    suspects = []
-    for journal in journals:
-        journal.suspected += 1
-        if journal.suspected >= SUSPECT_AFTER:
-            suspects.append(journal)
-    if len(suspects) == 1:
-        suspects[0].convicted = True
 
 
 class Quarantine:
@@ -42,19 +28,19 @@ class Quarantine:
 
     def check(self, request: GenerateRequest, now: float) -> None:
         if self._until and self._until.get(_digest(request), 0.0) > now:
-            raise _quarantined(request)
+            raise _quarantined()
 
     def convict(self, request: GenerateRequest, now: float) -> EngineFailure:
         """Refuse its like from now on. Returns the error that ends it."""
         self._until[_digest(request)] = now + QUARANTINE_SECONDS
         while len(self._until) > QUARANTINED:
             del self._until[next(iter(self._until))]
-        return _quarantined(request)
+        return _quarantined()
 
 
-def _quarantined(request: GenerateRequest) -> EngineFailure:
+def _quarantined() -> EngineFailure:
     error = EngineFailure(
-        f"this request ended {SUSPECT_AFTER} workers one after the other, so it is not tried again for "
+        f"this request ended {SUSPECT_AFTER + 1} workers one after the other, so it is not tried again for "
         f"{QUARANTINE_SECONDS / 60:.0f} minutes; the server's log has the reason",
         code="quarantined",
     )

@@ -13,13 +13,14 @@ from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
 from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
-from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget, blame
+from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
 from penstock.fleet.journal import Journal
 from penstock.fleet.launcher import Launcher
 from penstock.fleet.replica import Replica
-from penstock.fleet.settings import FailoverConfig
+from penstock.fleet.router import Placement, Router
+from penstock.fleet.settings import FailoverConfig, RoutingConfig
 from penstock.fleet.stats import combined, counters
-from penstock.worker.client import LOST
+from penstock.worker.client import GONE, LOST
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +32,13 @@ KEPT_SECONDS = 60.0  # how long the ledger of an aborted request can be asked fo
 class Fleet:
     info: EngineInfo  # known once a replica has been ready
 
-    def __init__(self, model: str, failover: FailoverConfig | None = None) -> None:
+    def __init__(
+        self, model: str, routing: RoutingConfig | None = None, failover: FailoverConfig | None = None
+    ) -> None:
         self.model = model
         self.replicas: list[Replica] = []
         self.failovers = 0
+        self._router = Router(routing or RoutingConfig())
         self._config = failover or FailoverConfig()
         self._started = 0
         self._held = 0  # requests that wait for a replica
@@ -43,6 +47,7 @@ class Fleet:
         self._quarantine = Quarantine()
         self._budget = RetryBudget()
         self._trial = asyncio.Lock()  # held by a suspect until it has a token
+        self._court: Replica | None = None  # that the suspect has to itself until then, but for streams that run
         self._retired = EngineStats()  # counters of instances that have gone
 
     # -- replicas ------------------------------------------------------------------------------------------------------
@@ -63,14 +68,26 @@ class Fleet:
         replica = Replica(f"{self.model}-{self._started}", launcher, self._on_change)
         self._started += 1
         self.replicas.append(replica)
+        self._router.add(replica)
         return replica
+
+    def streams(self, replica: Replica) -> int:
+        """Requests in flight there."""
+        return self._router.snapshot(replica).streams
 
     async def remove(self, replica: Replica, drain_seconds: float) -> None:
         """Let it finish what it has; what is not done in time goes on elsewhere."""
-        if not await replica.drain(drain_seconds):
-            log.warning("replica %s stops with %d requests, which go on elsewhere", replica.name, replica.streams)
+        replica.drain()
+        try:
+            async with asyncio.timeout(drain_seconds):
+                while self.streams(replica):
+                    await self._changed.wait()
+        except TimeoutError:
+            left = self.streams(replica)
+            log.warning("replica %s stops with %d requests, which go on elsewhere", replica.name, left)
         await replica.stop()
         self.replicas.remove(replica)
+        self._router.remove(replica)
 
     async def stop(self) -> None:
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
@@ -82,8 +99,13 @@ class Fleet:
     def _on_change(self, replica: Replica) -> None:
         if replica.state == "ready":
             self.info = replica.engine.info
+            self._router.restarted(replica)
         elif replica.state in ("lost", "stopped"):
             self._retired = combined([self._retired, counters(replica.stats)])
+        self._tell()
+
+    def _tell(self) -> None:
+        """Let those who wait for a replica, or for one to be idle, look again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -95,45 +117,45 @@ class Fleet:
         ended = False
         try:
             while not ended:
-                replica = await self._place(journal)
-                engine = journal.engine = replica.engine
-                wanted = journal.next_request()
-                replica.begin()
+                placed = await self._place(journal)
+                engine = journal.engine = placed.replica.engine
                 try:
-                    async with aclosing(engine.submit(wanted)) as chunks:
+                    async with aclosing(engine.submit(journal.next_request())) as chunks:
                         async for chunk in chunks:
                             if chunk.error is not None and chunk.error.error == EngineFailure.__name__:
                                 chunk.raise_failure()
                             ended = chunk.finish_reason is not None
                             if journal.fruitless and chunk.token_ids:
-                                self._proved(journal, replica)
+                                self._proved(journal, placed)
                             yield journal.take(chunk)
                 except Overloaded as error:
-                    self._refused(journal, replica, error)
+                    self._refused(journal, placed.replica, error)
                 except (Unavailable, EngineFailure) as error:
-                    self._failed(journal, replica, engine, error)
+                    self._failed(journal, placed.replica, engine, error)
                 finally:
-                    replica.end()
+                    self._left(journal, placed, completed=ended)
         finally:
             if journal.on_trial:
-                self._trial.release()
+                self._acquit(journal)
             if ended:
                 del self._journals[request.id]
             else:
                 asyncio.get_running_loop().call_later(KEPT_SECONDS, self._journals.pop, request.id, None)
 
-    async def _place(self, journal: Journal) -> Replica:
+    async def _place(self, journal: Journal) -> Placement:
         """Choose a replica, or wait for one."""
         if journal.suspected >= SUSPECT_AFTER and not journal.on_trial:
             await self._trial.acquire()
             journal.on_trial = True
+        placed = self._choose(journal) or await self._wait_for_replica(journal)
+        while journal.on_trial and not self._to_itself(journal, placed):
+            self._left(journal, placed, completed=False)
+            placed = await self._wait_for_replica(journal)
         journal.fruitless += 1
-        replica = self._choose(journal)
-        if replica is None:
-            replica = await self._wait_for_replica(journal)
-        return replica
+        journal.resume(placed.replica.name, placed.reason)
+        return placed
 
-    def _choose(self, journal: Journal) -> Replica | None:
+    def _choose(self, journal: Journal) -> Placement | None:
         now = time.monotonic()
         found = [
             replica
@@ -142,15 +164,25 @@ class Fleet:
             and replica.name not in journal.refused
             and replica.breaker.allows(now)
             and (not journal.output or replica.engine.info.continues)
+            and (replica is not self._court or journal.on_trial)
         ]
-        if not found:
-            return None
-        replica = found[0] if len(found) == 1 else min(found, key=lambda each: each.streams)
-        replica.breaker.try_again(now)
-        journal.resume(replica.name, "")
-        return replica
+        placed = self._router.place(journal.request, journal.output, found) if found else None
+        if placed is not None:
+            placed.replica.breaker.try_again(now)
+        return placed
 
-    async def _wait_for_replica(self, journal: Journal) -> Replica:
+    def _to_itself(self, journal: Journal, placed: Placement) -> bool:
+        """Keep other requests from the replica of a suspect. Those that have had a token there are above suspicion."""
+        self._court = placed.replica
+        return self._router.snapshot(placed.replica).prefilling == 1
+
+    def _acquit(self, journal: Journal) -> None:
+        journal.on_trial = False
+        self._court = None
+        self._trial.release()
+        self._tell()
+
+    async def _wait_for_replica(self, journal: Journal) -> Placement:
         """Of those that have refused it none will do; for one that starts, or starts again, it pays to wait."""
         if journal.refused:
             raise min(journal.refused.values(), key=lambda error: error.retry_after)
@@ -159,26 +191,35 @@ class Fleet:
         self._held += 1
         try:
             async with asyncio.timeout(self._config.wait_seconds):
-                while (replica := self._choose(journal)) is None:
+                while True:
                     if all(replica.state in ("draining", "stopped") for replica in self.replicas):
                         raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
                     await self._changed.wait()
-                return replica
+                    if (placed := self._choose(journal)) is not None:
+                        return placed
         except TimeoutError:
             raise Unavailable(f"no replica of {self.model} is running; try again in a few seconds") from None
         finally:
             self._held -= 1
 
-    def _proved(self, journal: Journal, replica: Replica) -> None:
+    def _proved(self, journal: Journal, placed: Placement) -> None:
         """The first token of an attempt."""
-        replica.useful = True
-        replica.breaker.succeeded()
+        placed.stream.emitted(1, time.monotonic())
+        placed.replica.useful = True
+        placed.replica.breaker.succeeded()
         if journal.attempt > 1:
             self._budget.refund()
         journal.fruitless = journal.suspected = 0
         if journal.on_trial:
-            journal.on_trial = False
-            self._trial.release()
+            self._acquit(journal)
+        elif self._court is placed.replica:
+            self._tell()
+
+    def _left(self, journal: Journal, placed: Placement, *, completed: bool) -> None:
+        """A request is no longer at its replica."""
+        placed.stream.ended(time.monotonic(), completed=completed)
+        if placed.replica is self._court or placed.replica.state == "draining":
+            self._tell()
 
     def _refused(self, journal: Journal, replica: Replica, error: Overloaded) -> None:
         """Another replica may have room for it."""
@@ -189,25 +230,22 @@ class Fleet:
     def _failed(self, journal: Journal, replica: Replica, engine: ServedEngine, error: PenstockError) -> None:
         """Its replica is lost, or failed to compute it: note the loss, or raise if it is not to be tried again."""
         now = time.monotonic()
-        lost = error.code == LOST
-        if not lost:
+        if error.code == GONE:
+            replica.lose("")
+        elif error.code == LOST:
+            if replica.state == "ready" and replica.engine is engine:
+                replica.lose("")
+            if journal.on_trial:
+                raise self._quarantine.convict(journal.request, now)
+            journal.suspected += replica.state != "draining"
+        else:
             replica.breaker.failed(now)
-        elif replica.state != "lost" and replica.engine is engine:
-            self._crashed(replica, engine)
-        if journal.convicted or (lost and journal.on_trial):
-            raise self._quarantine.convict(journal.request, now)
-        if not lost and journal.fruitless > MAX_FRUITLESS:
-            raise error
+            if journal.fruitless > MAX_FRUITLESS:
+                raise error
         if not self._budget.spend(len(self._journals), now):
             raise error
         self.failovers += 1
         journal.lose(replica.detail or error.message)
-
-    def _crashed(self, replica: Replica, engine: ServedEngine) -> None:
-        """The first request to hear of it speaks for all."""
-        if replica.state == "ready":
-            blame(journal for journal in self._journals.values() if journal.engine is engine)
-        replica.lose("")
 
     async def aborted(self, request_id: str) -> Ledger | None:
         journal = self._journals.get(request_id)

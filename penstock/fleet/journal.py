@@ -20,7 +20,6 @@ class Journal:
         "_clock",
         "attempt",
         "begun",
-        "convicted",
         "engine",
         "failovers",
         "first",
@@ -46,9 +45,8 @@ class Journal:
         self.engine: ServedEngine | None = None
         self.attempt = 0
         self.fruitless = 0  # attempts since its last token
-        self.on_trial = False  # no other suspect runs beside it
+        self.on_trial = False  # no other suspect runs beside it: if its replica crashes, it is to blame
         self.suspected = 0  # replicas that crashed with it since its last token
-        self.convicted = False  # it crashed them
         self.failovers: list[Failover] = []
         self.refused: dict[str, Overloaded] = {}  # by the replica that had no room for it
         self.started = self.begun = self.heard = clock()  # it arrived; came to its replica; last heard of

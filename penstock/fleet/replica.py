@@ -31,7 +31,6 @@ class Replica:
         self.since = time.time()  # in this state
         self.detail = ""  # for people: why it is in this state
         self.restarts = 0
-        self.streams = 0  # requests in flight
         self.useful = False  # whether this instance has given a token
         self.breaker = CircuitBreaker()
         self._leaving = False
@@ -39,7 +38,6 @@ class Replica:
         self._instance: Instance | None = None
         self._on_change = on_change
         self._keeper: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
 
     @property
     def engine(self) -> ServedEngine:
@@ -105,26 +103,10 @@ class Replica:
         self.state, self.detail, self.since = state, detail, time.time()
         self._on_change(self)
 
-    def begin(self) -> None:
-        self.streams += 1
-
-    def end(self) -> None:
-        self.streams -= 1
-        if not self.streams:
-            self._idle.set()
-
-    async def drain(self, seconds: float) -> bool:
-        """Take no more requests and wait for those in flight. False: some were left when the time was over."""
+    def drain(self) -> None:
+        """It takes no more requests, and is not launched again."""
         self._leaving = True
         self._become("draining", "")
-        try:
-            async with asyncio.timeout(seconds):
-                while self.streams:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            return False
-        return True
 
     async def stop(self) -> None:
         """Requests in flight go on elsewhere."""

@@ -134,6 +134,7 @@ def start(
         model_config.vocab_size,
         f"{revision(checkpoint)}-{_precision(plan)}",
         sampling,
+        block_size=limits.block_size,
     )
     return Scheduler(limits, times), executor, info
 

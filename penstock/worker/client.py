@@ -30,6 +30,7 @@ from penstock.worker.protocol import (
 )
 
 LOST = "worker_lost"  # code of the error that ends the requests of a worker that has gone
+GONE = "worker_gone"  # and of those that come after that
 LAST_CHUNK_SECONDS = 1.0  # how long the ledger of an aborted request is waited for
 KEPT_LEDGER_SECONDS = 60.0  # how long one is kept for a reader who is slow to ask
 STOPPED_AFTER_HEARTBEATS = 2  # without a byte, of a process that is known to be stopped
@@ -104,7 +105,7 @@ class WorkerClient(asyncio.Protocol):
 
     async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         if self._lost:
-            raise Unavailable("the worker is not running; try again in a few seconds", code=LOST)
+            raise Unavailable("the worker is not running; try again in a few seconds", code=GONE)
         inbox = self._inboxes[request.id] = _Inbox()
         self._transport.write(frame(Submit(request)))
         ended = False
@@ -205,6 +206,7 @@ class WorkerClient(asyncio.Protocol):
         self._lost = True
         if not self._greeted.done():
             self._greeted.set_exception(ConnectionError("the worker went away without a greeting"))
+            self._greeted.exception()  # whoever waited for it may have been cancelled
         for inbox in self._inboxes.values():
             inbox.put(Unavailable("the worker died while this request was running; send it again", code=LOST))
         for request_id in self._aborted:

@@ -18,7 +18,7 @@ from penstock.worker.client import WorkerClient
 from penstock.worker.server import GatewayConnection, WorkerServer
 
 LIMITS = SchedulerLimits(
-    num_blocks=2000, block_size=4, max_seqs=64, max_step_tokens=64, max_model_len=4000, vocab_size=VOCAB
+    num_blocks=2000, block_size=4, max_seqs=64, max_step_tokens=64, max_model_len=4000, vocab_size=VOCAB + 1
 )
 
 
@@ -27,7 +27,7 @@ class SimulatedWorker:
 
     def __init__(self, limits: SchedulerLimits = LIMITS) -> None:
         self.server = WorkerServer()
-        self.server.info = EngineInfo("m", limits.max_model_len, VOCAB)
+        self.server.info = EngineInfo("m", limits.max_model_len, limits.vocab_size)
         self.executor = PagedExecutor(limits.num_blocks, limits.block_size)
         self.scheduler = Scheduler(limits)
         self.engine = self.server.engine = EngineLoop(self.scheduler, self.executor, self.server.emit)

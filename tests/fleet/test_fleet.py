@@ -1,0 +1,241 @@
+"""A fleet whose replicas are lost, refuse, fail and are drained: every stream comes out whole."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from penstock.core.errors import DeadlineExceeded, EngineFailure, PenstockError, StartupError, Unavailable
+from penstock.core.ledger import Ledger
+from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.engine.executor import Step, StepResult
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.settings import FailoverConfig
+from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
+from tests.fleet.simulated import SimulatedLauncher, SimulatedWorker
+
+POISON = VOCAB  # that no model samples: a prompt with it crashes the worker that computes it
+
+
+def asking(name: str, prompt: list[int], tokens: int = 60, **more: object) -> GenerateRequest:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return GenerateRequest(name, prompt, params, seed=3, **more)  # type: ignore[arg-type]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def running(
+    *launchers: SimulatedLauncher, wait_seconds: float = 30.0
+) -> AsyncIterator[tuple[Fleet, list[SimulatedLauncher]]]:
+    fleet = Fleet("m", failover=FailoverConfig(wait_seconds=wait_seconds))
+    await fleet.start(launchers)
+    await until(lambda: all(replica.state == "ready" for replica in fleet.replicas))
+    try:
+        yield fleet, list(launchers)
+    finally:
+        await fleet.stop()
+        for launcher in launchers:
+            await asyncio.to_thread(launcher.close)
+
+
+async def answer(
+    fleet: Fleet, request: GenerateRequest, on_token: Callable[[int], None] = lambda n: None
+) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    async for chunk in fleet.submit(request):
+        chunks.append(chunk)
+        on_token(sum(len(each.token_ids) for each in chunks))
+    return chunks
+
+
+def tokens_of(chunks: list[Chunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def expected(request: GenerateRequest) -> list[int]:
+    return expected_output(request.prompt, request.seed, request.params.max_tokens or 0, frozenset())
+
+
+def last_ledger(chunks: list[Chunk]) -> Ledger:
+    ledger = chunks[-1].ledger
+    assert ledger is not None
+    return ledger
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(4))
+async def test_streams_come_out_whole_whatever_dies(replicas: int, seed: int) -> None:
+    draw = random.Random(seed)
+    async with running(*(SimulatedLauncher() for _ in range(replicas))) as (fleet, launchers):
+        requests = [
+            asking(str(number), [draw.randrange(40) for _ in range(draw.randrange(1, 30))], draw.randrange(1, 120))
+            for number in range(24)
+        ]
+        deaths = {draw.randrange(len(requests)): draw.randrange(1, 40) for _ in range(8)}
+
+        async def ask(number: int) -> None:
+            def on_token(count: int) -> None:
+                if deaths.get(number, count) < count and not any(one.suspected for one in fleet._journals.values()):
+                    del deaths[number]  # one blow at a time: those who took the last one have had a token since
+                    draw.choice(launchers).worker.die()
+
+            request = requests[number]
+            chunks = await answer(fleet, request, on_token)
+            assert tokens_of(chunks) == expected(request)
+            ledger = last_ledger(chunks)
+            assert ledger.request_id == request.id
+            assert ledger.accounted == pytest.approx(ledger.total)
+            assert ledger.output_tokens == request.params.max_tokens
+            assert [bool(chunk.replica) for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
+
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            for number in range(len(requests)):
+                tasks.create_task(ask(number))
+
+
+async def test_the_ledger_says_what_was_lost() -> None:
+    async with running(SimulatedLauncher()) as (fleet, (launcher,)):
+        request = asking("r", [1, 2, 3], 2000)
+        known: list[int] = []
+
+        def die(count: int) -> None:
+            known.append(fleet.stats.steps)
+            if count == 20:
+                launcher.worker.die()
+
+        chunks = await answer(fleet, request, die)
+        (failover,) = last_ledger(chunks).failovers
+        assert failover.replica == "m-0"
+        assert 20 <= failover.output_tokens < 2000
+        assert failover.lost > 0
+        assert fleet.failovers == 1
+        assert fleet.replicas[0].restarts == 1
+        assert known == sorted(known), "counters must not shrink when a replica is lost"
+
+
+class PoisonedExecutor(PagedExecutor):
+    """Its worker dies when it is to compute a certain token."""
+
+    def __init__(self, worker: SimulatedWorker) -> None:
+        super().__init__(worker.executor.num_blocks, 4)
+        self._worker = worker
+        self._loop = asyncio.get_running_loop()
+
+    def launch(self, step: Step) -> StepResult:
+        if POISON in step.tokens[: sum(step.counts)]:
+            self._loop.call_soon_threadsafe(self._worker.die)
+            raise SystemExit  # what a process that crashes does to its engine
+        return super().launch(step)
+
+
+def poison(worker: SimulatedWorker) -> None:
+    worker.engine._executor = PoisonedExecutor(worker)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_a_request_that_crashes_workers_is_refused_and_its_victims_are_served(replicas: int) -> None:
+    async with running(*(SimulatedLauncher(poison) for _ in range(replicas))) as (fleet, _):
+        victims = [asking(str(number), [number, 5, 6], 200) for number in range(6)]
+        culprit = asking("culprit", [1, POISON, 2])
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(answer(fleet, victim)) for victim in victims]
+            with pytest.raises(EngineFailure, match="not tried again") as refused:
+                await answer(fleet, culprit)
+        assert refused.value.code == "quarantined"
+        for victim, task in zip(victims, answers, strict=True):
+            assert tokens_of(task.result()) == expected(victim)
+        restarts = sum(replica.restarts for replica in fleet.replicas)
+        with pytest.raises(EngineFailure, match="not tried again"):
+            await answer(fleet, asking("again", [1, POISON, 2]))
+        assert sum(replica.restarts for replica in fleet.replicas) == restarts
+
+
+async def test_a_failed_step_is_computed_again() -> None:
+    async with running(SimulatedLauncher()) as (fleet, (launcher,)):
+        request = asking("r", [1, 2, 3], 2000)
+
+        def fail_once(count: int) -> None:
+            if count == 10:
+                launcher.worker.executor.fail_next = True
+
+        assert tokens_of(await answer(fleet, request, fail_once)) == expected(request)
+
+
+async def test_without_any_replica_a_request_waits_for_one() -> None:
+    async with running(SimulatedLauncher()) as (fleet, (launcher,)):
+        launcher.failing = True
+        launcher.worker.die()
+        waiting = asyncio.create_task(answer(fleet, asking("r", [1, 2, 3])))
+        late = asyncio.create_task(answer(fleet, asking("late", [1, 2, 3], deadline=0.001)))
+        await until(lambda: fleet.replicas[0].state != "ready")
+        assert not fleet.health().ok
+        launcher.failing = False
+        assert tokens_of(await waiting) == expected(asking("r", [1, 2, 3]))
+        with pytest.raises(PenstockError) as ended:
+            (await late)[-1].raise_failure()
+        assert isinstance(ended.value, DeadlineExceeded)
+
+
+async def test_it_does_not_wait_for_ever() -> None:
+    async with running(SimulatedLauncher(), wait_seconds=0.05) as (fleet, (launcher,)):
+        launcher.failing = True
+        launcher.worker.die()
+        with pytest.raises(Unavailable, match="no replica of m is running"):
+            await answer(fleet, asking("r", [1, 2, 3]))
+
+
+async def test_a_drained_replica_finishes_what_it_has() -> None:
+    async with running(SimulatedLauncher(), SimulatedLauncher()) as (fleet, _):
+        requests = [asking(str(number), [number, 2, 3], 300) for number in range(8)]
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(answer(fleet, request)) for request in requests]
+            await until(lambda: all(fleet.streams(replica) for replica in fleet.replicas))
+            await fleet.remove(fleet.replicas[0], drain_seconds=30)
+        assert len(fleet.replicas) == 1
+        assert fleet.failovers == 0
+        for request, task in zip(requests, answers, strict=True):
+            assert tokens_of(task.result()) == expected(request)
+
+
+async def test_what_drains_too_slowly_goes_on_elsewhere() -> None:
+    async with running(SimulatedLauncher(), SimulatedLauncher()) as (fleet, _):
+        requests = [asking(str(number), [number, 2, 3], 1500) for number in range(4)]
+        async with asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(answer(fleet, request)) for request in requests]
+            await until(lambda: all(fleet.streams(replica) for replica in fleet.replicas))
+            await fleet.remove(fleet.replicas[0], drain_seconds=0)
+        assert fleet.failovers
+        for request, task in zip(requests, answers, strict=True):
+            assert tokens_of(task.result()) == expected(request)
+
+
+async def test_an_aborted_request_has_its_ledger_also_after_a_failover() -> None:
+    async with running(SimulatedLauncher()) as (fleet, (launcher,)):
+        stream = fleet.submit(asking("r", [1, 2, 3], 3000))
+        await anext(stream)
+        launcher.worker.die()
+        while not fleet.failovers:
+            await anext(stream)
+        await anext(stream)
+        await stream.aclose()
+        ledger = await fleet.aborted("r")
+        assert ledger is not None
+        assert ledger.request_id == "r"
+        assert len(ledger.failovers) == 1
+        assert ledger.accounted == pytest.approx(ledger.total)
+
+
+async def test_a_fleet_whose_first_replica_cannot_start_does_not_start() -> None:
+    launcher = SimulatedLauncher()
+    launcher.failing = True
+    with pytest.raises(StartupError, match="no machine is free"):
+        await Fleet("m").start([launcher])
