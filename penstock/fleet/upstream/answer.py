@@ -37,7 +37,8 @@ class Answer:
 
     def _token_ids(self, piece: Piece) -> list[int]:
         if piece.token_ids is None:
-            ids = self._retokenizer.push(piece.text)
+            scored = [score.token_id for score in piece.logprobs or []]
+            ids = self._retokenizer.push(piece.text, scored)
         elif piece.ids_complete:
             ids = piece.token_ids
         else:

@@ -81,6 +81,11 @@ class Upstream:
     def health(self) -> Health:
         return self._monitor.health()
 
+    async def check(self) -> Health:
+        """Check it now, without waiting for the next check at intervals."""
+        await self._monitor.check()
+        return self._monitor.health()
+
     async def aborted(self, request_id: str) -> Ledger | None:
         return self._aborted.pop(request_id, None)
 

@@ -14,6 +14,7 @@ from penstock.core.request import GenerateRequest, SamplingParams, TokenLogprob
 from penstock.fleet.upstream.capabilities import Capabilities
 from penstock.fleet.upstream.dialects import BY_OWNER, DIALECTS, Dialect
 from penstock.fleet.upstream.protocol import (
+    NO_TOKEN,
     UNKNOWN_LOGPROB,
     Found,
     Piece,
@@ -205,8 +206,6 @@ class OpenAIProtocol:
         if (scores := choice.get("logprobs")) is not None:
             content = scores.get("content")
             piece.logprobs = self._listed(scores) if content is None else [_score(entry) for entry in content]
-            if piece.token_ids is None and all(score.token_id >= 0 for score in piece.logprobs):
-                piece.token_ids = [score.token_id for score in piece.logprobs]
         piece.finish_reason = finish_reason(choice.get("finish_reason"))
         return piece
 
@@ -219,7 +218,7 @@ class OpenAIProtocol:
             found = ((token_of(text), float(value)) for text, value in (top or {}).items())
             alternatives = _best((token_id, value) for token_id, value in found if token_id is not None)
             chosen = token_of(token)
-            listed.append(TokenLogprob(-1 if chosen is None else chosen, _number(logprob), alternatives))
+            listed.append(TokenLogprob(NO_TOKEN if chosen is None else chosen, _number(logprob), alternatives))
         return listed
 
 

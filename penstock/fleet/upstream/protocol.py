@@ -12,6 +12,7 @@ from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
 from penstock.fleet.upstream.capabilities import Capabilities
 
 RETRY_SECONDS = 1.0  # where a server that refuses does not say when to come again
+NO_TOKEN = -1  # in log-probabilities, for a token that the server names by a text of which there is none
 UNKNOWN_LOGPROB = -9999.0  # as OpenAI says "very unlikely", for tokens whose log-probability the server did not give
 
 _FINISH: dict[str, FinishReason] = {

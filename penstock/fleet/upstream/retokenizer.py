@@ -40,10 +40,10 @@ class Vocabulary:
         return ids
 
     def token_of(self, text: str) -> int | None:
-        """The one token of a text in log-probabilities. None: it has none, as half a character that became U+FFFD."""
+        """The token that log-probabilities name by its text. None: there is none, or it is half a character."""
         if text.startswith("token_id:"):
             return int(text[9:])
-        return self._by_bytes[0].get(text.encode(errors="replace"))
+        return None if "\ufffd" in text else self._by_bytes[0].get(text.encode(errors="replace"))
 
     @cached_property
     def _by_bytes(self) -> tuple[dict[bytes, int], int]:
@@ -62,8 +62,11 @@ class Retokenizer:
         self._vocabulary = vocabulary
         self._held = ""
 
-    def push(self, text: str) -> list[int]:
+    def push(self, text: str, likely: list[int] | None = None) -> list[int]:
+        """`likely` are its tokens if they spell it."""
         text, self._held = self._held + text, ""
+        if likely and self._vocabulary.tokenizer.join_bytes(likely) == text.encode(errors="replace"):
+            return likely
         if text and ord(text[-1]) in _HIGH_SURROGATES:
             text, self._held = text[:-1], text[-1]
         return self._vocabulary.encode(_joined(text)) if text else []
