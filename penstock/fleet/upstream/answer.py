@@ -16,6 +16,7 @@ class Answer:
         self.usage: Usage | None = None
         self.output_tokens = len(request.output)
         self._retokenizer = Retokenizer(vocabulary)
+        self._text = ""  # so far, where the server repeats it
         self._stops = frozenset(request.params.stop_token_ids)
         self._arrived, self._started = time.time(), time.perf_counter()
         self._first: float | None = None
@@ -35,7 +36,16 @@ class Answer:
         self.output_tokens += len(chunk.token_ids)
         return chunk
 
+    def end(self, limit: int) -> Chunk:
+        """The last chunk of an answer whose server does not say why it ended."""
+        token_ids = self._retokenizer.finish()
+        self.output_tokens += len(token_ids)
+        full = self.output_tokens - len(self.request.output) >= limit
+        return Chunk(self.request.id, token_ids, "length" if full else "stop")
+
     def _token_ids(self, piece: Piece) -> list[int]:
+        if piece.cumulative:
+            piece.text, self._text = piece.text.removeprefix(self._text), piece.text
         if piece.token_ids is None:
             scored = [score.token_id for score in piece.logprobs or []]
             ids = self._retokenizer.push(piece.text, scored)

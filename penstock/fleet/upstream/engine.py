@@ -22,9 +22,10 @@ from penstock.fleet.upstream.answer import Answer
 from penstock.fleet.upstream.capabilities import Capabilities
 from penstock.fleet.upstream.health import HealthMonitor
 from penstock.fleet.upstream.openai import OpenAIProtocol
-from penstock.fleet.upstream.protocol import Found, Piece, UpstreamProtocol, response_error
+from penstock.fleet.upstream.protocol import Found, Piece, UpstreamProtocol, collect, response_error
 from penstock.fleet.upstream.retokenizer import Vocabulary
 from penstock.fleet.upstream.settings import UpstreamConfig
+from penstock.fleet.upstream.triton import TritonProtocol
 from penstock.text.tokenizer import Tokenizer
 
 KEPT_LEDGERS = 1024  # of aborted requests, for readers who are slow to ask
@@ -58,7 +59,7 @@ class Upstream:
             timeout=max(waits.first_token, waits.next_token),
         )
         vocabulary = Vocabulary(tokenizer)
-        protocol = OpenAIProtocol(config, vocabulary)
+        protocol = (OpenAIProtocol if config.kind == "openai" else TritonProtocol)(config, vocabulary)
         try:
             return cls(config, http, protocol, vocabulary, await protocol.probe(http))
         except BaseException:
@@ -117,6 +118,8 @@ class Upstream:
                             break  # a stop token that the server does not know
                     else:
                         yield chunk
+            if last is None and not self._protocol.says_finish:
+                last = answer.end(tokens)
             if last is None:
                 raise Unavailable("the upstream ended the stream in mid-answer", code="closed")
         except DeadlineExceeded as error:
@@ -198,7 +201,4 @@ class Upstream:
         params = SamplingParams(temperature=0.0, max_tokens=1)
         request = GenerateRequest("health", self._vocabulary.tokenizer.encode("a"), params)
         path, body = self._protocol.request(self.found, request, 1)
-        async with self._http.stream("POST", path, body) as response:
-            if response.status != 200:
-                raise await response_error(response)
-            await response.read()
+        await collect(self._http, self._protocol, path, body)

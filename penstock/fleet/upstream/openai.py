@@ -19,8 +19,8 @@ from penstock.fleet.upstream.protocol import (
     Found,
     Piece,
     Usage,
+    collect,
     finish_reason,
-    response_error,
     status_error,
 )
 from penstock.fleet.upstream.retokenizer import Vocabulary
@@ -57,6 +57,8 @@ class _Trial:
 
 
 class OpenAIProtocol:
+    says_finish = True
+
     def __init__(self, config: UpstreamConfig, vocabulary: Vocabulary) -> None:
         self._config = config
         self._vocabulary = vocabulary
@@ -85,7 +87,7 @@ class OpenAIProtocol:
             params=frozenset(dialect.fields),
         )
         path = self._config.health_path or ("/health" if (await http.get("/health")).status == 200 else MODELS)
-        return Found(server, model, max_model_len, path, found.overridden(self._config.capabilities))
+        return Found(server, model, max_model_len, path, dialect, found.overridden(self._config.capabilities))
 
     async def _model_card(self, http: HttpClient) -> Mapping[str, Any]:
         response = await http.get(MODELS)
@@ -150,37 +152,17 @@ class OpenAIProtocol:
         request = GenerateRequest("probe", prompt or (), params, seed=params.seed or 0)
         sent = TRIAL_PROMPT if prompt is None else prompt
         body = dialect.body(request, 0, TRIAL_TOKENS) | _common(model, sent, TRIAL_TOKENS)
-        pieces: list[Piece] = []
-        async with http.stream("POST", PATH, body) as response:
-            if response.status != 200:
-                raise await response_error(response)
-            async for event in response.events():
-                if (piece := self.parse(event)) is None:
-                    continue
-                pieces.append(piece)
+        pieces = await collect(http, self, PATH, body)
         return _Trial("".join(piece.text for piece in pieces), pieces)
 
     # ------------------------------------------------------------ requests
 
     def request(self, found: Found, request: GenerateRequest, max_tokens: int) -> tuple[str, dict[str, Any]]:
         known = [*request.prompt, *request.output]
-        prompt = known if found.capabilities.token_ids_in else self._text(known)
+        prompt = known if found.capabilities.token_ids_in else self._vocabulary.prompt_text(known)
         min_tokens = max(0, request.params.min_tokens - len(request.output))
-        body = DIALECTS[found.server].body(request, min_tokens, found.max_model_len)
+        body = found.dialect.body(request, min_tokens, found.max_model_len)
         return PATH, body | _common(found.model, prompt, max_tokens)
-
-    def _text(self, token_ids: list[int]) -> str:
-        """What a server must be sent to make these tokens of it: it puts the same token before the text as the
-        tokenizer here does."""
-        first = self._tokenizer.bos_id
-        if token_ids[:1] == [first] and self._tokenizer.encode("")[:1] == [first]:
-            token_ids = token_ids[1:]
-        data = self._tokenizer.join_bytes(token_ids, skip_special_tokens=False)
-        try:
-            text = data.decode()
-        except UnicodeDecodeError:
-            raise Unavailable("this upstream takes text alone and cannot go on in mid-character") from None
-        return text.removeprefix(" ") if self._tokenizer.strips_first_space else text
 
     # ------------------------------------------------------------ answers
 
@@ -200,7 +182,7 @@ class OpenAIProtocol:
         return piece
 
     def _choice(self, choice: Mapping[str, Any], data: Mapping[str, Any]) -> Piece:
-        piece = Piece(choice.get("text") or "", choice.get("token_ids"))
+        piece = Piece(choice.get("text") or "", token_ids=choice.get("token_ids"))
         if (verbose := data.get("__verbose")) is not None:  # llama.cpp
             piece.token_ids, piece.ids_complete = verbose.get("tokens"), False
         if (scores := choice.get("logprobs")) is not None:

@@ -10,6 +10,7 @@ from penstock.client.http import HttpClient, StreamingResponse
 from penstock.core.errors import InvalidRequest, Overloaded, PenstockError, Unavailable
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
 from penstock.fleet.upstream.capabilities import Capabilities
+from penstock.fleet.upstream.dialects import Dialect
 
 RETRY_SECONDS = 1.0  # where a server that refuses does not say when to come again
 NO_TOKEN = -1  # in log-probabilities, for a token that the server names by a text of which there is none
@@ -36,6 +37,7 @@ class Piece:
     """What one server-sent event adds to an answer."""
 
     text: str = ""
+    cumulative: bool = False  # the text is the whole answer so far
     token_ids: list[int] | None = None  # None: the server gives text alone
     ids_complete: bool = True  # False: of a character of several tokens only the last is named
     logprobs: list[TokenLogprob] | None = None
@@ -51,10 +53,13 @@ class Found:
     model: str  # its name there
     max_model_len: int
     health_path: str
+    dialect: Dialect
     capabilities: Capabilities
 
 
 class UpstreamProtocol(Protocol):
+    says_finish: bool  # False: an answer is complete when its body ends
+
     async def probe(self, http: HttpClient) -> Found:
         """Raise Unavailable if the server cannot be reached or serves another model, StartupError if it says too
         little of itself and the settings do not say it either."""
@@ -76,6 +81,14 @@ def finish_reason(word: str | None) -> FinishReason | None:
     if word not in _FINISH:
         raise Unavailable(f"the upstream ended the request: {word}", code="aborted")
     return _FINISH[word]
+
+
+async def collect(http: HttpClient, protocol: UpstreamProtocol, path: str, body: Mapping[str, Any]) -> list[Piece]:
+    """All of a short answer."""
+    async with http.stream("POST", path, body) as response:
+        if response.status != 200:
+            raise await response_error(response)
+        return [piece async for event in response.events() if (piece := protocol.parse(event)) is not None]
 
 
 async def response_error(response: StreamingResponse) -> PenstockError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from penstock.core.errors import Unavailable
 from penstock.text.tokenizer import Tokenizer
 
 _HIGH_SURROGATES = range(0xD800, 0xDC00)
@@ -38,6 +39,18 @@ class Vocabulary:
                 end = at + 1
             at = end
         return ids
+
+    def prompt_text(self, token_ids: list[int]) -> str:
+        """What a server must be sent to make these tokens of it. It puts the same token before a text as the tokenizer
+        here does."""
+        first = self.tokenizer.bos_id
+        if token_ids[:1] == [first] and self.tokenizer.encode("")[:1] == [first]:
+            token_ids = token_ids[1:]
+        try:
+            text = self.tokenizer.join_bytes(token_ids, skip_special_tokens=False).decode()
+        except UnicodeDecodeError:
+            raise Unavailable("this upstream takes text alone and cannot go on in mid-character") from None
+        return text.removeprefix(" ") if self.tokenizer.strips_first_space else text
 
     def token_of(self, text: str) -> int | None:
         """The token that log-probabilities name by its text. None: there is none, or it is half a character."""

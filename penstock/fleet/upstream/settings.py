@@ -49,15 +49,21 @@ class TritonTensors:
 
     text_input: str = "text_input"
     text_output: str = "text_output"
+    finish_reason: str | None = None  # where the model says why an answer ended, as in vLLM's words
     cumulative: bool = False  # each event has the whole text so far instead of what is new
     # SamplingParams' names and those of the model's input tensors or parameters. Others cannot be asked for.
-    parameters: Mapping[str, str] = field(default_factory=lambda: {"max_tokens": "max_tokens"})
-    constants: Mapping[str, bool | int | float | str] = field(default_factory=lambda: {"stream": True})
+    # Default: by what the model's metadata and its backend are known to take.
+    parameters: Mapping[str, str] | None = None
+    # Sent with every request: what makes Triton's backends stream, and leave out the prompt.
+    constants: Mapping[str, bool | int | float | str] = field(
+        default_factory=lambda: {"stream": True, "exclude_input_in_output": True}
+    )
 
     def __post_init__(self) -> None:
         check(bool(self.text_input), "text_input", "must not be empty")
         check(bool(self.text_output), "text_output", "must not be empty")
-        check("max_tokens" in self.parameters, "parameters", "must name the parameter for max_tokens")
+        named = self.parameters is None or "max_tokens" in self.parameters
+        check(named, "parameters", "must name the parameter for max_tokens")
 
 
 @dataclass(frozen=True, slots=True)

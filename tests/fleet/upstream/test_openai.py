@@ -96,7 +96,7 @@ def test_stop_tokens_count_after_min_tokens(tokenizer: Tokenizer) -> None:
     params = SamplingParams(stop_token_ids=(9,), min_tokens=3, logprobs=0)
     answer = Answer(GenerateRequest("r", [5], params, output=[1]), Vocabulary(tokenizer))
     scores = [TokenLogprob(i, -1.0) for i in (9, 7, 9, 8)]
-    chunk = answer.chunk(Piece("", [9, 7, 9, 8], logprobs=scores))
+    chunk = answer.chunk(Piece("", token_ids=[9, 7, 9, 8], logprobs=scores))
     assert chunk is not None
     assert (chunk.token_ids, chunk.finish_reason) == ([9, 7, 9], "stop")
     assert chunk.logprobs == scores[:3]
