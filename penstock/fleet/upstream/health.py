@@ -1,0 +1,61 @@
+"""Whether an upstream can be asked: what checks at intervals and failed requests say about it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from penstock.core.engine import Health
+from penstock.core.errors import PenstockError
+from penstock.fleet.upstream.settings import UpstreamTimeouts
+
+Check = Callable[[], Awaitable[None]]
+
+
+class HealthMonitor:
+    """A failed check, or a request that was lost, makes an upstream unhealthy; a check makes it healthy again.
+
+    A server can answer health checks for ever while it generates nothing. So after a request has stalled only a check
+    that generates a token counts.
+    """
+
+    def __init__(self, alive: Check, generates: Check, timeouts: UpstreamTimeouts) -> None:
+        self._alive, self._generates, self._timeouts = alive, generates, timeouts
+        self._problem = ""
+        self._stalled = False
+        self._wake = asyncio.Event()
+        self._task = asyncio.create_task(self._watch())
+
+    def health(self) -> Health:
+        return Health(not self._problem, self._problem or "ready")
+
+    def lost(self, problem: str, *, stalled: bool = False) -> None:
+        """A request failed for a reason that would make others fail. The next check follows at once."""
+        self._problem = problem
+        self._stalled = self._stalled or stalled
+        self._wake.set()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _watch(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.check_interval):
+                    await self._wake.wait()
+            self._wake.clear()
+            await self.check()
+
+    async def check(self) -> None:
+        try:
+            async with asyncio.timeout(self._timeouts.check):
+                await (self._generates if self._stalled else self._alive)()
+        except TimeoutError:
+            self._problem = f"a health check was not answered within {self._timeouts.check:g} s"
+        except PenstockError as error:
+            self._problem = error.message
+        else:
+            self._problem, self._stalled = "", False

@@ -1,0 +1,254 @@
+"""Any server with OpenAI's `/v1/completions`: vLLM, SGLang, TGI, TensorRT-LLM, llama.cpp, or another Penstock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Any
+
+from penstock.client.http import HttpClient
+from penstock.core.errors import InvalidRequest, StartupError, Unavailable
+from penstock.core.request import GenerateRequest, SamplingParams, TokenLogprob
+from penstock.fleet.upstream.capabilities import Capabilities
+from penstock.fleet.upstream.dialects import BY_OWNER, DIALECTS, Dialect
+from penstock.fleet.upstream.protocol import (
+    NO_TOKEN,
+    UNKNOWN_LOGPROB,
+    Found,
+    Piece,
+    Usage,
+    collect,
+    finish_reason,
+    status_error,
+)
+from penstock.fleet.upstream.retokenizer import Vocabulary
+from penstock.fleet.upstream.settings import UpstreamConfig
+
+PATH = "/v1/completions"
+MODELS = "/v1/models"
+TRIAL_PROMPT = "Once upon a time there was a small house by the river, and in it"
+TRIAL_TOKENS = 8
+TRIAL_SEED = 20_240_229
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """What came of a short request."""
+
+    text: str
+    pieces: list[Piece]
+
+    @property
+    def usage(self) -> Usage | None:
+        return next((piece.usage for piece in reversed(self.pieces) if piece.usage is not None), None)
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """None unless every piece of text came with its tokens."""
+        if any(piece.token_ids is None for piece in self.pieces if piece.text):
+            return None
+        return list(chain.from_iterable(piece.token_ids or [] for piece in self.pieces)) or None
+
+    @property
+    def logprobs(self) -> bool:
+        return any(piece.logprobs for piece in self.pieces)
+
+
+class OpenAIProtocol:
+    says_finish = True
+
+    def __init__(self, config: UpstreamConfig, vocabulary: Vocabulary) -> None:
+        self._config = config
+        self._vocabulary = vocabulary
+        self._tokenizer = vocabulary.tokenizer
+
+    # ------------------------------------------------------------ probing
+
+    async def probe(self, http: HttpClient) -> Found:
+        card = await self._model_card(http)
+        server = await self._server(http, card)
+        dialect, model = DIALECTS[server], str(card["id"])
+        max_model_len = self._config.max_model_len or await _context_length(http, card)
+        if max_model_len is None:
+            raise StartupError(f"{http.url} does not say how long its context is", param="max_model_len")
+        prompt = self._tokenizer.encode(TRIAL_PROMPT)
+        trial, by_ids = await self._first_trial(http, model, dialect, prompt)
+        self._check_tokenizer(http, trial)
+        usage = trial.usage
+        found = Capabilities(
+            token_ids_in=by_ids,
+            token_ids_out=trial.token_ids is not None,
+            logprobs=trial.logprobs,
+            seed="seed" in dialect.fields and await self._heeds_seed(http, model, dialect, prompt if by_ids else None),
+            # By text it goes on exactly if the server makes the same tokens of it and adds none of its own.
+            continuation=by_ids or (usage is not None and usage.prompt_tokens == len(prompt)),
+            params=frozenset(dialect.fields),
+        )
+        path = self._config.health_path or ("/health" if (await http.get("/health")).status == 200 else MODELS)
+        return Found(server, model, max_model_len, path, dialect, found.overridden(self._config.capabilities))
+
+    async def _model_card(self, http: HttpClient) -> Mapping[str, Any]:
+        response = await http.get(MODELS)
+        if response.status != 200:
+            raise Unavailable(f"{http.url}{MODELS} answers {response.status}: {response.error_message}")
+        listed = response.json()
+        cards = listed.get("data") if isinstance(listed, dict) else None
+        named = [card for card in cards or [] if isinstance(card, dict) and "id" in card]
+        wanted = self._config.model
+        for card in named:
+            if wanted in (None, card["id"]):
+                return card
+        raise Unavailable(
+            f"{http.url} serves {', '.join(str(card['id']) for card in named) or 'nothing'}, not {wanted}"
+        )
+
+    async def _server(self, http: HttpClient, card: Mapping[str, Any]) -> str:
+        if self._config.server != "auto":
+            return self._config.server
+        if (known := BY_OWNER.get(str(card.get("owned_by")))) is not None:
+            return known
+        response = await http.get("/info")
+        return "tgi" if response.status == 200 and b'"max_total_tokens"' in response.body else "openai"
+
+    async def _first_trial(
+        self, http: HttpClient, model: str, dialect: Dialect, prompt: list[int]
+    ) -> tuple[_Trial, bool]:
+        """With as much as the server accepts, and whether it took the prompt as token ids."""
+        refusal: InvalidRequest | None = None
+        for by_ids, logprobs in product((True, False), (1, None)):
+            params = SamplingParams(temperature=0.0, logprobs=logprobs)
+            try:
+                trial = await self._try(http, model, dialect, params, prompt if by_ids else None)
+            except InvalidRequest as error:
+                refusal = error
+                continue
+            usage = trial.usage
+            if by_ids and usage is not None and usage.prompt_tokens != len(prompt):
+                continue  # it took the list for something else, such as a list of texts
+            return trial, by_ids
+        raise Unavailable(f"{http.url} refuses even a short request: {refusal.message if refusal else 'no usage'}")
+
+    def _check_tokenizer(self, http: HttpClient, trial: _Trial) -> None:
+        """Tokens that spell another text than the server's are of another vocabulary."""
+        if trial.token_ids is None or not all(piece.ids_complete for piece in trial.pieces):
+            return
+        spelled, text = self._tokenizer.decode(trial.token_ids).strip(), trial.text.strip()
+        if not (spelled.startswith(text) or text.startswith(spelled.rstrip("\ufffd"))):
+            raise StartupError(f"{http.url} has another tokenizer: its tokens for {text!r} spell {spelled!r} here")
+
+    async def _heeds_seed(self, http: HttpClient, model: str, dialect: Dialect, prompt: list[int] | None) -> bool:
+        params = SamplingParams(temperature=1.0, seed=TRIAL_SEED)
+        try:
+            texts = [(await self._try(http, model, dialect, params, prompt)).text for _ in range(2)]
+        except InvalidRequest:
+            return False
+        return texts[0] == texts[1]
+
+    async def _try(
+        self, http: HttpClient, model: str, dialect: Dialect, params: SamplingParams, prompt: list[int] | None
+    ) -> _Trial:
+        request = GenerateRequest("probe", prompt or (), params, seed=params.seed or 0)
+        sent = TRIAL_PROMPT if prompt is None else prompt
+        body = dialect.body(request, 0, TRIAL_TOKENS) | _common(model, sent, TRIAL_TOKENS)
+        pieces = await collect(http, self, PATH, body)
+        return _Trial("".join(piece.text for piece in pieces), pieces)
+
+    # ------------------------------------------------------------ requests
+
+    def request(self, found: Found, request: GenerateRequest, max_tokens: int) -> tuple[str, dict[str, Any]]:
+        known = [*request.prompt, *request.output]
+        prompt = known if found.capabilities.token_ids_in else self._vocabulary.prompt_text(known)
+        min_tokens = max(0, request.params.min_tokens - len(request.output))
+        body = found.dialect.body(request, min_tokens, found.max_model_len)
+        return PATH, body | _common(found.model, prompt, max_tokens)
+
+    # ------------------------------------------------------------ answers
+
+    def parse(self, event: str) -> Piece | None:
+        if event.strip() == "[DONE]":
+            return None
+        try:
+            data = json.loads(event)
+            error = data.get("error") or (data if data.get("object") == "error" else None)
+            if error:
+                raise _reported(error)
+            choices, usage = data.get("choices") or [], data.get("usage")
+            piece = self._choice(choices[0], data) if choices else Piece()
+            piece.usage = _usage(usage) if usage else None
+        except (ValueError, LookupError, TypeError, AttributeError) as problem:
+            raise Unavailable(f"the upstream sends what is not OpenAI's: {event[:80]!r}", code="protocol") from problem
+        return piece
+
+    def _choice(self, choice: Mapping[str, Any], data: Mapping[str, Any]) -> Piece:
+        piece = Piece(choice.get("text") or "", token_ids=choice.get("token_ids"))
+        if (verbose := data.get("__verbose")) is not None:  # llama.cpp
+            piece.token_ids, piece.ids_complete = verbose.get("tokens"), False
+        if (scores := choice.get("logprobs")) is not None:
+            content = scores.get("content")
+            piece.logprobs = self._listed(scores) if content is None else [_score(entry) for entry in content]
+        piece.finish_reason = finish_reason(choice.get("finish_reason"))
+        return piece
+
+    def _listed(self, scores: Mapping[str, Any]) -> list[TokenLogprob]:
+        """OpenAI's lists for completions. Alternatives by text that is not one token are left out."""
+        token_of = self._vocabulary.token_of
+        tops = scores.get("top_logprobs") or [None] * len(scores["tokens"])
+        listed = []
+        for token, logprob, top in zip(scores["tokens"], scores["token_logprobs"], tops, strict=True):
+            found = ((token_of(text), float(value)) for text, value in (top or {}).items())
+            alternatives = _best((token_id, value) for token_id, value in found if token_id is not None)
+            chosen = token_of(token)
+            listed.append(TokenLogprob(NO_TOKEN if chosen is None else chosen, _number(logprob), alternatives))
+        return listed
+
+
+def _common(model: str, prompt: str | list[int], max_tokens: int) -> dict[str, Any]:
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": model, "prompt": prompt, "max_tokens": max_tokens, **options}
+
+
+def _score(entry: Mapping[str, Any]) -> TokenLogprob:
+    """As llama.cpp gives them."""
+    top = _best((int(other["id"]), float(other["logprob"])) for other in entry.get("top_logprobs") or [])
+    return TokenLogprob(int(entry["id"]), _number(entry["logprob"]), top)
+
+
+def _best(alternatives: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(alternatives, key=lambda pair: -pair[1]))
+
+
+def _number(logprob: float | None) -> float:
+    return UNKNOWN_LOGPROB if logprob is None else max(float(logprob), UNKNOWN_LOGPROB)
+
+
+def _usage(usage: Mapping[str, Any]) -> Usage:
+    details = usage.get("prompt_tokens_details") or {}
+    return Usage(
+        int(usage.get("prompt_tokens") or 0),
+        int(usage.get("completion_tokens") or 0),
+        int(details.get("cached_tokens") or 0),
+    )
+
+
+def _reported(error: Any) -> Exception:
+    """An error in mid-stream, where the status was sent long before."""
+    if not isinstance(error, dict):
+        return status_error(500, str(error), {})
+    code = error.get("code")
+    return status_error(code if isinstance(code, int) else 500, str(error.get("message") or error), {})
+
+
+async def _context_length(http: HttpClient, card: Mapping[str, Any]) -> int | None:
+    """vLLM, SGLang and Penstock say it in the list of models, llama.cpp in /props, TGI in /info."""
+    if isinstance(length := card.get("max_model_len"), int):
+        return length
+    for path, keys in (("/props", ("default_generation_settings", "n_ctx")), ("/info", ("max_total_tokens",))):
+        response = await http.get(path)
+        value: Any = response.json() if response.status == 200 and response.body.startswith(b"{") else None
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, int):
+            return value
+    return None

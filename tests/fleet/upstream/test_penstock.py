@@ -1,0 +1,74 @@
+"""Another Penstock as an upstream: the whole way, with the real model at its end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from penstock.client.http import HttpClient
+from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.fleet.upstream.engine import Upstream
+from penstock.fleet.upstream.settings import UpstreamConfig
+from penstock.text.tokenizer import Tokenizer
+from tests.conftest import Server
+
+PROMPT = "Some emoji with their names: 🦊 fox, 🌊 wave, 水"
+
+
+@asynccontextmanager
+async def connected(server: Server, tokenizer: Tokenizer) -> AsyncIterator[Upstream]:
+    upstream = await Upstream.connect(UpstreamConfig(server.base_url), tokenizer)
+    yield upstream
+    await upstream.close()
+
+
+async def ask(upstream: Upstream, request: GenerateRequest) -> tuple[list[int], list[Chunk]]:
+    chunks = [chunk async for chunk in upstream.submit(request)]
+    return [token_id for chunk in chunks for token_id in chunk.token_ids], chunks
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_says_what_the_server_says(server: Server, tokenizer: Tokenizer, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=7, logprobs=2, top_k=50, ignore_eos=True)
+    async with connected(server, tokenizer) as upstream, HttpClient(server.url) as http:
+        request = GenerateRequest("r", tokenizer.encode(PROMPT), params, seed=7)
+        token_ids, chunks = await ask(upstream, request)
+        sampling = {"temperature": temperature, "top_p": 1, "seed": 7, "top_k": 50, "ignore_eos": True, "logprobs": 2}
+        body = {"model": upstream.found.model, "prompt": PROMPT, "max_tokens": 24, "return_token_ids": True, **sampling}
+        choice = (await http.post("/v1/completions", body)).json()["choices"][0]
+    assert upstream.capabilities.continuation
+    assert token_ids == choice["token_ids"]
+    assert tokenizer.decode(token_ids) == choice["text"]
+    scores = [score for chunk in chunks for score in chunk.logprobs or []]
+    assert [score.token_id for score in scores] == token_ids
+    assert [score.logprob for score in scores] == choice["logprobs"]["token_logprobs"]
+    assert all(len(score.top) == 2 for score in scores)
+    assert chunks[-1].finish_reason == "length"
+    assert chunks[-1].ledger is not None
+    assert chunks[-1].ledger.output_tokens == 24
+
+
+async def test_goes_on_where_another_engine_stopped(server: Server, tokenizer: Tokenizer) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16, min_tokens=12, repetition_penalty=1.2)
+    async with connected(server, tokenizer) as upstream:
+        prompt = tokenizer.encode(PROMPT)
+        whole, _ = await ask(upstream, GenerateRequest("whole", prompt, params))
+        rest, chunks = await ask(upstream, GenerateRequest("rest", prompt, params, output=whole[:9]))
+        assert whole[:9] + rest == whole
+        assert chunks[-1].ledger is not None
+        assert chunks[-1].ledger.output_tokens == len(whole)
+        nothing, chunks = await ask(upstream, GenerateRequest("none", prompt, params, output=whole[:16]))
+        assert nothing == []
+        assert chunks[-1].finish_reason == "length"
+
+
+async def test_ends_at_a_stop_token_with_it(server: Server, tokenizer: Tokenizer) -> None:
+    async with connected(server, tokenizer) as upstream:
+        prompt = tokenizer.encode(PROMPT)
+        greedy, _ = await ask(upstream, GenerateRequest("a", prompt, SamplingParams(temperature=0.0, max_tokens=8)))
+        params = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(greedy[3],))
+        stopped, chunks = await ask(upstream, GenerateRequest("b", prompt, params))
+        assert stopped == greedy[: greedy.index(greedy[3]) + 1]
+        assert chunks[-1].finish_reason == "stop"
