@@ -10,6 +10,7 @@ from penstock.cache.settings import CacheConfig
 from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.core.settings import check, convert_section
 from penstock.engine.settings import EngineConfig
+from penstock.fleet.settings import FailoverConfig, ModelConfig, RoutingConfig
 from penstock.gateway.settings import (
     ClassConfig,
     JwtConfig,
@@ -29,7 +30,13 @@ class Settings:
     """What a settings file holds, with the defaults of what it leaves out."""
 
     model: str = field(default=DEFAULT_MODEL, metadata={"expected": "a name or a path"})
-    engine: EngineConfig = field(default_factory=EngineConfig)
+    replicas: int = 1  # worker processes that serve it
+    models: Mapping[str, ModelConfig] = field(  # in place of `model`, several of them by name
+        default_factory=dict, metadata={"expected": "a mapping of names to models"}
+    )
+    engine: EngineConfig = field(default_factory=EngineConfig)  # these three: of every model that does not say
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    failover: FailoverConfig = field(default_factory=FailoverConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     classes: Mapping[str, ClassConfig] = field(  # empty: interactive, standard and batch, derived
         default_factory=dict, metadata={"expected": "a mapping of names to objectives"}
@@ -50,6 +57,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         check(bool(self.model), "model", "must be a name or a path")
+        check(1 <= self.replicas <= 1024, "replicas", "must be between 1 and 1024")
+        named = not self.models or self.server.served_model_name is None
+        check(named, "server.served_model_name", "is for one model; `models` are named by their keys and aliases")
         state_settings.check_state(self.state)
         price = self.machine_per_hour
         check(price is None or 0 < price < 1e6, "machine_per_hour", "must be above 0")
@@ -57,6 +67,17 @@ class Settings:
         check_class("tenant_defaults.default_class", self.tenant_defaults.default_class, self.classes)
         for name, tenant in self.tenants.items():
             check_class(f"tenants.{name}.default_class", tenant.default_class, self.classes)
+
+    @property
+    def served(self) -> Mapping[str, ModelConfig]:
+        """All models by what clients call them. The name is empty where it is to be that of the checkpoint."""
+        if self.models:
+            return self.models
+        name = self.server.served_model_name or ""
+        one = ModelConfig(
+            self.model, replicas=self.replicas, engine=self.engine, routing=self.routing, failover=self.failover
+        )
+        return {name: one}
 
 
 def settings_from_mapping(values: Any) -> Settings:
@@ -66,6 +87,9 @@ def settings_from_mapping(values: Any) -> Settings:
     given = {name: value for name, value in values.items() if name not in ("tenants", "tenant_defaults")}
     if isinstance(given.get("prices"), dict):  # to YAML, the name of a model can look like a number
         given["prices"] = {str(name): price or {} for name, price in given["prices"].items()}
+    if isinstance(given.get("models"), dict) and given["models"]:
+        check(given.get("model", DEFAULT_MODEL) == DEFAULT_MODEL, "model", "must not be given beside models")
+        given["models"] = {str(name): _with_defaults(model or {}, given) for name, model in given["models"].items()}
     settings = convert_section(Settings, "", given)
     defaults = {} if values.get("tenant_defaults") is None else values["tenant_defaults"]
     classes, default_class = settings.classes, settings.default_class
@@ -77,3 +101,15 @@ def settings_from_mapping(values: Any) -> Settings:
         tenant_defaults=convert_tenant("tenant_defaults", defaults, {}),
         tenants=convert_tenants(values.get("tenants"), defaults),
     )
+
+
+def _with_defaults(model: Any, values: Mapping[str, Any]) -> Any:
+    """A model's sections over those that all models have. What is no mapping is left to the conversion."""
+    if not isinstance(model, dict):
+        return model
+    merged = dict(model)
+    for section in ("engine", "routing", "failover"):
+        common, own = values.get(section) or {}, model.get(section) or {}
+        if isinstance(common, dict) and isinstance(own, dict):
+            merged[section] = {**common, **own}
+    return merged

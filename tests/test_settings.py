@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from penstock.core.errors import StartupError
 from penstock.engine.settings import EngineConfig
 from penstock.gateway.settings import LimitConfig
 from penstock.settings import Settings, settings_from_mapping
-from penstock.worker.protocol import Start, decode_to_worker, frame
+from penstock.worker.protocol import Start, frame, read_control
 
 
 def parse(*arguments: str) -> Settings:
@@ -193,7 +194,10 @@ def test_a_password_in_a_mistyped_url_is_not_shown() -> None:
 
 def test_sampling_defaults_reach_the_worker_as_they_are() -> None:
     start = Start("m", EngineConfig(sampling_defaults={"top_k": 20, "temperature": 1}), "info")
-    assert decode_to_worker(frame(start)[4:]) == start
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame(start))
+        assert read_control(theirs) == start
 
 
 def test_broken_yaml(tmp_path: Path) -> None:

@@ -48,10 +48,9 @@ async def main(address: str, settings: Settings) -> int:
         tokenizer = load_tokenizer(resolve(BUILT_IN))
         fleet = Fleet("trivial")
         await fleet.start([SocketLauncher(address)])
-        caching = open_cache(fleet, tokenizer, settings.cache, settings.state)
-        engine, collectors = await stack.enter_async_context(caching)
-        model = ServedModel(["trivial"], tokenizer, engine)
-        app = create_app([model], settings, directory=directory, collectors=collectors)
+        cache = await stack.enter_async_context(open_cache(settings.cache, settings.state))
+        model = ServedModel(["trivial"], tokenizer, cache.before(fleet, tokenizer))
+        app = create_app([model], settings, directory=directory, collectors=cache.collectors)
         tune_interpreter()
         return await serve(app, bind("127.0.0.1", 0), lambda host, port: print(port, key, flush=True), 1.0)
 

@@ -11,6 +11,8 @@ from prometheus_client.registry import Collector
 
 from penstock.cache.disk_tier import DiskTier
 from penstock.cache.engine import CachedEngine
+from penstock.cache.memory import MemoryTier
+from penstock.cache.metrics import CacheMetrics
 from penstock.cache.settings import CacheConfig, SemanticConfig
 from penstock.cache.similar import SimilarPrompts
 from penstock.cache.tier import Tier
@@ -19,26 +21,60 @@ from penstock.core.machine import cache_folder
 from penstock.text.tokenizer import Tokenizer
 
 
+class AnswerCache:
+    """Stored answers of all models: the memory, the tiers below it and the metrics are shared."""
+
+    def __init__(self, config: CacheConfig, tiers: Sequence[Tier], similar: SimilarPrompts | None) -> None:
+        self._config = config
+        self._tiers = tiers
+        self._similar = similar
+        self._memory = MemoryTier(int(config.memory_mib * 2**20))
+        self._engines: list[CachedEngine] = []
+        metrics = CacheMetrics(lambda: [self._memory.reading(), *(tier.reading() for tier in tiers)])
+        self._metrics = metrics
+        self.collectors: Sequence[Collector] = [metrics] if config.enabled else []
+
+    def before(self, engine: ServedEngine, tokenizer: Tokenizer) -> ServedEngine:
+        """The engine behind the cache, or as it is where the cache is switched off."""
+        if not self._config.enabled:
+            return engine
+        cached = CachedEngine(
+            engine,
+            tokenizer,
+            self._config,
+            tiers=self._tiers,
+            similar=self._similar,
+            memory=self._memory,
+            metrics=self._metrics,
+        )
+        self._engines.append(cached)
+        return cached
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()
+        for tier in self._tiers:
+            await tier.close()
+        if self._similar is not None:
+            self._similar.close()
+
+
 @asynccontextmanager
-async def open_cache(
-    engine: ServedEngine, tokenizer: Tokenizer, config: CacheConfig, state: str | None
-) -> AsyncIterator[tuple[ServedEngine, Sequence[Collector]]]:
-    """The engine behind a cache, and its metrics; or the engine as it is, where the cache is switched off. The `state`
-    of the gateways holds answers too if it is a Redis."""
-    if not config.enabled:
-        yield engine, ()
-        return
+async def open_cache(config: CacheConfig, state: str | None) -> AsyncIterator[AnswerCache]:
+    """The `state` of the gateways holds answers too if it is a Redis."""
     tiers: list[Tier] = []
-    if state is not None and state.startswith(("redis", "unix")):
-        tiers.append(_redis(state))
-    if config.disk_mib > 0:
-        tiers.append(await asyncio.to_thread(_disk, config))
-    similar = await asyncio.to_thread(_similar, config.semantic) if config.semantic.routes else None
-    cached = CachedEngine(engine, tokenizer, config, tiers=tiers, similar=similar)
+    similar = None
+    if config.enabled:
+        if state is not None and state.startswith(("redis", "unix")):
+            tiers.append(_redis(state))
+        if config.disk_mib > 0:
+            tiers.append(await asyncio.to_thread(_disk, config))
+        similar = await asyncio.to_thread(_similar, config.semantic) if config.semantic.routes else None
+    cache = AnswerCache(config, tiers, similar)
     try:
-        yield cached, (cached.metrics,)
+        yield cache
     finally:
-        await cached.close()
+        await cache.close()
 
 
 def _redis(url: str) -> Tier:

@@ -16,7 +16,7 @@ from penstock.cache.memory import MemoryTier
 from penstock.cache.metrics import CacheMetrics
 from penstock.cache.settings import CacheConfig
 from penstock.cache.similar import Place, SimilarPrompts
-from penstock.cache.tier import Reading, Tier
+from penstock.cache.tier import Tier
 from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
 from penstock.core.errors import NotCached
 from penstock.core.ledger import Ledger
@@ -50,16 +50,19 @@ class CachedEngine:
         *,
         tiers: Sequence[Tier] = (),
         similar: SimilarPrompts | None = None,
+        memory: MemoryTier | None = None,
+        metrics: CacheMetrics | None = None,
     ) -> None:
+        """What is not given, it has for itself."""
         self._engine = engine
         self._tokenizer = tokenizer
         self._config = config
-        self._memory = MemoryTier(int(config.memory_mib * 2**20))
+        self._memory = memory or MemoryTier(int(config.memory_mib * 2**20))
         self._tiers = tiers  # below memory, nearest first
         self._similar = similar
         self._flights: dict[FlightName, Flight] = {}
         self._writes: set[asyncio.Task[None]] = set()
-        self.metrics = CacheMetrics(self._readings, lambda: len(self._flights))
+        self.metrics = metrics or CacheMetrics(lambda: [self._memory.reading(), *(tier.reading() for tier in tiers)])
 
     @property
     def info(self) -> EngineInfo:
@@ -76,13 +79,9 @@ class CachedEngine:
         return await self._engine.aborted(request_id)
 
     async def close(self) -> None:
-        """Wait up to `CLOSE_SECONDS` for answers that are being written. The engine behind stays open."""
+        """Wait up to `CLOSE_SECONDS` for answers that are being written. The engine behind and the tiers stay open."""
         if self._writes:
             await asyncio.wait(self._writes, timeout=CLOSE_SECONDS)
-        for tier in self._tiers:
-            await tier.close()
-        if self._similar is not None:
-            self._similar.close()
 
     def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
         control = request.cache or CacheControl()
@@ -138,12 +137,14 @@ class CachedEngine:
         """
 
         def ended(flight: Flight) -> None:
+            self.metrics.flights -= 1
             if self._flights.get(name) is flight:
                 del self._flights[name]
 
         if request.deadline is not None:
             request = replace(request, deadline=2 * request.deadline)
         flight = self._flights[name] = Flight(request.deadline and now + request.deadline, ended)
+        self.metrics.flights += 1
         key, control, *_ = name
         flight.start(self._find_or_compute(flight, request, control, key))
         return flight
@@ -233,9 +234,6 @@ class CachedEngine:
             write.add_done_callback(self._writes.discard)
         if self._similar is not None and place is not None:
             self._similar.remember(place, key)
-
-    def _readings(self) -> list[Reading]:
-        return [self._memory.reading(), *(tier.reading() for tier in self._tiers)]
 
 
 class _TextEnd:

@@ -13,9 +13,9 @@ from penstock.core.request import CacheStatus
 
 
 class CacheMetrics(Collector):
-    def __init__(self, readings: Callable[[], list[Reading]], flights: Callable[[], int]) -> None:
+    def __init__(self, readings: Callable[[], list[Reading]]) -> None:
         self._readings = readings
-        self._flights = flights
+        self.flights = 0  # computations in progress that identical requests may join
         self.requests: Counter[tuple[str, str]] = Counter()  # by (state, tier)
         self.stored = 0
 
@@ -36,7 +36,7 @@ class CacheMetrics(Collector):
         yield requests
         yield CounterMetricFamily("penstock_answer_cache_stored", "Answers stored", self.stored)
         yield GaugeMetricFamily(
-            "penstock_answer_cache_flights", "Computations that identical requests join", self._flights()
+            "penstock_answer_cache_flights", "Computations that identical requests join", self.flights
         )
         sizes = GaugeMetricFamily("penstock_answer_cache_bytes", "Bytes held", labels=["tier"])
         evictions = CounterMetricFamily("penstock_answer_cache_evictions", "Answers pushed out", labels=["tier"])

@@ -1,4 +1,4 @@
-"""`penstock serve`, the composition root: from the settings it builds a gateway in front of a worker process."""
+"""`penstock serve`, the composition root: from the settings it builds a gateway in front of fleets of workers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from penstock.checkpoint.source import DEFAULT_MODEL
@@ -19,7 +22,11 @@ from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
 from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
+    from penstock.checkpoint.source import Checkpoint
     from penstock.fleet.fleet import Fleet
+    from penstock.fleet.launcher import Launcher
+    from penstock.fleet.settings import ModelConfig
+    from penstock.text.tokenizer import Tokenizer
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -37,6 +44,7 @@ def add_parser(subparsers: Subparsers) -> None:
     server = parser.add_argument_group("server")
     server.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     server.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
+    server.add_argument("--replicas", type=int, metavar="N", help="worker processes that serve it (default 1)")
     server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     server.add_argument("--open", action="store_true", default=None, help="need no key, even where others can connect")
     server.add_argument("--state", metavar="URL", help="memory, sqlite:///PATH or redis://HOST:PORT/DB")
@@ -94,7 +102,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         given = {name: value for name, value in given.items() if value is not None}
         if given:
             merged[section] = {**(values.get(section) or {}), **given}
-    for name in ("model", "state"):
+    for name in ("model", "replicas", "state"):
         if getattr(args, name) is not None:
             merged[name] = getattr(args, name)
     return settings_from_mapping(merged)
@@ -102,61 +110,97 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 async def _serve(settings: Settings) -> int:
     from penstock.cli.requirements import check_requirements
+    from penstock.fleet.build import launchers
     from penstock.fleet.fleet import Fleet
-    from penstock.fleet.launcher import LocalLauncher
     from penstock.gateway.http.listener import bind
-    from penstock.worker.protocol import Start
 
     server = settings.server
     check_requirements(settings)
     listener = bind(server.host, server.port)
-    fleet = Fleet(settings.model)
-    _end_at_signals(fleet)
-    launcher = LocalLauncher(Start(settings.model, settings.engine, server.log_level))
-    starting = asyncio.create_task(
-        fleet.start([launcher])
-    )  # the longest part of a cold start, so all else is done meanwhile
-    await asyncio.sleep(0)
-    try:
-        from penstock.cache.build import open_cache
-        from penstock.checkpoint.source import resolve
-        from penstock.gateway.api.models import ServedModel
-        from penstock.gateway.app import create_app
-        from penstock.gateway.http.server import serve, tune_interpreter
-        from penstock.gateway.tenancy.tenants import open_directory
-        from penstock.state.open import open_store
-        from penstock.text.tokenizer import load_tokenizer
-
-        async with AsyncExitStack() as stack:
-            store = await stack.enter_async_context(open_store(settings.state))
-            directory = await stack.enter_async_context(open_directory(settings, store))
-            checkpoint = await asyncio.to_thread(resolve, settings.model)
-            tokenizer = await asyncio.to_thread(load_tokenizer, checkpoint)
-            name = server.served_model_name or checkpoint.name
-            caching = open_cache(fleet, tokenizer, settings.cache, settings.state)
-            engine, collectors = await stack.enter_async_context(caching)
-            model = ServedModel([name], tokenizer, engine)
-            app = create_app([model], settings, directory=directory, collectors=collectors)
-            await starting
-
-            def announce(host: str, port: int) -> None:
-                _announce(host, port, name, directory.open)
-
-            tune_interpreter()
-            warming = asyncio.create_task(app.long_requests.warm_up())
-            stack.callback(warming.cancel)
-            return await serve(app, listener, announce, server.drain_seconds)
-    finally:
-        starting.cancel()
-        await fleet.stop()
+    fleets = {
+        name: Fleet(name or Path(config.model or "").stem, config.routing, config.failover)
+        for name, config in settings.served.items()
+    }
+    _end_at_signals(list(fleets.values()))
+    async with AsyncExitStack() as stack:
+        starts = []
+        for name, config in settings.served.items():
+            stack.push_async_callback(fleets[name].stop)
+            # The longest part of a cold start, so all else is done meanwhile. Upstreams need a tokenizer first.
+            checkpoint = config.model or name
+            ready = None if config.upstreams else launchers(checkpoint, config, None, server.log_level)
+            starting = asyncio.create_task(_start(fleets[name], checkpoint, config, ready, server.log_level))
+            stack.callback(starting.cancel)
+            starts.append(starting)
+        await asyncio.sleep(0)
+        return await _serve_fleets(settings, fleets, starts, listener, stack)
 
 
-def _end_at_signals(fleet: Fleet) -> None:
+async def _serve_fleets(
+    settings: Settings,
+    fleets: Mapping[str, Fleet],
+    starts: Sequence[asyncio.Task[None]],
+    listener: socket.socket,
+    stack: AsyncExitStack,
+) -> int:
+    from penstock.cache.build import open_cache
+    from penstock.fleet.control import FleetControl
+    from penstock.fleet.metrics import FleetMetrics
+    from penstock.gateway.api.models import ServedModel
+    from penstock.gateway.app import create_app
+    from penstock.gateway.http.server import serve, tune_interpreter
+    from penstock.gateway.tenancy.tenants import open_directory
+    from penstock.state.open import open_store
+
+    store = await stack.enter_async_context(open_store(settings.state))
+    directory = await stack.enter_async_context(open_directory(settings, store))
+    cache = await stack.enter_async_context(open_cache(settings.cache, settings.state))
+    models = []
+    for name, config in settings.served.items():
+        checkpoint, tokenizer = await asyncio.to_thread(_tokenizer, config.model or name)
+        names = [name or checkpoint.name, *config.aliases]
+        models.append(ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer)))
+    configs = dict(zip((model.names[0] for model in models), settings.served.values(), strict=True))
+    control = FleetControl(dict(zip(configs, fleets.values(), strict=True)), configs, settings.server.log_level)
+    collectors = [*cache.collectors, FleetMetrics(fleets.values())]
+    app = create_app(models, settings, directory=directory, collectors=collectors, control=control)
+    await asyncio.gather(*starts)
+
+    def announce(host: str, port: int) -> None:
+        _announce(host, port, [model.names[0] for model in models], directory.open)
+
+    tune_interpreter()
+    warming = asyncio.create_task(app.long_requests.warm_up())
+    stack.callback(warming.cancel)
+    return await serve(app, listener, announce, settings.server.drain_seconds)
+
+
+async def _start(
+    fleet: Fleet, checkpoint: str, config: ModelConfig, ready: list[Launcher] | None, log_level: str
+) -> None:
+    from penstock.fleet.build import launchers
+
+    if ready is None:
+        _, tokenizer = await asyncio.to_thread(_tokenizer, checkpoint)
+        ready = launchers(checkpoint, config, tokenizer, log_level)
+    await fleet.start(ready)
+
+
+def _tokenizer(model: str) -> tuple[Checkpoint, Tokenizer]:
+    from penstock.checkpoint.source import resolve
+    from penstock.text.tokenizer import load_tokenizer
+
+    checkpoint = resolve(model)
+    return checkpoint, load_tokenizer(checkpoint)
+
+
+def _end_at_signals(fleets: Sequence[Fleet]) -> None:
     """Until the server drains at signals instead. Nothing can be lost yet, so nothing is waited for: a thread that
     downloads a model would take its time."""
 
     def end(sig: signal.Signals) -> None:
-        fleet.kill()
+        for fleet in fleets:
+            fleet.kill()
         print(f"penstock: ended by {sig.name} while starting", file=sys.stderr, flush=True)
         os._exit(128 + sig)
 
@@ -164,10 +208,10 @@ def _end_at_signals(fleet: Fleet) -> None:
         asyncio.get_running_loop().add_signal_handler(sig, end, sig)
 
 
-def _announce(host: str, port: int, model: str, open: bool) -> None:
+def _announce(host: str, port: int, models: Sequence[str], open: bool) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
-    print(f"Penstock serves {model} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")
+    body = json.dumps({"model": models[0], "messages": [{"role": "user", "content": "Hello!"}]})
+    print(f"Penstock serves {', '.join(models)} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")
     if not open:
         print(f'    -H "Authorization: Bearer ${API_KEY}" \\')  # of 'penstock keys create'
     print(f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)

@@ -72,6 +72,9 @@ def _convert(field: Field[Any], kind: Any, where: str, value: Any) -> Any:
         return None if value is None and NoneType in _options(kind) else _section_or_defaults(cls, where, value)
     if get_origin(kind) is Mapping and is_dataclass(cls := get_args(kind)[1]):
         return _named_sections(field, cls, where, value)
+    if get_origin(kind) is tuple and is_dataclass(cls := get_args(kind)[0]):
+        check(isinstance(value, list), where, f"must be a list of mappings, not {value!r}")
+        return tuple(convert_section(cls, f"{where}.{number}", below) for number, below in enumerate(value))
     import msgspec  # the engine as a library gets keyword arguments, and is installed without msgspec
 
     try:

@@ -64,6 +64,17 @@ class Fleet:
         replica.start_soon()
         return replica
 
+    async def add_ready(self, launcher: Launcher) -> Replica:
+        """Returns when it serves. Raises StartupError if it cannot, and then it is not in the fleet."""
+        replica = self._new(launcher)
+        try:
+            await replica.start()
+        except BaseException:
+            self.replicas.remove(replica)
+            self._router.remove(replica)
+            raise
+        return replica
+
     def _new(self, launcher: Launcher) -> Replica:
         replica = Replica(f"{self.model}-{self._started}", launcher, self._on_change)
         self._started += 1

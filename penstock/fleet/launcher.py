@@ -93,7 +93,7 @@ class WorkerProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
                 pass_fds=(theirs.fileno(),),
-                env={name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")},
+                env=_environment(start.visible_devices),
                 start_new_session=True,
             )
         ours.sendall(frame(start))
@@ -142,6 +142,14 @@ class WorkerProcess:
 
     def close(self) -> None:
         self._control.close()
+
+
+def _environment(visible_devices: str | None) -> dict[str, str]:
+    """The worker's: no secrets of the gateway, and its own share of the GPUs."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    if visible_devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_devices
+    return environment
 
 
 class LocalInstance:

@@ -11,7 +11,8 @@ from typing import Literal
 from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
 from penstock.fleet.failover import CircuitBreaker
-from penstock.fleet.launcher import Instance, Launcher
+from penstock.fleet.launcher import Instance, Launcher, LocalLauncher
+from penstock.worker.client import WorkerClient
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,11 @@ class Replica:
         return self._instance.engine
 
     @property
+    def is_local(self) -> bool:
+        """Whether it is a process that was launched here."""
+        return isinstance(self._launcher, LocalLauncher)
+
+    @property
     def process(self) -> int | None:
         return None if self._instance is None else self._instance.process
 
@@ -66,12 +72,13 @@ class Replica:
         await self._keep()
 
     async def _keep(self) -> None:
-        """Launch it again whenever it is lost: at once if it had been of use, else ever later."""
-        delay = _FIRST_RETRY_SECONDS
+        """Launch it again whenever it is lost: at once, but ever later while it is of no use."""
+        useless = 0
         while True:
             assert self._instance is not None
             reason = await self._instance.lost()
-            delay = 0.0 if self.useful else min(_LAST_RETRY_SECONDS, 2 * delay or _FIRST_RETRY_SECONDS)
+            useless = 0 if self.useful else useless + 1
+            delay = 0.0 if useless < 2 else min(_LAST_RETRY_SECONDS, _FIRST_RETRY_SECONDS * 2 ** (useless - 2))
             log.error("replica %s was lost: %s; starting another", self.name, reason)
             self.lose(reason)
             if self._leaving:
@@ -115,6 +122,11 @@ class Replica:
         self._become("stopped", "")
         if self._instance is not None:
             await self._instance.stop()
+
+    def cut(self) -> None:
+        """As if its network had gone: nothing comes from there any more, and nothing arrives."""
+        if isinstance(self.engine, WorkerClient):
+            self.engine.cut()
 
     def kill(self) -> None:
         """End its engine at once, whatever that is doing."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.core.settings import check, check_choice
+from penstock.engine.settings import EngineConfig
+from penstock.fleet.upstream.settings import UpstreamConfig
+
+_WORKER = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):([0-9]{1,5})")
 
 PolicyName = Literal["forecast", "latency", "round_robin"]
 
@@ -73,3 +78,32 @@ class FailoverConfig:
 
     def __post_init__(self) -> None:
         check(0 <= self.wait_seconds <= 3600, "wait_seconds", "must be between 0 and 3600")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A model, and the replicas that serve it: worker processes here, workers on other machines, other servers."""
+
+    model: str | None = field(default=None, metadata={"expected": "a name or a path"})  # default: its key in `models`
+    aliases: tuple[str, ...] = ()  # other names that clients may use
+    replicas: int | None = None  # worker processes here; default: one, or none beside workers and upstreams
+    workers: tuple[str, ...] = ()  # on other machines, as tcp://HOST:PORT; see `penstock worker`
+    upstreams: tuple[UpstreamConfig, ...] = ()  # other servers that have the same model
+    devices: tuple[str, ...] = ()  # GPUs or MIG instances by id, for one replica after the other; default: all
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    failover: FailoverConfig = field(default_factory=FailoverConfig)
+
+    def __post_init__(self) -> None:
+        check(self.model is None or bool(self.model), "model", "must be a name or a path")
+        check(self.replicas is None or 0 <= self.replicas <= 1024, "replicas", "must be between 0 and 1024")
+        for worker in self.workers:
+            check(_WORKER.fullmatch(worker) is not None, "workers", f"must be as tcp://HOST:PORT, not {worker!r}")
+        some = self.local_replicas or self.workers or self.upstreams
+        check(bool(some), "replicas", "must be at least 1 where there are no workers and no upstreams")
+
+    @property
+    def local_replicas(self) -> int:
+        if self.replicas is not None:
+            return self.replicas
+        return 0 if self.workers or self.upstreams else 1

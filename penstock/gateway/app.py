@@ -12,6 +12,7 @@ from penstock.core.errors import StartupError
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
 from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
+from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import Objectives
 from penstock.gateway.api.openapi import OpenApi
@@ -44,8 +45,10 @@ def create_app(
     *,
     directory: Directory | None = None,
     collectors: Sequence[Collector] = (),
+    control: Control | None = None,
 ) -> Edge:
-    """Without a directory there are the tenants of the settings, no keys, and nothing is remembered."""
+    """Without a directory there are the tenants of the settings, no keys, and nothing is remembered. `control` acts on
+    the replicas behind the models."""
     if not served or not all(model.names for model in served):
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
     traffic = Traffic()
@@ -71,7 +74,7 @@ def create_app(
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),
     )
     requests = RequestLog()
-    routes = _routes(serving, settings, directory, origins, requests)
+    routes = _routes(serving, settings, directory, origins, requests, control or NoFleet())
     tracing = start_tracing(settings.observability.otlp_endpoint)
     return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, tracing)
 
@@ -93,7 +96,12 @@ def _stats_of(engine: ServedEngine) -> Callable[[], EngineStats]:
 
 
 def _routes(
-    serving: Serving, settings: GatewaySettings, directory: Directory, origins: Origins, requests: RequestLog
+    serving: Serving,
+    settings: GatewaySettings,
+    directory: Directory,
+    origins: Origins,
+    requests: RequestLog,
+    control: Control,
 ) -> Routes:
     auth = Authenticator(directory, _verifier(settings.jwt), origins)
     authenticate: dict[Access, Authenticate] = {
@@ -109,6 +117,7 @@ def _routes(
         status=StatusEndpoints(serving, settings.engine.max_waiting),
         accounts=RequestEndpoints(requests),
         admin=AdminEndpoints(serving, directory),
+        fleet=FleetEndpoints(serving, control),
         openapi=OpenApi(serving),
     )
     return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access]) for e in ENDPOINTS])

@@ -59,6 +59,16 @@ class _Inbox:
         return self._items.popleft()
 
 
+class _CutTransport:
+    """What is written to it arrives nowhere."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.abort = transport.abort
+
+    def write(self, data: bytes) -> None:
+        pass
+
+
 class WorkerClient(asyncio.Protocol):
     """One connection. When it ends, every waiting request fails with `Unavailable` at once.
 
@@ -213,6 +223,11 @@ class WorkerClient(asyncio.Protocol):
             self._settle(request_id, None)
         if not self.closed.done():
             self.closed.set_result(self._silence)
+
+    def cut(self) -> None:
+        """Hear nothing and say nothing from now on, as over a network that is cut."""
+        self._transport.pause_reading()
+        self._transport = cast(asyncio.Transport, _CutTransport(self._transport))
 
     def close(self) -> None:
         """End the connection. Requests in progress fail as if the worker had gone."""

@@ -35,6 +35,7 @@ class Start(msgspec.Struct, tag="start", array_like=True):
     model: str
     engine: EngineConfig
     log_level: str
+    visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of the process; None: as the launcher's
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):

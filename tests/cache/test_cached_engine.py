@@ -301,7 +301,8 @@ async def test_answers_come_back_from_redis_and_from_disk(
     asked = {"prompt": [1, 4, 9]}
 
     async def ask(settings: Settings, times: int = 1) -> list[str]:
-        async with open_cache(engine, tokenizer, settings.cache, settings.state) as (cached, _):
+        async with open_cache(settings.cache, settings.state) as cache:
+            cached = cache.before(engine, tokenizer)
             assert isinstance(cached, CachedEngine)
             answers = [await answer(cached, request(**asked)) for _ in range(times)]
             return [f"{a[0].cache.state} {a[0].cache.tier}".strip() for a in answers if a[0].cache]
@@ -319,7 +320,8 @@ async def test_answers_come_back_from_redis_and_from_disk(
 async def test_a_damaged_answer_is_computed_again(
     engine: ScriptedEngine, tokenizer: Tokenizer, redis_process: RedisServer
 ) -> None:
-    async with open_cache(engine, tokenizer, CacheConfig(), redis_process.url) as (cached, _):
+    async with open_cache(CacheConfig(), redis_process.url) as cache:
+        cached = cache.before(engine, tokenizer)
         assert isinstance(cached, CachedEngine)
         await answer(cached, request(prompt=[7, 7]))
         await asyncio.gather(*cached._writes)

@@ -100,11 +100,11 @@ def serving(
         async with (
             open_store(settings.state or "memory") as store,
             open_directory(settings, store) as directory,
-            open_cache(engine, tokenizer, cache, settings.state) as (served, collectors),
+            open_cache(cache, settings.state) as answers,
         ):
             gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
-            model = ServedModel([MODEL, "org/alias"], tokenizer, served)
-            app = create_app([model, *beside], settings, directory=directory, collectors=collectors)
+            model = ServedModel([MODEL, "org/alias"], tokenizer, answers.before(engine, tokenizer))
+            app = create_app([model, *beside], settings, directory=directory, collectors=answers.collectors)
             gateway.edge = app
             task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
             stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))

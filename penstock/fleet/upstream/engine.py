@@ -82,6 +82,10 @@ class Upstream:
     def health(self) -> Health:
         return self._monitor.health()
 
+    async def unhealthy(self) -> str:
+        """Wait until it cannot be asked, and say why."""
+        return await self._monitor.unhealthy()
+
     async def check(self) -> Health:
         """Check it now, without waiting for the next check at intervals."""
         await self._monitor.check()

@@ -25,6 +25,7 @@ class HealthMonitor:
         self._problem = ""
         self._stalled = False
         self._wake = asyncio.Event()
+        self._failed = asyncio.Event()
         self._task = asyncio.create_task(self._watch())
 
     def health(self) -> Health:
@@ -33,8 +34,16 @@ class HealthMonitor:
     def lost(self, problem: str, *, stalled: bool = False) -> None:
         """A request failed for a reason that would make others fail. The next check follows at once."""
         self._problem = problem
+        self._failed.set()
         self._stalled = self._stalled or stalled
         self._wake.set()
+
+    async def unhealthy(self) -> str:
+        """Wait until it is, and say why."""
+        while not self._problem:
+            self._failed.clear()
+            await self._failed.wait()
+        return self._problem
 
     async def close(self) -> None:
         self._task.cancel()
@@ -59,3 +68,5 @@ class HealthMonitor:
             self._problem = error.message
         else:
             self._problem, self._stalled = "", False
+        if self._problem:
+            self._failed.set()

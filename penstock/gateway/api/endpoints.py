@@ -11,6 +11,7 @@ import msgspec
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.fleet import Drain, FleetEndpoints, InjectedFault, NewReplicas, NewVersion, Replicas
 from penstock.gateway.api.generation import Handler
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.status import StatusEndpoints
@@ -50,6 +51,7 @@ class Handlers:
     status: StatusEndpoints
     accounts: RequestEndpoints
     admin: AdminEndpoints
+    fleet: FleetEndpoints
     openapi: Handler
 
 
@@ -210,6 +212,48 @@ ENDPOINTS = (
         ObjectList,
         media=(JSON, CSV),
         parameters=_USAGE,
+    ),
+    Endpoint("GET", "/admin/fleet", "admin", "All replicas", lambda h: h.fleet.replicas, Replicas),
+    Endpoint(
+        "POST",
+        "/admin/fleet",
+        "admin",
+        "Start more replicas of a model",
+        lambda h: h.fleet.add,
+        Replicas,
+        NewReplicas,
+        status=201,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/fleet/replace",
+        "admin",
+        "Replace a model's replicas by those of another checkpoint, one after the other",
+        lambda h: h.fleet.replace,
+        Replicas,
+        NewVersion,
+    ),
+    Endpoint(
+        "POST",
+        "/admin/fleet/{replica}/drain",
+        "admin",
+        "Let a replica finish what it has, and stop it",
+        lambda h: h.fleet.drain,
+        dict[str, Any],
+        Drain,
+        status=202,
+        parameters=_path("replica"),
+    ),
+    Endpoint(
+        "POST",
+        "/admin/fleet/{replica}/fault",
+        "admin",
+        "Break a replica on purpose",
+        lambda h: h.fleet.fault,
+        dict[str, Any],
+        InjectedFault,
+        status=202,
+        parameters=_path("replica"),
     ),
     Endpoint(
         "GET", "/health", "public", "Whether requests make progress", lambda h: h.status.health, types.HealthReport

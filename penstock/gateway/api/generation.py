@@ -43,6 +43,7 @@ TOO_MANY_SCORES = (
     "alternatives, or score the text in parts"
 )
 
+REPLICA = b"x-penstock-replica"
 _TRUE = re.compile(rb"true|1", re.IGNORECASE)
 
 
@@ -214,6 +215,10 @@ class Generation:
             choice.cache = chunk.cache
             name, value = cache_header(known.cache for known in self.choices if known.cache is not None)
             self.response.headers[name] = value
+        if chunk.replica:
+            others = self.response.headers.get(REPLICA)
+            known = {chunk.replica} if others is None else {chunk.replica, *others.decode().split(", ")}
+            self.response.headers[REPLICA] = ", ".join(sorted(known)).encode()
         choice.cached_tokens = chunk.cached_tokens
         choice.prompt_logprobs = chunk.prompt_logprobs
 

@@ -1,0 +1,98 @@
+"""`penstock fleet`: the replicas of a running server. Needs an admin key where the server has tenants."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from penstock.cli.environment import add_server_arguments
+from penstock.client.http import HttpClient, Response, failure, openai_base
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_LONGEST_SECONDS = 3600.0  # until all replicas of a model are replaced
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("fleet", help="list, add, drain and replace replicas of a running server")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = actions.add_parser("list", help="show all replicas")
+    add = actions.add_parser("add", help="start more replicas of a model")
+    add.add_argument("model", help="as clients call it")
+    add.add_argument("count", nargs="?", type=int, default=1, help="how many (default %(default)s)")
+    drain = actions.add_parser("drain", help="let a replica finish what it has, and stop it")
+    drain.add_argument("replica", help="as in the list")
+    replace = actions.add_parser("replace", help="replace a model's replicas, one after the other, without a pause")
+    replace.add_argument("model", help="as clients call it")
+    replace.add_argument("checkpoint", help="as the settings' model: a name, a folder or a file")
+    for action in (drain, replace):
+        action.add_argument(
+            "--drain-seconds",
+            type=float,
+            default=30.0,
+            metavar="S",
+            help="what is not finished by then goes on at another replica (default %(default)s)",
+        )
+    for action, work in ((listing, _list), (add, _add), (drain, _drain), (replace, _replace)):
+        add_server_arguments(action)
+        action.set_defaults(run=lambda args, work=work: run(args, work))
+
+
+def run(args: argparse.Namespace, work: Callable[[HttpClient, argparse.Namespace], Awaitable[list[Any]]]) -> int:
+    from rich.console import Console
+
+    async def ask() -> list[Any]:
+        async with HttpClient(openai_base(args.url), api_key=args.api_key, timeout=_LONGEST_SECONDS) as http:
+            return await work(http, args)
+
+    Console(highlight=False, markup=False).print(replica_table(asyncio.run(ask())))
+    return 0
+
+
+async def _list(http: HttpClient, args: argparse.Namespace) -> list[Any]:
+    return _checked(http, await http.get("/admin/fleet"))
+
+
+async def _add(http: HttpClient, args: argparse.Namespace) -> list[Any]:
+    return _checked(http, await http.post("/admin/fleet", {"model": args.model, "count": args.count}))
+
+
+async def _drain(http: HttpClient, args: argparse.Namespace) -> list[Any]:
+    path = f"/admin/fleet/{quote(args.replica, safe='')}/drain"
+    return _checked(http, await http.post(path, {"drain_seconds": args.drain_seconds}))
+
+
+async def _replace(http: HttpClient, args: argparse.Namespace) -> list[Any]:
+    body = {"model": args.model, "checkpoint": args.checkpoint, "drain_seconds": args.drain_seconds}
+    return _checked(http, await http.post("/admin/fleet/replace", body))
+
+
+def _checked(http: HttpClient, response: Response) -> list[Any]:
+    if response.status not in (200, 201, 202):
+        raise failure(http.url, response.status, response.error_message)
+    found: dict[str, Any] = response.json()
+    replicas: list[Any] = found.get("data", [found])
+    return replicas
+
+
+def replica_table(replicas: list[dict[str, Any]]) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("replica", "model", "where", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("for", "streams", "waiting", "KV", "restarts"):
+        table.add_column(heading, justify="right")
+    for one in replicas:
+        state = f"{one['state']} ({one['detail']})" if one["detail"] else one["state"]
+        place = one["place"] if one["process"] is None else f"{one['place']} {one['process']}"
+        used = f"{one['kv_blocks_used'] / one['kv_blocks']:.0%}" if one["kv_blocks"] else "–"
+        numbers = [f"{one['seconds']:.0f} s", str(one["streams"]), str(one["waiting"]), used, str(one["restarts"])]
+        table.add_row(one["id"], one["model"], place, state, *numbers)
+    return table

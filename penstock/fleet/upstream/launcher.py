@@ -1,0 +1,41 @@
+"""Upstreams as replicas: nothing is started, the server is probed and watched."""
+
+from __future__ import annotations
+
+from penstock.core.errors import StartupError, Unavailable
+from penstock.fleet.launcher import Instance
+from penstock.fleet.upstream.engine import Upstream
+from penstock.fleet.upstream.settings import UpstreamConfig
+from penstock.text.tokenizer import Tokenizer
+
+
+class UpstreamLauncher:
+    def __init__(self, config: UpstreamConfig, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        self.place = config.url
+
+    async def launch(self) -> Instance:
+        try:
+            return UpstreamInstance(await Upstream.connect(self._config, self._tokenizer))
+        except Unavailable as error:
+            raise StartupError(f"{self.place}: {error.message}") from error
+
+
+class UpstreamInstance:
+    process = None
+
+    def __init__(self, engine: Upstream) -> None:
+        self.engine = engine
+
+    async def lost(self) -> str:
+        """A server that cannot be asked is probed again until it can: it may have come back as another one."""
+        reason = await self.engine.unhealthy()
+        await self.engine.close()
+        return reason
+
+    async def stop(self) -> None:
+        await self.engine.close()
+
+    def kill(self) -> None:
+        """It is not ours to kill."""
