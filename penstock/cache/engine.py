@@ -57,7 +57,7 @@ class CachedEngine:
         self._engine = engine
         self._tokenizer = tokenizer
         self._config = config
-        self._memory = memory or MemoryTier(int(config.memory_mib * 2**20))
+        self._memory = MemoryTier(int(config.memory_mib * 2**20)) if memory is None else memory
         self._tiers = tiers  # below memory, nearest first
         self._similar = similar
         self._flights: dict[FlightName, Flight] = {}
