@@ -46,6 +46,7 @@ class Objectives:
         self.known = tuple(classes) or BUILT_IN_CLASSES
         self.default = default_class or "standard"
         self._stats = stats
+        self._unmeasured = {name: derived(name, EngineStats()) for name in BUILT_IN_CLASSES}
 
     def classify(self, request: Request, tenant: Tenant, tier: str | None) -> Objective:
         """The objective of the class that a request belongs to; `tier` is its `service_tier`."""
@@ -60,13 +61,13 @@ class Objectives:
         if self.fixed:
             return self.fixed
         stats = self._stats()
-        built_in = {name: derived(name, stats) for name in BUILT_IN_CLASSES}
-        if stats.loaded_step_seconds > 0:
-            self.fixed = built_in
-            for name, objective in built_in.items():
-                ttft_ms, itl_ms = milliseconds(objective.ttft), milliseconds(objective.itl)
-                log(logger, logging.INFO, "class", name=name, ttft_ms=ttft_ms, itl_ms=itl_ms)
-        return built_in
+        if stats.loaded_step_seconds <= 0:
+            return self._unmeasured
+        self.fixed = {name: derived(name, stats) for name in BUILT_IN_CLASSES}
+        for name, objective in self.fixed.items():
+            ttft_ms, itl_ms = milliseconds(objective.ttft), milliseconds(objective.itl)
+            log(logger, logging.INFO, "class", name=name, ttft_ms=ttft_ms, itl_ms=itl_ms)
+        return self.fixed
 
     def _chosen(self, request: Request, tenant: Tenant, tier: str | None) -> str:
         """OpenAI's `auto` leaves it to the other ways of choosing."""
