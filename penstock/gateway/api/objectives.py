@@ -20,8 +20,7 @@ from penstock.observability.logging import log
 
 logger = logging.getLogger("penstock.gateway")
 
-TYPICAL_PROMPT = 1024  # tokens; the first token of a request that long is the yardstick
-SLACK = 4  # objectives allow this many times what the machine needs for such a prompt, or for a step of a usual batch
+SLACK = 4  # objectives allow this many times what the machine needs for a usual prompt, or a step of a usual batch
 MIN_TTFT, MIN_GAP = 0.2, 0.05  # seconds
 OPENAI_TIERS = {"flex": "batch", "priority": "interactive"}
 
@@ -90,10 +89,10 @@ def derived(name: str, stats: EngineStats) -> Objective:
     """The built-in classes: promises a machine of this measured speed can keep with some load on it."""
     if name == "batch":
         return Objective(name, rank=1)
-    step, rate = stats.loaded_step_seconds, stats.prefill_tokens_per_second
+    prompt, step = stats.usual_prompt_seconds, stats.loaded_step_seconds
     if name == "standard" or step <= 0:
         return Objective(name, paced=True)
-    return Objective(name, max(MIN_TTFT, SLACK * TYPICAL_PROMPT / rate), max(MIN_GAP, SLACK * step))
+    return Objective(name, max(MIN_TTFT, SLACK * prompt), max(MIN_GAP, SLACK * step))
 
 
 def reported_tier(asked: str | None) -> str | UnsetType:
