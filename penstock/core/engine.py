@@ -44,8 +44,10 @@ class EngineStats:
     # From the step-time model; 0 until it has seen enough steps.
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0  # of a step that advances the sequences now running by one token each
-    loaded_step_seconds: float = 0.0  # of a step that decodes a usual batch of 32 sequences
     step_time_error: float = 0.0  # median of |predicted - measured| / measured over the latest steps
+    # Measured at the first start on this machine, and the same ever since; 0 where that was not possible yet.
+    usual_prompt_seconds: float = 0.0  # to the first token of a prompt of 1,024 tokens, alone
+    loaded_step_seconds: float = 0.0  # of a step that decodes a usual batch of 32 sequences
 
 
 class Engine(Protocol):

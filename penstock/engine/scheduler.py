@@ -377,7 +377,7 @@ class Scheduler:
     # -- observation -------------------------------------------------------------------------------------------------
 
     def stats(self, seconds_since_step: float = 0.0) -> EngineStats:
-        decoding = decode_shape(self.running)
+        decoding, yardsticks = decode_shape(self.running), self.times.yardsticks
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -386,7 +386,8 @@ class Scheduler:
             seconds_since_step=seconds_since_step,
             prefill_tokens_per_second=self.times.prefill_tokens_per_second,
             decode_step_seconds=self.times.predict(decoding if decoding.decodes else StepShape(1, 256)),
-            loaded_step_seconds=self.times.loaded_step_seconds,
+            usual_prompt_seconds=0.0 if yardsticks is None else yardsticks.prompt,
+            loaded_step_seconds=0.0 if yardsticks is None else yardsticks.step,
             step_time_error=self.times.median_error,
             **asdict(self.counters),
         )

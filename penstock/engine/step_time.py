@@ -18,7 +18,7 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from penstock.core.machine import cache_folder
@@ -28,8 +28,9 @@ log = logging.getLogger(__name__)
 
 _BEND = 256  # tokens a step from which on arithmetic, not reading weights, takes the time, more or less
 _USUAL_CHUNK = 1024  # tokens of a prompt in one step
-_USUAL_PROMPT = 96
-_USUAL_BATCH, _USUAL_CONTEXT = 32, 512
+_SHORT_PROMPT = 96
+USUAL_PROMPT = 1024  # tokens; these three: of the yardsticks
+USUAL_BATCH, USUAL_CONTEXT = 32, 512
 _SLOWED = 1.7  # how many times longer than otherwise a step may be planned to take beside a long prompt
 _MEMORY = 0.997  # weight of the past at each observation: about 300 steps
 _REFIT_STEPS = 8
@@ -46,7 +47,7 @@ _PATIENCE = 10.0
 _LEAST_PATIENCE_SECONDS = 10.0
 _PATIENCE_WITH_UNKNOWN_SECONDS = 600.0
 _OUTLIER = 5.0  # a step this many times longer than predicted says something about the machine, not about steps
-_VERSION = 3
+_VERSION = 4
 
 
 Padding = Callable[[int], int]  # tokens of a step with prompts -> tokens that are computed for it
@@ -129,6 +130,15 @@ def kept_step_times(*machine_and_model: object, padded: Padding = int) -> StepTi
     return StepTimes(cache_folder() / "step_times" / f"{name}.json", padded)
 
 
+@dataclass(frozen=True, slots=True)
+class Yardsticks:
+    """How fast this machine is, in seconds: measured once and then kept, so that what is promised in multiples of them
+    stays the same from start to start, whatever requests the step-time model has learnt from since."""
+
+    prompt: float  # to the first token of a prompt of 1,024 tokens, alone
+    step: float  # of a step that decodes a usual batch
+
+
 class StepTimes:
     """`path`: where what was learnt is kept between runs."""
 
@@ -141,6 +151,7 @@ class StepTimes:
         self._overrun = RecentPeak(*_MARGIN_STEPS)  # seconds that steps took longer than predicted
         self._slowest = RecentPeak(*_MARGIN_STEPS)  # drift of steps with prompts
         self._observed = 0
+        self._yardsticks: Yardsticks | None = None
         if path is not None:
             self._load(path)
 
@@ -217,7 +228,7 @@ class StepTimes:
         if not self.measured:
             return math.inf
         decodes = decodes.without_prefill()
-        tokens = int(_USUAL_PROMPT * (1 + decodes.decodes / _USUAL_BATCH))
+        tokens = int(_SHORT_PROMPT * (1 + decodes.decodes / USUAL_BATCH))
         return _SLOWED * self.predict(decodes.with_chunk(0, tokens))
 
     def tokens_within(self, shape: StepShape, start: int, most: int, limit: float) -> int:
@@ -249,9 +260,16 @@ class StepTimes:
         return statistics.median(self._errors) if self._errors else 0.0
 
     @property
-    def loaded_step_seconds(self) -> float:
-        """Of a step that decodes a usual batch."""
-        return self.predict(StepShape(_USUAL_BATCH, _USUAL_BATCH * _USUAL_CONTEXT)) if self.measured else 0.0
+    def yardsticks(self) -> Yardsticks | None:
+        """Those set by a calibration, or else what the model said as soon as it could. None before."""
+        if self._yardsticks is None and self.measured:
+            prompt = self.predict(StepShape().with_chunk(0, USUAL_PROMPT))
+            self._yardsticks = Yardsticks(prompt, self.predict(StepShape(USUAL_BATCH, USUAL_BATCH * USUAL_CONTEXT)))
+        return self._yardsticks
+
+    @yardsticks.setter
+    def yardsticks(self, measured: Yardsticks | None) -> None:
+        self._yardsticks = measured
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -271,10 +289,11 @@ class StepTimes:
             }
             for name, fit in (("decode", self._decode), ("mixed", self._mixed))
         }
+        yardsticks = None if self.yardsticks is None else asdict(self.yardsticks)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(f".{os.getpid()}.tmp")  # two engines may save at once
-            temporary.write_text(json.dumps({"version": _VERSION, **fits}))
+            temporary.write_text(json.dumps({"version": _VERSION, "yardsticks": yardsticks, **fits}))
             temporary.replace(self._path)
         except OSError as error:
             log.warning("cannot keep step times in %s: %s; the next start learns them again", self._path, error)
@@ -292,6 +311,8 @@ class StepTimes:
                     return
                 fit.moments, fit.targets, fit.coefficients = moments, targets, coefficients
                 fit.observed, fit.drift = int(known["observed"]), float(known["drift"])
+            if (yardsticks := stored["yardsticks"]) is not None:
+                self._yardsticks = Yardsticks(float(yardsticks["prompt"]), float(yardsticks["step"]))
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:

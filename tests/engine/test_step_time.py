@@ -86,6 +86,6 @@ def test_what_was_learnt_is_kept_and_a_broken_file_is_not_believed(tmp_path: Pat
     shape = StepShape(10, 4000).with_chunk(100, 200)
     assert StepTimes(path).predict(shape) == pytest.approx(times.predict(shape), rel=0.05)
     wrong_size = {"coefficients": [1], "moments": [[1]], "targets": [1], "observed": 9, "drift": 1}
-    for broken in ("", "{}", json.dumps({"version": 3, "decode": wrong_size})):
+    for broken in ("", "{}", json.dumps({"version": 4, "decode": wrong_size})):
         path.write_text(broken)
         assert not StepTimes(path).ready

@@ -14,9 +14,9 @@ _LEAST_CACHED = ("miss", "bypass", "shared", "similar", "hit")
 
 def cache_control(request: Request) -> CacheControl | None:
     """None: nothing was said. Directives this cache does not know are left alone, as HTTP wants it."""
-    given = [value for name, value in request.raw_headers if name == b"cache-control"]
-    if not given:
+    if b"cache-control" not in request.headers:
         return None
+    given = [value for name, value in request.raw_headers if name == b"cache-control"]
     directives = dict(_directive(part) for part in b",".join(given).decode("latin-1").split(","))
     max_age = directives.get("max-age")
     return CacheControl(

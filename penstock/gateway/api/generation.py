@@ -75,6 +75,11 @@ class Choice:
         """Whether the engine worked for it; otherwise a result cache had the answer or shared another's."""
         return self.cache is None or self.cache.computed
 
+    def keep(self, delta: TextDelta) -> None:
+        self.token_ids += delta.token_ids
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
+
 
 Emit = Callable[[Choice, TextDelta], Awaitable[None]]
 
@@ -123,7 +128,7 @@ async def build_choices(
 
 
 class Generation:
-    """`run` or `collect` must be called: they settle or release the reservation."""
+    """`run` must be called: it settles or releases the reservation."""
 
     def __init__(
         self,
@@ -143,8 +148,11 @@ class Generation:
         self.choices = choices
         self.final_usage: Usage | None = None  # when all has been generated
 
-    async def run(self, emit: Emit) -> None:
-        """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine."""
+    async def run(self, emit: Emit | None = None) -> None:
+        """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine.
+
+        Without `emit` the choices hold what was generated.
+        """
         try:
             if self.request.disconnected:
                 raise ClientGone("client left before the work began")
@@ -161,16 +169,7 @@ class Generation:
         finally:
             self.reservation.release()
 
-    async def collect(self) -> None:
-        """Run without passing anything on: the choices hold what was generated."""
-
-        async def keep(choice: Choice, delta: TextDelta) -> None:
-            choice.token_ids += delta.token_ids
-            choice.logprobs += delta.logprobs or ()
-
-        await self.run(keep)
-
-    async def _run_all(self, emit: Emit) -> None:
+    async def _run_all(self, emit: Emit | None) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for some in slices(self.choices):
@@ -179,7 +178,7 @@ class Generation:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _run_choice(self, choice: Choice, emit: Emit) -> None:
+    async def _run_choice(self, choice: Choice, emit: Emit | None) -> None:
         choice.submitted = time.monotonic()
         chunks = self.engine.submit(choice.request)
         push = choice.stream.push
@@ -196,7 +195,10 @@ class Generation:
                 last = now
                 delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_matched
-                await emit(choice, delta)
+                if emit is not None:
+                    await emit(choice, delta)
+                else:
+                    choice.keep(delta)
                 if delta.finish_reason is not None:
                     return
             raise EngineFailure("the engine ended the stream without a finish reason")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import StartupError
@@ -43,6 +44,30 @@ class Model:
         info, most = self.engine.info, tenant.max_prompt_tokens
         room = info.max_model_len - 1
         return Bounds(room if most is None else min(room, most), info.max_model_len, info.vocab_size)
+
+
+class TenantBounds(Mapping[str, Bounds]):
+    """What a tenant's prompt may be, by every name of every model. Most requests ask for one model only, so each is
+    computed when it is looked up."""
+
+    __slots__ = ("_models", "_tenant")
+
+    def __init__(self, models: Models, tenant: Tenant) -> None:
+        self._models = models.by_name
+        self._tenant = tenant
+
+    def __getitem__(self, name: str) -> Bounds:
+        return self._models[name].bounds(self._tenant)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To be sent to another process."""
+        return dict, (dict(self),)
 
 
 class Models:

@@ -20,8 +20,7 @@ from penstock.observability.logging import log
 
 logger = logging.getLogger("penstock.gateway")
 
-TYPICAL_PROMPT = 1024  # tokens; the first token of a request that long is the yardstick
-SLACK = 4  # objectives allow this many times what the machine needs for such a prompt, or for a step of a usual batch
+SLACK = 4  # objectives allow this many times what the machine needs for a usual prompt, or a step of a usual batch
 MIN_TTFT, MIN_GAP = 0.2, 0.05  # seconds
 OPENAI_TIERS = {"flex": "batch", "priority": "interactive"}
 
@@ -46,6 +45,7 @@ class Objectives:
         self.known = tuple(classes) or BUILT_IN_CLASSES
         self.default = default_class or "standard"
         self._stats = stats
+        self._unmeasured = {name: derived(name, EngineStats()) for name in BUILT_IN_CLASSES}
 
     def classify(self, request: Request, tenant: Tenant, tier: str | None) -> Objective:
         """The objective of the class that a request belongs to; `tier` is its `service_tier`."""
@@ -60,13 +60,13 @@ class Objectives:
         if self.fixed:
             return self.fixed
         stats = self._stats()
-        built_in = {name: derived(name, stats) for name in BUILT_IN_CLASSES}
-        if stats.loaded_step_seconds > 0:
-            self.fixed = built_in
-            for name, objective in built_in.items():
-                ttft_ms, itl_ms = milliseconds(objective.ttft), milliseconds(objective.itl)
-                log(logger, logging.INFO, "class", name=name, ttft_ms=ttft_ms, itl_ms=itl_ms)
-        return built_in
+        if stats.loaded_step_seconds <= 0:
+            return self._unmeasured
+        self.fixed = {name: derived(name, stats) for name in BUILT_IN_CLASSES}
+        for name, objective in self.fixed.items():
+            ttft_ms, itl_ms = milliseconds(objective.ttft), milliseconds(objective.itl)
+            log(logger, logging.INFO, "class", name=name, ttft_ms=ttft_ms, itl_ms=itl_ms)
+        return self.fixed
 
     def _chosen(self, request: Request, tenant: Tenant, tier: str | None) -> str:
         """OpenAI's `auto` leaves it to the other ways of choosing."""
@@ -89,10 +89,10 @@ def derived(name: str, stats: EngineStats) -> Objective:
     """The built-in classes: promises a machine of this measured speed can keep with some load on it."""
     if name == "batch":
         return Objective(name, rank=1)
-    step, rate = stats.loaded_step_seconds, stats.prefill_tokens_per_second
+    prompt, step = stats.usual_prompt_seconds, stats.loaded_step_seconds
     if name == "standard" or step <= 0:
         return Objective(name, paced=True)
-    return Objective(name, max(MIN_TTFT, SLACK * TYPICAL_PROMPT / rate), max(MIN_GAP, SLACK * step))
+    return Objective(name, max(MIN_TTFT, SLACK * prompt), max(MIN_GAP, SLACK * step))
 
 
 def reported_tier(asked: str | None) -> str | UnsetType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.models import Model, Models
+from penstock.gateway.api.models import Model, Models, TenantBounds
 from penstock.gateway.api.objectives import deadline
 from penstock.gateway.api.openai_types import SUPPORTED_VALUES, SamplingFields
 from penstock.gateway.api.reading import (
@@ -89,8 +89,7 @@ class Serving:
     async def parse(
         self, request: Request, tenant: Tenant, body: list[bytes], reader: Reader[T], *, semantic: bool = False
     ) -> tuple[T, list[Prompt]]:
-        bounds = {name: model.bounds(tenant) for name, model in self.models.by_name.items()}
-        terms = Terms(bounds, self.models.names(tenant), semantic, self.ignore_unknown)
+        terms = Terms(TenantBounds(self.models, tenant), self.models.names(tenant), semantic, self.ignore_unknown)
         if request.body_size <= INLINE_BYTES:
             return reader.read(b"".join(body), terms)
         with request.cancelling_on_disconnect():
@@ -100,11 +99,11 @@ class Serving:
         """A body of the administrator's."""
         return decode_json(decoder, b"".join(await self.body(request, OPEN)))
 
-    async def body(self, request: Request, tenant: Tenant) -> list[bytes]:
+    def body(self, request: Request, tenant: Tenant) -> Awaitable[list[bytes]]:
         _check_content_type(request)
         most = tenant.max_body_mib
         limit = self.max_body if most is None else min(self.max_body, int(most * 2**20))
-        return await request.body(limit, self.body_seconds)
+        return request.body(limit, self.body_seconds)
 
 
 def check_token_ids(token_ids: Sequence[int], param: str, bounds: Bounds) -> None:
@@ -118,8 +117,8 @@ def check_values(body: SamplingFields) -> None:
     require(not stray, "stream_options", "is only allowed when stream is enabled")
     require(not (body.stream and body.prompt_logprobs is not None), "prompt_logprobs", "cannot be streamed")
     for name, (values, otherwise) in SUPPORTED_VALUES.items():
-        value = getattr(body, name, None)
-        require(value is None or value in values, name, otherwise)
+        if (value := getattr(body, name, None)) is not None:
+            require(value in values, name, otherwise)
 
 
 def _check_content_type(request: Request) -> None:

@@ -144,7 +144,7 @@ class TextAnswer(ABC, Generic[B]):
         return self._stream() if self.body.stream else self._send()
 
     async def _send(self) -> None:
-        await self.generation.collect()
+        await self.generation.run()
         await self.response.send(200, encode_json(await self.whole()))
 
     async def _stream(self) -> None:

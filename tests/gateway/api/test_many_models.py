@@ -49,7 +49,7 @@ def second() -> ServedModel:
     (script,) = says(tokenizer, "by bytes")
     engine = ScriptedEngine(tokenizer, lambda request: [[token] for token in script])
     engine.info = replace(engine.info, model=BYTES, max_model_len=BYTES_CONTEXT)
-    engine.stats = EngineStats(waiting=9, prefill_tokens_per_second=4096.0, loaded_step_seconds=0.1)
+    engine.stats = EngineStats(waiting=9, usual_prompt_seconds=0.25, loaded_step_seconds=0.1)
     return ServedModel([BYTES, "org/bytes"], tokenizer, engine)
 
 

@@ -127,8 +127,8 @@ def test_the_answer_names_the_tier_that_was_asked_for(gateway: Gateway) -> None:
 
 
 def test_built_in_classes_promise_what_the_machine_can_keep() -> None:
-    unknown, slow = EngineStats(), EngineStats(prefill_tokens_per_second=1024.0, loaded_step_seconds=0.1)
-    fast = EngineStats(prefill_tokens_per_second=1e6, loaded_step_seconds=0.001)
+    unknown, slow = EngineStats(), EngineStats(usual_prompt_seconds=1.0, loaded_step_seconds=0.1)
+    fast = EngineStats(usual_prompt_seconds=0.001, loaded_step_seconds=0.001)
     assert derived("interactive", unknown) == Objective("interactive", paced=True)
     assert derived("interactive", slow) == Objective("interactive", 4.0, 0.4)
     assert derived("interactive", fast) == Objective("interactive", 0.2, 0.05)
@@ -139,8 +139,8 @@ def test_built_in_classes_promise_what_the_machine_can_keep() -> None:
 def test_what_a_built_in_class_promises_stays_when_the_machine_gets_slow() -> None:
     readings = [
         EngineStats(),
-        EngineStats(prefill_tokens_per_second=2048.0, loaded_step_seconds=0.02),
-        EngineStats(prefill_tokens_per_second=300.0, loaded_step_seconds=0.2),
+        EngineStats(usual_prompt_seconds=0.5, loaded_step_seconds=0.02),
+        EngineStats(usual_prompt_seconds=3.0, loaded_step_seconds=0.2),
     ]
     objectives = Objectives({}, None, lambda: readings[0])
     assert objectives.objective("interactive").ttft is None  # nothing is promised before the speed is known
