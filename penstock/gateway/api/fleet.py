@@ -38,19 +38,20 @@ class NoFleet:
         return []
 
     async def add(self, model: str, count: int) -> list[Any]:
-        raise _NO_FLEET
+        raise _no_fleet()
 
     async def remove(self, name: str, drain_seconds: float) -> Any:
-        raise _NO_FLEET
+        raise _no_fleet()
 
     async def replace(self, model: str, checkpoint: str, drain_seconds: float) -> list[Any]:
-        raise _NO_FLEET
+        raise _no_fleet()
 
     async def fault(self, name: str, fault: str, seconds: float) -> Any:
-        raise _NO_FLEET
+        raise _no_fleet()
 
 
-_NO_FLEET = NotFound("this gateway has no replicas of its own", code="no_fleet")
+def _no_fleet() -> NotFound:
+    return NotFound("this gateway has no replicas of its own", code="no_fleet")
 
 
 class NewReplicas(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
