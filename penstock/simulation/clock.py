@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 
 
 class VirtualClock:
@@ -21,6 +22,11 @@ class VirtualClock:
         """Call `event` when the clock reaches this time. Events of one time are called in the order of their adding."""
         heappush(self._events, (time, self._added, event))
         self._added += 1
+
+    @property
+    def next_event(self) -> float:
+        """Its time; inf if there is none."""
+        return self._events[0][0] if self._events else inf
 
     def advance(self, time: float) -> None:
         """Move on to this time, by way of all events up to it."""

@@ -136,6 +136,10 @@ class VirtualEngine:
         self.clock.clear()
         return self.outcomes
 
+    def step(self) -> bool:
+        """One turn of the loop, up to the end of a step. False when there is nothing left to do."""
+        return self._loop.step()
+
     def submit(self, request: GenerateRequest) -> None:
         """Now. A step under way does not keep requests from being taken in."""
         outcome = self.outcomes[request.id] = Outcome(self.now)

@@ -1,0 +1,125 @@
+"""What a router knows of one replica: what it has sent there itself, and what the replica last said of itself.
+
+The counts follow every request as it is sent, streams and ends, so a decision reads them and computes nothing over the
+requests in flight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from penstock.core.engine import EngineStats
+
+_AVERAGED = 0.1  # weight of the latest stream in the averages
+_USUAL_BATCH = 32  # sequences that `EngineStats.loaded_step_seconds` is about
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """One replica. `slot` is its bit in the prefix index. Times are seconds of a monotonic clock."""
+
+    id: str
+    slot: int
+    version: str = ""
+    available: bool = True
+    max_model_len: int = 0  # 0: unknown
+    kv_tokens: int = 0  # that its KV cache holds; 0: unknown
+    streams: int = 0  # in flight
+    prefilling: int = 0  # of these, those whose first token has not come
+    prefill_tokens: int = 0  # that those have to compute: less expected prefix hits
+    context_tokens: int = 0  # of all streams in flight, prompt and output
+    stats: EngineStats = field(default_factory=EngineStats)  # as last heard
+    ttft: float = 0.0  # moving average of what was measured, which follows a rise at once
+    stream_seconds: float = 0.0  # moving average of how long a stream lasts
+    stream_tokens: float = 0.0  # moving average of the tokens that a stream emits
+    last_sent: float = 0.0
+    # Derived whenever something changes:
+    token_seconds: float = 0.0  # to prefill one token; 0: unknown
+    step_seconds: float = 0.0  # of a decode step with the streams in flight
+    seed: int = 0  # of rendezvous hashing
+
+    def __post_init__(self) -> None:
+        self.seed = int.from_bytes(blake2b(self.id.encode(), digest_size=8).digest(), "little")
+        self._derive()
+
+    def heard(self, stats: EngineStats) -> None:
+        """The replica has sent a reading."""
+        self.stats = stats
+        self._derive()
+
+    def sent(self, tokens: int, cached: int, now: float) -> Stream:
+        """A request with so many tokens is sent there, of which `cached` are expected in its prefix cache."""
+        stream = Stream(self, tokens - cached, tokens, now)
+        self.last_sent = now
+        self.streams += 1
+        self.prefilling += 1
+        self.prefill_tokens += stream.prefill
+        self.context_tokens += tokens
+        self._derive()
+        return stream
+
+    def restarted(self) -> None:
+        """Another process serves this replica: readings and averages of the one before say nothing of it."""
+        self.stats = EngineStats()
+        self.ttft = self.stream_seconds = self.stream_tokens = 0.0
+        self._derive()
+
+    @property
+    def kv_claimed(self) -> float:
+        """Tokens of the KV cache that streams hold by the last reading, or will before their first token."""
+        stats = self.stats
+        used = self.kv_tokens * stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else self.context_tokens
+        return used + self.prefill_tokens
+
+    def _derive(self) -> None:
+        stats = self.stats
+        rate = stats.prefill_tokens_per_second
+        self.token_seconds = 1.0 / rate if rate else 0.0
+        joined = self.streams - stats.running  # since the reading, or waiting in the engine
+        self.step_seconds = max(0.0, stats.decode_step_seconds + joined * stats.loaded_step_seconds / _USUAL_BATCH)
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One request in flight on a replica, for the counts of its snapshot."""
+
+    snapshot: Snapshot
+    prefill: int  # tokens that it was expected to compute before its first token
+    context: int
+    began: float
+    emitted_tokens: int = 0
+    over: bool = False
+
+    def emitted(self, tokens: int, now: float) -> None:
+        """A chunk with so many tokens has come."""
+        snapshot = self.snapshot
+        if not self.emitted_tokens and tokens:
+            snapshot.prefilling -= 1
+            snapshot.prefill_tokens -= self.prefill
+            measured = now - self.began
+            snapshot.ttft = max(measured, average(snapshot.ttft, measured))
+        self.emitted_tokens += tokens
+        self.context += tokens
+        snapshot.context_tokens += tokens
+
+    def ended(self, now: float, *, completed: bool = True) -> None:
+        """No more chunks come. Not `completed`: the client left or the replica failed, so its length says nothing."""
+        if self.over:
+            return
+        self.over = True
+        snapshot = self.snapshot
+        snapshot.streams -= 1
+        snapshot.context_tokens -= self.context
+        if not self.emitted_tokens:
+            snapshot.prefilling -= 1
+            snapshot.prefill_tokens -= self.prefill
+        if completed:
+            snapshot.stream_seconds = average(snapshot.stream_seconds, now - self.began)
+            snapshot.stream_tokens = average(snapshot.stream_tokens, self.emitted_tokens)
+        snapshot._derive()
+
+
+def average(so_far: float, latest: float) -> float:
+    """A moving average, which begins with the first value."""
+    return so_far + _AVERAGED * (latest - so_far) if so_far else latest
