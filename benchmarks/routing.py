@@ -23,7 +23,8 @@ from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.fleet.prefix_index import PrefixIndex
-from penstock.fleet.routing import Policy, RoutedRequest, by_forecast, by_round_robin
+from penstock.fleet.routing import RoutedRequest, choose
+from penstock.fleet.settings import PolicyName, RoutingConfig
 from penstock.fleet.snapshot import Snapshot
 from penstock.simulation.virtual_engine import VirtualEngine, gpu_step_seconds
 from penstock.simulation.virtual_fleet import VirtualFleet
@@ -92,15 +93,15 @@ class Trace:
         conversation.tokens += [draw.randrange(VOCAB) for _ in range(tokens)]
 
     def answer_tokens(self, user: int) -> int:
-        return max(8, min(600, int(self.users[user].lognormvariate(4.4, 0.6))))
+        return max(8, min(600, int(self.users[user].lognormvariate(4.0, 0.6))))
 
     def think_seconds(self, user: int) -> float:
-        return self.users[user].expovariate(1 / 4)
+        return self.users[user].expovariate(1 / 2)
 
 
 class Run:
-    def __init__(self, load: Load, policy: Policy, engines: Sequence[VirtualEngine]) -> None:
-        self.load, self.policy = load, policy
+    def __init__(self, load: Load, policy: PolicyName, engines: Sequence[VirtualEngine]) -> None:
+        self.load, self.config = load, RoutingConfig(policy)
         self.trace = Trace(load)
         self.fleet = VirtualFleet(engines)
         self.index = PrefixIndex(BLOCK)
@@ -167,7 +168,7 @@ class Run:
         hashes, tokens = conversation.hashes, conversation.tokens
         extend_block_hashes(hashes, request, tokens, BLOCK, len(tokens) // BLOCK)
         cached = [blocks * BLOCK for blocks in self.index.held(hashes)]
-        decision = self.policy(RoutedRequest(len(tokens), cached=cached), self.snapshots, now)
+        decision = choose(RoutedRequest(len(tokens), cached), self.snapshots, now, self.config)
         assert decision is not None
         slot = decision.snapshot.slot
         self.requests[slot] += 1
@@ -227,14 +228,14 @@ def learnt_times(load: Load, faster: int = 1) -> StepTimes:
     return times
 
 
-def measured(load: Load, policy: Policy) -> Result:
+def measured(load: Load, policy: PolicyName) -> Result:
     times = learnt_times(load)
     return Run(load, policy, [engine(load, copy.deepcopy(times), seed) for seed in range(load.replicas)]).result()
 
 
 def one_cache(load: Load) -> Result:
     """One engine with the KV cache and the speed of all replicas."""
-    return Run(load, by_round_robin, [engine(load, learnt_times(load, load.replicas), 0, load.replicas)]).result()
+    return Run(load, "round_robin", [engine(load, learnt_times(load, load.replicas), 0, load.replicas)]).result()
 
 
 def percentile(values: list[float], q: float) -> float:
@@ -253,8 +254,8 @@ def main() -> None:
     load = Load(users=args.users, blocks=args.blocks, seconds=args.seconds, warmup=args.warmup)
     runs: list[tuple[str, Callable[[], Result]]] = [
         ("one cache", lambda: one_cache(load)),
-        ("round robin", lambda: measured(load, by_round_robin)),
-        ("forecast", lambda: measured(load, by_forecast)),
+        ("round robin", lambda: measured(load, "round_robin")),
+        ("forecast", lambda: measured(load, "forecast")),
     ]
     for name, run in runs:
         t=time.time()

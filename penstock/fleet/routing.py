@@ -2,31 +2,35 @@
 
 forecast     the least forecast time to first token, in which a prefix hit counts as the work it saves
 latency      the least measured time to first token times streams in flight, for servers that tell nothing else
-round_robin  one after the other
+round_robin  the replica that nothing was sent to for longest
 
-All of them choose among `candidates`: available, of the version that the request was assigned, and with room for it.
+All of them choose among the replicas that `candidates` leaves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
+from math import exp
 
+from penstock.fleet.settings import PolicyName, RoutingConfig
 from penstock.fleet.snapshot import Snapshot
 
-_MIX = 0x9E3779B97F4A7C15
+_REMEMBERED_SECONDS = 10.0  # in which a measured time to first token loses two thirds of its weight
+_LEAST_TTFT = 1e-3  # seconds
+_ODD = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedRequest:
-    """What a policy looks at. `cached` is by slot, and may end before the largest one."""
+    """What a policy looks at. `cached` is by slot and may end before the largest one."""
 
-    tokens: int  # prompt, and output that another replica has emitted
-    max_tokens: int = 0  # output asked for; 0: not said
+    tokens: int  # of the prompt, and of output that another replica has emitted
     cached: Sequence[int] = ()  # leading tokens that each replica is expected to hold
-    session: int = 0  # digest of the key that is to stay where it is; 0: none
-    version: str = ""  # "": any
+    session: int = 0  # from `session_digest`: requests that should meet on one replica; 0: none
+    version: str = ""  # from `assigned_version`; empty: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,50 +40,108 @@ class Decision:
     cached: int  # tokens expected in its prefix cache
 
 
-Policy = Callable[[RoutedRequest, Sequence[Snapshot], float], Decision | None]
+Policy = Callable[[RoutedRequest, Sequence[Snapshot], float, RoutingConfig], Decision]
 
 
-def candidates(request: RoutedRequest, snapshots: Sequence[Snapshot]) -> list[Snapshot]:
-    """Replicas that may serve the request. One whose context or KV cache is too small never does: long prompts go to
-    the pool with room."""
-    least = request.tokens + 1
-    return [
-        s
-        for s in snapshots
-        if s.available
-        and (s.version == request.version or not request.version)
-        and (s.max_model_len >= least or not s.max_model_len)
-        and (s.kv_tokens >= least or not s.kv_tokens)
-    ]
+def choose(
+    request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, config: RoutingConfig
+) -> Decision | None:
+    """None if no replica can serve the request now. Those to be avoided are left out of `snapshots`."""
+    found = candidates(request, snapshots, config)
+    return POLICIES[config.policy](request, found, now, config) if found else None
 
 
-def by_forecast(request: RoutedRequest, snapshots: Sequence[Snapshot], now: float) -> Decision | None:
+def candidates(request: RoutedRequest, snapshots: Sequence[Snapshot], config: RoutingConfig) -> list[Snapshot]:
+    """Available replicas whose context and KV cache are large enough: long prompts go to the pool with room. Of the
+    request's version if one of these is there, else of any. A prompt that settings call long goes where the KV cache
+    has room for it now, if that is anywhere."""
+    tokens, version, long = request.tokens, request.version, config.long_prompt_tokens
+    found = [s for s in snapshots if s.available and s.longest > tokens]
+    if version:
+        found = [s for s in found if s.version == version] or found
+    if long is not None and tokens > long:
+        found = [s for s in found if s.kv_used + s.prefill_tokens + tokens <= s.longest] or found
+    return found
+
+
+def by_forecast(
+    request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, config: RoutingConfig
+) -> Decision:
+    """Affinity and balance are one number: a replica that holds more of the prompt is taken as long as computing the
+    rest there, after all that it has to do before, is sooner than computing more of it elsewhere."""
     tokens, cached, slots = request.tokens, request.cached, len(request.cached)
-    best, least, hit = None, float("inf"), 0
-    for s in candidates(request, snapshots):
-        here = min(cached[s.slot], tokens - 1) if s.slot < slots else 0
-        seconds = forecast_ttft(s, tokens, here)
-        if seconds < least or (seconds == least and best is not None and s.streams < best.streams):
-            best, least, hit = s, seconds, here
-    if best is None:
-        return None
-    return Decision(best, f"least forecast TTFT {least * 1e3:.0f} ms, {hit:,} of {tokens:,} tokens cached there", hit)
+    home = _home(request, snapshots)
+    best, least = snapshots[0], float("inf")
+    for s in snapshots:
+        hit = cached[s.slot] if s.slot < slots else 0
+        if s is home:
+            hit = max(hit, config.session_tokens)
+        seconds = forecast_ttft(s, tokens, hit, now)
+        if seconds < least:
+            best, least = s, seconds
+    hit = _hit(request, best)
+    reason = f"least forecast TTFT {least * 1e3:.0f} ms, {hit:,} of {tokens:,} tokens cached there"
+    return Decision(best, reason if best is not home else f"{reason}, its session's replica", hit)
 
 
-def forecast_ttft(s: Snapshot, tokens: int, cached: int) -> float:
+def forecast_ttft(s: Snapshot, tokens: int, cached: int, now: float) -> float:
+    """Seconds to the first token of a prompt of which so many tokens are cached there."""
     if not s.token_seconds:
-        return s.ttft * (s.prefilling + 1)
-    seconds = (s.prefill_tokens + tokens - cached) * s.token_seconds + s.step_seconds
-    short = s.kv_claimed + tokens - s.kv_tokens
-    if short > 0 and s.kv_tokens and s.context_tokens:
+        return measured_ttft(s, now) * (s.prefilling + 1)
+    own = tokens - cached if cached < tokens else 1
+    seconds = (s.prefill_tokens + own) * s.token_seconds + s.step_seconds
+    short = s.kv_used + s.prefill_tokens + tokens - s.kv_tokens
+    if short > 0 and s.context_tokens:  # it has to wait until streams have ended that hold so much
         seconds += short * s.stream_seconds / s.context_tokens
     return seconds
 
 
-def by_round_robin(request: RoutedRequest, snapshots: Sequence[Snapshot], now: float) -> Decision | None:
-    found = candidates(request, snapshots)
-    if not found:
+def by_latency(request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, config: RoutingConfig) -> Decision:
+    """Peak EWMA: the measured time to first token, which follows a rise at once and forgets it with time, times the
+    streams in flight. A prompt that is cached as a whole, or the replica of its session, halves it."""
+    home = _home(request, snapshots)
+    best, least = snapshots[0], float("inf")
+    for s in snapshots:
+        hit = max(_hit(request, s), config.session_tokens if s is home else 0)
+        load = measured_ttft(s, now) * (s.streams + 1) * (1 - 0.5 * min(1.0, hit / request.tokens))
+        if load < least:
+            best, least = s, load
+    reason = f"least TTFT times streams: {measured_ttft(best, now) * 1e3:.0f} ms measured, {best.streams} in flight"
+    return Decision(best, reason, _hit(request, best))
+
+
+def measured_ttft(s: Snapshot, now: float) -> float:
+    """What was measured lately. One that nothing is known of seems fast, and is soon measured."""
+    return max(_LEAST_TTFT, s.ttft * exp((s.ttft_at - now) / _REMEMBERED_SECONDS))
+
+
+def by_round_robin(
+    request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, config: RoutingConfig
+) -> Decision:
+    best = min(snapshots, key=lambda s: s.turn)
+    return Decision(best, "round robin", _hit(request, best))
+
+
+def _hit(request: RoutedRequest, s: Snapshot) -> int:
+    return request.cached[s.slot] if s.slot < len(request.cached) else 0
+
+
+def session_digest(key: str) -> int:
+    """Of what names a session, such as a conversation or a user, for `RoutedRequest.session`."""
+    return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") | 1
+
+
+def _home(request: RoutedRequest, snapshots: Sequence[Snapshot]) -> Snapshot | None:
+    """The replica of a session, by rendezvous hashing: gateways that know nothing of each other agree on it, and if
+    one replica goes only its own sessions move."""
+    session = request.session
+    if not session:
         return None
-    best = min(found, key=lambda s: s.last_sent)
-    cached = request.cached[best.slot] if best.slot < len(request.cached) else 0
-    return Decision(best, "round robin", cached)
+    return max(snapshots, key=lambda s: (session ^ s.seed) * _ODD & _MASK)
+
+
+POLICIES: dict[PolicyName, Policy] = {
+    "forecast": by_forecast,
+    "latency": by_latency,
+    "round_robin": by_round_robin,
+}

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import count
+from math import inf
 
 from penstock.core.engine import EngineStats
 
 _AVERAGED = 0.1  # weight of the latest stream in the averages
 _USUAL_BATCH = 32  # sequences that `EngineStats.loaded_step_seconds` is about
+_turns = count(1)
 
 
 @dataclass(slots=True, eq=False)
@@ -31,10 +34,13 @@ class Snapshot:
     context_tokens: int = 0  # of all streams in flight, prompt and output
     stats: EngineStats = field(default_factory=EngineStats)  # as last heard
     ttft: float = 0.0  # moving average of what was measured, which follows a rise at once
+    ttft_at: float = 0.0  # when it was last measured
     stream_seconds: float = 0.0  # moving average of how long a stream lasts
     stream_tokens: float = 0.0  # moving average of the tokens that a stream emits
-    last_sent: float = 0.0
+    turn: int = 0  # when something was last sent there, in requests sent to all replicas
     # Derived whenever something changes:
+    longest: float = 0.0  # tokens of one request that it has room for; inf: unknown
+    kv_used: float = 0.0  # tokens of the KV cache that streams held at the last reading
     token_seconds: float = 0.0  # to prefill one token; 0: unknown
     step_seconds: float = 0.0  # of a decode step with the streams in flight
     seed: int = 0  # of rendezvous hashing
@@ -51,7 +57,7 @@ class Snapshot:
     def sent(self, tokens: int, cached: int, now: float) -> Stream:
         """A request with so many tokens is sent there, of which `cached` are expected in its prefix cache."""
         stream = Stream(self, tokens - cached, tokens, now)
-        self.last_sent = now
+        self.turn = next(_turns)
         self.streams += 1
         self.prefilling += 1
         self.prefill_tokens += stream.prefill
@@ -65,15 +71,10 @@ class Snapshot:
         self.ttft = self.stream_seconds = self.stream_tokens = 0.0
         self._derive()
 
-    @property
-    def kv_claimed(self) -> float:
-        """Tokens of the KV cache that streams hold by the last reading, or will before their first token."""
-        stats = self.stats
-        used = self.kv_tokens * stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else self.context_tokens
-        return used + self.prefill_tokens
-
     def _derive(self) -> None:
         stats = self.stats
+        self.longest = min(self.max_model_len or inf, self.kv_tokens or inf)
+        self.kv_used = self.kv_tokens * stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
         rate = stats.prefill_tokens_per_second
         self.token_seconds = 1.0 / rate if rate else 0.0
         joined = self.streams - stats.running  # since the reading, or waiting in the engine
@@ -98,7 +99,7 @@ class Stream:
             snapshot.prefilling -= 1
             snapshot.prefill_tokens -= self.prefill
             measured = now - self.began
-            snapshot.ttft = max(measured, average(snapshot.ttft, measured))
+            snapshot.ttft, snapshot.ttft_at = max(measured, average(snapshot.ttft, measured)), now
         self.emitted_tokens += tokens
         self.context += tokens
         snapshot.context_tokens += tokens
