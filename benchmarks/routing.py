@@ -44,6 +44,9 @@ class Load:
     seconds: float = 120.0
     warmup: float = 40.0  # not counted
     seed: int = 0
+    system_tokens: tuple[int, ...] = (2400, 1600, 1200, 800, 600, 400, 300, 200)
+    think_seconds: float = 2.0
+    answer: float = 4.0  # logarithm of the median answer's tokens
 
 
 @dataclass(slots=True)
@@ -72,10 +75,9 @@ class Trace:
     """Who says what. Every user has a random generator of his own, so that all policies hear the same."""
 
     def __init__(self, load: Load) -> None:
+        self.load = load
         draw = random.Random(load.seed)
-        self.systems = [
-            [draw.randrange(VOCAB) for _ in range(length)] for length in (2400, 1600, 1200, 800, 600, 400, 300, 200)
-        ]
+        self.systems = [[draw.randrange(VOCAB) for _ in range(length)] for length in load.system_tokens]
         self.users = [random.Random(draw.random()) for _ in range(load.users)]
 
     def begin(self, user: int) -> Conversation:
@@ -93,10 +95,10 @@ class Trace:
         conversation.tokens += [draw.randrange(VOCAB) for _ in range(tokens)]
 
     def answer_tokens(self, user: int) -> int:
-        return max(8, min(600, int(self.users[user].lognormvariate(4.0, 0.6))))
+        return max(8, min(600, int(self.users[user].lognormvariate(self.load.answer, 0.6))))
 
     def think_seconds(self, user: int) -> float:
-        return self.users[user].expovariate(1 / 2)
+        return self.users[user].expovariate(1 / self.load.think_seconds)
 
 
 class Run:
@@ -118,7 +120,7 @@ class Run:
         self.requests = [0] * len(engines)
         self.streams = [0.0] * len(engines)
         self.readings = 0
-        self.predicted: list[tuple[float,float]] = []
+        self.predicted: list[tuple[float, float]] = []
         self.hit_error = 0
 
     def result(self) -> Result:
@@ -244,6 +246,7 @@ def percentile(values: list[float], q: float) -> float:
 
 def main() -> None:
     import time
+
     DEFAULT = Load()
     parser = argparse.ArgumentParser()
     parser.add_argument("--users", type=int, default=DEFAULT.users)
@@ -258,13 +261,14 @@ def main() -> None:
         ("forecast", lambda: measured(load, "forecast")),
     ]
     for name, run in runs:
-        t=time.time()
+        t = time.time()
         r = run()
         print(
             f"{name:12} hits {r.hit_ratio:6.1%}  out/s {r.output_per_second:8,.0f}  "
             f"busiest: requests {r.busiest(r.requests):.2f} output {r.busiest(r.outputs):.2f} "
             f"computed {r.busiest(r.computed):.2f} streams {r.busiest(r.streams):.2f} ({sum(r.streams):.0f}) "
-            f"preempt {r.preemptions} TTFT p50 {percentile(r.ttfts, .5)*1e3:.0f} p99 {percentile(r.ttfts, .99)*1e3:.0f} ms  {time.time()-t:.0f}s", flush=True
+            f"preempt {r.preemptions} TTFT p50 {percentile(r.ttfts, 0.5) * 1e3:.0f} p99 {percentile(r.ttfts, 0.99) * 1e3:.0f} ms  {time.time() - t:.0f}s",
+            flush=True,
         )
 
 

@@ -1,8 +1,8 @@
 """Several virtual engines on one timeline: requests arrive, chunks come and readings are taken in the order of time.
 
-    fleet = VirtualFleet([engine, another])
-    fleet.clock.at(0.5, lambda: fleet.submit(0, request, chunks.append))
-    fleet.run(until=60.0)
+fleet = VirtualFleet([engine, another])
+fleet.clock.at(0.5, lambda: fleet.submit(0, request, chunks.append))
+fleet.run(until=60.0)
 """
 
 from __future__ import annotations
