@@ -169,7 +169,7 @@ class Run:
         request = GenerateRequest(f"r{self.made}", tuple(conversation.tokens), params)
         hashes, tokens = conversation.hashes, conversation.tokens
         extend_block_hashes(hashes, request, tokens, BLOCK, len(tokens) // BLOCK)
-        cached = [blocks * BLOCK for blocks in self.index.held(hashes)]
+        cached = self.index.held(hashes)
         decision = choose(RoutedRequest(len(tokens), cached), self.snapshots, now, self.config)
         assert decision is not None
         slot = decision.snapshot.slot

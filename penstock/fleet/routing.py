@@ -59,7 +59,7 @@ def candidates(request: RoutedRequest, snapshots: Sequence[Snapshot], config: Ro
     if version:
         found = [s for s in found if s.version == version] or found
     if long is not None and tokens > long:
-        found = [s for s in found if s.kv_shortage(tokens) <= 0] or found
+        found = [s for s in found if s.kv_free >= tokens] or found
     return found
 
 
@@ -74,26 +74,27 @@ def by_forecast(request: RoutedRequest, snapshots: Sequence[Snapshot], now: floa
         hit = cached[s.slot] if s.slot < slots else 0
         if s is home and hit < config.session_tokens:
             hit = config.session_tokens
-        own = tokens - hit if hit < tokens else 1
         if s.token_seconds:
-            delay = forecast_ttft(s, tokens, own) + s.load * own * s.token_seconds
+            own = s.token_seconds * (tokens - hit if hit < tokens else 1)
+            delay = s.backlog_seconds + own * (s.load + 1)
+            if s.kv_free < tokens:
+                delay += (tokens - s.kv_free) * s.kv_token_seconds
         else:
             delay = measured_ttft(s, now) * (s.load + 1)
         if delay < least:
             best, least = s, delay
     hit = min(_hit(request, best), tokens - 1)
-    ttft = forecast_ttft(best, tokens, tokens - hit) if best.token_seconds else measured_ttft(best, now)
+    ttft = forecast_ttft(best, tokens, hit) if best.token_seconds else measured_ttft(best, now)
     where = ", its session's replica" if best is home else ""
     reason = f"forecast TTFT {ttft * 1e3:.0f} ms, {hit:,} of {tokens:,} tokens cached there{where}"
     return Decision(best, reason, hit)
 
 
-def forecast_ttft(s: Snapshot, tokens: int, own: int) -> float:
-    """Seconds to the first token of a prompt of which `own` tokens are to be computed there."""
-    seconds = (s.prefill_tokens + own) * s.token_seconds + s.step_seconds
-    if s.context_tokens and (short := s.kv_shortage(tokens)) > 0:  # streams that hold so much have to end before
-        seconds += short * s.stream_seconds / s.context_tokens
-    return seconds
+def forecast_ttft(s: Snapshot, tokens: int, cached: int) -> float:
+    """Seconds to the first token of a prompt: after all that was sent there before, and where its KV cache is full
+    after as much has been freed as is missing."""
+    short = max(0.0, tokens - s.kv_free)
+    return s.backlog_seconds + (tokens - cached) * s.token_seconds + short * s.kv_token_seconds
 
 
 def by_latency(request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, config: RoutingConfig) -> Decision:

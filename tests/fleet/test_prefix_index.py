@@ -48,7 +48,7 @@ def test_it_holds_what_the_caches_hold(sent: list[tuple[int, list[int]]], asked:
         index.record(slot, hashes)
     hashes = chain(asked)
     held = index.held(hashes)
-    assert [*held, 0, 0, 0, 0][:4] == [cache.leading(hashes) for cache in caches.values()]
+    assert [*held, 0, 0, 0, 0][:4] == [16 * cache.leading(hashes) for cache in caches.values()]
     assert len(index) == sum(len(cache.recent) for cache in caches.values())
 
 
@@ -58,9 +58,9 @@ def test_what_a_lost_replica_held_is_forgotten() -> None:
     for slot in (0, 5):
         index.add_replica(slot, 1600)
         index.record(slot, hashes[: slot + 5])
-    assert index.held(hashes) == [5, 0, 0, 0, 0, 10]
+    assert index.held(hashes) == [80, 0, 0, 0, 0, 160]
     index.remove_replica(5)
-    assert index.held(hashes) == [5]
+    assert index.held(hashes) == [80]
     index.add_replica(0, 1600)  # restarted: its cache is empty
     assert index.held(hashes) == []
     assert len(index) == 0
@@ -77,7 +77,7 @@ def test_a_fleet_that_is_too_large_for_it_has_a_coarser_index() -> None:
     index.record(0, hashes)
     index.record(1, hashes[:50])
     assert len(index) <= 100
-    assert index.held(hashes) == [88, 48]
+    assert index.held(hashes) == [88 * 16, 48 * 16]
     assert index.held(hashes[:3]) == []
 
 
