@@ -44,6 +44,9 @@ class Load:
     seconds: float = 120.0
     warmup: float = 40.0  # not counted
     seed: int = 0
+    system_tokens: tuple[int, ...] = (2400, 1600, 1200, 800, 600, 400, 300, 200)
+    think_seconds: float = 2.0
+    answer: float = 4.0  # logarithm of the median answer's tokens
 
 
 @dataclass(slots=True)
@@ -72,10 +75,9 @@ class Trace:
     """Who says what. Every user has a random generator of his own, so that all policies hear the same."""
 
     def __init__(self, load: Load) -> None:
+        self.load = load
         draw = random.Random(load.seed)
-        self.systems = [
-            [draw.randrange(VOCAB) for _ in range(length)] for length in (2400, 1600, 1200, 800, 600, 400, 300, 200)
-        ]
+        self.systems = [[draw.randrange(VOCAB) for _ in range(length)] for length in load.system_tokens]
         self.users = [random.Random(draw.random()) for _ in range(load.users)]
 
     def begin(self, user: int) -> Conversation:
@@ -93,10 +95,10 @@ class Trace:
         conversation.tokens += [draw.randrange(VOCAB) for _ in range(tokens)]
 
     def answer_tokens(self, user: int) -> int:
-        return max(8, min(600, int(self.users[user].lognormvariate(4.0, 0.6))))
+        return max(8, min(600, int(self.users[user].lognormvariate(self.load.answer, 0.6))))
 
     def think_seconds(self, user: int) -> float:
-        return self.users[user].expovariate(1 / 2)
+        return self.users[user].expovariate(1 / self.load.think_seconds)
 
 
 class Run:
@@ -167,7 +169,7 @@ class Run:
         request = GenerateRequest(f"r{self.made}", tuple(conversation.tokens), params)
         hashes, tokens = conversation.hashes, conversation.tokens
         extend_block_hashes(hashes, request, tokens, BLOCK, len(tokens) // BLOCK)
-        cached = [blocks * BLOCK for blocks in self.index.held(hashes)]
+        cached = self.index.held(hashes)
         decision = choose(RoutedRequest(len(tokens), cached), self.snapshots, now, self.config)
         assert decision is not None
         slot = decision.snapshot.slot

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 MAX_ENTRIES = 150_000  # each is a block on a replica, of 430 bytes at most: 64 MB
-_KEY_BYTES = 7  # of a hash; integers of up to 60 bits take 32 bytes, and a collision only misleads a forecast
 
 
 class PrefixIndex:
@@ -25,8 +24,8 @@ class PrefixIndex:
         self.block_size = block_size
         self.stride = 1
         self._max_entries = max_entries
-        self._replicas: dict[int, int] = {}  # block: bits of the slots that hold it
-        self._recent: dict[int, OrderedDict[int, None]] = {}  # of each slot, the least recently used block first
+        self._replicas: dict[bytes, int] = {}  # block: bits of the slots that hold it
+        self._recent: dict[int, OrderedDict[bytes, None]] = {}  # of each slot, the least recently used block first
         self._blocks: dict[int, int] = {}  # in the cache of each slot
 
     def __len__(self) -> int:
@@ -52,7 +51,7 @@ class PrefixIndex:
         """The replica computes, or has just used, the blocks of this chain."""
         recent, replicas, bit = self._recent[slot], self._replicas, 1 << slot
         for at in range(len(hashes) // self.stride * self.stride - 1, -1, -self.stride):
-            key = _key(hashes[at])
+            key = hashes[at]
             if key in recent:
                 recent.move_to_end(key)
             else:
@@ -61,41 +60,39 @@ class PrefixIndex:
         self._evict(slot)
 
     def held(self, hashes: Sequence[bytes]) -> list[int]:
-        """Leading blocks of this chain that each slot holds, up to the largest slot with any."""
-        stride, get = self.stride, self._replicas.get
-        low, high = 0, len(hashes) // stride  # in strides: `low` has been counted
-        mask = get(_key(hashes[stride - 1]), 0) if high else 0
-        blocks = [0] * mask.bit_length()
-        while mask:
-            # The largest depth with the same replicas as at `low` + 1.
-            same, end = low + 1, high
-            while same < end:
-                middle = (same + end + 1) // 2
-                if get(_key(hashes[middle * stride - 1]), 0) == mask:
-                    same = middle
-                else:
-                    end = middle - 1
-            low = same
-            deeper = get(_key(hashes[(low + 1) * stride - 1]), 0) & mask if low < high else 0
-            ending, depth = mask & ~deeper, low * stride
+        """Leading tokens of this chain that each slot holds, up to the largest slot with any."""
+        get, stride, unit = self._replicas.get, self.stride, self.stride * self.block_size
+        deepest = len(hashes) // stride
+        first = get(hashes[stride - 1], 0) if deepest else 0
+        tokens = [0] * first.bit_length()
+        if not first:
+            return tokens
+        last = get(hashes[deepest * stride - 1], 0)
+        spans = [(deepest, last, deepest + 1, 0), (1, first, deepest, last)]
+        while spans:
+            low, there, high, left = spans.pop()
+            if there == left:
+                continue
+            if high - low > 1:
+                middle = (low + high) // 2
+                between = get(hashes[middle * stride - 1], 0)
+                spans += (low, there, middle, between), (middle, between, high, left)
+                continue
+            ending = there & ~left
             while ending:
-                blocks[(ending & -ending).bit_length() - 1] = depth
-                ending &= ending - 1
-            mask = deeper
-        return blocks
+                lowest = ending & -ending
+                tokens[lowest.bit_length() - 1] = low * unit
+                ending ^= lowest
+        return tokens
 
     def _evict(self, slot: int) -> None:
         recent, room = self._recent[slot], self._blocks[slot] // self.stride
         while len(recent) > room:
             self._forget(recent.popitem(last=False)[0], 1 << slot)
 
-    def _forget(self, key: int, bit: int) -> None:
+    def _forget(self, key: bytes, bit: int) -> None:
         rest = self._replicas[key] & ~bit
         if rest:
             self._replicas[key] = rest
         else:
             del self._replicas[key]
-
-
-def _key(value: bytes) -> int:
-    return int.from_bytes(value[:_KEY_BYTES], "little")

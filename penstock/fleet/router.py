@@ -51,7 +51,8 @@ class Router:
         snapshots = {}
         for replica in replicas:
             snapshot = self._snapshots[replica]
-            snapshot.heard(replica.stats)
+            if (stats := replica.stats) is not snapshot.stats:
+                snapshot.heard(stats)
             snapshots[snapshot] = replica
         hashes: list[bytes] = []
         size = self._index.block_size

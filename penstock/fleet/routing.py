@@ -1,6 +1,7 @@
 """Which replica a request goes to. Policies are pure functions of a request, the snapshots of replicas and the time.
 
-forecast     the least forecast time to first token, in which a prefix hit counts as the work it saves
+forecast     the least forecast time to first token, and delay of the streams there by its prefill; a prefix hit counts
+             as the work it saves
 latency      the least measured time to first token times streams in flight, for servers that tell nothing else
 round_robin  the replica that nothing was sent to for longest
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import exp
+from math import exp, inf
 
 from penstock.fleet.settings import PolicyName, RoutingConfig
 from penstock.fleet.snapshot import Snapshot
@@ -58,51 +59,55 @@ def candidates(request: RoutedRequest, snapshots: Sequence[Snapshot], config: Ro
     if version:
         found = [s for s in found if s.version == version] or found
     if long is not None and tokens > long:
-        found = [s for s in found if s.kv_used + s.prefill_tokens + tokens <= s.longest] or found
+        found = [s for s in found if s.kv_free >= tokens] or found
     return found
 
 
 def by_forecast(request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, config: RoutingConfig) -> Decision:
-    """Affinity and balance are one number: a replica that holds more of the prompt is taken as long as computing the
-    rest there, after all that it has to do before, is sooner than computing more of it elsewhere."""
+    """The least delay in all: the forecast time to first token, and for each stream there the time that it stands still
+    while this prompt is computed. A prefix hit shortens both, so affinity and balance are one number: no replica is
+    preferred for what it holds once so much runs there that all of them together wait longer than that saves."""
     tokens, cached, slots = request.tokens, request.cached, len(request.cached)
     home = _home(request, snapshots)
-    best, least = snapshots[0], float("inf")
+    best, least = snapshots[0], inf
     for s in snapshots:
         hit = cached[s.slot] if s.slot < slots else 0
-        if s is home:
-            hit = max(hit, config.session_tokens)
-        seconds = forecast_ttft(s, tokens, hit, now)
-        if seconds < least:
-            best, least = s, seconds
-    hit = _hit(request, best)
-    reason = f"least forecast TTFT {least * 1e3:.0f} ms, {hit:,} of {tokens:,} tokens cached there"
-    return Decision(best, reason if best is not home else f"{reason}, its session's replica", hit)
+        if s is home and hit < config.session_tokens:
+            hit = config.session_tokens
+        if s.token_seconds:
+            own = s.token_seconds * (tokens - hit if hit < tokens else 1)
+            delay = s.backlog_seconds + own * (s.load + 1)
+            if s.kv_free < tokens:
+                delay += (tokens - s.kv_free) * s.kv_token_seconds
+        else:
+            delay = measured_ttft(s, now) * (s.load + 1)
+        if delay < least:
+            best, least = s, delay
+    hit = min(_hit(request, best), tokens - 1)
+    ttft = forecast_ttft(best, tokens, hit) if best.token_seconds else measured_ttft(best, now)
+    where = ", its session's replica" if best is home else ""
+    reason = f"forecast TTFT {ttft * 1e3:.0f} ms, {hit:,} of {tokens:,} tokens cached there{where}"
+    return Decision(best, reason, hit)
 
 
-def forecast_ttft(s: Snapshot, tokens: int, cached: int, now: float) -> float:
-    """Seconds to the first token of a prompt of which so many tokens are cached there."""
-    if not s.token_seconds:
-        return measured_ttft(s, now) * (s.prefilling + 1)
-    own = tokens - cached if cached < tokens else 1
-    seconds = (s.prefill_tokens + own) * s.token_seconds + s.step_seconds
-    short = s.kv_used + s.prefill_tokens + tokens - s.kv_tokens
-    if short > 0 and s.context_tokens:  # it has to wait until streams have ended that hold so much
-        seconds += short * s.stream_seconds / s.context_tokens
-    return seconds
+def forecast_ttft(s: Snapshot, tokens: int, cached: int) -> float:
+    """Seconds to the first token of a prompt: after all that was sent there before, and where its KV cache is full
+    after as much has been freed as is missing."""
+    short = max(0.0, tokens - s.kv_free)
+    return s.backlog_seconds + (tokens - cached) * s.token_seconds + short * s.kv_token_seconds
 
 
 def by_latency(request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, config: RoutingConfig) -> Decision:
     """Peak EWMA: the measured time to first token, which follows a rise at once and forgets it with time, times the
     streams in flight. A prompt that is cached as a whole, or the replica of its session, halves it."""
     home = _home(request, snapshots)
-    best, least = snapshots[0], float("inf")
+    best, least = snapshots[0], inf
     for s in snapshots:
         hit = max(_hit(request, s), config.session_tokens if s is home else 0)
-        load = measured_ttft(s, now) * (s.streams + 1) * (1 - 0.5 * min(1.0, hit / request.tokens))
+        load = measured_ttft(s, now) * (s.load + 1) * (1 - 0.5 * min(1.0, hit / request.tokens))
         if load < least:
             best, least = s, load
-    reason = f"least TTFT times streams: {measured_ttft(best, now) * 1e3:.0f} ms measured, {best.streams} in flight"
+    reason = f"least TTFT times streams: {measured_ttft(best, now) * 1e3:.0f} ms measured, {best.load} in flight"
     return Decision(best, reason, _hit(request, best))
 
 

@@ -36,13 +36,15 @@ class Snapshot:
     ttft: float = 0.0  # moving average of what was measured, which follows a rise at once
     ttft_at: float = 0.0  # when it was last measured
     stream_seconds: float = 0.0  # moving average of how long a stream lasts
-    stream_tokens: float = 0.0  # moving average of the tokens that a stream emits
     turn: int = 0  # when something was last sent there, in requests sent to all replicas
+    elsewhere: int = 0  # streams there that other gateways have sent, by the last reading
     # Derived whenever something changes:
+    load: int = 0  # streams there, whoever sent them
     longest: float = 0.0  # tokens of one request that it has room for; inf: unknown
-    kv_used: float = 0.0  # tokens of the KV cache that streams held at the last reading
+    kv_free: float = 0.0  # tokens of the KV cache beside all that was sent there; inf: unknown
     token_seconds: float = 0.0  # to prefill one token; 0: unknown
-    step_seconds: float = 0.0  # of a decode step with the streams in flight
+    backlog_seconds: float = 0.0  # until the prefill of a request that is sent now begins
+    kv_token_seconds: float = 0.0  # until streams that end have freed one more token of the KV cache
     seed: int = 0  # of rendezvous hashing
 
     def __post_init__(self) -> None:
@@ -52,6 +54,7 @@ class Snapshot:
     def heard(self, stats: EngineStats) -> None:
         """The replica has sent a reading."""
         self.stats = stats
+        self.elsewhere = max(0, stats.running + stats.waiting - self.streams)
         self._derive()
 
     def sent(self, tokens: int, cached: int, now: float) -> Stream:
@@ -68,17 +71,22 @@ class Snapshot:
     def restarted(self) -> None:
         """Another process serves this replica: readings and averages of the one before say nothing of it."""
         self.stats = EngineStats()
-        self.ttft = self.stream_seconds = self.stream_tokens = 0.0
+        self.elsewhere = 0
+        self.ttft = self.stream_seconds = 0.0
         self._derive()
 
     def _derive(self) -> None:
         stats = self.stats
+        self.load = self.streams + self.elsewhere
         self.longest = min(self.max_model_len or inf, self.kv_tokens or inf)
-        self.kv_used = self.kv_tokens * stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
+        used = self.kv_tokens * stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0
+        self.kv_free = self.kv_tokens - used - self.prefill_tokens if self.kv_tokens else inf
+        self.kv_token_seconds = self.stream_seconds / self.context_tokens if self.context_tokens else 0.0
         rate = stats.prefill_tokens_per_second
         self.token_seconds = 1.0 / rate if rate else 0.0
-        joined = self.streams - stats.running  # since the reading, or waiting in the engine
-        self.step_seconds = max(0.0, stats.decode_step_seconds + joined * stats.loaded_step_seconds / _USUAL_BATCH)
+        joined = self.load - stats.running  # since the reading, or waiting in the engine
+        step = stats.decode_step_seconds + joined * stats.loaded_step_seconds / _USUAL_BATCH
+        self.backlog_seconds = self.prefill_tokens * self.token_seconds + max(0.0, step)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +108,7 @@ class Stream:
             snapshot.prefill_tokens -= self.prefill
             measured = now - self.began
             snapshot.ttft, snapshot.ttft_at = max(measured, average(snapshot.ttft, measured)), now
+            snapshot._derive()
         self.emitted_tokens += tokens
         self.context += tokens
         snapshot.context_tokens += tokens
@@ -117,7 +126,6 @@ class Stream:
             snapshot.prefill_tokens -= self.prefill
         if completed:
             snapshot.stream_seconds = average(snapshot.stream_seconds, now - self.began)
-            snapshot.stream_tokens = average(snapshot.stream_tokens, self.emitted_tokens)
         snapshot._derive()
 
 
