@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from peers.cases import CASES, Case
-from peers.process import PeerError, PeerProcess, free_port, running
+from peers.process import PeerError, PeerProcess, end_on_signal, free_port, running
 from peers.systems import HERE, ROOT, Launch, System, all_systems
 from peers.workshop import InstallError, Workshop
 
@@ -51,6 +51,20 @@ PROMPT = "The capital of France is"
 EMOJI = "Here are some emoji and their names: 🦊 fox, 🌊 wave, 水 water, "
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 SEEDED = SamplingParams(temperature=1.0, seed=11, max_tokens=32)
+EVERYTHING = {
+    "temperature": 0.8,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "logit_bias": {100: -1.0},
+    "seed": 3,
+    "min_tokens": 24,
+    "stop_token_ids": (2,),
+    "ignore_eos": True,
+}
 LONG = SamplingParams(temperature=0.0, max_tokens=1000)
 
 
@@ -149,6 +163,7 @@ def installed(system: System) -> bool:
 
 
 async def ask_all(systems: Sequence[System], logs: Path, report: Report) -> None:
+    end_on_signal()
     tokenizer = load_tokenizer(resolve(BUILT_IN))
     trials = [Trial(system, tokenizer, logs / f"upstream-{system.name.split()[0]}.log", report) for system in systems]
     for trial in trials:
@@ -247,6 +262,22 @@ class Trial:
         ):
             ours = self._text(await self.collect(upstream, prompt, params))
             self._check(what, ours == await self._direct(upstream, prompt, params))
+        known = upstream.capabilities.params
+        params = SamplingParams(max_tokens=24, **{name: EVERYTHING[name] for name in known})  # type: ignore[arg-type]
+        self._check("all of its parameters at once", bool(await self.collect(upstream, EMOJI, params)))
+        greedy = self.ids(await self.collect(upstream, PROMPT, GREEDY))
+        if "top_k" in known:
+            params = SamplingParams(temperature=1.0, top_k=1, max_tokens=8)
+            tokens = self.ids(await self.collect(upstream, PROMPT, params))
+            self._check("top_k of 1 is greedy at any temperature", tokens == greedy[:8])
+        if "logit_bias" in known:
+            params = SamplingParams(temperature=0.0, max_tokens=8, logit_bias={greedy[0]: -100.0})
+            tokens = self.ids(await self.collect(upstream, PROMPT, params))
+            self._check("logit_bias of -100 bans a token", tokens[0] != greedy[0])
+        if upstream.capabilities.token_ids_out:
+            params = SamplingParams(temperature=0.0, max_tokens=8, stop_token_ids=(greedy[4],))
+            tokens = self.ids(await self.collect(upstream, PROMPT, params))
+            self._check("ends at a stop token", tokens == greedy[: greedy.index(greedy[4]) + 1])
         if upstream.capabilities.logprobs:
             chunks = await self.collect(upstream, PROMPT, SamplingParams(temperature=0.0, max_tokens=24, logprobs=3))
             scores = [score for chunk in chunks for score in chunk.logprobs or []]
@@ -343,7 +374,8 @@ class Trial:
             await asyncio.sleep(0.5)
 
     def request(self, prompt: str, params: SamplingParams, output: Sequence[int] = ()) -> GenerateRequest:
-        return GenerateRequest("r", self.tokenizer.encode(prompt), params, seed=params.seed or 0, output=output)
+        prompt_ids = self.tokenizer.encode(prompt)
+        return GenerateRequest("r", prompt_ids, params, seed=params.seed or 0, output=output, prefix_scope="team")
 
     async def collect(
         self, upstream: Upstream, prompt: str, params: SamplingParams, output: Sequence[int] = ()

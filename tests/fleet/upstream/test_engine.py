@@ -196,12 +196,12 @@ async def test_checks_are_repeated_and_follow_a_failure_at_once() -> None:
         checked.release()
         raise Unavailable("down")
 
-    monitor = HealthMonitor(alive, alive, UpstreamTimeouts(check_interval=0.01))
+    monitor = HealthMonitor("it", alive, alive, UpstreamTimeouts(check_interval=0.01))
     await checked.acquire()
     await checked.acquire()
     await monitor.close()
     assert monitor.health().detail == "down"
-    patient = HealthMonitor(alive, alive, PATIENT)
+    patient = HealthMonitor("it", alive, alive, PATIENT)
     patient.lost("gone")
     await checked.acquire()
     await patient.close()
