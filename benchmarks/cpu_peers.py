@@ -14,14 +14,13 @@ import argparse
 import asyncio
 import json
 import random
-import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import median
 
 from peers.cases import CASES, COLUMNS, Case
-from peers.process import PeerError, PeerProcess, running
+from peers.process import PeerError, PeerProcess, end_on_signal, running
 from peers.sessions import HttpSession, PipeSession, Session, load_of
 from peers.systems import Launch, System, all_systems
 from peers.tables import Figures, figures_table, ratios_table
@@ -161,13 +160,6 @@ class Comparison:
         about = f"{machine['cpu']}, {machine['cores']} cores; {max(map(len, self.rounds.values()))} rounds"
         ratios = [ratios_table(self.rounds, own)] if len(self.rounds) > 1 else []
         return "\n\n".join([about, figures_table(self.rounds), *ratios])
-
-
-def end_on_signal() -> None:
-    """A polite kill must still stop the peer that is running."""
-    main_task = asyncio.current_task()
-    assert main_task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
 
 
 async def open_session(launch: Launch, peer: PeerProcess, seed: int) -> Session:

@@ -63,6 +63,13 @@ async def running(
         await _stop(process)
 
 
+def end_on_signal() -> None:
+    """A polite kill must still stop the peer that is running."""
+    main_task = asyncio.current_task()
+    assert main_task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, main_task.cancel)
+
+
 async def _stop(process: asyncio.subprocess.Process) -> None:
     """Ask, wait, then end what is left of the group, of which this process is the leader."""
     if process.returncode is None:

@@ -7,7 +7,13 @@ from dataclasses import fields, replace
 
 from penstock.core.engine import EngineStats
 
-_LARGEST = ("seconds_since_step", "step_time_error", "decode_step_seconds", "loaded_step_seconds", "usual_prompt_seconds")
+_LARGEST = (
+    "seconds_since_step",
+    "step_time_error",
+    "decode_step_seconds",
+    "loaded_step_seconds",
+    "usual_prompt_seconds",
+)
 _GAUGES = ("running", "waiting", "kv_blocks", "kv_blocks_used", "prefill_tokens_per_second", *_LARGEST)
 
 

@@ -6,6 +6,7 @@ and llama.cpp have defaults of their own for requests that do not say.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,11 @@ _EXTENDED = (*_OPENAI, "top_k", "min_p", "repetition_penalty", "min_tokens", "ig
 
 def _same(*names: str) -> dict[str, str]:
     return {name: name for name in names}
+
+
+def _digest(*parts: str) -> str:
+    """Tenants keep their names to themselves, and vLLM takes no salt with a slash in it."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +56,7 @@ class Dialect:
         if params.logprobs is not None:
             body |= {"logprobs": max(params.logprobs, self.least_logprobs), **self.with_logprobs}
         if self.cache_salt and (request.prefix_scope or request.cache_salt):
-            body["cache_salt"] = f"{request.prefix_scope}/{request.cache_salt}"
+            body["cache_salt"] = _digest(request.prefix_scope, request.cache_salt)
         if self.penalty_window:
             body[self.penalty_window] = max_model_len
         return body
@@ -76,7 +82,7 @@ DIALECTS: Mapping[str, Dialect] = {
         with_logprobs={"return_tokens_as_token_ids": True},
         cache_salt=True,
     ),
-    "sglang": Dialect(_same(*_EXTENDED), constants={"return_token_ids": True}, all_tokens=-1),
+    "sglang": Dialect(_same(*_EXTENDED), constants={"return_token_ids": True}, all_tokens=-1, cache_salt=True),
     "tensorrt-llm": Dialect(_same(*_EXTENDED)),
     # Verbose answers have the ids of the tokens that complete a character.
     "llama.cpp": Dialect(

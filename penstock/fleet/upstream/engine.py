@@ -44,7 +44,7 @@ class Upstream:
         self._totals = EngineStats()
         self._running = 0
         self._aborted: OrderedDict[str, Ledger] = OrderedDict()
-        self._monitor = HealthMonitor(self._answers, self._generates, config.timeouts)
+        self._monitor = HealthMonitor(http.url, self._answers, self._generates, config.timeouts)
 
     @classmethod
     async def connect(cls, config: UpstreamConfig, tokenizer: Tokenizer) -> Upstream:

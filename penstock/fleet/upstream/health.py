@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from penstock.core.engine import Health
 from penstock.core.errors import PenstockError
 from penstock.fleet.upstream.settings import UpstreamTimeouts
+
+log = logging.getLogger(__name__)
 
 Check = Callable[[], Awaitable[None]]
 
@@ -20,8 +23,8 @@ class HealthMonitor:
     that generates a token counts.
     """
 
-    def __init__(self, alive: Check, generates: Check, timeouts: UpstreamTimeouts) -> None:
-        self._alive, self._generates, self._timeouts = alive, generates, timeouts
+    def __init__(self, name: str, alive: Check, generates: Check, timeouts: UpstreamTimeouts) -> None:
+        self._name, self._alive, self._generates, self._timeouts = name, alive, generates, timeouts
         self._problem = ""
         self._stalled = False
         self._wake = asyncio.Event()
@@ -33,8 +36,7 @@ class HealthMonitor:
 
     def lost(self, problem: str, *, stalled: bool = False) -> None:
         """A request failed for a reason that would make others fail. The next check follows at once."""
-        self._problem = problem
-        self._failed.set()
+        self._set(problem)
         self._stalled = self._stalled or stalled
         self._wake.set()
 
@@ -63,10 +65,18 @@ class HealthMonitor:
             async with asyncio.timeout(self._timeouts.check):
                 await (self._generates if self._stalled else self._alive)()
         except TimeoutError:
-            self._problem = f"a health check was not answered within {self._timeouts.check:g} s"
+            self._set(f"a health check was not answered within {self._timeouts.check:g} s")
         except PenstockError as error:
-            self._problem = error.message
+            self._set(error.message)
         else:
-            self._problem, self._stalled = "", False
-        if self._problem:
+            self._stalled = False
+            self._set("")
+
+    def _set(self, problem: str) -> None:
+        if problem and not self._problem:
+            log.warning("upstream %s is not healthy: %s", self._name, problem)
+        elif self._problem and not problem:
+            log.info("upstream %s is healthy again", self._name)
+        self._problem = problem
+        if problem:
             self._failed.set()

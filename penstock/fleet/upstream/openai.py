@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import chain, product
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from penstock.client.http import HttpClient
 from penstock.core.errors import InvalidRequest, StartupError, Unavailable
 from penstock.core.request import GenerateRequest, SamplingParams, TokenLogprob
 from penstock.fleet.upstream.capabilities import Capabilities
-from penstock.fleet.upstream.dialects import BY_OWNER, DIALECTS, Dialect
+from penstock.fleet.upstream.dialects import BY_OWNER, DIALECTS
+from penstock.fleet.upstream.probing import (
+    GREEDY,
+    TRIAL_PROMPT,
+    TRIAL_TOKENS,
+    Ask,
+    Prompt,
+    continues_text,
+    heeds_seed,
+    text_of,
+)
 from penstock.fleet.upstream.protocol import (
     NO_TOKEN,
     UNKNOWN_LOGPROB,
@@ -28,32 +38,6 @@ from penstock.fleet.upstream.settings import UpstreamConfig
 
 PATH = "/v1/completions"
 MODELS = "/v1/models"
-TRIAL_PROMPT = "Once upon a time there was a small house by the river, and in it"
-TRIAL_TOKENS = 8
-TRIAL_SEED = 20_240_229
-
-
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """What came of a short request."""
-
-    text: str
-    pieces: list[Piece]
-
-    @property
-    def usage(self) -> Usage | None:
-        return next((piece.usage for piece in reversed(self.pieces) if piece.usage is not None), None)
-
-    @property
-    def token_ids(self) -> list[int] | None:
-        """None unless every piece of text came with its tokens."""
-        if any(piece.token_ids is None for piece in self.pieces if piece.text):
-            return None
-        return list(chain.from_iterable(piece.token_ids or [] for piece in self.pieces)) or None
-
-    @property
-    def logprobs(self) -> bool:
-        return any(piece.logprobs for piece in self.pieces)
 
 
 class OpenAIProtocol:
@@ -73,17 +57,21 @@ class OpenAIProtocol:
         max_model_len = self._config.max_model_len or await _context_length(http, card)
         if max_model_len is None:
             raise StartupError(f"{http.url} does not say how long its context is", param="max_model_len")
-        prompt = self._tokenizer.encode(TRIAL_PROMPT)
-        trial, by_ids = await self._first_trial(http, model, dialect, prompt)
-        self._check_tokenizer(http, trial)
-        usage = trial.usage
+
+        async def ask(prompt: Prompt, params: SamplingParams) -> list[Piece]:
+            request = GenerateRequest("probe", (), params, seed=params.seed or 0)
+            body = dialect.body(request, 0, TRIAL_TOKENS) | _common(model, prompt, TRIAL_TOKENS)
+            return await collect(http, self, PATH, body)
+
+        prompt, pieces = await self._first_trial(http, ask)
+        self._check_tokenizer(http, pieces)
+        by_ids = not isinstance(prompt, str)
         found = Capabilities(
             token_ids_in=by_ids,
-            token_ids_out=trial.token_ids is not None,
-            logprobs=trial.logprobs,
-            seed="seed" in dialect.fields and await self._heeds_seed(http, model, dialect, prompt if by_ids else None),
-            # By text it goes on exactly if the server makes the same tokens of it and adds none of its own.
-            continuation=by_ids or (usage is not None and usage.prompt_tokens == len(prompt)),
+            token_ids_out=all(piece.token_ids is not None for piece in pieces if piece.text),
+            logprobs=any(piece.logprobs for piece in pieces),
+            seed="seed" in dialect.fields and await heeds_seed(ask, prompt),
+            continuation=by_ids or await continues_text(ask),
             params=frozenset(dialect.fields),
         )
         path = self._config.health_path or ("/health" if (await http.get("/health")).status == 200 else MODELS)
@@ -112,48 +100,30 @@ class OpenAIProtocol:
         response = await http.get("/info")
         return "tgi" if response.status == 200 and b'"max_total_tokens"' in response.body else "openai"
 
-    async def _first_trial(
-        self, http: HttpClient, model: str, dialect: Dialect, prompt: list[int]
-    ) -> tuple[_Trial, bool]:
-        """With as much as the server accepts, and whether it took the prompt as token ids."""
-        refusal: InvalidRequest | None = None
-        for by_ids, logprobs in product((True, False), (1, None)):
-            params = SamplingParams(temperature=0.0, logprobs=logprobs)
+    async def _first_trial(self, http: HttpClient, ask: Ask) -> tuple[Prompt, list[Piece]]:
+        """With as much as the server accepts: the prompt in the form in which it took it, and its answer."""
+        token_ids = self._tokenizer.encode(TRIAL_PROMPT)
+        forms: tuple[Prompt, ...] = (token_ids, TRIAL_PROMPT)
+        refusal = ""
+        for prompt, logprobs in product(forms, (1, None)):
             try:
-                trial = await self._try(http, model, dialect, params, prompt if by_ids else None)
+                pieces = await ask(prompt, replace(GREEDY, logprobs=logprobs))
             except InvalidRequest as error:
-                refusal = error
+                refusal = error.message
                 continue
-            usage = trial.usage
-            if by_ids and usage is not None and usage.prompt_tokens != len(prompt):
-                continue  # it took the list for something else, such as a list of texts
-            return trial, by_ids
-        raise Unavailable(f"{http.url} refuses even a short request: {refusal.message if refusal else 'no usage'}")
+            counts = {piece.usage.prompt_tokens for piece in pieces if piece.usage is not None}
+            if isinstance(prompt, str) or counts <= {len(token_ids)}:
+                return prompt, pieces  # else it took the list for something else, such as a list of texts
+        raise Unavailable(f"{http.url} refuses even a short request: {refusal}")
 
-    def _check_tokenizer(self, http: HttpClient, trial: _Trial) -> None:
+    def _check_tokenizer(self, http: HttpClient, pieces: list[Piece]) -> None:
         """Tokens that spell another text than the server's are of another vocabulary."""
-        if trial.token_ids is None or not all(piece.ids_complete for piece in trial.pieces):
+        if any(piece.token_ids is None or not piece.ids_complete for piece in pieces if piece.text):
             return
-        spelled, text = self._tokenizer.decode(trial.token_ids).strip(), trial.text.strip()
+        spelled = self._tokenizer.decode(i for piece in pieces for i in piece.token_ids or []).strip()
+        text = text_of(pieces).strip()
         if not (spelled.startswith(text) or text.startswith(spelled.rstrip("\ufffd"))):
             raise StartupError(f"{http.url} has another tokenizer: its tokens for {text!r} spell {spelled!r} here")
-
-    async def _heeds_seed(self, http: HttpClient, model: str, dialect: Dialect, prompt: list[int] | None) -> bool:
-        params = SamplingParams(temperature=1.0, seed=TRIAL_SEED)
-        try:
-            texts = [(await self._try(http, model, dialect, params, prompt)).text for _ in range(2)]
-        except InvalidRequest:
-            return False
-        return texts[0] == texts[1]
-
-    async def _try(
-        self, http: HttpClient, model: str, dialect: Dialect, params: SamplingParams, prompt: list[int] | None
-    ) -> _Trial:
-        request = GenerateRequest("probe", prompt or (), params, seed=params.seed or 0)
-        sent = TRIAL_PROMPT if prompt is None else prompt
-        body = dialect.body(request, 0, TRIAL_TOKENS) | _common(model, sent, TRIAL_TOKENS)
-        pieces = await collect(http, self, PATH, body)
-        return _Trial("".join(piece.text for piece in pieces), pieces)
 
     # ------------------------------------------------------------ requests
 

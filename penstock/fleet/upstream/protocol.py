@@ -84,11 +84,16 @@ def finish_reason(word: str | None) -> FinishReason | None:
 
 
 async def collect(http: HttpClient, protocol: UpstreamProtocol, path: str, body: Mapping[str, Any]) -> list[Piece]:
-    """All of a short answer."""
+    """All of a short answer, each piece with what is new in it."""
+    so_far = ""
     async with http.stream("POST", path, body) as response:
         if response.status != 200:
             raise await response_error(response)
-        return [piece async for event in response.events() if (piece := protocol.parse(event)) is not None]
+        pieces = [piece async for event in response.events() if (piece := protocol.parse(event)) is not None]
+    for piece in pieces:
+        if piece.cumulative:
+            piece.text, so_far = piece.text.removeprefix(so_far), piece.text
+    return pieces
 
 
 async def response_error(response: StreamingResponse) -> PenstockError:

@@ -84,6 +84,7 @@ class UpstreamConfig:
 
     def __post_init__(self) -> None:
         check(self.url.startswith(("http://", "https://")), "url", "must begin with http:// or https://")
+        check("@" not in self.url, "url", "must not hold a password; use api_key_env or headers")
         check_choice(self.kind, UpstreamKind, "kind")
         check_choice(self.server, Server, "server")
         check(self.max_model_len is None or self.max_model_len > 0, "max_model_len", "must be above 0")

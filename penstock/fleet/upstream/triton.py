@@ -11,16 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.client.http import HttpClient
-from penstock.core.errors import InvalidRequest, StartupError, Unavailable
+from penstock.core.errors import StartupError, Unavailable
 from penstock.core.request import GenerateRequest, SamplingParams
 from penstock.fleet.upstream.capabilities import OPTIONAL_PARAMS, Capabilities
 from penstock.fleet.upstream.dialects import Dialect
+from penstock.fleet.upstream.probing import TRIAL_PROMPT, TRIAL_TOKENS, Prompt, continues_text, heeds_seed
 from penstock.fleet.upstream.protocol import Found, Piece, collect, finish_reason, status_error
 from penstock.fleet.upstream.retokenizer import Vocabulary
 from penstock.fleet.upstream.settings import UpstreamConfig
 
-TRIAL_PROMPT = "Once upon a time there was a small house by the river, and in it"
-TRIAL_TOKENS = 8
 SEEDS = 2**31
 
 # What input tensors for a parameter are called besides its own name; these are of TensorRT-LLM's models.
@@ -47,12 +46,18 @@ class TritonProtocol:
         parameters = dict(self._tensors.parameters or _known_parameters(backend, inputs))
         self._max_tokens = parameters.pop("max_tokens", "max_tokens")
         dialect = Dialect(parameters, neutral_sent=False, seeds=SEEDS)
+
+        async def ask(prompt: Prompt, params: SamplingParams) -> list[Piece]:
+            request = GenerateRequest("probe", (), params, seed=params.seed or 0)
+            body = self._body(prompt, dialect.body(request, 0, TRIAL_TOKENS), TRIAL_TOKENS)
+            return await collect(http, self, f"{self._model}/generate_stream", body)
+
         capabilities = Capabilities(
             token_ids_in=False,
             token_ids_out=False,
             logprobs=False,
-            seed="seed" in parameters and await self._heeds_seed(http, dialect),
-            continuation=False,  # the model may put its input into a template: only whoever made it can know
+            seed="seed" in parameters and await heeds_seed(ask, TRIAL_PROMPT),
+            continuation=await continues_text(ask),
             params=frozenset(parameters),
         )
         return Found(
@@ -70,25 +75,13 @@ class TritonProtocol:
             message = f"the model {self._config.model} has no tensor {name}, only {known}"
             raise StartupError(message, param=f"triton.{setting}")
 
-    async def _heeds_seed(self, http: HttpClient, dialect: Dialect) -> bool:
-        request = GenerateRequest("probe", (), SamplingParams(temperature=1.0, seed=7), seed=7)
-        body = self._body(TRIAL_PROMPT, dialect.body(request, 0, 0), TRIAL_TOKENS)
-        try:
-            texts = [
-                "".join(piece.text for piece in await collect(http, self, f"{self._model}/generate_stream", body))
-                for _ in range(2)
-            ]
-        except InvalidRequest:
-            return False
-        return texts[0] == texts[1]
-
     def request(self, found: Found, request: GenerateRequest, max_tokens: int) -> tuple[str, dict[str, Any]]:
         prompt = self._vocabulary.prompt_text([*request.prompt, *request.output])
         min_tokens = max(0, request.params.min_tokens - len(request.output))
         sampling = found.dialect.body(request, min_tokens, found.max_model_len)
         return f"{self._model}/generate_stream", self._body(prompt, sampling, max_tokens)
 
-    def _body(self, prompt: str, sampling: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, sampling: Mapping[str, Any], max_tokens: int) -> dict[str, Any]:
         parameters = {**self._tensors.constants, **sampling, self._max_tokens: max_tokens}
         return {self._tensors.text_input: prompt, "parameters": parameters}
 

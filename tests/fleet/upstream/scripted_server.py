@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from penstock.fleet.upstream.openai import TRIAL_PROMPT
+from penstock.fleet.upstream.probing import TRIAL_PROMPT
 from tests.client.web_server import serving
 
 STORY = (
@@ -29,7 +29,7 @@ class StoryServer:
 
     owner: str = "somebody"
     characters: int = 3  # in one event
-    prompt_tokens: int = 16  # as the built-in model's tokenizer counts those of the trial
+    template: str = "{}"  # around prompts
     refusal: tuple[int, Mapping[str, str]] | None = None  # status and headers of the next answers
     events: list[str] = field(default_factory=list)  # sent instead of the story, if there are any
     hangs_after: int | None = None  # events
@@ -76,12 +76,12 @@ class StoryServer:
             raise
 
     def _story(self, body: dict[str, Any]) -> Iterator[str]:
-        rest = STORY.removeprefix(body["prompt"])
+        rest = STORY.removeprefix(self.template.format(body["prompt"]))
         size = self.characters
         for at in range(0, len(rest), size):
             yield completion(rest[at : at + size])
         yield completion("", "stop")
-        yield json.dumps({"choices": [], "usage": {"prompt_tokens": self.prompt_tokens, "completion_tokens": 1}})
+        yield json.dumps({"choices": [], "usage": {"prompt_tokens": 16, "completion_tokens": 1}})
         yield "[DONE]"
 
 

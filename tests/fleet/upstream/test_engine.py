@@ -14,7 +14,7 @@ from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, S
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.fleet.upstream.engine import Upstream
 from penstock.fleet.upstream.health import HealthMonitor
-from penstock.fleet.upstream.openai import TRIAL_PROMPT
+from penstock.fleet.upstream.probing import TRIAL_PROMPT
 from penstock.fleet.upstream.settings import UpstreamConfig, UpstreamTimeouts
 from penstock.text.tokenizer import Tokenizer
 from tests.fleet.upstream.scripted_server import STORY, StoryServer, completion
@@ -80,8 +80,8 @@ def _in_mid_character(tokenizer: Tokenizer, token_ids: list[int]) -> bool:
     return tokenizer.decode(token_ids).endswith("\ufffd")
 
 
-async def test_a_server_that_tokenizes_otherwise_cannot_continue(tokenizer: Tokenizer) -> None:
-    async with connected(StoryServer(prompt_tokens=17), tokenizer) as upstream:
+async def test_a_server_with_a_template_cannot_continue(tokenizer: Tokenizer) -> None:
+    async with connected(StoryServer(template="User: {}"), tokenizer) as upstream:
         request = replace(story_request(tokenizer), output=[10])
         assert not upstream.capabilities.continuation
         assert isinstance(upstream.refusal(request), Unavailable)
@@ -196,12 +196,12 @@ async def test_checks_are_repeated_and_follow_a_failure_at_once() -> None:
         checked.release()
         raise Unavailable("down")
 
-    monitor = HealthMonitor(alive, alive, UpstreamTimeouts(check_interval=0.01))
+    monitor = HealthMonitor("it", alive, alive, UpstreamTimeouts(check_interval=0.01))
     await checked.acquire()
     await checked.acquire()
     await monitor.close()
     assert monitor.health().detail == "down"
-    patient = HealthMonitor(alive, alive, PATIENT)
+    patient = HealthMonitor("it", alive, alive, PATIENT)
     patient.lost("gone")
     await checked.acquire()
     await patient.close()

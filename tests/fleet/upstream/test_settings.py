@@ -23,6 +23,7 @@ def test_converts_nested_sections() -> None:
     ("values", "named"),
     [
         ({"url": "host:80"}, "url"),
+        ({"url": "http://user:secret@host"}, "url"),
         ({"url": URL, "kind": "grpc"}, "kind"),
         ({"url": URL, "server": "ollama"}, "server"),
         ({"url": URL, "timeouts": {"next_token": 0}}, "timeouts.next_token"),
