@@ -10,8 +10,9 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -23,9 +24,14 @@ from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
     from penstock.checkpoint.source import Checkpoint
+    from penstock.fleet.control import FleetControl
     from penstock.fleet.fleet import Fleet
     from penstock.fleet.launcher import Launcher
     from penstock.fleet.settings import ModelConfig
+    from penstock.gateway.api.fleet import Control
+    from penstock.gateway.api.siblings import Siblings
+    from penstock.gateway.edge import Edge
+    from penstock.state.store import Store
     from penstock.text.tokenizer import Tokenizer
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -45,6 +51,7 @@ def add_parser(subparsers: Subparsers) -> None:
     server.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     server.add_argument("--port", type=int, help="port to listen on, 0 for any free one (default 8000)")
     server.add_argument("--replicas", type=int, metavar="N", help="worker processes that serve it (default 1)")
+    server.add_argument("--processes", type=int, metavar="N", help="gateway processes on the port (default 1)")
     server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     server.add_argument("--open", action="store_true", default=None, help="need no key, even where others can connect")
     server.add_argument("--state", metavar="URL", help="memory, sqlite:///PATH or redis://HOST:PORT/DB")
@@ -67,22 +74,40 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.set_defaults(run=run)
 
 
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """What a gateway process has in common with the others."""
+
+    store: Store | None  # None: it opens the one of the settings itself
+    control: Control
+    siblings: Siblings
+    on_ready: Callable[[Edge, FleetControl, list[str], bool], None]
+
+
 def run(args: argparse.Namespace) -> int:
-    settings = read_settings(args)
+    values = read_values(args)
+    settings = settings_from_mapping(values)
     import uvloop
 
     from penstock.observability.logging import configure_logging
 
     configure_logging(settings.server.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings))
+        return runner.run(_serve(settings, values))
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
+    return settings_from_mapping(read_values(args))
+
+
+def read_values(args: argparse.Namespace) -> dict[str, Any]:
     """Merge the settings: flags win over environment variables, and those over the file."""
     values = file_and_environment(args.config)
     flags: dict[str, dict[str, Any]] = {
-        "server": {name: getattr(args, name) for name in ("host", "port", "served_model_name", "open", "log_level")},
+        "server": {
+            name: getattr(args, name)
+            for name in ("host", "port", "processes", "served_model_name", "open", "log_level")
+        },
         "engine": {
             name: getattr(args, name)
             for name in (
@@ -105,23 +130,32 @@ def read_settings(args: argparse.Namespace) -> Settings:
     for name in ("model", "replicas", "state"):
         if getattr(args, name) is not None:
             merged[name] = getattr(args, name)
-    return settings_from_mapping(merged)
+    return merged
 
 
-async def _serve(settings: Settings) -> int:
+async def _serve(settings: Settings, values: dict[str, Any]) -> int:
+    """`values` are the settings as a file holds them."""
     from penstock.cli.requirements import check_requirements
+
+    check_requirements(settings)
+    if settings.server.processes > 1:
+        from penstock.cli.processes import serve_in_processes
+
+        return await serve_in_processes(settings, values)
+    return await _serve_here(settings)
+
+
+async def _serve_here(settings: Settings) -> int:
     from penstock.fleet.build import launchers
     from penstock.fleet.fleet import Fleet
     from penstock.gateway.http.listener import bind
 
     server = settings.server
-    check_requirements(settings)
     listener = bind(server.host, server.port)
     fleets = {
-        name: Fleet(name or Path(config.model or "").stem, config.routing, config.failover)
-        for name, config in settings.served.items()
+        name: Fleet(label_of(name, config), config.routing, config.failover) for name, config in settings.served.items()
     }
-    _end_at_signals(list(fleets.values()))
+    end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
         starts = []
         for name, config in settings.served.items():
@@ -133,16 +167,18 @@ async def _serve(settings: Settings) -> int:
             stack.callback(starting.cancel)
             starts.append(starting)
         await asyncio.sleep(0)
-        return await _serve_fleets(settings, fleets, starts, listener, stack)
+        return await serve_fleets(settings, fleets, starts, listener, stack)
 
 
-async def _serve_fleets(
+async def serve_fleets(
     settings: Settings,
     fleets: Mapping[str, Fleet],
     starts: Sequence[asyncio.Task[None]],
     listener: socket.socket,
     stack: AsyncExitStack,
+    shared: SharedParts | None = None,
 ) -> int:
+    """Serve HTTP in this process, once these fleets have started. `shared`: it is one of several gateway processes."""
     from penstock.cache.build import open_cache
     from penstock.fleet.control import FleetControl
     from penstock.fleet.metrics import FleetMetrics
@@ -152,27 +188,38 @@ async def _serve_fleets(
     from penstock.gateway.tenancy.tenants import open_directory
     from penstock.state.open import open_store
 
-    store = await stack.enter_async_context(open_store(settings.state))
+    opening = open_store(settings.state) if shared is None or shared.store is None else nullcontext(shared.store)
+    store = await stack.enter_async_context(opening)
     directory = await stack.enter_async_context(open_directory(settings, store))
     cache = await stack.enter_async_context(open_cache(settings.cache, settings.state))
     models = []
     for name, config in settings.served.items():
-        checkpoint, tokenizer = await asyncio.to_thread(_tokenizer, config.model or name)
+        checkpoint, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
         names = [name or checkpoint.name, *config.aliases]
         models.append(ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer)))
-    configs = dict(zip((model.names[0] for model in models), settings.served.values(), strict=True))
-    control = FleetControl(dict(zip(configs, fleets.values(), strict=True)), configs, settings.server.log_level)
-    collectors = [*cache.collectors, FleetMetrics(fleets.values())]
-    app = create_app(models, settings, directory=directory, collectors=collectors, control=control)
+    configs = {fleets[name].model: config for name, config in settings.served.items()}
+    own = FleetControl({fleet.model: fleet for fleet in fleets.values()}, configs, settings.server.log_level)
+    app = create_app(
+        models,
+        settings,
+        directory=directory,
+        collectors=[*cache.collectors, FleetMetrics(fleets.values())],
+        control=own if shared is None else shared.control,
+        siblings=None if shared is None else shared.siblings,
+    )
     await asyncio.gather(*starts)
 
-    def announce(host: str, port: int) -> None:
-        _announce(host, port, [model.names[0] for model in models], directory.open)
+    def on_ready(host: str, port: int) -> None:
+        names = [model.names[0] for model in models]
+        if shared is None:
+            announce(host, port, names, directory.open)
+        else:
+            shared.on_ready(app, own, names, directory.open)
 
     tune_interpreter()
     warming = asyncio.create_task(app.long_requests.warm_up())
     stack.callback(warming.cancel)
-    return await serve(app, listener, announce, settings.server.drain_seconds)
+    return await serve(app, listener, on_ready, settings.server.drain_seconds)
 
 
 async def _start(
@@ -181,12 +228,17 @@ async def _start(
     from penstock.fleet.build import launchers
 
     if ready is None:
-        _, tokenizer = await asyncio.to_thread(_tokenizer, checkpoint)
+        _, tokenizer = await asyncio.to_thread(tokenizer_of, checkpoint)
         ready = launchers(checkpoint, config, tokenizer, log_level)
     await fleet.start(ready)
 
 
-def _tokenizer(model: str) -> tuple[Checkpoint, Tokenizer]:
+def label_of(name: str, config: ModelConfig) -> str:
+    """What a fleet is called before its checkpoint has been found."""
+    return name or Path(config.model or "").stem
+
+
+def tokenizer_of(model: str) -> tuple[Checkpoint, Tokenizer]:
     from penstock.checkpoint.source import resolve
     from penstock.text.tokenizer import load_tokenizer
 
@@ -194,7 +246,7 @@ def _tokenizer(model: str) -> tuple[Checkpoint, Tokenizer]:
     return checkpoint, load_tokenizer(checkpoint)
 
 
-def _end_at_signals(fleets: Sequence[Fleet]) -> None:
+def end_at_signals(fleets: Sequence[Fleet]) -> None:
     """Until the server drains at signals instead. Nothing can be lost yet, so nothing is waited for: a thread that
     downloads a model would take its time."""
 
@@ -208,7 +260,7 @@ def _end_at_signals(fleets: Sequence[Fleet]) -> None:
         asyncio.get_running_loop().add_signal_handler(sig, end, sig)
 
 
-def _announce(host: str, port: int, models: Sequence[str], open: bool) -> None:
+def announce(host: str, port: int, models: Sequence[str], open: bool) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": models[0], "messages": [{"role": "user", "content": "Hello!"}]})
     print(f"Penstock serves {', '.join(models)} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")

@@ -126,10 +126,19 @@ class StartupError(PenstockError):
     """Raised before serving begins; the message says what to change."""
 
 
-# Those that an engine may give as the reason why a request was refused or ended.
-_OF_ENGINES: dict[str, type[PenstockError]] = {
+# Those that another process may give as the reason why a request was refused or ended.
+_BETWEEN_PROCESSES: dict[str, type[PenstockError]] = {
     kind.__name__: kind
-    for kind in (InvalidRequest, ContextTooLong, Overloaded, DeadlineExceeded, Unavailable, EngineFailure)
+    for kind in (
+        InvalidRequest,
+        ContextTooLong,
+        NotFound,
+        Overloaded,
+        DeadlineExceeded,
+        Unavailable,
+        EngineFailure,
+        StartupError,
+    )
 }
 
 
@@ -149,8 +158,8 @@ class Failure:
         return cls(type(error).__name__, error.message, error.param, error.code, retry_after)
 
     def exception(self) -> PenstockError:
-        """An error of the same class; one that engines do not give becomes an `EngineFailure`."""
-        kind = _OF_ENGINES.get(self.error, EngineFailure)
+        """An error of the same class; one that does not come from other processes becomes an `EngineFailure`."""
+        kind = _BETWEEN_PROCESSES.get(self.error, EngineFailure)
         extras = {} if self.retry_after is None else {"retry_after": self.retry_after}
         error = kind(self.message, **extras)  # type: ignore[arg-type]
         error.param, error.code = self.param, self.code

@@ -16,7 +16,12 @@ from penstock.worker.remote import SECRET
 def launchers(checkpoint: str, config: ModelConfig, tokenizer: Tokenizer | None, log_level: str) -> list[Launcher]:
     """One for each replica. `tokenizer` is needed for upstreams alone."""
     local = [local_launcher(checkpoint, config, number, log_level) for number in range(config.local_replicas)]
-    return [*local, *map(_remote, config.workers), *_upstreams(config, tokenizer)]
+    return [*local, *elsewhere(config, tokenizer)]
+
+
+def elsewhere(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher]:
+    """Of replicas that are no processes of this machine's server."""
+    return [*map(_remote, config.workers), *_upstreams(config, tokenizer)]
 
 
 def local_launcher(checkpoint: str, config: ModelConfig, number: int, log_level: str) -> Launcher:

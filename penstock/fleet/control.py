@@ -116,7 +116,7 @@ class FleetControl:
         if fault not in get_args(Fault):
             raise InvalidRequest(f"fault must be one of {', '.join(get_args(Fault))}", param="fault")
         if fault == "cut":
-            replica.cut()
+            self._fleets[model].cut(replica)
         elif replica.process is None:
             raise InvalidRequest(f"{name} is no process of this machine: it can only be cut off", param="fault")
         elif fault == "slow":

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from itertools import chain, repeat
 
 from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
 from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unavailable
@@ -52,15 +53,16 @@ class Fleet:
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
-    async def start(self, launchers: Sequence[Launcher]) -> None:
+    async def start(self, launchers: Sequence[Launcher], names: Sequence[str] = ()) -> None:
         """Returns when the first replica serves; the others follow. Raises StartupError if the first one cannot."""
-        first, *others = [self._new(launcher) for launcher in launchers]
+        named = zip(launchers, chain(names, repeat(None)), strict=False)
+        first, *others = [self._new(launcher, name) for launcher, name in named]
         await first.start()
         for replica in others:
             replica.start_soon()
 
-    def add(self, launcher: Launcher) -> Replica:
-        replica = self._new(launcher)
+    def add(self, launcher: Launcher, name: str | None = None) -> Replica:
+        replica = self._new(launcher, name)
         replica.start_soon()
         return replica
 
@@ -75,8 +77,8 @@ class Fleet:
             raise
         return replica
 
-    def _new(self, launcher: Launcher) -> Replica:
-        replica = Replica(f"{self.model}-{self._started}", launcher, self._on_change)
+    def _new(self, launcher: Launcher, name: str | None = None) -> Replica:
+        replica = Replica(name or f"{self.model}-{self._started}", launcher, self._on_change)
         self._started += 1
         self.replicas.append(replica)
         self._router.add(replica)
@@ -89,16 +91,23 @@ class Fleet:
     async def remove(self, replica: Replica, drain_seconds: float) -> None:
         """Let it finish what it has; what is not done in time goes on elsewhere."""
         replica.drain()
+        await self._drained(replica, drain_seconds)
+        await replica.stop()
+        self.replicas.remove(replica)
+        self._router.remove(replica)
+
+    async def _drained(self, replica: Replica, seconds: float) -> None:
+        """Wait until it has no requests any more, but no longer than this."""
         try:
-            async with asyncio.timeout(drain_seconds):
+            async with asyncio.timeout(seconds):
                 while self.streams(replica):
                     await self._changed.wait()
         except TimeoutError:
             left = self.streams(replica)
             log.warning("replica %s stops with %d requests, which go on elsewhere", replica.name, left)
-        await replica.stop()
-        self.replicas.remove(replica)
-        self._router.remove(replica)
+
+    def cut(self, replica: Replica) -> None:
+        replica.cut()
 
     async def stop(self) -> None:
         await asyncio.gather(*(replica.stop() for replica in self.replicas))

@@ -161,6 +161,10 @@ class LocalInstance:
     def process(self) -> int:
         return self._worker.pid
 
+    def connect(self) -> socket.socket:
+        """Another connection, for another gateway process. Raises ConnectionError."""
+        return self._worker.connect()
+
     async def lost(self) -> str:
         silence = await asyncio.shield(self.engine.closed)
         code = await self._worker.reap(0 if silence else _EXIT_SECONDS)

@@ -46,6 +46,10 @@ class Replica:
         return self._instance.engine
 
     @property
+    def instance(self) -> Instance | None:
+        return self._instance
+
+    @property
     def is_local(self) -> bool:
         """Whether it is a process that was launched here."""
         return isinstance(self._launcher, LocalLauncher)

@@ -19,6 +19,7 @@ from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
 from penstock.gateway.api.serving import Serving
+from penstock.gateway.api.siblings import Alone, Siblings
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
 from penstock.gateway.edge import Authenticate, Edge, Route, Routes
@@ -46,9 +47,10 @@ def create_app(
     directory: Directory | None = None,
     collectors: Sequence[Collector] = (),
     control: Control | None = None,
+    siblings: Siblings | None = None,
 ) -> Edge:
     """Without a directory there are the tenants of the settings, no keys, and nothing is remembered. `control` acts on
-    the replicas behind the models."""
+    the replicas behind the models; `siblings` are other processes of the same server."""
     if not served or not all(model.names for model in served):
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
     traffic = Traffic()
@@ -74,7 +76,7 @@ def create_app(
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),
     )
     requests = RequestLog()
-    routes = _routes(serving, settings, directory, origins, requests, control or NoFleet())
+    routes = _routes(serving, settings, directory, origins, requests, control or NoFleet(), siblings or Alone())
     tracing = start_tracing(settings.observability.otlp_endpoint)
     return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, tracing)
 
@@ -102,6 +104,7 @@ def _routes(
     origins: Origins,
     requests: RequestLog,
     control: Control,
+    siblings: Siblings,
 ) -> Routes:
     auth = Authenticator(directory, _verifier(settings.jwt), origins)
     authenticate: dict[Access, Authenticate] = {
@@ -114,8 +117,8 @@ def _routes(
         chat=metered(directory.store, ChatCompletions(serving)),
         completions=metered(directory.store, Completions(serving)),
         text=TextEndpoints(serving),
-        status=StatusEndpoints(serving, settings.engine.max_waiting),
-        accounts=RequestEndpoints(requests),
+        status=StatusEndpoints(serving, settings.engine.max_waiting, siblings),
+        accounts=RequestEndpoints(requests, siblings),
         admin=AdminEndpoints(serving, directory),
         fleet=FleetEndpoints(serving, control),
         openapi=OpenApi(serving),

@@ -25,6 +25,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    processes: int = 1  # that share the port: one relays some ten thousand chunks a second
     served_model_name: str | None = None  # default: the model's short name
     max_body_mib: float = 16.0
     body_seconds: float = 30.0  # how long a client may take to send the body of a request
@@ -37,6 +38,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check(0 <= self.port <= 65535, "port", "must be between 0 and 65535")
+        check(1 <= self.processes <= 256, "processes", "must be between 1 and 256")
         check(self.max_body_mib > 0, "max_body_mib", "must be above 0")
         check(self.body_seconds > 0, "body_seconds", "must be above 0")
         check(self.drain_seconds >= 0, "drain_seconds", "must not be negative")

@@ -26,6 +26,11 @@ async def open_store(state: str | None, *, lasting: bool = False) -> AsyncIterat
         await store.close()
 
 
+def is_shared(state: str | None) -> bool:
+    """Whether processes that open it have limits, keys and spend in common."""
+    return state is not None and state.startswith(("redis", "unix"))
+
+
 def _default(lasting: bool) -> str:
     try:
         file = state_folder() / "penstock.db"

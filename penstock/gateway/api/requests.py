@@ -9,6 +9,7 @@ from msgspec import Raw, Struct
 
 from penstock.core.errors import NotFound
 from penstock.gateway.api.serving import encode_json
+from penstock.gateway.api.siblings import Siblings
 from penstock.gateway.errors import require
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
@@ -25,12 +26,13 @@ class AccountList(Struct):
 
 
 class RequestEndpoints:
-    def __init__(self, requests: RequestLog) -> None:
+    def __init__(self, requests: RequestLog, siblings: Siblings) -> None:
         self.requests = requests
+        self.siblings = siblings
 
     async def one(self, request: Request, response: Response, tenant: Tenant) -> None:
         id = request.path_params["id"]
-        found = self.requests.find(tenant.name, id)
+        found = self.requests.find(tenant.name, id) or await self.siblings.account(tenant.name, id)
         if found is None:
             raise NotFound(
                 f"no request {id[:200]!r} among the last {len(self.requests)}: it may still run, be too old, "
@@ -42,7 +44,9 @@ class RequestEndpoints:
 
     async def slowest(self, request: Request, response: Response, tenant: Tenant) -> None:
         limit = _limit(request.query)
-        found = self.requests.slowest(tenant.name, limit)
+        found = await self.siblings.slowest(tenant.name, limit)
+        if found is None:
+            found = self.requests.slowest(tenant.name, limit)
         await response.send(200, encode_json(AccountList([Raw(body) for body in found])))
 
 

@@ -9,6 +9,7 @@ from penstock.core.request import RECOMMENDED
 from penstock.gateway.api.objectives import milliseconds
 from penstock.gateway.api.openai_types import ClassCard, HealthReport, ModelCard, ModelList, Version
 from penstock.gateway.api.serving import Serving, encode_json
+from penstock.gateway.api.siblings import Siblings
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
@@ -19,8 +20,9 @@ Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GE
 
 
 class StatusEndpoints:
-    def __init__(self, serving: Serving, max_waiting: int) -> None:
+    def __init__(self, serving: Serving, max_waiting: int, siblings: Siblings) -> None:
         self.serving = serving
+        self.siblings = siblings
         self.max_waiting = max_waiting
 
     def _card(self, name: str) -> ModelCard:
@@ -71,7 +73,8 @@ class StatusEndpoints:
 
     async def metrics(self, request: Request, response: Response, tenant: Tenant) -> None:
         content_type = (b"content-type", CONTENT_TYPE_LATEST.encode())
-        await response.send(200, self.serving.metrics.exposition(), content_type)
+        exposition = await self.siblings.metrics() or self.serving.metrics.exposition()
+        await response.send(200, exposition, content_type)
 
     async def hint(self, request: Request, response: Response, tenant: Tenant) -> None:
         await response.send(200, HINT, (b"content-type", b"text/plain; charset=utf-8"))

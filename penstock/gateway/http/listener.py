@@ -7,10 +7,11 @@ import socket
 from penstock.core.errors import StartupError
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """Take the address. It does not listen yet: until somebody can answer, clients are refused instead of kept waiting.
 
-    Port 0 takes a free one.
+    Port 0 takes a free one. A `shared` address is for several processes, between which the system deals out
+    connections.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -20,6 +21,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise cannot_listen(host, port, error) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind(address)

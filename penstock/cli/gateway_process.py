@@ -1,0 +1,128 @@
+"""One of several gateway processes: `python -m penstock.cli.gateway_process CHANNEL_FD`, started by `penstock serve`.
+
+The launching process (`cli/processes.py`) tells it the settings and gives it sockets to the workers. It ends when that
+process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from contextlib import AsyncExitStack
+from typing import Any
+
+import uvloop
+
+from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
+from penstock.core.errors import Unavailable
+from penstock.fleet.build import elsewhere
+from penstock.fleet.channel import Channel, Handler
+from penstock.fleet.control import FleetControl
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.shared import BrokeredLauncher, RemoteControl, gateway_handlers
+from penstock.gateway.edge import Edge
+from penstock.gateway.http.listener import bind
+from penstock.observability.logging import configure_logging
+from penstock.settings import Settings, settings_from_mapping
+from penstock.state.brokered import BrokeredStore
+
+
+class OtherProcesses:
+    """Asked by way of the launching process."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    async def metrics(self) -> bytes | None:
+        found: bytes | None = await self._channel.call("metrics")
+        return found
+
+    async def account(self, tenant: str, id: str) -> bytes | None:
+        found: bytes | None = await self._channel.call("account", tenant, id)
+        return found
+
+    async def slowest(self, tenant: str, limit: int) -> list[bytes] | None:
+        found: list[bytes] = await self._channel.call("slowest", tenant, limit)
+        return found
+
+
+async def serve(connection: socket.socket) -> int:
+    fleets: dict[str, Fleet] = {}
+    handlers = gateway_handlers(lambda: channel, fleets)
+    channel = Channel(connection, handlers)
+    told: dict[str, Any] = await channel.call("hello")
+    settings = settings_from_mapping(told["settings"])
+    configure_logging(settings.server.log_level)
+    listener = bind(settings.server.host, told["port"], shared=True)
+    by_name = {
+        name: Fleet(label_of(name, config), config.routing, config.failover) for name, config in settings.served.items()
+    }
+    fleets.update({fleet.model: fleet for fleet in by_name.values()})
+    async with AsyncExitStack() as stack:
+        stack.callback(channel.close)
+        starts = [
+            asyncio.create_task(_start(fleet, settings, name, channel, told["replicas"][fleet.model]))
+            for name, fleet in by_name.items()
+        ]
+        for fleet in by_name.values():
+            stack.push_async_callback(fleet.stop)
+
+        def on_ready(app: Edge, own: FleetControl, models: list[str], open: bool) -> None:
+            handlers.update(_own(app, own))
+            channel.tell("ready", models, open)
+
+        store = None if told["own_store"] else BrokeredStore(channel)
+        shared = SharedParts(store, RemoteControl(channel), OtherProcesses(channel), on_ready)
+        serving = asyncio.create_task(serve_fleets(settings, by_name, starts, listener, stack, shared))
+        channel.closed.add_done_callback(lambda _: serving.cancel())  # the workers go with the launching process
+        try:
+            return await serving
+        except asyncio.CancelledError:
+            return 1
+
+
+async def _start(fleet: Fleet, settings: Settings, name: str, channel: Channel, replicas: list[str]) -> None:
+    config = settings.served[name]
+    tokenizer = None
+    if config.upstreams:
+        _, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
+    brokered = [BrokeredLauncher(channel, replica) for replica in replicas]
+    await fleet.start([*brokered, *elsewhere(config, tokenizer)], replicas)
+
+
+def _own(app: Edge, control: FleetControl) -> dict[str, Handler]:
+    """What other processes may ask this one for."""
+
+    async def own_metrics() -> bytes:
+        return app.metrics.exposition()
+
+    async def own_account(tenant: str, id: str) -> bytes | None:
+        return app.requests.find(tenant, id)
+
+    async def own_slowest(tenant: str, limit: int) -> list[tuple[float, bytes]]:
+        return app.requests.timed(tenant, limit)
+
+    async def own_replicas() -> list[Any]:
+        return [view for view in await control.replicas() if view.place != BrokeredLauncher.place]
+
+    return {
+        "own_metrics": own_metrics,
+        "own_account": own_account,
+        "own_slowest": own_slowest,
+        "own_replicas": own_replicas,
+    }
+
+
+def main() -> int:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            return runner.run(serve(connection))
+        except Unavailable:
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

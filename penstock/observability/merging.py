@@ -1,0 +1,56 @@
+"""The metrics of several gateway processes as those of one server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+# Of workers, which every process sees as a whole; all other counters are each process's own.
+_SEEN_BY_ALL = ("penstock_engine_", "penstock_replica_restarts", "penstock_tenant_", "penstock_cost_")
+_OWN_GAUGES = ("penstock_requests_in_flight", "penstock_replica_streams", "penstock_answer_cache_flights")
+
+Sample = tuple[str, tuple[tuple[str, str], ...]]
+
+
+def merged(expositions: Iterable[bytes]) -> bytes:
+    """What each process counts for itself adds up; of what all of them see, the largest reading is taken."""
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[Sample, float]] = {}
+    for exposition in expositions:
+        for family in text_string_to_metric_families(exposition.decode()):
+            families.setdefault(family.name, family)
+            known = values.setdefault(family.name, {})
+            adds_up = _adds_up(family)
+            for sample in family.samples:
+                key = (sample.name, tuple(sorted(sample.labels.items())))
+                before = known.get(key)
+                if before is None:
+                    known[key] = sample.value
+                else:
+                    known[key] = before + sample.value if adds_up else max(before, sample.value)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Merged(families, values))
+    return generate_latest(registry)
+
+
+def _adds_up(family: Metric) -> bool:
+    if family.type == "gauge":
+        return family.name.startswith(_OWN_GAUGES)
+    return not family.name.startswith(_SEEN_BY_ALL)
+
+
+class _Merged(Collector):
+    def __init__(self, families: dict[str, Metric], values: dict[str, dict[Sample, float]]) -> None:
+        self._families = families
+        self._values = values
+
+    def collect(self) -> Iterable[Metric]:
+        for name, family in self._families.items():
+            merged = Metric(name, family.documentation, family.type)
+            for (sample, labels), value in self._values[name].items():
+                merged.add_sample(sample, dict(labels), value)
+            yield merged

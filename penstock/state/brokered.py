@@ -1,0 +1,79 @@
+"""A store that another process of this machine holds: gateway processes then share its limits exactly, without Redis.
+
+A reservation is one call over a socket; settling it waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.state.store import Claim, Grant, Store, UsageKey, UsageRecord
+
+
+class Caller(Protocol):
+    """A way to call the process that holds the store."""
+
+    async def call(self, method: str, *arguments: Any) -> Any: ...
+
+    def tell(self, method: str, *arguments: Any) -> None: ...
+
+
+class BrokeredStore:
+    """A gateway process's end."""
+
+    def __init__(self, channel: Caller) -> None:
+        self._channel = channel
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def reserve(self, claim: Claim) -> Grant:
+        return msgspec.convert(await self._channel.call("reserve", claim), Grant)
+
+    def settle(self, grant: Grant, used: UsageRecord) -> None:
+        self._channel.tell("settle", grant, used)
+
+    async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, UsageRecord]:
+        found = await self._channel.call("usage", first_day, last_day)
+        return {UsageKey(*key): UsageRecord(*used) for key, used in found}
+
+    async def put(self, kind: str, name: str, value: str) -> None:
+        await self._channel.call("put", kind, name, value)
+
+    async def delete(self, kind: str, name: str) -> bool:
+        return bool(await self._channel.call("delete", kind, name))
+
+    async def records(self, kind: str) -> dict[str, str]:
+        return dict(await self._channel.call("records", kind))
+
+    async def version(self) -> int:
+        return int(await self._channel.call("version"))
+
+
+def store_handlers(store: Store) -> dict[str, Callable[..., Awaitable[Any]]]:
+    """The end of the process that holds the store."""
+
+    async def reserve(claim: list[Any]) -> Grant:
+        return await store.reserve(Claim(*claim))
+
+    async def settle(grant: list[Any], used: list[Any]) -> None:
+        store.settle(msgspec.convert(grant, Grant), UsageRecord(*used))
+
+    async def usage(first_day: str, last_day: str) -> list[Any]:
+        return list((await store.usage(first_day, last_day)).items())
+
+    return {
+        "reserve": reserve,
+        "settle": settle,
+        "usage": usage,
+        "put": store.put,
+        "delete": store.delete,
+        "records": store.records,
+        "version": store.version,
+    }
