@@ -80,9 +80,9 @@ class PrefixIndex:
                 continue
             ending = there & ~left
             while ending:
-                lowest = ending & -ending
-                tokens[lowest.bit_length() - 1] = low * unit
-                ending ^= lowest
+                slot = ending.bit_length() - 1
+                tokens[slot] = low * unit
+                ending ^= 1 << slot
         return tokens
 
     def _evict(self, slot: int) -> None:

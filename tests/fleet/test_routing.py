@@ -136,6 +136,7 @@ def test_a_replica_that_tells_nothing_is_judged_by_what_was_measured() -> None:
     opaque = replica(0, stats=EngineStats(), kv_tokens=0, max_model_len=0)
     started(opaque, 1000, ttft=2.0).ended(3.0)
     known = replica(1)
+    started(known, 1000, ttft=0.1).ended(3.0)
     assert decide([opaque, known], now=3.0).snapshot is known  # 110 ms forecast
     assert decide([opaque, known], now=90.0).snapshot is opaque  # long ago: worth another try
 
@@ -175,6 +176,15 @@ def test_round_robin_takes_turns() -> None:
         decision.snapshot.sent(10, 0, 0.0)
         order.append(decision.snapshot.slot)
     assert order == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_new_upstream_is_not_flooded_before_it_is_measured() -> None:
+    snapshots = fleet(4, stats=EngineStats())
+    for snapshot in snapshots[:3]:
+        started(snapshot, 100, ttft=0.5).ended(1.0)
+    for _ in range(40):
+        decide(snapshots, config=LATENCY, now=1.0).snapshot.sent(100, 0, 1.0)
+    assert [snapshot.streams for snapshot in snapshots] == [10, 10, 10, 10]
 
 
 def test_latency_goes_down_with_time_and_up_with_streams() -> None:
