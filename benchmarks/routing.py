@@ -282,28 +282,31 @@ def report_decisions(replicas: int = 64) -> None:
     for slot in range(replicas):
         index.add_replica(slot, 40_000)
         snapshots.append(Snapshot(f"replica-{slot}", slot, max_model_len=32_768, kv_tokens=40_000, stats=stats))
-    session = session_digest("a conversation")
+    config, session = RoutingConfig(), session_digest("a conversation")
     for tokens in (1310, 8192):
-        hashing, deciding, with_session, recording = [], [], [], []
-        for turn in range(200):
-            prompt = token_ids(draw, tokens)
+        hashing, recording, chains = [], [], []
+        deciding: list[float] = []
+        with_session: list[float] = []
+        for prompt in (token_ids(draw, tokens) for _ in range(10)):
             begun = time.perf_counter()
-            hashes = chain_hashes(root_hash("", ""), prompt, BLOCK)
+            chains.append(hashes := chain_hashes(root_hash("", ""), prompt, BLOCK))
             hashing.append(time.perf_counter() - begun)
             for slot in range(replicas):
                 index.record(slot, hashes[: len(hashes) // 3])
-            for slot in range(turn % 16, replicas, 16):
+            for slot in range(0, replicas, 16):
                 index.record(slot, hashes[: len(hashes) // 3 + (slot + 1) * len(hashes) // 2 // replicas])
-            for key, times in ((0, deciding), (session, with_session)):
-                begun = time.perf_counter()
-                request = RoutedRequest(tokens, index.held(hashes), key)
-                decision = choose(request, snapshots, 0.0, RoutingConfig())
-                times.append(time.perf_counter() - begun)
+        for turn in range(1000):
+            hashes = chains[turn % len(chains)]
+            key, times = ((0, deciding), (session, with_session))[turn // 10 % 2]
+            begun = time.perf_counter()
+            decision = choose(RoutedRequest(tokens, index.held(hashes), session=key), snapshots, 0.0, config)
+            times.append(time.perf_counter() - begun)
             assert decision is not None
             begun = time.perf_counter()
             index.record(decision.snapshot.slot, hashes)
-            decision.snapshot.sent(tokens, decision.cached, 0.0)
+            stream = decision.snapshot.sent(tokens, decision.cached, 0.0)
             recording.append(time.perf_counter() - begun)
+            stream.ended(1.0)
         values = (1e6 * statistics.median(times) for times in (deciding, with_session, recording, hashing))
         print(
             "{} replicas, {:,} tokens: a decision takes {:.0f} us, {:.0f} with a session; recording it {:.0f}, "

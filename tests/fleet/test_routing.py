@@ -26,7 +26,8 @@ LATENCY = RoutingConfig("latency")
 
 
 def replica(slot: int, **fields: Any) -> Snapshot:
-    return Snapshot(f"replica-{slot}", slot, **{"stats": KNOWN, "kv_tokens": 16_000, "max_model_len": 8192} | fields)
+    defaults: dict[str, Any] = {"stats": KNOWN, "kv_tokens": 16_000, "max_model_len": 8192}
+    return Snapshot(f"replica-{slot}", slot, **defaults | fields)
 
 
 def fleet(count: int = 4, **fields: Any) -> list[Snapshot]:
@@ -152,6 +153,8 @@ def test_only_available_replicas_with_room_are_chosen(policy: Any) -> None:
     assert decide(snapshots, config=config, cached=[1000]).snapshot is not snapshots[0]
     roomy = replica(4, max_model_len=32_768, kv_tokens=64_000)
     assert decide([*snapshots, roomy], 9000, config).snapshot is roomy
+    assert decide([*snapshots, roomy], 7000, config, max_tokens=4000).snapshot is roomy
+    assert decide(snapshots, 7000, config, max_tokens=4000).snapshot in snapshots  # its answer may end early
     assert choose(RoutedRequest(9000), snapshots, 0.0, config) is None
     assert choose(RoutedRequest(9000), [], 0.0, config) is None
 
