@@ -1,7 +1,8 @@
 """The `PENSTOCK_*` variables, all of which are read here.
 
-Of clients: PENSTOCK_URL and PENSTOCK_API_KEY. Of the server: every setting, by its path in the settings file in capital
-letters with two underscores between the parts, as in PENSTOCK_SERVER__PORT=9000. Lists and mappings are YAML, as in
+Of clients: PENSTOCK_URL and PENSTOCK_API_KEY. Of workers on other machines: PENSTOCK_WORKER_SECRET. Of the server:
+every setting, by its path in the settings file in capital letters with two underscores between the parts, as in
+PENSTOCK_SERVER__PORT=9000. Lists and mappings are YAML, as in
 PENSTOCK_TENANTS='{acme: {weight: 2}}'. An empty variable counts as none.
 """
 
@@ -20,6 +21,7 @@ from penstock.settings import Settings
 
 PREFIX = "PENSTOCK_"
 URL, API_KEY = "PENSTOCK_URL", "PENSTOCK_API_KEY"
+WORKER_SECRET = "PENSTOCK_WORKER_SECRET"  # of workers on other machines and their gateways
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -47,7 +49,7 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
     known = dict(_names((), Settings))
     values: dict[str, Any] = {}
     for name, text in sorted(environ.items()):
-        if not name.startswith(PREFIX) or not text or name in (URL, API_KEY):
+        if not name.startswith(PREFIX) or not text or name in (URL, API_KEY, WORKER_SECRET):
             continue
         if name not in known:
             print(f"penstock: {name} is ignored: no such setting{did_you_mean(name, known)}", file=sys.stderr)

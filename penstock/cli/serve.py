@@ -56,6 +56,11 @@ def add_parser(subparsers: Subparsers) -> None:
     server.add_argument("--open", action="store_true", default=None, help="need no key, even where others can connect")
     server.add_argument("--state", metavar="URL", help="memory, sqlite:///PATH or redis://HOST:PORT/DB")
     server.add_argument("--log-level", help="debug, info, warning or error (default info)")
+    add_engine_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", choices=get_args(Device), help="default: cuda if there is one")
     engine.add_argument("--dtype", choices=get_args(Dtype), help="default: float32 on CPU, bfloat16 on CUDA")
@@ -71,7 +76,21 @@ def add_parser(subparsers: Subparsers) -> None:
         help="of the KV cache; half the bytes: int8 on CPU, where it is the default beside int8 and int4, fp8 on CUDA",
     )
     engine.add_argument("--kv-memory-gib", type=float, metavar="GIB", help="size of the KV cache")
-    parser.set_defaults(run=run)
+
+
+def engine_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's flags that were given."""
+    names = (
+        "device",
+        "dtype",
+        "quantization",
+        "max_model_len",
+        "max_seqs",
+        "max_step_tokens",
+        "kv_memory_gib",
+        "kv_dtype",
+    )
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,19 +127,7 @@ def read_values(args: argparse.Namespace) -> dict[str, Any]:
             name: getattr(args, name)
             for name in ("host", "port", "processes", "served_model_name", "open", "log_level")
         },
-        "engine": {
-            name: getattr(args, name)
-            for name in (
-                "device",
-                "dtype",
-                "quantization",
-                "max_model_len",
-                "max_seqs",
-                "max_step_tokens",
-                "kv_memory_gib",
-                "kv_dtype",
-            )
-        },
+        "engine": engine_values(args),
     }
     merged = dict(values)
     for section, given in flags.items():

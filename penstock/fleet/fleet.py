@@ -237,7 +237,7 @@ class Fleet:
 
     def _left(self, journal: Journal, placed: Placement, *, completed: bool) -> None:
         """A request is no longer at its replica."""
-        placed.stream.ended(time.monotonic(), completed=completed)
+        self._router.ended(placed, journal.request, journal.output, completed=completed)
         if placed.replica is self._court or placed.replica.state == "draining":
             self._tell()
 

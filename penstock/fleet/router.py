@@ -13,6 +13,8 @@ from penstock.fleet.routing import RoutedRequest, choose, session_digest
 from penstock.fleet.settings import RoutingConfig
 from penstock.fleet.snapshot import Snapshot, Stream
 
+ASSUMED_KV_TOKENS = 65_536  # of a server that does not say
+
 
 class Router:
     """Keeps a snapshot of every replica, and the index of what was sent to each."""
@@ -40,7 +42,7 @@ class Router:
         snapshot.max_model_len = info.max_model_len
         snapshot.kv_tokens = replica.stats.kv_blocks * info.block_size
         snapshot.restarted()
-        self._index.add_replica(snapshot.slot, snapshot.kv_tokens)
+        self._index.add_replica(snapshot.slot, snapshot.kv_tokens or ASSUMED_KV_TOKENS)
 
     def place(self, request: GenerateRequest, output: Sequence[int], replicas: Sequence[Replica]) -> Placement | None:
         """Choose one of these replicas and count the request as sent there. None: it has room in none of them."""
@@ -57,22 +59,35 @@ class Router:
         hashes: list[bytes] = []
         size = self._index.block_size
         extend_block_hashes(hashes, request, [*request.prompt, *output], size, tokens // size)
-        cached = [blocks * size for blocks in self._index.held(hashes)]
-        session = session_digest(request.session) if request.session else 0
-        decision = choose(RoutedRequest(tokens, cached, session), list(snapshots), now, self._config)
+        routed = RoutedRequest(
+            tokens,
+            self._index.held(hashes),
+            max_tokens=max(0, (request.params.max_tokens or 0) - len(output)),
+            session=session_digest(request.session) if request.session else 0,
+        )
+        decision = choose(routed, list(snapshots), now, self._config)
         if decision is None:
             return None
         chosen = decision.snapshot
         self._index.record(chosen.slot, hashes)
-        return Placement(snapshots[chosen], chosen.sent(tokens, decision.cached, now), decision.reason)
+        return Placement(snapshots[chosen], chosen.sent(tokens, decision.cached, now), decision.reason, hashes)
+
+    def ended(self, placed: Placement, request: GenerateRequest, output: Sequence[int], *, completed: bool) -> None:
+        """It is no longer there. What it leaves in the KV cache is what the next turn of a conversation begins with."""
+        placed.stream.ended(time.monotonic(), completed=completed)
+        if placed.hashes and completed:
+            size, tokens = self._index.block_size, [*request.prompt, *output]
+            extend_block_hashes(placed.hashes, request, tokens, size, len(tokens) // size)
+            self._index.record(placed.stream.snapshot.slot, placed.hashes)
 
 
 class Placement:
     """Where a request went. `stream` keeps the counts of its replica."""
 
-    __slots__ = ("reason", "replica", "stream")
+    __slots__ = ("hashes", "reason", "replica", "stream")
 
-    def __init__(self, replica: Replica, stream: Stream, reason: str) -> None:
+    def __init__(self, replica: Replica, stream: Stream, reason: str, hashes: list[bytes] | None = None) -> None:
         self.replica = replica
         self.stream = stream
         self.reason = reason
+        self.hashes = hashes  # of its KV blocks, where there was a choice

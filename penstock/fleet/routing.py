@@ -30,6 +30,7 @@ class RoutedRequest:
 
     tokens: int  # of the prompt, and of output that another replica has emitted
     cached: Sequence[int] = ()  # leading tokens that each replica is expected to hold
+    max_tokens: int = 0  # of output that may be asked for
     session: int = 0  # from `session_digest`: requests that should meet on one replica; 0: none
     version: str = ""  # from `assigned_version`; empty: any
 
@@ -51,11 +52,14 @@ def choose(request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, co
 
 
 def candidates(request: RoutedRequest, snapshots: Sequence[Snapshot], config: RoutingConfig) -> list[Snapshot]:
-    """Available replicas whose context and KV cache are large enough: long prompts go to the pool with room. Of the
-    request's version if one of these is there, else of any. A prompt that settings call long goes where the KV cache
-    has room for it now, if that is anywhere."""
+    """Available replicas whose context and KV cache are large enough: long prompts go to the pool with room, as do
+    requests for a long answer if there is such a pool. Of the request's version if one of these is there, else of any.
+    A prompt that settings call long goes where the KV cache has room for it now, if that is anywhere."""
     tokens, version, long = request.tokens, request.version, config.long_prompt_tokens
-    found = [s for s in snapshots if s.available and s.longest > tokens]
+    whole = tokens + (request.max_tokens or 1)
+    found = [s for s in snapshots if s.available and s.longest >= whole]
+    if not found:
+        found = [s for s in snapshots if s.available and s.longest > tokens]
     if version:
         found = [s for s in found if s.version == version] or found
     if long is not None and tokens > long:
@@ -68,8 +72,8 @@ def by_forecast(request: RoutedRequest, snapshots: Sequence[Snapshot], now: floa
     while this prompt is computed. A prefix hit shortens both, so affinity and balance are one number: no replica is
     preferred for what it holds once so much runs there that all of them together wait longer than that saves."""
     tokens, cached, slots = request.tokens, request.cached, len(request.cached)
-    home = _home(request, snapshots)
-    best, least = snapshots[0], inf
+    home = _home(request, snapshots, config)
+    best, least, fastest = snapshots[0], inf, 0.0
     for s in snapshots:
         hit = cached[s.slot] if s.slot < slots else 0
         if s is home and hit < config.session_tokens:
@@ -80,11 +84,12 @@ def by_forecast(request: RoutedRequest, snapshots: Sequence[Snapshot], now: floa
             if s.kv_free < tokens:
                 delay += (tokens - s.kv_free) * s.kv_token_seconds
         else:
-            delay = measured_ttft(s, now) * (s.load + 1)
+            fastest = fastest or _fastest(snapshots)
+            delay = measured_ttft(s, now, fastest) * (s.load + 1)
         if delay < least:
             best, least = s, delay
     hit = min(_hit(request, best), tokens - 1)
-    ttft = forecast_ttft(best, tokens, hit) if best.token_seconds else measured_ttft(best, now)
+    ttft = forecast_ttft(best, tokens, hit) if best.token_seconds else measured_ttft(best, now, fastest)
     where = ", its session's replica" if best is home else ""
     reason = f"forecast TTFT {ttft * 1e3:.0f} ms, {hit:,} of {tokens:,} tokens cached there{where}"
     return Decision(best, reason, hit)
@@ -100,20 +105,26 @@ def forecast_ttft(s: Snapshot, tokens: int, cached: int) -> float:
 def by_latency(request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, config: RoutingConfig) -> Decision:
     """Peak EWMA: the measured time to first token, which follows a rise at once and forgets it with time, times the
     streams in flight. A prompt that is cached as a whole, or the replica of its session, halves it."""
-    home = _home(request, snapshots)
-    best, least = snapshots[0], inf
+    home = _home(request, snapshots, config)
+    best, least, fastest = snapshots[0], inf, _fastest(snapshots)
     for s in snapshots:
         hit = max(_hit(request, s), config.session_tokens if s is home else 0)
-        load = measured_ttft(s, now) * (s.load + 1) * (1 - 0.5 * min(1.0, hit / request.tokens))
+        load = measured_ttft(s, now, fastest) * (s.load + 1) * (1 - 0.5 * min(1.0, hit / request.tokens))
         if load < least:
             best, least = s, load
-    reason = f"least TTFT times streams: {measured_ttft(best, now) * 1e3:.0f} ms measured, {best.load} in flight"
+    ttft = measured_ttft(best, now, fastest)
+    reason = f"least TTFT times streams: {ttft * 1e3:.0f} ms measured, {best.load} in flight"
     return Decision(best, reason, _hit(request, best))
 
 
-def measured_ttft(s: Snapshot, now: float) -> float:
-    """What was measured lately. One that nothing is known of seems fast, and is soon measured."""
-    return max(_LEAST_TTFT, s.ttft * exp((s.ttft_at - now) / _REMEMBERED_SECONDS))
+def measured_ttft(s: Snapshot, now: float, fastest: float) -> float:
+    """What was measured lately. A replica that nothing was heard of for long is taken for as fast as the fastest one,
+    and is soon measured."""
+    return max(fastest, s.ttft * exp((s.ttft_at - now) / _REMEMBERED_SECONDS))
+
+
+def _fastest(snapshots: Sequence[Snapshot]) -> float:
+    return min((s.ttft for s in snapshots if s.ttft), default=_LEAST_TTFT)
 
 
 def by_round_robin(
@@ -132,11 +143,11 @@ def session_digest(key: str) -> int:
     return int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "little") | 1
 
 
-def _home(request: RoutedRequest, snapshots: Sequence[Snapshot]) -> Snapshot | None:
+def _home(request: RoutedRequest, snapshots: Sequence[Snapshot], config: RoutingConfig) -> Snapshot | None:
     """The replica of a session, by rendezvous hashing: gateways that know nothing of each other agree on it, and if
     one replica goes only its own sessions move."""
     session = request.session
-    if not session:
+    if not (session and config.session_tokens):
         return None
     return max(snapshots, key=lambda s: (session ^ s.seed) * _ODD & _MASK)
 

@@ -70,13 +70,16 @@ class TimedExecutor:
         self._noise = noise
         self._random = random.Random(seed)
         self._free = 0.0  # when all that was launched has ended
+        self.busy_seconds = 0.0
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens
 
     def launch(self, step: Step) -> tuple[Step, float]:
         noise = self._random.lognormvariate(0, self._noise) if self._noise else 1.0
-        self._free = max(self._clock.now, self._free) + self.seconds(shape_of(step)) * noise
+        seconds = self.seconds(shape_of(step)) * noise
+        self._free = max(self._clock.now, self._free) + seconds
+        self.busy_seconds += seconds
         return step, self._free
 
     def collect(self, handle: tuple[Step, float]) -> StepResult:

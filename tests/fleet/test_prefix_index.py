@@ -82,7 +82,7 @@ def test_a_fleet_that_is_too_large_for_it_has_a_coarser_index() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """More than the caches hold is sent to 64 replicas, with larger caches in all than the index has room for."""
+    """As many entries as there may be, on 64 replicas, to which more is sent than they hold."""
     draw = random.Random(0)
     tracemalloc.start()
     try:

@@ -26,7 +26,8 @@ LATENCY = RoutingConfig("latency")
 
 
 def replica(slot: int, **fields: Any) -> Snapshot:
-    return Snapshot(f"replica-{slot}", slot, **{"stats": KNOWN, "kv_tokens": 16_000, "max_model_len": 8192} | fields)
+    defaults: dict[str, Any] = {"stats": KNOWN, "kv_tokens": 16_000, "max_model_len": 8192}
+    return Snapshot(f"replica-{slot}", slot, **defaults | fields)
 
 
 def fleet(count: int = 4, **fields: Any) -> list[Snapshot]:
@@ -136,6 +137,7 @@ def test_a_replica_that_tells_nothing_is_judged_by_what_was_measured() -> None:
     opaque = replica(0, stats=EngineStats(), kv_tokens=0, max_model_len=0)
     started(opaque, 1000, ttft=2.0).ended(3.0)
     known = replica(1)
+    started(known, 1000, ttft=0.1).ended(3.0)
     assert decide([opaque, known], now=3.0).snapshot is known  # 110 ms forecast
     assert decide([opaque, known], now=90.0).snapshot is opaque  # long ago: worth another try
 
@@ -151,6 +153,8 @@ def test_only_available_replicas_with_room_are_chosen(policy: Any) -> None:
     assert decide(snapshots, config=config, cached=[1000]).snapshot is not snapshots[0]
     roomy = replica(4, max_model_len=32_768, kv_tokens=64_000)
     assert decide([*snapshots, roomy], 9000, config).snapshot is roomy
+    assert decide([*snapshots, roomy], 7000, config, max_tokens=4000).snapshot is roomy
+    assert decide(snapshots, 7000, config, max_tokens=4000).snapshot in snapshots  # its answer may end early
     assert choose(RoutedRequest(9000), snapshots, 0.0, config) is None
     assert choose(RoutedRequest(9000), [], 0.0, config) is None
 
@@ -175,6 +179,15 @@ def test_round_robin_takes_turns() -> None:
         decision.snapshot.sent(10, 0, 0.0)
         order.append(decision.snapshot.slot)
     assert order == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_a_new_upstream_is_not_flooded_before_it_is_measured() -> None:
+    snapshots = fleet(4, stats=EngineStats())
+    for snapshot in snapshots[:3]:
+        started(snapshot, 100, ttft=0.5).ended(1.0)
+    for _ in range(40):
+        decide(snapshots, config=LATENCY, now=1.0).snapshot.sent(100, 0, 1.0)
+    assert [snapshot.streams for snapshot in snapshots] == [10, 10, 10, 10]
 
 
 def test_latency_goes_down_with_time_and_up_with_streams() -> None:

@@ -1,0 +1,58 @@
+"""`penstock worker`: a worker for gateways on other machines, which name it in the `workers` of a model."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import signal
+from typing import TYPE_CHECKING
+
+from penstock.cli.serve import add_engine_arguments, engine_values
+from penstock.cli.settings import file_and_environment, merged
+from penstock.core.errors import StartupError
+from penstock.settings import settings_from_mapping
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:]+)\]|([\w.-]+)):([0-9]{1,5})")
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser("worker", help="compute for gateways on other machines", description=__doc__)
+    parser.add_argument("model", nargs="?", help="as for serve; default: that of the settings")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where gateways connect")
+    parser.add_argument("--config", metavar="FILE", help="YAML with model and engine")
+    parser.add_argument("--log-level", help="debug, info, warning or error (default info)")
+    add_engine_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from penstock.gateway.http.listener import bind
+    from penstock.observability.logging import configure_logging
+    from penstock.worker.main import load, serve
+    from penstock.worker.protocol import Start
+    from penstock.worker.remote import SECRET, Port
+
+    values = merged(file_and_environment(args.config), {"engine": engine_values(args)})
+    if args.model is not None:
+        values["model"] = args.model
+    settings = settings_from_mapping(values)
+    log_level = args.log_level or settings.server.log_level
+    configure_logging(log_level)
+    address = _ADDRESS.fullmatch(args.listen)
+    if address is None:
+        raise StartupError(f"--listen must be HOST:PORT, not {args.listen!r}", param="listen")
+    secret = os.environ.get(SECRET)
+    if not secret:
+        raise StartupError(f"set {SECRET} to the same secret here and at the gateways")
+    listener = bind(address[1] or address[2], int(address[3]))
+    signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    scheduler, executor, info = load(Start(settings.model, settings.engine, log_level))
+    host, port = listener.getsockname()[:2]
+    print(f"Penstock computes {info.model} at tcp://{host}:{port}", flush=True)
+    asyncio.run(serve(scheduler, executor, info, Port(listener, secret)))
+    return 0

@@ -1,0 +1,140 @@
+"""Several gateway processes over the same workers, and a worker that is started on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.conftest import Server, start_server
+from tests.e2e.test_server import MODEL, is_alive
+
+SETTINGS = """
+server: {processes: 2, open: true}
+engine: {kv_memory_gib: 0.2}
+tenant_defaults: {requests_per_minute: 30}
+cache: {enabled: false}
+"""
+
+
+def gateway_processes(server: Server) -> list[int]:
+    listing = subprocess.run(
+        ["pgrep", "-P", str(server.process.pid), "-f", "gateway_process"], capture_output=True, text=True, check=True
+    )
+    return [int(pid) for pid in listing.stdout.split()]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    config = tmp_path_factory.mktemp("processes") / "settings.yaml"
+    config.write_text(SETTINGS)
+    running = start_server("--config", str(config))
+    yield running
+    running.stop()
+
+
+async def stream(server: Server, number: int, tokens: int) -> tuple[str, int]:
+    """Over a connection of its own, so that it may be either process."""
+    async with openai.AsyncOpenAI(base_url=server.base_url, api_key="none", timeout=100, max_retries=0) as client:
+        chunks = await client.completions.create(
+            model=MODEL,
+            prompt=f"Number {number} is",
+            max_tokens=tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        text, count = "", 0
+        async for chunk in chunks:
+            text += chunk.choices[0].text if chunk.choices else ""
+            count = chunk.usage.completion_tokens if chunk.usage else count
+        return text, count
+
+
+async def test_limits_metrics_and_accounts_are_of_all_processes(server: Server) -> None:
+    async def ask(number: int) -> int:
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as http:
+            body = {"model": MODEL, "prompt": f"{number}", "max_tokens": 1}
+            response = await http.post("/completions", json=body, headers={"x-request-id": f"mine-{number}"})
+            return response.status_code
+
+    statuses = await asyncio.gather(*(ask(number) for number in range(40)))
+    assert (statuses.count(200), statuses.count(429)) == (30, 10)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        text = (await http.get("/metrics")).text
+    counted = dict(re.findall(r'^penstock_requests_total{endpoint="/v1/completions",status="(\d+)"} (\d+)', text, re.M))
+    assert counted == {"200": "30", "429": "10"}
+    answered = [number for number, status in enumerate(statuses) if status == 200]
+    for number in answered[:6]:
+        async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as http:
+            account = (await http.get(f"/requests/mine-{number}")).json()
+            assert account["output_tokens"] == 1
+
+
+async def test_one_gateway_dies_and_the_streams_of_the_others_go_on() -> None:
+    server = start_server("--processes", "2", "--kv-memory-gib", "0.2")
+    try:
+        before = gateway_processes(server)
+        assert len(before) == 2
+        expected = await stream(server, 0, 200)
+        streams = [asyncio.create_task(stream(server, 0, 200)) for _ in range(12)]
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            while True:
+                text = (await http.get("/metrics")).text
+                running = re.search(r"^penstock_running_sequences (\d+)", text, re.M)
+                if running is not None and int(running[1]) >= 8:
+                    break
+        os.kill(before[0], signal.SIGKILL)
+        ended = await asyncio.gather(*streams, return_exceptions=True)
+        whole = [one for one in ended if not isinstance(one, BaseException)]
+        assert 0 < len(whole) < 12, "the system deals connections out to both"
+        assert set(whole) == {expected}
+        assert (await stream(server, 0, 200))[1] == 200
+        while len(gateway_processes(server)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    finally:
+        pids = gateway_processes(server)
+        server.stop()
+    assert not any(map(is_alive, pids))
+
+
+@contextmanager
+def worker_on_its_own(secret: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "penstock.cli.main", "worker", "--listen", "127.0.0.1:0", "--kv-memory-gib", "0.2"]
+    process = subprocess.Popen(
+        command, env={**os.environ, "PENSTOCK_WORKER_SECRET": secret}, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    found = re.search(r"tcp://[\d.:]+", process.stdout.readline())
+    assert found is not None
+    try:
+        yield found[0]
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_a_worker_elsewhere_serves_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with worker_on_its_own("correct-horse") as address:
+        monkeypatch.setenv("PENSTOCK_WORKER_SECRET", "correct-horse")
+        config = tmp_path / "settings.yaml"
+        config.write_text(f"models: {{far: {{model: {MODEL}, workers: [{address!r}]}}}}\n")
+        server = start_server("--config", str(config))
+        try:
+            with httpx.Client(base_url=server.base_url, timeout=60) as http:
+                response = http.post("/completions", json={"model": "far", "prompt": "Hello", "max_tokens": 3})
+            assert response.json()["usage"]["completion_tokens"] == 3
+            assert response.headers["x-penstock-replica"] == "far-0"
+        finally:
+            server.stop()
