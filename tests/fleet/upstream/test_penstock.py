@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,11 @@ from penstock.client.http import HttpClient
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.fleet.upstream.engine import Upstream
 from penstock.fleet.upstream.settings import UpstreamConfig
+from penstock.gateway.api.models import ServedModel
+from penstock.gateway.app import create_app
+from penstock.gateway.http.listener import bind
+from penstock.gateway.http.server import serve
+from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server
 
@@ -72,3 +78,21 @@ async def test_ends_at_a_stop_token_with_it(server: Server, tokenizer: Tokenizer
         stopped, chunks = await ask(upstream, GenerateRequest("b", prompt, params))
         assert stopped == greedy[: greedy.index(greedy[3]) + 1]
         assert chunks[-1].finish_reason == "stop"
+
+
+async def test_a_gateway_before_it_answers_as_the_server_itself(server: Server, tokenizer: Tokenizer) -> None:
+    message = {"role": "user", "content": "Count from one to ten, in words."}
+    body = {"messages": [message], "temperature": 0, "max_tokens": 24, "stop": [" seven"], "logprobs": True, "n": 2}
+    async with connected(server, tokenizer) as upstream:
+        app = create_app([ServedModel([upstream.found.model], tokenizer, upstream)], Settings())
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        gateway = asyncio.create_task(serve(app, bind("127.0.0.1", 0), lambda _, number: port.set_result(number), 0.0))
+        answers = []
+        for url in (f"http://127.0.0.1:{await port}", server.url):
+            async with HttpClient(url) as http:
+                answers.append((await http.post("/v1/chat/completions", body | {"model": upstream.found.model})).json())
+        gateway.cancel()
+        await asyncio.wait([gateway])
+    ours, theirs = answers
+    assert ours["choices"] == theirs["choices"]
+    assert ours["usage"]["completion_tokens"] == theirs["usage"]["completion_tokens"]
