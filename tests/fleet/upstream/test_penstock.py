@@ -11,7 +11,7 @@ import pytest
 from penstock.client.http import HttpClient
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.fleet.upstream.engine import Upstream
-from penstock.fleet.upstream.settings import UpstreamConfig
+from penstock.fleet.upstream.settings import CapabilitySettings, UpstreamConfig
 from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
 from penstock.gateway.http.listener import bind
@@ -78,6 +78,21 @@ async def test_ends_at_a_stop_token_with_it(server: Server, tokenizer: Tokenizer
         stopped, chunks = await ask(upstream, GenerateRequest("b", prompt, params))
         assert stopped == greedy[: greedy.index(greedy[3]) + 1]
         assert chunks[-1].finish_reason == "stop"
+
+
+async def test_by_text_alone(server: Server, tokenizer: Tokenizer) -> None:
+    """As for a server whose token ids mean something else."""
+    by_text = CapabilitySettings(token_ids_in=False, token_ids_out=False)
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    texts = []
+    for capabilities in (CapabilitySettings(), by_text):
+        upstream = await Upstream.connect(UpstreamConfig(server.url, capabilities=capabilities), tokenizer)
+        token_ids, _ = await ask(upstream, GenerateRequest("r", tokenizer.encode(PROMPT), params))
+        texts.append(tokenizer.decode(token_ids))
+        await upstream.close()
+    assert not upstream.capabilities.token_ids_out
+    assert upstream.capabilities.continuation
+    assert texts[0] == texts[1]
 
 
 async def test_a_gateway_before_it_answers_as_the_server_itself(server: Server, tokenizer: Tokenizer) -> None:
