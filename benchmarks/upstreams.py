@@ -33,6 +33,7 @@ from penstock.client.http import HttpClient
 from penstock.core import onednn
 from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.fleet.upstream.capabilities import OPTIONAL_PARAMS
 from penstock.fleet.upstream.engine import Upstream
 from penstock.fleet.upstream.openai import OpenAIProtocol
 from penstock.fleet.upstream.retokenizer import Vocabulary
@@ -251,7 +252,8 @@ class Trial:
         found, report = upstream.found, self._report
         for what in ("token_ids_in", "token_ids_out", "logprobs", "seed", "continuation"):
             report.capability(self.name, what, getattr(found.capabilities, what))
-        report.capability(self.name, "SamplingParams", ", ".join(sorted(found.capabilities.params)))
+        lacking = ", ".join(name for name in OPTIONAL_PARAMS if name not in found.capabilities.params)
+        report.capability(self.name, "parameters it does not know", lacking or "none")
         report.capability(self.name, "context", found.max_model_len)
 
     async def _answers(self, upstream: Upstream) -> None:

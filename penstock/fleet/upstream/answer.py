@@ -80,7 +80,7 @@ class Answer:
         """All time to the first token counts as prefill: an upstream does not say how long it waited."""
         request, now = self.request, time.perf_counter()
         ttft = (self._first or now) - self._started
-        usage = self.usage or Usage(len(request.prompt), 0, 0)
+        usage = self.usage or Usage(len(request.prompt), 0)
         total = now - self._started
         return Ledger(
             request.id,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.core.request import GenerateRequest, SamplingParams
@@ -38,6 +38,10 @@ class Dialect:
     seeds: int = 2**63  # how many there are
     cache_salt: bool = False  # prefixes can be kept apart
     penalty_window: str = ""  # field for how many of the last tokens penalties count
+
+    def without_token_ids(self) -> Dialect:
+        """For servers that give ids which mean other tokens here."""
+        return replace(self, constants={}, with_logprobs={})
 
     def body(self, request: GenerateRequest, min_tokens: int, max_model_len: int) -> dict[str, Any]:
         """The fields for sampling; prompt, model and limits are the same everywhere."""

@@ -54,6 +54,8 @@ class OpenAIProtocol:
         card = await self._model_card(http)
         server = await self._server(http, card)
         dialect, model = DIALECTS[server], str(card["id"])
+        if self._config.capabilities.token_ids_out is False:
+            dialect = dialect.without_token_ids()
         max_model_len = self._config.max_model_len or await _context_length(http, card)
         if max_model_len is None:
             raise StartupError(f"{http.url} does not say how long its context is", param="max_model_len")
@@ -103,7 +105,8 @@ class OpenAIProtocol:
     async def _first_trial(self, http: HttpClient, ask: Ask) -> tuple[Prompt, list[Piece]]:
         """With as much as the server accepts: the prompt in the form in which it took it, and its answer."""
         token_ids = self._tokenizer.encode(TRIAL_PROMPT)
-        forms: tuple[Prompt, ...] = (token_ids, TRIAL_PROMPT)
+        by_text = self._config.capabilities.token_ids_in is False
+        forms: tuple[Prompt, ...] = (TRIAL_PROMPT,) if by_text else (token_ids, TRIAL_PROMPT)
         refusal = ""
         for prompt, logprobs in product(forms, (1, None)):
             try:
@@ -123,7 +126,8 @@ class OpenAIProtocol:
         spelled = self._tokenizer.decode(i for piece in pieces for i in piece.token_ids or []).strip()
         text = text_of(pieces).strip()
         if not (spelled.startswith(text) or text.startswith(spelled.rstrip("\ufffd"))):
-            raise StartupError(f"{http.url} has another tokenizer: its tokens for {text!r} spell {spelled!r} here")
+            message = f"{http.url} has another tokenizer: its tokens for {text!r} spell {spelled!r} here"
+            raise StartupError(f"{message}; with token_ids_in and token_ids_out false it can be used by text")
 
     # ------------------------------------------------------------ requests
 
@@ -195,11 +199,7 @@ def _number(logprob: float | None) -> float:
 
 def _usage(usage: Mapping[str, Any]) -> Usage:
     details = usage.get("prompt_tokens_details") or {}
-    return Usage(
-        int(usage.get("prompt_tokens") or 0),
-        int(usage.get("completion_tokens") or 0),
-        int(details.get("cached_tokens") or 0),
-    )
+    return Usage(int(usage.get("prompt_tokens") or 0), int(details.get("cached_tokens") or 0))
 
 
 def _reported(error: Any) -> Exception:

@@ -28,7 +28,6 @@ _FINISH: dict[str, FinishReason] = {
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
-    completion_tokens: int
     cached_tokens: int
 
 

@@ -231,3 +231,9 @@ async def test_keys_are_sent_and_not_shown(tokenizer: Tokenizer, monkeypatch: py
     monkeypatch.delenv("STORY_KEY")
     with pytest.raises(StartupError, match="STORY_KEY"):
         await Upstream.connect(config, tokenizer)
+
+
+async def test_a_server_with_another_tokenizer_is_refused(tokenizer: Tokenizer) -> None:
+    story = StoryServer(events=[completion(" lived", "stop", token_ids=[1000])])
+    with story.running() as url, pytest.raises(StartupError, match="another tokenizer"):
+        await Upstream.connect(UpstreamConfig(url), tokenizer)

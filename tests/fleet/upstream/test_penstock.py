@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,12 @@ import pytest
 from penstock.client.http import HttpClient
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.fleet.upstream.engine import Upstream
-from penstock.fleet.upstream.settings import UpstreamConfig
+from penstock.fleet.upstream.settings import CapabilitySettings, UpstreamConfig
+from penstock.gateway.api.models import ServedModel
+from penstock.gateway.app import create_app
+from penstock.gateway.http.listener import bind
+from penstock.gateway.http.server import serve
+from penstock.settings import Settings
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server
 
@@ -72,3 +78,36 @@ async def test_ends_at_a_stop_token_with_it(server: Server, tokenizer: Tokenizer
         stopped, chunks = await ask(upstream, GenerateRequest("b", prompt, params))
         assert stopped == greedy[: greedy.index(greedy[3]) + 1]
         assert chunks[-1].finish_reason == "stop"
+
+
+async def test_by_text_alone(server: Server, tokenizer: Tokenizer) -> None:
+    """As for a server whose token ids mean something else."""
+    by_text = CapabilitySettings(token_ids_in=False, token_ids_out=False)
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    texts = []
+    for capabilities in (CapabilitySettings(), by_text):
+        upstream = await Upstream.connect(UpstreamConfig(server.url, capabilities=capabilities), tokenizer)
+        token_ids, _ = await ask(upstream, GenerateRequest("r", tokenizer.encode(PROMPT), params))
+        texts.append(tokenizer.decode(token_ids))
+        await upstream.close()
+    assert not upstream.capabilities.token_ids_out
+    assert upstream.capabilities.continuation
+    assert texts[0] == texts[1]
+
+
+async def test_a_gateway_before_it_answers_as_the_server_itself(server: Server, tokenizer: Tokenizer) -> None:
+    message = {"role": "user", "content": "Count from one to ten, in words."}
+    body = {"messages": [message], "temperature": 0, "max_tokens": 24, "stop": [" seven"], "logprobs": True, "n": 2}
+    async with connected(server, tokenizer) as upstream:
+        app = create_app([ServedModel([upstream.found.model], tokenizer, upstream)], Settings())
+        port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        gateway = asyncio.create_task(serve(app, bind("127.0.0.1", 0), lambda _, number: port.set_result(number), 0.0))
+        answers = []
+        for url in (f"http://127.0.0.1:{await port}", server.url):
+            async with HttpClient(url) as http:
+                answers.append((await http.post("/v1/chat/completions", body | {"model": upstream.found.model})).json())
+        gateway.cancel()
+        await asyncio.wait([gateway])
+    ours, theirs = answers
+    assert ours["choices"] == theirs["choices"]
+    assert ours["usage"]["completion_tokens"] == theirs["usage"]["completion_tokens"]
