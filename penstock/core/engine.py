@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -50,8 +50,18 @@ class EngineStats:
     loaded_step_seconds: float = 0.0  # of a step that decodes a usual batch of 32 sequences
 
 
+class ChunkStream(Protocol):
+    """An async generator of chunks, or what can be used like one."""
+
+    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+
+    def __anext__(self) -> Awaitable[Chunk]: ...
+
+    def aclose(self) -> Awaitable[None]: ...
+
+
 class Engine(Protocol):
-    def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def submit(self, request: GenerateRequest) -> ChunkStream:
         """Yield chunks until one has a finish reason. That one has the ledger, also if the request failed: then it has
         an error as well. Closing the iterator aborts the request and frees its memory.
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import chain, repeat
 
 from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
@@ -16,7 +17,7 @@ from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
 from penstock.fleet.journal import Journal
-from penstock.fleet.launcher import Launcher
+from penstock.fleet.launcher import Launcher, WorkerInstance
 from penstock.fleet.replica import Replica
 from penstock.fleet.router import Placement, Router
 from penstock.fleet.settings import FailoverConfig, RoutingConfig
@@ -49,6 +50,7 @@ class Fleet:
         self._budget = RetryBudget()
         self._trial = asyncio.Lock()  # held by a suspect until it has a token
         self._court: Replica | None = None  # that the suspect has to itself until then, but for streams that run
+        self._has_upstreams = False
         self._retired = EngineStats()  # counters of instances that have gone
 
     # -- replicas ------------------------------------------------------------------------------------------------------
@@ -118,11 +120,24 @@ class Fleet:
 
     def _on_change(self, replica: Replica) -> None:
         if replica.state == "ready":
-            self.info = replica.engine.info
+            self._has_upstreams = any(not isinstance(each.instance, WorkerInstance) for each in self.replicas)
+            self._combine_infos()
             self._router.restarted(replica)
         elif replica.state in ("lost", "stopped"):
+            self._combine_infos()
             self._retired = combined([self._retired, counters(replica.stats)])
         self._tell()
+
+    def _combine_infos(self) -> None:
+        """The longest context of any replica, since long requests go where they fit. While replicas have different
+        weights, as during a replacement, the revision names all of them: answers of one are not stored for another."""
+        infos = [each.engine.info for each in self.replicas if each.state in ("ready", "draining")]
+        if infos:  # else what was known stays true of the replicas that are started again
+            self.info = replace(
+                infos[-1],
+                max_model_len=max(info.max_model_len for info in infos),
+                revision="+".join(sorted({info.revision for info in infos})),
+            )
 
     def _tell(self) -> None:
         """Let those who wait for a replica, or for one to be idle, look again."""
@@ -137,7 +152,9 @@ class Fleet:
         ended = False
         try:
             while not ended:
-                placed = await self._place(journal)
+                placed = (None if journal.suspected else self._choose(journal)) or await self._place(journal)
+                journal.fruitless += 1
+                journal.resume(placed.replica.name, placed.reason)
                 engine = journal.engine = placed.replica.engine
                 try:
                     async with aclosing(engine.submit(journal.next_request())) as chunks:
@@ -163,7 +180,7 @@ class Fleet:
                 asyncio.get_running_loop().call_later(KEPT_SECONDS, self._journals.pop, request.id, None)
 
     async def _place(self, journal: Journal) -> Placement:
-        """Choose a replica, or wait for one."""
+        """Wait for a replica, and for a suspect for one that has no other suspects."""
         if journal.suspected >= SUSPECT_AFTER and not journal.on_trial:
             await self._trial.acquire()
             journal.on_trial = True
@@ -171,8 +188,6 @@ class Fleet:
         while journal.on_trial and not self._to_itself(journal, placed):
             self._left(journal, placed, completed=False)
             placed = await self._wait_for_replica(journal)
-        journal.fruitless += 1
-        journal.resume(placed.replica.name, placed.reason)
         return placed
 
     def _choose(self, journal: Journal) -> Placement | None:
@@ -186,10 +201,19 @@ class Fleet:
             and (not journal.output or replica.engine.info.continues)
             and (replica is not self._court or journal.on_trial)
         ]
+        if self._has_upstreams:
+            found = self._able(found, journal.request)
         placed = self._router.place(journal.request, journal.output, found) if found else None
         if placed is not None:
             placed.replica.breaker.try_again(now)
         return placed
+
+    def _able(self, replicas: list[Replica], request: GenerateRequest) -> list[Replica]:
+        """Those whose kind can compute the request. Raises what they refuse it for if none can."""
+        refusals = [replica.refusal(request) for replica in replicas]
+        if replicas and all(refusals):
+            raise next(error for error in refusals if error is not None)
+        return [replica for replica, error in zip(replicas, refusals, strict=True) if error is None]
 
     def _to_itself(self, journal: Journal, placed: Placement) -> bool:
         """Keep other requests from the replica of a suspect. Those that have had a token there are above suspicion."""

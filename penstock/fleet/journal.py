@@ -27,6 +27,7 @@ class Journal:
         "heard",
         "on_trial",
         "output",
+        "plain",
         "prompt_scored",
         "refused",
         "replica",
@@ -52,12 +53,14 @@ class Journal:
         self.started = self.begun = self.heard = clock()  # it arrived; came to its replica; last heard of
         self.first: float | None = None  # first token
         self.prompt_scored = False  # the first chunk has been handed on
+        self.plain = False  # chunks are handed on as they are
 
     def next_request(self) -> GenerateRequest:
         """What the next replica is asked for: the request as it was, or the rest of it. Raises DeadlineExceeded."""
         now, request = self._clock(), self.request
         self.begun = self.heard = now
         self.attempt += 1
+        self.plain = False
         if self.attempt == 1:
             return request
         params, deadline = request.params, request.deadline
@@ -83,22 +86,25 @@ class Journal:
 
     def take(self, chunk: Chunk) -> Chunk:
         """Note what a chunk brings and make it a chunk of the one stream that the client sees."""
-        now = self._clock()
-        self.heard = now
-        if chunk.token_ids:
-            self.output += chunk.token_ids
-            if self.first is None:
-                self.first = now
-        if self.attempt > 1:
-            chunk.request_id = self.request.id
+        self.heard = self._clock()
+        self.output += chunk.token_ids
+        if not self.plain:
+            self._adapt(chunk)
+        if chunk.ledger is not None:
+            self.settle(chunk.ledger)
+        return chunk
+
+    def _adapt(self, chunk: Chunk) -> None:
+        """The first chunk says where it comes from. What only first chunks have must not come a second time."""
+        if self.first is None and chunk.token_ids:
+            self.first = self.heard
+        chunk.request_id = self.request.id
         if self.prompt_scored:
             chunk.cached_tokens, chunk.queue_seconds = 0, 0.0
         else:
             self.prompt_scored = True
             chunk.replica = self.replica
-        if chunk.ledger is not None:
-            self.settle(chunk.ledger)
-        return chunk
+        self.plain = self.attempt == 1 and self.first is not None
 
     def lose(self, cause: str) -> None:
         """Its replica is lost. `resume` follows when another one has the request."""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.core.engine import ServedEngine
-from penstock.core.errors import StartupError
+from penstock.core.errors import PenstockError, StartupError
+from penstock.core.request import GenerateRequest
 from penstock.worker.client import WorkerClient
 from penstock.worker.control import send_gateway
 from penstock.worker.protocol import Failed, Start, frame, read_control
@@ -30,6 +31,10 @@ class Instance(Protocol):
     @property
     def process(self) -> int | None:
         """The id of its process where that is of this machine."""
+        ...
+
+    def refusal(self, request: GenerateRequest) -> PenstockError | None:
+        """Why this kind of engine cannot compute a request, whatever its load."""
         ...
 
     async def lost(self) -> str:
@@ -152,7 +157,14 @@ def _environment(visible_devices: str | None) -> dict[str, str]:
     return environment
 
 
-class LocalInstance:
+class WorkerInstance:
+    """A worker computes all requests that a gateway accepts."""
+
+    def refusal(self, request: GenerateRequest) -> PenstockError | None:
+        return None
+
+
+class LocalInstance(WorkerInstance):
     def __init__(self, worker: WorkerProcess, client: WorkerClient) -> None:
         self._worker = worker
         self.engine = client
@@ -208,7 +220,7 @@ class RemoteLauncher:
             raise StartupError(f"no worker answers at {self.place}: {error or 'timed out'}") from error
 
 
-class RemoteInstance:
+class RemoteInstance(WorkerInstance):
     process = None
 
     def __init__(self, client: WorkerClient) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from penstock.core.engine import EngineStats, ServedEngine
-from penstock.core.errors import StartupError
+from penstock.core.errors import PenstockError, StartupError
+from penstock.core.request import GenerateRequest
 from penstock.fleet.failover import CircuitBreaker
 from penstock.fleet.launcher import Instance, Launcher, LocalLauncher
 from penstock.worker.client import WorkerClient
@@ -61,6 +62,9 @@ class Replica:
     @property
     def stats(self) -> EngineStats:
         return EngineStats() if self._instance is None else self._instance.engine.stats
+
+    def refusal(self, request: GenerateRequest) -> PenstockError | None:
+        return None if self._instance is None else self._instance.refusal(request)
 
     async def start(self) -> None:
         """Launch it and wait until it serves. Raises StartupError with the engine's own words."""

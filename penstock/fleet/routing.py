@@ -57,6 +57,9 @@ def candidates(request: RoutedRequest, snapshots: Sequence[Snapshot], config: Ro
     A prompt that settings call long goes where the KV cache has room for it now, if that is anywhere."""
     tokens, version, long = request.tokens, request.version, config.long_prompt_tokens
     whole = tokens + (request.max_tokens or 1)
+    for s in snapshots:
+        if s.stale:
+            s.derive()
     found = [s for s in snapshots if s.available and s.longest >= whole]
     if not found:
         found = [s for s in snapshots if s.available and s.longest > tokens]

@@ -38,7 +38,7 @@ class Snapshot:
     stream_seconds: float = 0.0  # moving average of how long a stream lasts
     turn: int = 0  # when something was last sent there, in requests sent to all replicas
     elsewhere: int = 0  # streams there that other gateways have sent, by the last reading
-    # Derived whenever something changes:
+    stale: bool = True  # something has changed since these were derived:
     load: int = 0  # streams there, whoever sent them
     longest: float = 0.0  # tokens of one request that it has room for; inf: unknown
     kv_free: float = 0.0  # tokens of the KV cache beside all that was sent there; inf: unknown
@@ -49,13 +49,12 @@ class Snapshot:
 
     def __post_init__(self) -> None:
         self.seed = int.from_bytes(blake2b(self.id.encode(), digest_size=8).digest(), "little")
-        self._derive()
 
     def heard(self, stats: EngineStats) -> None:
         """The replica has sent a reading."""
         self.stats = stats
         self.elsewhere = max(0, stats.running + stats.waiting - self.streams)
-        self._derive()
+        self.stale = True
 
     def sent(self, tokens: int, cached: int, now: float) -> Stream:
         """A request with so many tokens is sent there, of which `cached` are expected in its prefix cache."""
@@ -65,7 +64,7 @@ class Snapshot:
         self.prefilling += 1
         self.prefill_tokens += stream.prefill
         self.context_tokens += tokens
-        self._derive()
+        self.stale = True
         return stream
 
     def restarted(self) -> None:
@@ -73,9 +72,11 @@ class Snapshot:
         self.stats = EngineStats()
         self.elsewhere = 0
         self.ttft = self.stream_seconds = 0.0
-        self._derive()
+        self.stale = True
 
-    def _derive(self) -> None:
+    def derive(self) -> None:
+        """Compute from the counts what policies read, once for many decisions."""
+        self.stale = False
         stats = self.stats
         self.load = self.streams + self.elsewhere
         self.longest = min(self.max_model_len or inf, self.kv_tokens or inf)
@@ -108,7 +109,7 @@ class Stream:
             snapshot.prefill_tokens -= self.prefill
             measured = now - self.began
             snapshot.ttft, snapshot.ttft_at = max(measured, average(snapshot.ttft, measured)), now
-            snapshot._derive()
+            snapshot.stale = True
         self.emitted_tokens += tokens
         self.context += tokens
         snapshot.context_tokens += tokens
@@ -126,7 +127,7 @@ class Stream:
             snapshot.prefill_tokens -= self.prefill
         if completed:
             snapshot.stream_seconds = average(snapshot.stream_seconds, now - self.began)
-        snapshot._derive()
+        snapshot.stale = True
 
 
 def average(so_far: float, latest: float) -> float:

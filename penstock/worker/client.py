@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import cast
 
-from penstock.core.engine import EngineInfo, EngineStats, Health
+from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
 from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
@@ -35,28 +35,56 @@ LAST_CHUNK_SECONDS = 1.0  # how long the ledger of an aborted request is waited 
 KEPT_LEDGER_SECONDS = 60.0  # how long one is kept for a reader who is slow to ask
 STOPPED_AFTER_HEARTBEATS = 2  # without a byte, of a process that is known to be stopped
 _ALIVE = frame(Alive())
+_UNSENT, _RUNNING, _ENDED = range(3)
 
 
-class _Inbox:
-    """What has come for one request. An asyncio.Queue does the same at several times the price."""
+class _Stream:
+    """The chunks of one request, as they come. Like an async generator, at a fraction of the price."""
 
-    __slots__ = ("_items", "_waiter", "scores")
+    __slots__ = ("_client", "_items", "_request", "_state", "_waiter", "scores")
 
-    def __init__(self) -> None:
+    def __init__(self, client: WorkerClient, request: GenerateRequest) -> None:
         self.scores: list[TokenLogprob | None] = []  # of the prompt, for the next chunk
+        self._client = client
+        self._request = request
+        self._state = _UNSENT
         self._items: deque[Chunk | PenstockError] = deque()
         self._waiter: asyncio.Future[None] | None = None
+
+    def __aiter__(self) -> _Stream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._state != _RUNNING:
+            if self._state == _ENDED:
+                raise StopAsyncIteration
+            self._client._send(self._request, self)
+            self._state = _RUNNING
+        while not self._items:
+            self._waiter = self._client._loop.create_future()
+            await self._waiter
+        item = self._items.popleft()
+        if isinstance(item, PenstockError):
+            self._end(completed=True)
+            raise item
+        if item.finish_reason is not None:
+            self._end(completed=True)
+        return item
+
+    async def aclose(self) -> None:
+        """Abort the request, unless it has ended."""
+        if self._state == _RUNNING:
+            self._end(completed=False)
+        self._state = _ENDED
+
+    def _end(self, *, completed: bool) -> None:
+        self._state = _ENDED
+        self._client._left(self._request.id, completed)
 
     def put(self, item: Chunk | PenstockError) -> None:
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    async def get(self) -> Chunk | PenstockError:
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._items.popleft()
 
 
 class _CutTransport:
@@ -85,7 +113,7 @@ class WorkerClient(asyncio.Protocol):
         self._remote = remote
         self._is_stopped = is_stopped
         self._received = bytearray()
-        self._inboxes: dict[str, _Inbox] = {}
+        self._streams: dict[str, _Stream] = {}
         self._aborted: dict[str, asyncio.Future[Ledger | None]] = {}  # their ledgers, which may yet come
         self._heartbeats_missed = 0
         self._silence = ""
@@ -113,30 +141,26 @@ class WorkerClient(asyncio.Protocol):
             raise
         return client
 
-    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def submit(self, request: GenerateRequest) -> ChunkStream:
+        return _Stream(self, request)
+
+    def _send(self, request: GenerateRequest, stream: _Stream) -> None:
         if self._lost:
             raise Unavailable("the worker is not running; try again in a few seconds", code=GONE)
-        inbox = self._inboxes[request.id] = _Inbox()
+        self._streams[request.id] = stream
         self._transport.write(frame(Submit(request)))
-        ended = False
-        try:
-            while not ended:
-                item = await inbox.get()
-                if isinstance(item, PenstockError):
-                    ended = True
-                    raise item
-                ended = item.finish_reason is not None
-                yield item
-        finally:
-            del self._inboxes[request.id]
-            if ended:
-                self._settle(request.id, None)
-            elif not self._lost:
-                self._expect_ledger(request.id)
-                self._transport.write(frame(Abort(request.id)))
+
+    def _left(self, request_id: str, completed: bool) -> None:
+        """Nobody reads its chunks any more."""
+        del self._streams[request_id]
+        if completed:
+            self._settle(request_id, None)
+        elif not self._lost:
+            self._expect_ledger(request_id)
+            self._transport.write(frame(Abort(request_id)))
 
     async def aborted(self, request_id: str) -> Ledger | None:
-        if request_id in self._inboxes:  # whoever reads it is being cancelled
+        if request_id in self._streams:  # whoever reads it is being cancelled
             self._expect_ledger(request_id)
         ledger = self._aborted.get(request_id)
         if ledger is None:
@@ -168,25 +192,25 @@ class WorkerClient(asyncio.Protocol):
 
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Chunks):
-            inboxes = self._inboxes
+            streams = self._streams
             for chunk in message.chunks:
-                inbox = inboxes.get(chunk.request_id)
-                if inbox is not None:
-                    if inbox.scores:
-                        chunk.prompt_logprobs, inbox.scores = inbox.scores, []
-                    inbox.put(chunk)
+                stream = streams.get(chunk.request_id)
+                if stream is not None:
+                    if stream.scores:
+                        chunk.prompt_logprobs, stream.scores = stream.scores, []
+                    stream.put(chunk)
                 elif chunk.finish_reason is not None:
                     self._settle(chunk.request_id, chunk.ledger)
         elif isinstance(message, PromptScores):
-            inbox = self._inboxes.get(message.request_id)
-            if inbox is not None:
-                inbox.scores += message.logprobs
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.scores += message.logprobs
         elif isinstance(message, Heartbeat):
             self.stats = message.stats
         elif isinstance(message, Refused):
-            inbox = self._inboxes.get(message.request_id)
-            if inbox is not None:
-                inbox.put(message.failure.exception())
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.put(message.failure.exception())
             else:
                 self._settle(message.request_id, None)
         elif self._greeted.done():
@@ -217,8 +241,8 @@ class WorkerClient(asyncio.Protocol):
         if not self._greeted.done():
             self._greeted.set_exception(ConnectionError("the worker went away without a greeting"))
             self._greeted.exception()  # whoever waited for it may have been cancelled
-        for inbox in self._inboxes.values():
-            inbox.put(Unavailable("the worker died while this request was running; send it again", code=LOST))
+        for stream in self._streams.values():
+            stream.put(Unavailable("the worker died while this request was running; send it again", code=LOST))
         for request_id in self._aborted:
             self._settle(request_id, None)
         if not self.closed.done():

@@ -78,8 +78,10 @@ def test_streams_of_other_gateways_count_until_the_next_reading() -> None:
     snapshot = replica(0)
     snapshot.sent(100, 0, 0.0)
     snapshot.heard(EngineStats(running=5, waiting=1))
+    snapshot.derive()
     assert (snapshot.streams, snapshot.load) == (1, 6)
     snapshot.restarted()
+    snapshot.derive()
     assert snapshot.load == 1
 
 

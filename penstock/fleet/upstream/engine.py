@@ -39,7 +39,12 @@ class Upstream:
         self, config: UpstreamConfig, http: HttpClient, protocol: UpstreamProtocol, vocabulary: Vocabulary, found: Found
     ) -> None:
         self.found = found
-        self.info = EngineInfo(found.model, found.max_model_len, vocabulary.tokenizer.vocab_size)
+        self.info = EngineInfo(
+            found.model,
+            found.max_model_len,
+            vocabulary.tokenizer.vocab_size,
+            continues=found.capabilities.continuation,
+        )
         self._timeouts, self._http, self._protocol, self._vocabulary = config.timeouts, http, protocol, vocabulary
         self._totals = EngineStats()
         self._running = 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.core.errors import StartupError, Unavailable
+from penstock.core.errors import PenstockError, StartupError, Unavailable
+from penstock.core.request import GenerateRequest
 from penstock.fleet.launcher import Instance
 from penstock.fleet.upstream.engine import Upstream
 from penstock.fleet.upstream.settings import UpstreamConfig
@@ -27,6 +28,9 @@ class UpstreamInstance:
 
     def __init__(self, engine: Upstream) -> None:
         self.engine = engine
+
+    def refusal(self, request: GenerateRequest) -> PenstockError | None:
+        return self.engine.refusal(request)
 
     async def lost(self) -> str:
         """A server that cannot be asked is probed again until it can: it may have come back as another one."""
