@@ -28,6 +28,7 @@ class EngineConfig:
     max_seqs: int = 256  # sequences in one step
     max_step_tokens: int | None = None  # tokens in one step; default: 256 on CPU, 8192 on CUDA
     kv_memory_gib: float | None = None  # default: most of the free memory
+    gpu_memory_share: float | None = None  # of the GPU, weights included; default: equal shares for its replicas
     kv_dtype: KVDtype = "auto"  # of the KV cache; auto: int8 beside quantised weights on CPU, bf16 on CUDA
     block_size: int = 16
     prefix_caching: bool = True
@@ -47,6 +48,8 @@ class EngineConfig:
         check(self.max_step_tokens is None or self.max_step_tokens >= 1, "max_step_tokens", "must be at least 1")
         check_choice(self.kv_dtype, KVDtype, "kv_dtype")
         check(self.kv_memory_gib is None or self.kv_memory_gib > 0, "kv_memory_gib", "must be above 0")
+        share = self.gpu_memory_share
+        check(share is None or 0 < share <= 1, "gpu_memory_share", "must be above 0 and at most 1")
         power_of_two = 1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0
         check(power_of_two, "block_size", "must be a power of two up to 256")
         check_choice(self.scheduling, Scheduling, "scheduling")

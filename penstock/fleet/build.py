@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from penstock.core.errors import StartupError
@@ -25,9 +26,13 @@ def elsewhere(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher
 
 
 def local_launcher(checkpoint: str, config: ModelConfig, number: int, log_level: str) -> Launcher:
-    devices = config.devices
+    """Of the replica with this number. Replicas that share a GPU get equal shares of its memory."""
+    devices, engine = config.devices, config.engine
     device = devices[number % len(devices)] if devices else None
-    return LocalLauncher(Start(checkpoint, config.engine, log_level, device))
+    sharing = -(-config.local_replicas // max(1, len(devices)))
+    if engine.gpu_memory_share is None and sharing > 1:
+        engine = replace(engine, gpu_memory_share=1 / sharing)
+    return LocalLauncher(Start(checkpoint, engine, log_level, device))
 
 
 def _remote(worker: str) -> Launcher:

@@ -38,7 +38,9 @@ def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
     step_bytes = _compile_and_try(plan, runner, free)
     block = torch_block_bytes(model.attention_spec, config.block_size, kv_dtype)
     # Twice: CUDA graphs have memory of their own.
-    num_blocks = kv_blocks(plan.kv_demand(block, 2 * step_bytes), config.kv_memory_gib, plan.device)
+    num_blocks = kv_blocks(
+        plan.kv_demand(block, 2 * step_bytes), config.kv_memory_gib, plan.device, config.gpu_memory_share
+    )
     began = time.monotonic()
     try:
         runner.allocate_cache(num_blocks)

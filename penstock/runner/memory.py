@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 # On a GPU the rest is for the allocator and CUDA graphs; on a CPU the machine has other tenants.
 _GPU_SHARE = 0.95
+_CUDA_CONTEXT = 2**29  # bytes that a process takes of the GPU before it allocates anything, about
 _CPU_SHARE = 0.5
 _CPU_FLOOR = 2**28  # 256 MiB: a server that shares a laptop should stay small until told otherwise
 _CPU_FULL_REQUESTS = 1.25  # but one request of full length, and others beside it, must fit
@@ -31,11 +32,14 @@ class KVDemand:
     reserve: int = 0  # bytes that steps need beside the cache
 
 
-def kv_blocks(demand: KVDemand, kv_memory_gib: float | None, device: torch.device | None = None) -> int:
-    """Blocks to allocate, from the setting or from free memory; never more than all rows could use."""
+def kv_blocks(
+    demand: KVDemand, kv_memory_gib: float | None, device: torch.device | None = None, gpu_share: float | None = None
+) -> int:
+    """Blocks to allocate, from the setting or from free memory; never more than all rows could use. `gpu_share` is what
+    this process may have of the GPU."""
     per_sequence = -(-demand.max_model_len // demand.block_size)
     on_gpu = device is not None and device.type == "cuda"
-    free = _free_on_gpu(device) if on_gpu else free_memory()
+    free = _free_on_gpu(device, gpu_share) if on_gpu else free_memory()
     if kv_memory_gib is not None:
         budget, reason = int(kv_memory_gib * GIB), "as set by kv_memory_gib"
     elif on_gpu:
@@ -76,7 +80,10 @@ def kv_blocks(demand: KVDemand, kv_memory_gib: float | None, device: torch.devic
     return blocks
 
 
-def _free_on_gpu(device: torch.device | None) -> int:
+def _free_on_gpu(device: torch.device | None, share: float | None) -> int:
     import torch  # the native CPU path does without it
 
-    return torch.cuda.mem_get_info(device)[0]
+    free, total = torch.cuda.mem_get_info(device)
+    if share is None:
+        return free
+    return min(free, int(total * share) - torch.cuda.memory_reserved(device) - _CUDA_CONTEXT)

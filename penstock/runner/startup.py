@@ -235,7 +235,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
 
     config, spec = plan.engine, model.attention_spec
     demand = plan.kv_demand(torch_block_bytes(spec, config.block_size, plan.dtype))
-    num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device)
+    num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device, config.gpu_memory_share)
     attention = ReferenceAttention(spec, num_blocks, config.block_size, plan.dtype, plan.device)
     state = RowState(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)
     forward = TorchForward(model, attention, plan.device)
