@@ -28,7 +28,7 @@ def advised(error: pytest.ExceptionInfo[StartupError], setting: str) -> float:
 
 
 def test_a_cache_that_is_too_large_is_refused_with_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_free_on_gpu", lambda device: 10 * GIB)
+    monkeypatch.setattr(memory, "_free_on_gpu", lambda device, share: 10 * GIB)
     demand = KVDemand(2**20, 16, max_model_len=4096, max_seqs=512, reserve=3 * GIB)
     with pytest.raises(StartupError) as error:
         kv_blocks(demand, 8.0, CUDA)
