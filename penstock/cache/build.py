@@ -60,11 +60,14 @@ class AnswerCache:
 
 
 @asynccontextmanager
-async def open_cache(config: CacheConfig, state: str | None) -> AsyncIterator[AnswerCache]:
-    """The `state` of the gateways holds answers too if it is a Redis."""
+async def open_cache(config: CacheConfig, state: str | None, shared: Tier | None = None) -> AsyncIterator[AnswerCache]:
+    """The `state` of the gateways holds answers too if it is a Redis; else `shared` is a tier that they have in
+    common."""
     tiers: list[Tier] = []
     similar = None
     if config.enabled:
+        if shared is not None:
+            tiers.append(shared)
         if state is not None and state.startswith(("redis", "unix")):
             tiers.append(_redis(state))
         if config.disk_mib > 0:

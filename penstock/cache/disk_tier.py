@@ -32,6 +32,7 @@ class DiskTier:
     """A file that cannot be read is deleted and begun anew; a disk that fails altogether means misses."""
 
     name = "disk"
+    shared = False
 
     def __init__(self, path: Path, limit: int) -> None:
         self.path = path
@@ -57,6 +58,12 @@ class DiskTier:
                 await self._on_thread(lambda: self._put(key, value, ttl))
             finally:
                 self._pending -= 1
+
+    async def claim(self, key: bytes, seconds: float) -> bool:
+        return True
+
+    async def release(self, key: bytes) -> None:
+        pass
 
     def reading(self) -> Reading:
         return Reading(self.name, self.bytes, self.evictions, self.errors)

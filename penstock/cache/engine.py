@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -26,6 +26,8 @@ from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+CLAIM_SECONDS = 30.0  # for which one gateway computes an answer and others wait for it
+POLL_SECONDS = 0.02
 CLOSE_SECONDS = 2.0  # for answers on their way to a tier
 
 BYPASS = CacheStatus("bypass")
@@ -59,6 +61,7 @@ class CachedEngine:
         self._config = config
         self._memory = MemoryTier(int(config.memory_mib * 2**20)) if memory is None else memory
         self._tiers = tiers  # below memory, nearest first
+        self._shared = next((tier for tier in tiers if tier.shared), None)
         self._similar = similar
         self._flights: dict[FlightName, Flight] = {}
         self._writes: set[asyncio.Task[None]] = set()
@@ -164,18 +167,46 @@ class CachedEngine:
             return
         if control.only_cached:
             raise NotCached("no stored answer to this request; send it without only-if-cached to have it computed")
+        if self._shared is not None and not await self._shared.claim(key, CLAIM_SECONDS):
+            found = await self._from_other_gateway(self._shared, key, request, control)
+            if found is not None:
+                flight.found = SHARED
+                for chunk in found.answer.replay(request.id, len(request.prompt)):
+                    yield chunk
+                return
         ends = _TextEnd(self._tokenizer, request)
         chunks: list[Chunk] = []
-        async with aclosing(self._engine.submit(_for_engine(request))) as computed:
-            async for chunk in computed:
-                chunks.append(chunk)
-                end = ends.after(chunk)
-                if end is not None:
-                    self._store(key, answer_of(chunks, end, time.time()), place)
-                yield chunk
-                if end == "stop string" and chunk.finish_reason is None:
-                    yield Chunk(request.id, finish_reason="stop")
-                    return  # what the model would say after its stop string is of no use to anybody
+        stored = False
+        try:
+            async with aclosing(self._engine.submit(_for_engine(request))) as computed:
+                async for chunk in computed:
+                    chunks.append(chunk)
+                    end = ends.after(chunk)
+                    if end is not None:
+                        stored = True
+                        self._store(key, answer_of(chunks, end, time.time()), place)
+                    yield chunk
+                    if end == "stop string" and chunk.finish_reason is None:
+                        yield Chunk(request.id, finish_reason="stop")
+                        return  # what the model would say after its stop string is of no use to anybody
+        finally:
+            if self._shared is not None and not stored:
+                self._in_background(self._shared.release(key))
+
+    async def _from_other_gateway(
+        self, tier: Tier, key: bytes, request: GenerateRequest, control: CacheControl
+    ) -> _Found | None:
+        """Wait for an answer that another gateway computes. None: it is to be computed here, since the other has given
+        up or since waiting for the whole answer would take too much of the time that was promised."""
+        promised = [seconds for seconds in (request.objective.ttft, request.deadline) if seconds is not None]
+        end = time.monotonic() + min([CLAIM_SECONDS, *(seconds / 2 for seconds in promised)])
+        while time.monotonic() < end:
+            await asyncio.sleep(POLL_SECONDS)
+            if (found := await self._from_tiers(key, control)) is not None:
+                return found
+            if await tier.claim(key, CLAIM_SECONDS):
+                return None
+        return None
 
     def _from_memory(self, key: bytes, control: CacheControl) -> _Found | None:
         payload = self._memory.get(key)
@@ -229,11 +260,19 @@ class CachedEngine:
         self._memory.put(key, payload)
         self.metrics.stored += 1
         for tier in self._tiers:
-            write = asyncio.create_task(tier.put(key, seal(key, payload), self._config.ttl_seconds))
-            self._writes.add(write)
-            write.add_done_callback(self._writes.discard)
+            self._in_background(self._put(tier, key, payload))
         if self._similar is not None and place is not None:
             self._similar.remember(place, key)
+
+    async def _put(self, tier: Tier, key: bytes, payload: bytes) -> None:
+        await tier.put(key, seal(key, payload), self._config.ttl_seconds)
+        if tier is self._shared:
+            await tier.release(key)
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        write = asyncio.create_task(work)
+        self._writes.add(write)
+        write.add_done_callback(self._writes.discard)
 
 
 class _TextEnd:

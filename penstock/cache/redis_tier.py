@@ -17,6 +17,7 @@ from penstock.cache.tier import Reading
 log = logging.getLogger(__name__)
 
 PREFIX = b"penstock:answer:"
+CLAIM_PREFIX = b"penstock:computing:"
 TIMEOUT_SECONDS = 0.1
 RETRY_SECONDS = 1.0
 CONNECTIONS = 32
@@ -39,6 +40,7 @@ class RedisTier:
     """Once a call has failed, requests pass by without waiting until a ping in the background is answered again."""
 
     name = "redis"
+    shared = True
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -55,6 +57,14 @@ class RedisTier:
 
     async def put(self, key: bytes, value: bytes, ttl: float) -> None:
         await self._call(lambda: self._redis.set(PREFIX + key, value, ex=max(1, round(ttl))))
+
+    async def claim(self, key: bytes, seconds: float) -> bool:
+        lasting = round(seconds * 1000)
+        set_ = await self._call(lambda: self._redis.set(CLAIM_PREFIX + key, b"1", nx=True, px=lasting))
+        return bool(set_) or not self.up
+
+    async def release(self, key: bytes) -> None:
+        await self._call(lambda: self._redis.delete(CLAIM_PREFIX + key))
 
     async def _call(self, command: Callable[[], Awaitable[Any]]) -> Any:
         if not self.up:

@@ -21,10 +21,19 @@ class Tier(Protocol):
     """A tier reports any failure as a miss, never as an exception."""
 
     name: str
+    shared: bool  # with other gateways, which may compute the same answer at the same time
 
     async def get(self, key: bytes) -> bytes | None: ...
 
     async def put(self, key: bytes, value: bytes, ttl: float) -> None: ...
+
+    async def claim(self, key: bytes, seconds: float) -> bool:
+        """Whether the caller is the one to compute this answer. Others then wait for it, for so long at most."""
+        ...
+
+    async def release(self, key: bytes) -> None:
+        """The answer has been put, or there is none."""
+        ...
 
     def reading(self) -> Reading: ...
 

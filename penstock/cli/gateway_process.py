@@ -14,6 +14,7 @@ from typing import Any
 
 import uvloop
 
+from penstock.cache.brokered import BrokeredTier
 from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
 from penstock.core.errors import Unavailable
 from penstock.fleet.build import elsewhere
@@ -72,8 +73,8 @@ async def serve(connection: socket.socket) -> int:
             handlers.update(_own(app, own))
             channel.tell("ready", models, open)
 
-        store = None if told["own_store"] else BrokeredStore(channel)
-        shared = SharedParts(store, RemoteControl(channel), OtherProcesses(channel), on_ready)
+        store, answers = (None, None) if told["own_store"] else (BrokeredStore(channel), BrokeredTier(channel))
+        shared = SharedParts(store, answers, RemoteControl(channel), OtherProcesses(channel), on_ready)
         serving = asyncio.create_task(serve_fleets(settings, by_name, starts, listener, stack, shared))
         channel.closed.add_done_callback(lambda _: serving.cancel())  # the workers go with the launching process
         try:

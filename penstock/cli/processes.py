@@ -1,7 +1,7 @@
 """`penstock serve` with `server.processes`: one process launches workers and gateway processes, which share a port.
 
-The launching process answers no HTTP. It holds the store unless that is a Redis, so limits are exact over all gateway
-processes, and it restarts what dies.
+The launching process answers no HTTP. It holds the store and the common answers unless the state is a Redis, so limits
+are exact over all gateway processes, and it restarts what dies.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
+from penstock.cache.brokered import answer_handlers
 from penstock.cli.serve import announce, end_at_signals, label_of
 from penstock.core.errors import Unavailable
 from penstock.fleet.build import local_launcher
@@ -155,6 +156,7 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
         handlers = launcher_handlers(by_label, control)
         if not own_store:
             handlers |= store_handlers(await stack.enter_async_context(open_store(settings.state)))
+            handlers |= answer_handlers(settings.cache.memory_mib)
         welcome = {"settings": values, "port": port, "own_store": own_store}
         gateways = GatewayProcesses(server.processes, welcome, by_label, handlers)
         for name, config in settings.served.items():

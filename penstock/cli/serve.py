@@ -23,6 +23,7 @@ from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
 from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
+    from penstock.cache.tier import Tier
     from penstock.checkpoint.source import Checkpoint
     from penstock.fleet.control import FleetControl
     from penstock.fleet.fleet import Fleet
@@ -98,6 +99,7 @@ class SharedParts:
     """What a gateway process has in common with the others."""
 
     store: Store | None  # None: it opens the one of the settings itself
+    answers: Tier | None  # None: the state has them
     control: Control
     siblings: Siblings
     on_ready: Callable[[Edge, FleetControl, list[str], bool], None]
@@ -198,7 +200,8 @@ async def serve_fleets(
     opening = open_store(settings.state) if shared is None or shared.store is None else nullcontext(shared.store)
     store = await stack.enter_async_context(opening)
     directory = await stack.enter_async_context(open_directory(settings, store))
-    cache = await stack.enter_async_context(open_cache(settings.cache, settings.state))
+    common = None if shared is None else shared.answers
+    cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, common))
     models = []
     for name, config in settings.served.items():
         checkpoint, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
