@@ -83,8 +83,8 @@ PENSTOCK_INLINE void unpack_group(const uint8_t* from, uint8_t* to) {
 #pragma GCC unroll 4
             for (int i = 0; i < 4; i++) {
                 const u32x16 byte = i < 2 ? packed << (12 - 8 * i) : packed >> (8 * i - 12);
-                low[i] = (f32x16)((byte & 0xf000u) | 0x45000000u) * scale + at_2048;
-                high[i] = (f32x16)((byte & 0xf0000u) | 0x43000000u) * scale + at_128;
+                low[i] = fma((f32x16)((byte & 0xf000u) | 0x45000000u), scale, at_2048);
+                high[i] = fma((f32x16)((byte & 0xf0000u) | 0x43000000u), scale, at_128);
             }
             uint8_t* at = to + j * 8 * DEPTH + half;
             store(at, bf16_pairs(low[0], low[1]));

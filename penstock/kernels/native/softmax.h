@@ -24,7 +24,7 @@ constexpr int TILE_ROWS = 2, TILE_VECTORS = 1;
 
 // Scratch of one task, all in floats.
 struct Workspace {
-    float *keys, *values, *scores, *queries, *sums, *weight, *decay, *peak;
+    float *keys, *values, *scores, *queries, *sums, *weight, *decay, *peak, *totals;
     Workspace(float* at, int head_dim) {
         keys = at;                                // [head_dim][CHUNK]
         values = keys + CHUNK * head_dim;         // [CHUNK][head_dim]
@@ -34,11 +34,12 @@ struct Workspace {
         weight = sums + MAX_ROWS * head_dim;      // [row][16]: softmax denominator, still spread over lanes
         decay = weight + MAX_ROWS * 16;
         peak = decay + MAX_ROWS;
+        totals = peak + MAX_ROWS;                 // [row][head_dim]: sums of the ranges so far
     }
 };
 
 static size_t attention_scratch(int head_dim) {
-    return size_t(2) * CHUNK * head_dim + SCORE_ROWS * CHUNK + MAX_ROWS * (2 * head_dim + 18);
+    return size_t(2) * CHUNK * head_dim + SCORE_ROWS * CHUNK + MAX_ROWS * (3 * head_dim + 18);
 }
 
 // Turn one row of scores into softmax weights relative to the running maximum, and hand them to put(i, 16 of them); only
@@ -71,6 +72,21 @@ PENSTOCK_INLINE void soften(const Workspace& w, int row, const float* s, int lo,
         put(i, weights);
     }
     store(w.weight + 16 * row, total);
+}
+
+// The maximum that the sums of a row are relative to, and its softmax denominator.
+struct Softmax {
+    float peak, weight;
+};
+
+// Add the sums of the next range to those of the ranges so far.
+PENSTOCK_INLINE void add_range(float* total, Softmax& so_far, const float* sums, Softmax next, int head_dim) {
+    if (next.peak == NOTHING) return;  // the row saw no key there
+    const float rise = next.peak - so_far.peak, factor = exp2(splat(rise > 0 ? -rise : rise))[0];
+    const float before = rise > 0 ? factor : 1.f, now = rise > 0 ? 1.f : factor;
+    for (int d = 0; d < head_dim; d += 16)
+        store(total + d, fma(load<f32x16>(total + d), before, load<f32x16>(sums + d) * now));
+    so_far = {rise > 0 ? next.peak : so_far.peak, so_far.weight * before + next.weight * now};
 }
 
 }  // namespace PENSTOCK_ISA
