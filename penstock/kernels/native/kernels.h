@@ -38,8 +38,7 @@ struct Matrix {
 
 // The left operand: float rows, and the same rows as int8.
 struct Activations {
-    float* f;            // bfloat16 in the first half of a row: for BF16 weights where there are instructions for it, and
-                         // for INT4 weights with AMX
+    float* f;            // for BF16 weights bfloat16 in the first half of a row, where there are instructions for it
     int8_t* q;
     float* scale;        // for INT8 weights, as the next two: per row, whose values are scale * q + middle
     float* sum;          // of the row's int8 values, times scale; multiplies the zero of the weights

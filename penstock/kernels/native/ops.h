@@ -66,7 +66,6 @@ static void quantize_affine(const Activations& x, int row, int width, int padded
 
 // int8: one scale per row for INT8 weights, for INT4 weights symmetric with one per 32 values. For BF16 weights a row of
 // bfloat16 takes the place of the first half of the floats where there are instructions for it, and nothing is to do else.
-// With AMX, INT4 weights get both: few rows are multiplied in int8, many in bfloat16.
 static void quantize_row(const Activations& x, int row, int width, Scheme scheme) {
     const float* f = x.f + row * x.stride;
     int8_t* q = x.q + row * x.stride;
@@ -85,10 +84,6 @@ static void quantize_row(const Activations& x, int row, int width, Scheme scheme
         const float peak = peak_of(f + i, GROUP);
         scale[i / GROUP] = peak / 127.f;
         group_sum[i / GROUP] = quantize_span(f + i, q + i, peak > 0 ? 127.f / peak : 0.f, GROUP) * (peak / 127.f);
-#if defined(__AMX_BF16__)
-        uint16_t* to = reinterpret_cast<uint16_t*>(x.f + row * x.stride);
-        for (int j = i; j < i + GROUP; j += 16) store_bf16(to + j, load<f32x16>(f + j));
-#endif
     }
 }
 

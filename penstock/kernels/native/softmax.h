@@ -24,7 +24,7 @@ constexpr int TILE_ROWS = 2, TILE_VECTORS = 1;
 
 // Scratch of one task, all in floats.
 struct Workspace {
-    float *keys, *values, *scores, *queries, *sums, *weight, *decay, *peak, *totals;
+    float *keys, *values, *scores, *queries, *sums, *weight, *decay, *peak, *totals, *total_weight, *total_peak;
     Workspace(float* at, int head_dim) {
         keys = at;                                // [head_dim][CHUNK]
         values = keys + CHUNK * head_dim;         // [CHUNK][head_dim]
@@ -35,11 +35,13 @@ struct Workspace {
         decay = weight + MAX_ROWS * 16;
         peak = decay + MAX_ROWS;
         totals = peak + MAX_ROWS;                 // [row][head_dim]: sums of the ranges so far
+        total_weight = totals + MAX_ROWS * head_dim;
+        total_peak = total_weight + MAX_ROWS;
     }
 };
 
 static size_t attention_scratch(int head_dim) {
-    return size_t(2) * CHUNK * head_dim + SCORE_ROWS * CHUNK + MAX_ROWS * (3 * head_dim + 18);
+    return size_t(2) * CHUNK * head_dim + SCORE_ROWS * CHUNK + MAX_ROWS * (3 * head_dim + 20);
 }
 
 // Turn one row of scores into softmax weights relative to the running maximum, and hand them to put(i, 16 of them); only
@@ -60,7 +62,7 @@ PENSTOCK_INLINE void soften(const Workspace& w, int row, const float* s, int lo,
     w.decay[row] = 1.f;
     if (any_above(highest, w.peak[row])) {  // rarer with every chunk, and long chains of dependent instructions
         const float peak = maximum(highest);
-        w.decay[row] = exp2(splat(w.peak[row] - peak))[0];
+        if (w.peak[row] != NOTHING) w.decay[row] = exp2(splat(w.peak[row] - peak))[0];  // else there are no sums yet
         w.peak[row] = peak;
     }
     const float reference = w.peak[row] == NOTHING ? 0.f : w.peak[row];  // keeps -inf - -inf out
@@ -74,19 +76,20 @@ PENSTOCK_INLINE void soften(const Workspace& w, int row, const float* s, int lo,
     store(w.weight + 16 * row, total);
 }
 
-// The maximum that the sums of a row are relative to, and its softmax denominator.
-struct Softmax {
-    float peak, weight;
+// What two sums that are relative to different maxima are multiplied by to be added; one of them by 1. Where neither has
+// seen a key, both sums are zero.
+struct Factors {
+    f32x16 before, now;
+    Factors(f32x16 peak_before, f32x16 peak_now) {
+        const f32x16 rise = peak_now - peak_before, smaller = exp2(-vabs(rise));
+        before = select(rise > 0.f, smaller, splat(1.f));
+        now = select(rise > 0.f, splat(1.f), smaller);
+    }
 };
 
-// Add the sums of the next range to those of the ranges so far.
-PENSTOCK_INLINE void add_range(float* total, Softmax& so_far, const float* sums, Softmax next, int head_dim) {
-    if (next.peak == NOTHING) return;  // the row saw no key there
-    const float rise = next.peak - so_far.peak, factor = exp2(splat(rise > 0 ? -rise : rise))[0];
-    const float before = rise > 0 ? factor : 1.f, now = rise > 0 ? 1.f : factor;
-    for (int d = 0; d < head_dim; d += 16)
-        store(total + d, fma(load<f32x16>(total + d), before, load<f32x16>(sums + d) * now));
-    so_far = {rise > 0 ? next.peak : so_far.peak, so_far.weight * before + next.weight * now};
+// total = total * before + next * now
+PENSTOCK_INLINE void add_scaled(float* total, float before, const float* next, float now, int count) {
+    for (int d = 0; d < count; d += 16) store(total + d, fma(load<f32x16>(total + d), before, load<f32x16>(next + d) * now));
 }
 
 }  // namespace PENSTOCK_ISA
