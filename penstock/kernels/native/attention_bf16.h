@@ -149,8 +149,12 @@ PENSTOCK_INLINE void blend_few(const Cache& cache, int head, const int32_t* tabl
         for (int v = 0; v < NV; v++) store(w.sums + r * cache.head_dim + d + 16 * v, acc[r][v]);
 }
 
-PENSTOCK_INLINE void soften_in_place(const Workspace& w, int row, float* s, const int (&visible)[2], int begin) {
-    soften(w, row, s, visible[0] - begin, visible[1] - begin, [&](int i, f32x16 p) { store(s + 16 * i, p); });
+PENSTOCK_INLINE void soften_in_place(const Workspace& w, int row, int count, const int (*visible)[2], int begin) {
+    raise_peaks(w, row, count, w.scores, visible, begin);
+    for (int r = 0; r < count; r++) {
+        float* s = w.scores + r * CHUNK;
+        soften(w, row + r, s, [&](int i, f32x16 p) { store(s + 16 * i, p); });
+    }
 }
 
 template <int R>
@@ -159,7 +163,7 @@ static __attribute__((noinline)) void attend_bf16_few(const Cache& cache, int he
     for (int begin = keys.begin; begin < keys.end; begin += CHUNK) {
         const int count = keys.end - begin < CHUNK ? keys.end - begin : CHUNK;
         score_few<R>(cache, head, table, begin, count, w);
-        for (int r = 0; r < R; r++) soften_in_place(w, r, w.scores + r * CHUNK, visible[r], begin);
+        soften_in_place(w, 0, R, visible, begin);
         int d = 0;
         for (; d + 64 <= cache.head_dim; d += 64) blend_few<R, 4>(cache, head, table, begin, count, d, w);
         for (; d < cache.head_dim; d += 16) blend_few<R, 1>(cache, head, table, begin, count, d, w);
@@ -178,8 +182,7 @@ static void attend_bf16_many(const Cache& cache, int head, const int32_t* table,
             float* sums = w.sums + first * dim;
             multiply_rows<TILE_ROWS>(height, w.queries + first * dim, dim, w.keys, CHUNK, dim, columns, w.scores, CHUNK,
                                      nullptr);
-            for (int r = first; r < first + height; r++)
-                soften_in_place(w, r, w.scores + (r - first) * CHUNK, visible[r], begin);
+            soften_in_place(w, first, height, visible, begin);
             multiply_rows<TILE_ROWS>(height, w.scores, CHUNK, w.values, dim, count, dim, sums, dim, w.decay + first);
         }
     }

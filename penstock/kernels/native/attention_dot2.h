@@ -73,10 +73,10 @@ static __attribute__((noinline)) void attend_pairs(const Cache& cache, const Pai
                                                    const PairWorkspace& p) {
     const int dim = cache.head_dim;
     score_pairs<R>(cache, c, p.queries + row * dim, w.scores);
+    raise_peaks(w, row, R, w.scores, visible, c.begin);
     for (int r = 0; r < R; r++) {
         uint16_t* weights = p.weights + r * CHUNK;
-        soften(w, row + r, w.scores + r * CHUNK, visible[row + r][0] - c.begin, visible[row + r][1] - c.begin,
-               [&](int i, f32x16 v) { store_bf16(weights + 16 * i, v); });
+        soften(w, row + r, w.scores + r * CHUNK, [&](int i, f32x16 v) { store_bf16(weights + 16 * i, v); });
     }
     float *sums = w.sums + row * dim, *decay = w.decay + row;
     int d = 0;

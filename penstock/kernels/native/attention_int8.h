@@ -177,12 +177,13 @@ static __attribute__((noinline)) void attend_tile(const Cache& cache, const Chun
                                                   const Workspace& w, const Int8Workspace& q) {
     const int dim = cache.head_dim;
     for (int i = 0; i < CHUNK / 16; i += TILE_VECTORS) score_int8<R, TILE_VECTORS>(cache, c, i, row, w.scores, q);
+    raise_peaks(w, row, R, w.scores, visible, c.begin);
     for (int r = 0; r < R; r++) {
         uint8_t* high = q.weights + r * 2 * CHUNK;
         const int lo = visible[row + r][0] - c.begin, hi = visible[row + r][1] - c.begin;
         const WeightScale weights = c.weights_of(lo, hi);
         q.weight_scale[row + r] = weights.scale;
-        soften(w, row + r, w.scores + r * CHUNK, lo, hi, [&](int i, f32x16 p) {
+        soften(w, row + r, w.scores + r * CHUNK, [&](int i, f32x16 p) {
             const i32x16 rounded = round_product(p, c.value_scale[i] * weights.inverse);
             store_bytes(high + 16 * i, rounded >> 8);
             store_bytes(high + CHUNK + 16 * i, rounded);

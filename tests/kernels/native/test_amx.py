@@ -67,7 +67,9 @@ def test_matmul(tile_matmuls: Callable[[], int], kind: bindings.Scheme) -> None:
         np.testing.assert_allclose(got, expected + bias, rtol=1e-5, atol=tolerance)
         assert (tile_matmuls() > before) == (rows >= 16 and kind != "int4")
         if kind != "none":  # the same bits as in vectors
-            np.testing.assert_array_equal(got, np.concatenate([bindings.matmul(row, w, kind, bias) for row in x[:, None]]))
+            np.testing.assert_array_equal(
+                got, np.concatenate([bindings.matmul(row, w, kind, bias) for row in x[:, None]])
+            )
 
 
 def test_extreme_inputs_neither_saturate_nor_overflow(tile_matmuls: Callable[[], int]) -> None:
