@@ -24,7 +24,7 @@ FOLDER = Path("penstock/kernels/native")
 KEPT = Path("build/native")
 SHARED = ("api", "model", "pack", "sampling", "threadpool", "weights")
 KERNELS = "kernels_isa"
-FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-pthread", "-Wall", "-Wno-psabi"]
+FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-Wall", "-Wno-psabi"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]
 LEVELS: dict[str, list[str]] = {"portable": []}
 if platform.machine() in ("x86_64", "AMD64"):

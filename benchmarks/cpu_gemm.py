@@ -28,7 +28,6 @@ TOLERANCE = 1e-3  # a fused multiply rounds a rare activation to the int8 value 
 WEIGHTS = {"none": scheme.round_bfloat16, "int8": scheme.int8_affine_round_trip, "int4": scheme.int4_round_trip}
 INPUTS = {"int8": scheme.int8_affine_round_trip, "int4": scheme.int8_group_round_trip}
 ROUNDS_INPUTS = ("avx512bf16", "amx")  # to bfloat16, beside weights in it
-INT4_ROWS = 64  # of gemm_amx.h: from here on AMX multiplies int4 weights in bfloat16
 
 
 def main() -> int:
@@ -69,8 +68,6 @@ def largest_error(isa: bindings.Isa, kind: bindings.Scheme, rng: np.random.Gener
         rounded, weights = INPUTS[kind](x) if kind in INPUTS else x, WEIGHTS[kind](w)
         if kind == "none" and isa in ROUNDS_INPUTS:
             rounded = scheme.round_bfloat16(x)
-        if kind == "int4" and isa == "amx" and rows >= INT4_ROWS:
-            rounded, weights = scheme.round_bfloat16(x), scheme.round_bfloat16(weights)
         expected = rounded.astype(np.float64) @ weights.astype(np.float64).T
         errors.append(float(np.std(bindings.matmul(x, w, kind) - expected) / np.std(expected)))
     return max(errors)

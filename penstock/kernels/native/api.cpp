@@ -167,9 +167,8 @@ PENSTOCK_API void penstock_attention(const float* q, const float* k, const float
     const int tile = std::max(1, MAX_QUERY_ROWS / (heads / kv_heads));
     for (int first = 0; first < tokens; first += tile) {
         const int count = std::min(tile, tokens - first), position = context - tokens + first;
-        const int oldest = window > 0 ? std::max(0, position - window + 1) / KEY_CHUNK * KEY_CHUNK : 0;
         for (int h = 0; h < kv_heads; h++)
-            active->attend(cache, h, {table.data(), first, count, position, oldest, position + count, window, -1}, buffers);
+            active->attend(cache, h, {table.data(), first, count, position, 0, position + count, window, -1}, buffers);
     }
 }
 

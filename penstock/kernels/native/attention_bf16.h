@@ -54,7 +54,7 @@ PENSTOCK_INLINE void multiply_tile(const float* a, int lda, const float* b, int 
         for (int r = 0; r < MR; r++) {
             const f32x16 left = splat(a[r * lda + k]);
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) acc[r][v] += left * right[v];
+            for (int v = 0; v < NV; v++) acc[r][v] = fma(left, right[v], acc[r][v]);
         }
     }
 #pragma GCC unroll 6
@@ -114,8 +114,7 @@ PENSTOCK_INLINE void score_few(const Cache& cache, int head, const int32_t* tabl
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
                 const float* q = w.queries + r * cache.head_dim + d;
-                acc[r][i] += low_bf16(pair) * q[0];
-                acc[r][i] += high_bf16(pair) * q[1];
+                acc[r][i] = fma(high_bf16(pair), q[1], fma(low_bf16(pair), q[0], acc[r][i]));
             }
         }
     }
@@ -141,8 +140,8 @@ PENSTOCK_INLINE void blend_few(const Cache& cache, int head, const int32_t* tabl
             const f32x16 second = both ? high_bf16(pair) : f32x16{};
 #pragma GCC unroll 4
             for (int r = 0; r < R; r++) {
-                acc[r][v] += low_bf16(pair) * w.scores[r * CHUNK + i];
-                acc[r][v] += second * w.scores[r * CHUNK + i + 1];
+                const float* weights = w.scores + r * CHUNK + i;
+                acc[r][v] = fma(second, weights[1], fma(low_bf16(pair), weights[0], acc[r][v]));
             }
         }
     }
@@ -150,50 +149,55 @@ PENSTOCK_INLINE void blend_few(const Cache& cache, int head, const int32_t* tabl
         for (int v = 0; v < NV; v++) store(w.sums + r * cache.head_dim + d + 16 * v, acc[r][v]);
 }
 
-PENSTOCK_INLINE void soften_in_place(const Workspace& w, int row, float* s, const int (&visible)[2], int begin) {
-    soften(w, row, s, visible[0] - begin, visible[1] - begin, [&](int i, f32x16 p) { store(s + 16 * i, p); });
-}
-
-template <int R>
-static __attribute__((noinline)) void attend_bf16_few(const Cache& cache, int head, const AttentionTask& task,
-                                                      const int (*visible)[2], const Workspace& w) {
-    for (int begin = task.key_begin; begin < task.key_end; begin += CHUNK) {
-        const int count = task.key_end - begin < CHUNK ? task.key_end - begin : CHUNK;
-        score_few<R>(cache, head, task.table, begin, count, w);
-        for (int r = 0; r < R; r++) soften_in_place(w, r, w.scores + r * CHUNK, visible[r], begin);
-        int d = 0;
-        for (; d + 64 <= cache.head_dim; d += 64) blend_few<R, 4>(cache, head, task.table, begin, count, d, w);
-        for (; d < cache.head_dim; d += 16) blend_few<R, 1>(cache, head, task.table, begin, count, d, w);
+PENSTOCK_INLINE void soften_in_place(const Workspace& w, int row, int count, const int (*visible)[2], int begin) {
+    raise_peaks(w, row, count, w.scores, visible, begin);
+    for (int r = 0; r < count; r++) {
+        float* s = w.scores + r * CHUNK;
+        soften(w, row + r, s, [&](int i, f32x16 p) { store(s + 16 * i, p); });
     }
 }
 
-static void attend_bf16_many(const Cache& cache, int head, const AttentionTask& task, int rows,
+template <int R>
+static __attribute__((noinline)) void attend_bf16_few(const Cache& cache, int head, const int32_t* table, Range keys,
+                                                      const int (*visible)[2], const Workspace& w) {
+    for (int begin = keys.begin; begin < keys.end; begin += CHUNK) {
+        const int count = keys.end - begin < CHUNK ? keys.end - begin : CHUNK;
+        score_few<R>(cache, head, table, begin, count, w);
+        soften_in_place(w, 0, R, visible, begin);
+        int d = 0;
+        for (; d + 64 <= cache.head_dim; d += 64) blend_few<R, 4>(cache, head, table, begin, count, d, w);
+        for (; d < cache.head_dim; d += 16) blend_few<R, 1>(cache, head, table, begin, count, d, w);
+    }
+}
+
+static void attend_bf16_many(const Cache& cache, int head, const int32_t* table, Range keys, int rows,
                              const int (*visible)[2], const Workspace& w) {
     const int dim = cache.head_dim;
-    for (int begin = task.key_begin; begin < task.key_end; begin += CHUNK) {
-        const int count = task.key_end - begin < CHUNK ? task.key_end - begin : CHUNK;
+    for (int begin = keys.begin; begin < keys.end; begin += CHUNK) {
+        const int count = keys.end - begin < CHUNK ? keys.end - begin : CHUNK;
         const int columns = int(round_up(count, 16));
-        unpack_chunk(cache, head, task.table, begin, count, w);
+        unpack_chunk(cache, head, table, begin, count, w);
         for (int first = 0; first < rows; first += TILE_ROWS) {
             const int height = rows - first < TILE_ROWS ? rows - first : TILE_ROWS;
             float* sums = w.sums + first * dim;
             multiply_rows<TILE_ROWS>(height, w.queries + first * dim, dim, w.keys, CHUNK, dim, columns, w.scores, CHUNK,
                                      nullptr);
-            for (int r = first; r < first + height; r++)
-                soften_in_place(w, r, w.scores + (r - first) * CHUNK, visible[r], begin);
+            soften_in_place(w, first, height, visible, begin);
             multiply_rows<TILE_ROWS>(height, w.scores, CHUNK, w.values, dim, count, dim, sums, dim, w.decay + first);
         }
     }
 }
 
-static void attend_bf16(const Cache& cache, int head, const AttentionTask& task, int rows, const int (*visible)[2],
-                        const Workspace& w) {
+static void prepare_bf16(const Workspace&, int, int) {}  // queries are multiplied as they are
+
+static void attend_bf16(const Cache& cache, int head, const int32_t* table, Range keys, int rows,
+                        const int (*visible)[2], const Workspace& w) {
     switch (rows) {
-        case 1: return attend_bf16_few<1>(cache, head, task, visible, w);
-        case 2: return attend_bf16_few<2>(cache, head, task, visible, w);
-        case 3: return attend_bf16_few<3>(cache, head, task, visible, w);
-        case 4: return attend_bf16_few<4>(cache, head, task, visible, w);
-        default: return attend_bf16_many(cache, head, task, rows, visible, w);
+        case 1: return attend_bf16_few<1>(cache, head, table, keys, visible, w);
+        case 2: return attend_bf16_few<2>(cache, head, table, keys, visible, w);
+        case 3: return attend_bf16_few<3>(cache, head, table, keys, visible, w);
+        case 4: return attend_bf16_few<4>(cache, head, table, keys, visible, w);
+        default: return attend_bf16_many(cache, head, table, keys, rows, visible, w);
     }
 }
 

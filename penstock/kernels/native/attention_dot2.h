@@ -73,10 +73,10 @@ static __attribute__((noinline)) void attend_pairs(const Cache& cache, const Pai
                                                    const PairWorkspace& p) {
     const int dim = cache.head_dim;
     score_pairs<R>(cache, c, p.queries + row * dim, w.scores);
+    raise_peaks(w, row, R, w.scores, visible, c.begin);
     for (int r = 0; r < R; r++) {
         uint16_t* weights = p.weights + r * CHUNK;
-        soften(w, row + r, w.scores + r * CHUNK, visible[row + r][0] - c.begin, visible[row + r][1] - c.begin,
-               [&](int i, f32x16 v) { store_bf16(weights + 16 * i, v); });
+        soften(w, row + r, w.scores + r * CHUNK, [&](int i, f32x16 v) { store_bf16(weights + 16 * i, v); });
     }
     float *sums = w.sums + row * dim, *decay = w.decay + row;
     int d = 0;
@@ -93,19 +93,22 @@ PENSTOCK_INLINE void attend_pair_rows(int rows, const Cache& cache, const PairCh
     attend_pairs<R>(cache, c, row, visible, w, p);
 }
 
-static void attend_bf16(const Cache& cache, int head, const AttentionTask& task, int rows, const int (*visible)[2],
-                        const Workspace& w) {
+static void prepare_bf16(const Workspace& w, int rows, int dim) {
+    for (int i = 0; i < rows * dim; i += 16) store_bf16(PairWorkspace(w).queries + i, load<f32x16>(w.queries + i));
+}
+
+static void attend_bf16(const Cache& cache, int head, const int32_t* table, Range keys, int rows,
+                        const int (*visible)[2], const Workspace& w) {
     const PairWorkspace p(w);
-    for (int i = 0; i < rows * cache.head_dim; i += 16) store_bf16(p.queries + i, load<f32x16>(w.queries + i));
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    for (int begin = task.key_begin; begin < task.key_end; begin += CHUNK) {
+    for (int begin = keys.begin; begin < keys.end; begin += CHUNK) {
         PairChunk chunk;
         chunk.begin = begin;
-        chunk.count = task.key_end - begin < CHUNK ? task.key_end - begin : CHUNK;
+        chunk.count = keys.end - begin < CHUNK ? keys.end - begin : CHUNK;
         for (int i = 0; i < CHUNK / 16; i++) {
             const int key = 16 * i < chunk.count ? begin + 16 * i : begin;  // beyond the end: any readable keys
-            chunk.keys[i] = keys_at(cache, head, task.table[key / cache.block_size], key % cache.block_size);
-            chunk.values[i] = values_at(cache, head, task.table[key / cache.block_size], key % cache.block_size);
+            chunk.keys[i] = keys_at(cache, head, table[key / cache.block_size], key % cache.block_size);
+            chunk.values[i] = values_at(cache, head, table[key / cache.block_size], key % cache.block_size);
         }
         for (int t = 0; t < tiles; t++) {
             const int first = rows * t / tiles, last = rows * (t + 1) / tiles;

@@ -76,8 +76,8 @@ static void write_int8(const Cache& cache, int head, int32_t block, int offset, 
     uint8_t* k = cache.keys(block, head) + 4 * offset;
     uint8_t* v = cache.values(block, head) + size_t(offset / 4) * dim * 4 + offset % 4;
     for (int d = 0; d < dim; d += 16) {
-        const i32x16 keys = round_to_int(load<f32x16>(key + d) * key_inverse) + 128;
-        const i32x16 values = round_to_int(load<f32x16>(value + d) * value_inverse);
+        const i32x16 keys = round_product(load<f32x16>(key + d), splat(key_inverse)) + 128;
+        const i32x16 values = round_product(load<f32x16>(value + d), splat(value_inverse));
         uint8_t bytes[16];
         store_bytes(bytes, keys);
         for (int i = 0; i < 16; i += 4) memcpy(k + size_t(d + i) * cache.block_size, bytes + i, 4);
@@ -86,14 +86,14 @@ static void write_int8(const Cache& cache, int head, int32_t block, int offset, 
     }
 }
 
-PENSTOCK_INLINE Chunk chunk_at(const Cache& cache, int head, const AttentionTask& task, int begin) {
+PENSTOCK_INLINE Chunk chunk_at(const Cache& cache, int head, const int32_t* table, int begin, int end) {
     Chunk c;
     c.begin = begin;
-    c.count = task.key_end - begin < CHUNK ? task.key_end - begin : CHUNK;
+    c.count = end - begin < CHUNK ? end - begin : CHUNK;
     f32x16 largest = {};
     for (int i = 0; i < CHUNK / 16; i++) {
         const int key = 16 * i < c.count ? begin + 16 * i : begin;  // beyond the end: any readable keys, masked later
-        const int32_t block = task.table[key / cache.block_size];
+        const int32_t block = table[key / cache.block_size];
         const int offset = key % cache.block_size;
         c.keys[i] = cache.keys(block, head) + 4 * offset;
         c.values[i] = reinterpret_cast<const int8_t*>(cache.values(block, head)) + size_t(offset) * cache.head_dim;
@@ -167,7 +167,7 @@ PENSTOCK_INLINE void blend_int8(const Cache& cache, const Chunk& c, int d, float
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) {
             float* to = sums + r * cache.head_dim + d + 16 * v;
-            store(to, load<f32x16>(to) * decay[r] + to_float(acc[r][v]) * scale[r]);
+            store(to, fma(load<f32x16>(to), decay[r], to_float(acc[r][v]) * scale[r]));
         }
 }
 
@@ -177,13 +177,14 @@ static __attribute__((noinline)) void attend_tile(const Cache& cache, const Chun
                                                   const Workspace& w, const Int8Workspace& q) {
     const int dim = cache.head_dim;
     for (int i = 0; i < CHUNK / 16; i += TILE_VECTORS) score_int8<R, TILE_VECTORS>(cache, c, i, row, w.scores, q);
+    raise_peaks(w, row, R, w.scores, visible, c.begin);
     for (int r = 0; r < R; r++) {
         uint8_t* high = q.weights + r * 2 * CHUNK;
         const int lo = visible[row + r][0] - c.begin, hi = visible[row + r][1] - c.begin;
         const WeightScale weights = c.weights_of(lo, hi);
         q.weight_scale[row + r] = weights.scale;
-        soften(w, row + r, w.scores + r * CHUNK, lo, hi, [&](int i, f32x16 p) {
-            const i32x16 rounded = round_to_int(p * (c.value_scale[i] * weights.inverse));
+        soften(w, row + r, w.scores + r * CHUNK, [&](int i, f32x16 p) {
+            const i32x16 rounded = round_product(p, c.value_scale[i] * weights.inverse);
             store_bytes(high + 16 * i, rounded >> 8);
             store_bytes(high + CHUNK + 16 * i, rounded);
         });
@@ -204,13 +205,16 @@ PENSTOCK_INLINE void attend_rows(int rows, const Cache& cache, const Chunk& c, i
     attend_tile<R>(cache, c, row, visible, w, q);
 }
 
-static void attend_int8(const Cache& cache, int head, const AttentionTask& task, int rows, const int (*visible)[2],
-                        const Workspace& w) {
+static void prepare_int8(const Workspace& w, int rows, int dim) {
+    for (int r = 0; r < rows; r++) quantize_query(w.queries + r * dim, dim, r, Int8Workspace(w, dim));
+}
+
+static void attend_int8(const Cache& cache, int head, const int32_t* table, Range keys, int rows,
+                        const int (*visible)[2], const Workspace& w) {
     const Int8Workspace q(w, cache.head_dim);
-    for (int r = 0; r < rows; r++) quantize_query(w.queries + r * cache.head_dim, cache.head_dim, r, q);
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    for (int begin = task.key_begin; begin < task.key_end; begin += CHUNK) {
-        const Chunk chunk = chunk_at(cache, head, task, begin);
+    for (int begin = keys.begin; begin < keys.end; begin += CHUNK) {
+        const Chunk chunk = chunk_at(cache, head, table, begin, keys.end);
         for (int t = 0; t < tiles; t++) {
             const int first = rows * t / tiles, last = rows * (t + 1) / tiles;
             attend_rows<TILE_ROWS>(last - first, cache, chunk, first, visible, w, q);

@@ -32,12 +32,13 @@ PENSTOCK_INLINE void put(float* to, f32x16 v, int columns, bool add) {
     }
 }
 
-PENSTOCK_INLINE void keep_best(Best& best, f32x16 y, int column, int columns) {
-    const i32x16 lanes = lane_numbers();
-    const f32x16 before = load<f32x16>(best.value);
-    const i32x16 better = (y > before) & (lanes < columns);
-    store(best.value, select(better, y, before));
-    store(best.column, select(better, lanes + column, load<i32x16>(best.column)));
+// The largest of 32 outputs, of which the first `columns` exist.
+PENSTOCK_INLINE float peak_of_panel(f32x16 first, f32x16 second, int columns) {
+    if (columns < PANEL) {
+        first = select(lane_numbers() < columns, first, splat(-__builtin_inff()));
+        second = select(lane_numbers() < columns - 16, second, splat(-__builtin_inff()));
+    }
+    return maximum(vmax(first, second));
 }
 
 template <int MR>
@@ -54,9 +55,8 @@ PENSTOCK_INLINE void finish_tile(const Matrix& w, int panel, const f32x16 (&y)[M
             put(to + panel * 16, silu(first) * second, w.n / 2 - panel * 16, false);
             continue;
         }
-        if (out.epilogue == CHOOSE) {
-            keep_best(out.best[row + r], first, column, w.n - column);
-            keep_best(out.best[row + r], second, column + 16, w.n - column - 16);
+        if (out.epilogue == PEAKS) {
+            out.peaks[size_t(row + r) * w.num_panels() + panel] = peak_of_panel(first, second, w.n - column);
             if (!out.data) continue;
         }
         put(to + column, first, w.n - column, out.epilogue == ADD);

@@ -1,4 +1,5 @@
-// GEMMs of 16 rows and more in AMX tiles, from the panels that the other levels read.
+// GEMMs of 16 rows and more in AMX tiles, from the panels that the other levels read: int8, and bfloat16 whose sums are
+// rounded in another order than those of vectors. int4 has a scale per 32 inputs, which tiles cannot apply.
 //
 // A tile is 16 rows of 64 bytes. 64 bytes of depth of a panel are two tiles whose rows lie 128 bytes apart, and rows of
 // activations are tiles as they are. Two of each, and the four tiles of sums they add to, fill the eight registers:
@@ -6,7 +7,6 @@
 #pragma once
 
 #include "gemm_float.h"
-#include "gemm_int4.h"
 #include "gemm_int8.h"
 
 namespace PENSTOCK_ISA {
@@ -16,10 +16,6 @@ constexpr int DEPTH = 64;               // bytes
 constexpr int STEP = 2 * TILE * DEPTH;  // bytes of a panel that are multiplied at once
 constexpr int CHUNK_STEPS = 10;         // of a panel stay in L1 (48 KiB) beside those of 32 rows and their sums
 constexpr int PASS_TILES = 16;          // tiles of rows that pass a chunk
-
-// From here on int4 weights are multiplied in bfloat16, as unpacking them then pays: a layer of SmolLM2-135M took a core
-// of a Xeon 1.43 ms for 32 rows (vectors: 0.75), 2.14 for 64 (2.37) and 5.8 for 240 (11.1).
-constexpr int INT4_ROWS = 64;
 
 typedef uint8_t TileSums[TILE][2 * DEPTH];
 
@@ -51,46 +47,6 @@ PENSTOCK_INLINE void multiply_tiles(const uint8_t* w, const uint8_t* first, cons
         if constexpr (TILES == 2) {
             _tile_dpbf16ps(2, 7, 4);
             _tile_dpbf16ps(3, 7, 5);
-        }
-    }
-}
-
-// Two numbers a lane, rounded to bfloat16.
-PENSTOCK_INLINE u32x16 bf16_pairs(f32x16 low, f32x16 high) {
-#if defined(__AVX512BF16__)
-    const u32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-    return (u32x16)_mm512_permutexvar_epi16((__m512i)(lanes | (lanes + 16) << 16), (__m512i)both);
-#else
-    u32x16 pairs;
-    for (int i = 0; i < 16; i++) pairs[i] = to_bf16(low[i]) | uint32_t(to_bf16(high[i])) << 16;
-    return pairs;
-#endif
-}
-
-// A group of int4 weights as a step of bfloat16 ones, scale and minimum in them. A nibble q in bits 12 to 15 below the
-// exponent of 2048 is the float 2048 + q, in bits 16 to 19 below that of 128 it is 128 + q: no conversions.
-PENSTOCK_INLINE void unpack_group(const uint8_t* from, uint8_t* to) {
-#pragma GCC unroll 2
-    for (int half = 0; half < 2 * DEPTH; half += DEPTH) {
-        const u32x16 pair = load<u32x16>(from + half);
-        const f32x16 scale = low_bf16(pair), minimum = high_bf16(pair);
-        const f32x16 at_2048 = minimum - scale * 2048.f, at_128 = minimum - scale * 128.f;
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-            const u32x16 packed = load<u32x16>(from + (j + 1) * 2 * DEPTH + half);
-            f32x16 low[4], high[4];
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                const u32x16 byte = i < 2 ? packed << (12 - 8 * i) : packed >> (8 * i - 12);
-                low[i] = (f32x16)((byte & 0xf000u) | 0x45000000u) * scale + at_2048;
-                high[i] = (f32x16)((byte & 0xf0000u) | 0x43000000u) * scale + at_128;
-            }
-            uint8_t* at = to + j * 8 * DEPTH + half;
-            store(at, bf16_pairs(low[0], low[1]));
-            store(at + 2 * DEPTH, bf16_pairs(low[2], low[3]));
-            store(at + 4 * DEPTH, bf16_pairs(high[0], high[1]));
-            store(at + 6 * DEPTH, bf16_pairs(high[2], high[3]));
         }
     }
 }
@@ -158,21 +114,14 @@ static __attribute__((noinline)) void run_pass(const Matrix& m, int panel, const
     const uint8_t* left = SCHEME == INT8 ? reinterpret_cast<const uint8_t*>(x.q) : reinterpret_cast<const uint8_t*>(x.f);
     const size_t stride = SCHEME == INT8 ? x.stride : x.stride * sizeof(float);
     const int steps = (SCHEME == INT8 ? m.padded_k : 2 * m.padded_k) / DEPTH, chunks = (steps + CHUNK_STEPS - 1) / CHUNK_STEPS;
-    constexpr size_t STEP_BYTES = SCHEME == INT4 ? Int4Tile::GROUP_BYTES : STEP;  // as stored
     const int blocks = (tiles + 1) / 2;  // each asks for its part of the next panel
     alignas(64) TileSums sums[PASS_TILES];
-    alignas(64) uint8_t unpacked[SCHEME == INT4 ? CHUNK_STEPS * STEP : 1];
     const auto row_of = [&](int tile) { return begin + tile * TILE < end - TILE ? begin + tile * TILE : end - TILE; };
     for (int chunk = 0; chunk < chunks; chunk++) {
         const int from = steps * chunk / chunks, count = steps * (chunk + 1) / chunks - from;
-        const uint8_t* w = m.panels + size_t(panel) * m.panel_bytes() + from * STEP_BYTES;
-        TilesAhead ahead{w + m.panel_bytes(), round_up(STEP_BYTES / blocks, 64)};
-        if constexpr (SCHEME == INT4) {
-            for (int i = 0; i < count; i++) unpack_group(w + i * STEP_BYTES, unpacked + i * STEP);
-            w = unpacked;
-            asm volatile("" ::"r"(w) : "memory");  // the intrinsic does not tell the compiler that a tile is read there
-        }
-        for (int tile = 0; tile < tiles; tile += 2, ahead.at += count * STEP_BYTES / blocks) {
+        const uint8_t* w = m.panels + size_t(panel) * m.panel_bytes() + from * STEP;
+        TilesAhead ahead{w + m.panel_bytes(), round_up(STEP / blocks, 64)};
+        for (int tile = 0; tile < tiles; tile += 2, ahead.at += count * STEP / blocks) {
             const uint8_t* first = left + row_of(tile) * stride + from * DEPTH;
             const uint8_t* second = left + row_of(tile + 1) * stride + from * DEPTH;
             const auto run = tile + 1 < tiles ? run_tiles<SCHEME, 2> : run_tiles<SCHEME, 1>;
@@ -190,7 +139,7 @@ static __attribute__((noinline)) void run_pass(const Matrix& m, int panel, const
 template <Scheme SCHEME, class Narrow>
 static void run_panels_amx(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out) {
     const int height = rows.end - rows.begin;
-    if (height < (SCHEME == INT4 ? INT4_ROWS : TILE)) return run_panels<Narrow>(w, x, rows, panels, out);
+    if (height < TILE) return run_panels<Narrow>(w, x, rows, panels, out);
     const int tiles = (height + TILE - 1) / TILE, passes = (tiles + PASS_TILES - 1) / PASS_TILES;
     _tile_loadconfig(&TILE_SHAPES);
     for (int panel = panels.begin; panel < panels.end; panel++)

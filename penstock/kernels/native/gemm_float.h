@@ -16,12 +16,9 @@ struct FloatTile {
     template <int MR, int NP>
     static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
                                               const Output& out, Ahead ahead) {
-        // Two chains hide the latency when sums are few.
-        [[maybe_unused]] constexpr bool TWO_CHAINS = MR * NP <= (REGISTER == 64 ? 4 : 1);
         const size_t stream = m.panel_bytes();
         const uint8_t* w = m.panels + size_t(panel) * stream;
         const float* a = x.f + row * x.stride;
-        f32x16 even[NP][MR][2] = {};
         f32x16 y[NP][MR][2] = {};
         for (int k = 0; k < m.padded_k; k += 2) {
 #pragma GCC unroll 8
@@ -36,24 +33,17 @@ struct FloatTile {
                     y[p][r][1] = dot2(y[p][r][1], pair1, two);
 #else
                     const float a0 = a[r * x.stride + k], a1 = a[r * x.stride + k + 1];
-                    f32x16(&first)[2] = TWO_CHAINS ? even[p][r] : y[p][r];
-                    first[0] += low_bf16(pair0) * a0;
-                    first[1] += low_bf16(pair1) * a0;
-                    y[p][r][0] += high_bf16(pair0) * a1;
-                    y[p][r][1] += high_bf16(pair1) * a1;
+                    y[p][r][0] = fma(low_bf16(pair0), a0, y[p][r][0]);
+                    y[p][r][1] = fma(low_bf16(pair1), a0, y[p][r][1]);
+                    y[p][r][0] = fma(high_bf16(pair0), a1, y[p][r][0]);
+                    y[p][r][1] = fma(high_bf16(pair1), a1, y[p][r][1]);
 #endif
                 }
             }
             w += 128;
             ahead.at += ahead.step;
         }
-        for (int p = 0; p < NP; p++) {
-            for (int r = 0; r < MR; r++) {
-                y[p][r][0] += even[p][r][0];
-                y[p][r][1] += even[p][r][1];
-            }
-            finish_tile<MR>(m, panel + p, y[p], row, out);
-        }
+        for (int p = 0; p < NP; p++) finish_tile<MR>(m, panel + p, y[p], row, out);
     }
 };
 

@@ -51,8 +51,9 @@ struct Int4Tile {
 #pragma GCC unroll 6
                 for (int r = 0; r < MR; r++) {
                     const float scale_a = scales[r * groups + group], sum_a = sums[r * groups + group];
-                    y[p][r][0] += to_float(acc[r][0]) * (low_bf16(pair0) * scale_a) + high_bf16(pair0) * sum_a;
-                    y[p][r][1] += to_float(acc[r][1]) * (low_bf16(pair1) * scale_a) + high_bf16(pair1) * sum_a;
+                    f32x16(&to)[2] = y[p][r];
+                    to[0] = fma(to_float(acc[r][0]), low_bf16(pair0) * scale_a, fma(high_bf16(pair0), sum_a, to[0]));
+                    to[1] = fma(to_float(acc[r][1]), low_bf16(pair1) * scale_a, fma(high_bf16(pair1), sum_a, to[1]));
                 }
             }
             group_at += GROUP_BYTES;

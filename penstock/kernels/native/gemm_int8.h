@@ -14,7 +14,8 @@ namespace PENSTOCK_ISA {
 PENSTOCK_INLINE f32x16 finish_int8(const uint8_t* levels, const Activations& x, int row, i32x16 acc) {
     const i32x16 both = load<i32x16>(levels + 4 * PANEL);
     const f32x16 zero = to_float(both & 255), total = to_float(both >> 8);
-    return (to_float(acc) * x.scale[row] + (total * x.middle[row] - zero * x.sum[row])) * load<f32x16>(levels);
+    const f32x16 offset = fma(total, x.middle[row], -(zero * x.sum[row]));
+    return fma(to_float(acc), x.scale[row], offset) * load<f32x16>(levels);
 }
 
 struct Int8Tile {

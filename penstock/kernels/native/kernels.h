@@ -38,8 +38,7 @@ struct Matrix {
 
 // The left operand: float rows, and the same rows as int8.
 struct Activations {
-    float* f;            // bfloat16 in the first half of a row: for BF16 weights where there are instructions for it, and
-                         // for INT4 weights with AMX
+    float* f;            // for BF16 weights bfloat16 in the first half of a row, where there are instructions for it
     int8_t* q;
     float* scale;        // for INT8 weights, as the next two: per row, whose values are scale * q + middle
     float* sum;          // of the row's int8 values, times scale; multiplies the zero of the weights
@@ -59,13 +58,7 @@ enum Epilogue : int32_t {
     STORE = 0,     // out = y
     ADD = 1,       // out += y
     SILU_MUL = 2,  // columns 0..15 of a panel are gates, 16..31 ups: out = silu(gate) * up, half as wide
-    CHOOSE = 3,    // keep the largest y of each row in `best`, and out = y unless data is null
-};
-
-// The largest of what one run of panels gave of a row, still spread over 16 lanes.
-struct alignas(64) Best {
-    float value[16];
-    int32_t column[16];
+    PEAKS = 3,     // the largest y of each panel goes to `peaks`, and out = y unless data is null
 };
 
 struct Range {
@@ -76,7 +69,7 @@ struct Output {
     Epilogue epilogue;
     float* data;
     size_t stride;
-    Best* best = nullptr;  // per row, of this run of panels; CHOOSE only
+    float* peaks = nullptr;  // [row][panel]; PEAKS only
 };
 
 enum KVFormat : int32_t { KV_BF16 = 0, KV_INT8 = 1 };
@@ -101,7 +94,17 @@ struct Cache {
 };
 
 constexpr int KEY_CHUNK = 64;       // keys per softmax update
+constexpr int KEY_RANGE = 256;      // keys that attention sums up by themselves, at the least
 constexpr int MAX_QUERY_ROWS = 64;  // (token, head) rows of one attention task
+
+// Where the range ends that a key is in. The sums of a range start from zero and ranges are added in order, so a result
+// does not depend on how they are divided into tasks. They grow with the position: a long text has at least 8 to divide
+// and few to add.
+constexpr int range_end(int key) {
+    int size = KEY_RANGE;
+    while (key >= 16 * size) size *= 2;
+    return (key / size + 1) * size;
+}
 
 // The queries of some consecutive tokens, and the keys one pass over the cache covers. The tokens are of one sequence, or
 // one each of sequences with a shared prefix, and then all these keys come before all of them.
@@ -109,9 +112,9 @@ struct AttentionTask {
     const int32_t* table;
     int32_t first_token, num_tokens;   // rows of the step
     int32_t first_position;            // of first_token; the others follow
-    int32_t key_begin, key_end;        // key_begin is a multiple of the key chunk
+    int32_t key_begin, key_end;        // key_begin is the beginning of a range
     int32_t window;                    // keys visible to a query, 0 for all
-    int32_t partial;                   // -1: write the result; else the slot of first_token's unnormalised sums
+    int32_t partial;                   // -1: write the result; else the slot of first_token's sums of the first range
     int32_t partial_step;              // from a token's slot to the next one's
 };
 
@@ -136,9 +139,7 @@ struct Kernels {
     size_t (*attention_scratch)(int head_dim);
     void (*attend)(const Cache& cache, int kv_head, const AttentionTask& task, const AttentionBuffers& buffers);
     void (*merge_partials)(const float* partials, int count, int heads, int head_dim, float* out);
-    int32_t (*best_column)(const Best* parts, size_t step, int count);  // over parts 0, step, 2 step …
-    int32_t (*best_exactly)(const Best* parts, size_t step, int count, const float* x, const uint16_t* table, int width,
-                            float* logits, int n);
+    float (*dot_bf16)(const float* x, const uint16_t* w, int width);
     float (*scale_logits)(const float* logits, int n, float temperature, float* out);
     float (*total_mass)(const float* v, int n, float peak);
     int (*at_least)(const float* v, int n, float threshold, int32_t* out);

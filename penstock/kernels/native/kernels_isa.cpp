@@ -15,13 +15,12 @@ static void gemm(const Matrix& w, const Activations& x, Range rows, Range panels
     switch (w.scheme) {
 #if defined(__AMX_INT8__)
         case INT8: return run_panels_amx<INT8, Int8Tile>(w, x, rows, panels, out);
-        case INT4: return run_panels_amx<INT4, Int4Tile>(w, x, rows, panels, out);
         case BF16: return run_panels_amx<BF16, FloatTile>(w, x, rows, panels, out);
 #else
         case INT8: return run_panels<Int8Tile>(w, x, rows, panels, out);
-        case INT4: return run_panels<Int4Tile>(w, x, rows, panels, out);
         case BF16: return run_panels<FloatTile>(w, x, rows, panels, out);
 #endif
+        case INT4: return run_panels<Int4Tile>(w, x, rows, panels, out);
     }
 }
 
@@ -43,8 +42,7 @@ extern const penstock::Kernels penstock::PENSTOCK_JOIN(PENSTOCK_ISA, _kernels) =
     PENSTOCK_ISA::attention_scratch,
     PENSTOCK_ISA::attend,
     PENSTOCK_ISA::merge_partials,
-    PENSTOCK_ISA::best_column,
-    PENSTOCK_ISA::best_exactly,
+    PENSTOCK_ISA::dot_bf16,
     PENSTOCK_ISA::scale_logits,
     PENSTOCK_ISA::total_mass,
     PENSTOCK_ISA::at_least,

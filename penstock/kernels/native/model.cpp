@@ -17,9 +17,8 @@ constexpr int ROW_BLOCK = 240;       // rows whose activations stay in L2 while 
 constexpr int STREAMING_ROWS = 16;   // up to here weights are read once, in order
 constexpr int RUN_PANELS = 8;        // that a thread then takes at a time, so that kernels may walk them side by side
 constexpr int TASK_ROWS = 48;        // (token, head) rows that share one unpacking of keys and values
+constexpr float NEAR = 2;            // logits this close to the largest: many times the error of int8
 constexpr int OWN_ROWS = 3;          // so few rows each thread norms and quantises for itself: cheaper than a barrier
-constexpr int MIN_SPLIT_KEYS = 64;   // shorter key ranges are not worth a merge
-constexpr int MIN_SHARED_KEYS = 128;  // the same of keys that several sequences read together
 
 // Rows of an operand start in different cache sets even where the width is a power of two.
 size_t operand_stride(size_t width) {
@@ -27,17 +26,25 @@ size_t operand_stride(size_t width) {
     return stride % 512 ? stride : stride + 64;
 }
 
-const Best NO_BEST = [] {
-    Best best{};
-    std::fill(std::begin(best.value), std::end(best.value), -INFINITY);
-    return best;
-}();
-
 // Parts of nearly equal size, larger ones first: whoever takes a small one last has no more than the others.
 Range share(int count, int part, int parts) {
     const int size = count / parts, larger = count % parts;
     const int begin = part * size + std::min(part, larger);
     return {begin, begin + size + (part < larger)};
+}
+
+// Ranges that so many keys reach into.
+int ranges_of(int keys) {
+    int count = 0;
+    for (int end = 0; end < keys; end = range_end(end)) count++;
+    return count;
+}
+
+// So many of the keys as make up whole ranges.
+int whole_ranges(int keys) {
+    int end = 0;
+    while (range_end(end) <= keys) end = range_end(end);
+    return end;
 }
 
 }  // namespace
@@ -157,7 +164,7 @@ void Model::expand(const Step& s) {
 }
 
 // How many sequences from the first on, each decoding one token, have the same blocks at the beginning of their tables,
-// and how many keys those hold: as many as the first two share, in whole chunks.
+// and how many keys those hold: as many as the first two share, in whole ranges.
 std::pair<int, int> Model::shared_run(int first) const {
     const Batch& b = batch_;
     const int sequences = int(b.tables.size());
@@ -166,15 +173,30 @@ std::pair<int, int> Model::shared_run(int first) const {
         const int limit = std::min(b.contexts[first], b.contexts[other]) - 1;  // the newest key is a sequence's own
         int keys = 0;
         while (keys + spec_.block_size <= limit && *mine++ == *its++) keys += spec_.block_size;
-        return keys / KEY_CHUNK * KEY_CHUNK;
+        return whole_ranges(keys);
     };
     const auto decodes = [&](int i) { return i < sequences && b.first[i + 1] - b.first[i] == 1; };
     if (has_windows_ || !decodes(first) || !decodes(first + 1)) return {1, 0};
     const int keys = common(first + 1);
-    if (keys < MIN_SHARED_KEYS) return {1, 0};
+    if (!keys) return {1, 0};
     int last = first + 2;
     while (decodes(last) && common(last) >= keys) last++;
     return {last - first, keys};
+}
+
+// Add a task or, where its keys have enough ranges, as many as asked for, with a part of its keys each.
+void Model::add_task(AttentionTask task, int parts) {
+    const int first = ranges_of(task.key_begin), count = ranges_of(task.key_end) - first, end = task.key_end;
+    parts = std::min(parts, count);
+    if (task.partial >= 0) task.partial += first;  // the slot of range 0 so far
+    for (int p = 0; p < parts; p++) {
+        const Range mine = share(count, p, parts);
+        task.key_end = task.key_begin;
+        for (int i = mine.begin; i < mine.end; i++) task.key_end = std::min(range_end(task.key_end), end);
+        tasks_.push_back(task);
+        task.key_begin = task.key_end;
+        task.partial += mine.end - mine.begin;
+    }
 }
 
 // Divide the step into attention tasks of similar size: tiles of queries, and for few long sequences also ranges of keys.
@@ -199,30 +221,20 @@ void Model::plan_attention() {
             }
             continue;
         }
-        const int longest = *std::max_element(b.contexts.begin() + i, b.contexts.begin() + i + run) - shared;
+        const int longest = *std::max_element(b.contexts.begin() + i, b.contexts.begin() + i + run);
         const int tiles = (run + tile - 1) / tile, wanted = (enough + sequences - 1) / sequences;
-        const int shared_parts = shared ? std::clamp(enough / tiles, 1, shared / MIN_SPLIT_KEYS) : 0;
-        const int own_parts = std::clamp(longest / MIN_SPLIT_KEYS, 1, wanted), parts = shared_parts + own_parts;
-        const auto cut = [&](int begin, int end, int part, int of) {
-            const Range chunks = share((end - begin + KEY_CHUNK - 1) / KEY_CHUNK, part, of);
-            return Range{begin + chunks.begin * KEY_CHUNK, std::min(begin + chunks.end * KEY_CHUNK, end)};
-        };
-        for (int p = 0; p < shared_parts; p++) {
-            const Range keys = cut(0, shared, p, shared_parts);
-            for (int q = 0; q < run; q += tile)
-                tasks_.push_back({table, first + q, std::min(tile, run - q), shared, keys.begin, keys.end, 0,
-                                  slots + q * parts + p, parts});
-        }
+        const int ranges = ranges_of(longest), own_parts = std::min(ranges - ranges_of(shared), wanted);
+        const bool merged = shared || own_parts > 1;
+        for (int q = 0; shared && q < run; q += tile)
+            add_task({table, first + q, std::min(tile, run - q), shared, 0, shared, 0, slots + q * ranges, ranges},
+                     std::max(1, enough / tiles));
         for (int r = 0; r < run; r++) {
-            for (int p = 0; p < own_parts; p++) {
-                const int context = b.contexts[i + r];
-                const Range keys = cut(shared, context, p, own_parts);
-                tasks_.push_back({b.tables[i + r], first + r, 1, context - 1, keys.begin, keys.end, 0,
-                                  parts > 1 ? slots + r * parts + shared_parts + p : -1, 0});
-            }
-            if (parts > 1) merges_.push_back({first + r, slots + r * parts, parts});
+            const int context = b.contexts[i + r];
+            const int slot = merged ? slots + r * ranges : -1;
+            add_task({b.tables[i + r], first + r, 1, context - 1, shared, context, 0, slot, 0}, own_parts);
+            if (merged) merges_.push_back({first + r, slot, ranges_of(context)});
         }
-        if (parts > 1) slots += run * parts;
+        if (merged) slots += run * ranges;
     }
     std::stable_sort(tasks_.begin(), tasks_.end(), [](const AttentionTask& a, const AttentionTask& b) {
         return int64_t(a.key_end - a.key_begin) * a.num_tokens > int64_t(b.key_end - b.key_begin) * b.num_tokens;
@@ -235,7 +247,8 @@ std::string Model::forward(const Step& step) {
     reserve(step);
     expand(step);
     plan_attention();
-    best_.assign(size_t(step.num_logits) * runs_of(head_, step.num_logits), NO_BEST);
+    peaks_.resize(size_t(step.num_logits) * head_.num_panels());
+    row_logits_.resize(size_t(pool_.size()) * spec_.vocab);
     for (WorkCounter& counter : counters_) counter.reset();
     pool_.run([&](int thread) { run(step, thread); });
     return "";
@@ -285,27 +298,38 @@ void Model::run(const Step& step, int thread) {
             quantize(mlp_, to, spec_.intermediate, spec_.mlp_transform);
         });
     }
-    multiply(head_, hidden_, step.num_logits, {CHOOSE, step.logits, size_t(spec_.vocab), best_.data()}, thread, number,
+    multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, size_t(spec_.vocab), peaks_.data()}, thread, number,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
     by_rows(number, step.num_logits, [&](int row) {
         const int token = step.logit_rows[row];
-        step.argmax[row] = choose(step, row);
+        step.argmax[row] = choose(step, row, thread);
         if (batch_.last_of[token] >= 0) step.last_tokens[batch_.last_of[token]] = step.argmax[row];
     });
 }
 
-// The token of a row's largest logit. Rounded to int8, an output projection that is the embedding only says which tokens
-// come near it.
-int Model::choose(const Step& step, int row) {
-    const Best* parts = best_.data() + row;
-    const int count = runs_of(head_, step.num_logits);
-    if (!spec_.tied || head_.scheme == BF16) return kernels_->best_column(parts, step.num_logits, count);
-    float* normed = hidden_.f + row * hidden_.stride;  // no longer needed as it was
-    const float* from = x_ + size_t(step.logit_rows[row]) * hidden_stride_;
-    kernels_->rms_norm(from, exact_norm_, spec_.norm_eps, spec_.hidden, normed);
-    float* logits = step.logits ? step.logits + size_t(row) * spec_.vocab : nullptr;
-    return kernels_->best_exactly(parts, step.num_logits, count, normed, embedding_, spec_.hidden, logits,
-                                  spec_.vocab);
+// The token of a row's largest logit. Where an output projection in int8 is the embedding, which exists in bfloat16 too,
+// logits near the largest are computed again from that. Logits that were not stored are computed once more, panel by
+// panel: which tokens count as near depends on neither.
+int Model::choose(const Step& step, int row, int thread) {
+    const bool again = spec_.tied && head_.scheme != BF16;
+    const int panels = head_.num_panels(), token = step.logit_rows[row];
+    const float* peaks = peaks_.data() + size_t(row) * panels;
+    const float limit = *std::max_element(peaks, peaks + panels) - (again ? NEAR : 0.f);
+    float* logits = step.logits ? step.logits + size_t(row) * spec_.vocab : row_logits_.data() + size_t(thread) * spec_.vocab;
+    float *normed = hidden_.f + row * hidden_.stride, best = -INFINITY;
+    if (!step.logits) normalize(final_norm_, head_.scheme, token, row);
+    if (again) kernels_->rms_norm(x_ + token * hidden_stride_, exact_norm_, spec_.norm_eps, spec_.hidden, normed);
+    int chosen = 0;
+    for (int panel = 0; panel < panels; panel++) {
+        if (peaks[panel] < limit) continue;
+        if (!step.logits) kernels_->gemm(head_, hidden_.from(row), {0, 1}, {panel, panel + 1}, {STORE, logits, 0});
+        for (int i = panel * PANEL; i < std::min(spec_.vocab, (panel + 1) * PANEL); i++) {
+            if (again && logits[i] < limit) continue;
+            if (again) logits[i] = kernels_->dot_bf16(normed, embedding_ + size_t(i) * spec_.hidden, spec_.hidden);
+            if (logits[i] > best) best = logits[i], chosen = i;
+        }
+    }
+    return chosen;
 }
 
 void Model::embed(int token) {
@@ -357,9 +381,7 @@ void Model::multiply(const Matrix& w, const Activations& x, int rows, const Outp
     phase(number, blocks * runs, [&](int i) {
         for (int row = 0; !prepared && row < rows; row++) prepare(row, copies + row);
         prepared = true;
-        Output mine = out;
-        if (out.best) mine.best += size_t(i % runs) * rows;
-        kernels_->gemm(w, x.from(copies), share(rows, i / runs, blocks), share(w.num_panels(), i % runs, runs), mine);
+        kernels_->gemm(w, x.from(copies), share(rows, i / runs, blocks), share(w.num_panels(), i % runs, runs), out);
     });
 }
 
@@ -390,11 +412,7 @@ void Model::attend(const Layer& layer, const Cache& cache, int thread, int& numb
     const int count = int(tasks_.size());
     phase(number, count * spec_.kv_heads, [&](int i) {
         AttentionTask task = tasks_[i % count];
-        if (layer.window > 0) {
-            const int oldest = std::max(0, task.first_position - layer.window + 1) / KEY_CHUNK * KEY_CHUNK;
-            task.key_begin = std::max(task.key_begin, oldest);
-            task.window = layer.window;
-        }
+        task.window = layer.window;
         kernels_->attend(cache, i / count, task, buffers);
     });
 }

@@ -109,6 +109,7 @@ class Model {
     std::string check(const Step& step) const;
     void expand(const Step& step);
     std::pair<int, int> shared_run(int first) const;
+    void add_task(AttentionTask task, int parts);
     void plan_attention();
 
     int runs_of(const Matrix& w, int rows) const;
@@ -121,7 +122,7 @@ class Model {
                   const Prepare& prepare);
 
     void run(const Step& step, int thread);
-    int choose(const Step& step, int row);
+    int choose(const Step& step, int row, int thread);
     void embed(int token);
     void normalize(const float* weight, Scheme scheme, int row, int to);
     void copy_row(const Activations& x, int row, int to, int width);
@@ -155,7 +156,8 @@ class Model {
     };
     std::vector<Merge> merges_;  // by token
     std::vector<WorkCounter> counters_;
-    std::vector<Best> best_;                    // [run of panels][logit row]
+    std::vector<float> peaks_;                  // [logit row][panel of the output projection]
+    std::vector<float> row_logits_;             // per thread: of one row
     std::vector<std::vector<float>> scaled_;    // per thread: logits over temperature
     std::vector<std::vector<int32_t>> likely_;  // per thread: candidates
 };

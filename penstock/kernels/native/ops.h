@@ -1,4 +1,4 @@
-// Row operations between the GEMMs: norms, quantisation, Hadamard transform, RoPE, argmax. Each touches one token and is
+// Row operations between the GEMMs: norms, quantisation, Hadamard transform, RoPE. Each touches one token and is
 // bound by L1 and L2.
 #pragma once
 
@@ -13,7 +13,7 @@ using namespace penstock;
 
 static void rms_norm(const float* x, const float* weight, float eps, int width, float* out) {
     f32x16 squares = {};
-    for (int i = 0; i < width; i += 16) squares += load<f32x16>(x + i) * load<f32x16>(x + i);
+    for (int i = 0; i < width; i += 16) squares = fma(load<f32x16>(x + i), load<f32x16>(x + i), squares);
     const float inverse = 1.f / __builtin_sqrtf(sum(squares) / width + eps);
     for (int i = 0; i < width; i += 16) store(out + i, load<f32x16>(x + i) * inverse * load<f32x16>(weight + i));
 }
@@ -22,7 +22,7 @@ static void rms_norm(const float* x, const float* weight, float eps, int width, 
 PENSTOCK_INLINE float quantize_span(const float* f, int8_t* q, float inverse, int count) {
     i32x16 total = {};
     for (int i = 0; i < count; i += 16) {
-        const i32x16 rounded = round_to_int(load<f32x16>(f + i) * inverse);
+        const i32x16 rounded = round_product(load<f32x16>(f + i), splat(inverse));
         store_bytes(q + i, rounded);
         total += rounded;
     }
@@ -49,7 +49,7 @@ static void quantize_affine(const Activations& x, int row, int width, int padded
     const float middle = 128.f - __builtin_rintf(maximum(low) * inverse);
     i32x16 total = {};
     for (int i = 0; i < padded; i += 16) {
-        const f32x16 level = load<f32x16>(f + i) * inverse - middle;
+        const f32x16 level = fma(load<f32x16>(f + i), inverse, splat(-middle));
         const i32x16 rounded = round_to_int(vmax(-vmax(-level, splat(-127.f)), splat(-128.f)));
         store_bytes(q + i, rounded);
         total += rounded;
@@ -66,7 +66,6 @@ static void quantize_affine(const Activations& x, int row, int width, int padded
 
 // int8: one scale per row for INT8 weights, for INT4 weights symmetric with one per 32 values. For BF16 weights a row of
 // bfloat16 takes the place of the first half of the floats where there are instructions for it, and nothing is to do else.
-// With AMX, INT4 weights get both: few rows are multiplied in int8, many in bfloat16.
 static void quantize_row(const Activations& x, int row, int width, Scheme scheme) {
     const float* f = x.f + row * x.stride;
     int8_t* q = x.q + row * x.stride;
@@ -85,10 +84,6 @@ static void quantize_row(const Activations& x, int row, int width, Scheme scheme
         const float peak = peak_of(f + i, GROUP);
         scale[i / GROUP] = peak / 127.f;
         group_sum[i / GROUP] = quantize_span(f + i, q + i, peak > 0 ? 127.f / peak : 0.f, GROUP) * (peak / 127.f);
-#if defined(__AMX_BF16__)
-        uint16_t* to = reinterpret_cast<uint16_t*>(x.f + row * x.stride);
-        for (int j = i; j < i + GROUP; j += 16) store_bf16(to + j, load<f32x16>(f + j));
-#endif
     }
 }
 
@@ -111,10 +106,10 @@ PENSTOCK_INLINE void hadamard_vectors(float* x, float scale) {
             v[i + half] = a - b;
         }
     for (int i = 0; i < COUNT; i++) {
-        v[i] = swap_halves<8>(v[i]) + v[i] * load<f32x16>(SIGNS[0]);
-        v[i] = swap_halves<4>(v[i]) + v[i] * load<f32x16>(SIGNS[1]);
-        v[i] = swap_halves<2>(v[i]) + v[i] * load<f32x16>(SIGNS[2]);
-        v[i] = swap_halves<1>(v[i]) + v[i] * load<f32x16>(SIGNS[3]);
+        v[i] = fma(v[i], load<f32x16>(SIGNS[0]), swap_halves<8>(v[i]));
+        v[i] = fma(v[i], load<f32x16>(SIGNS[1]), swap_halves<4>(v[i]));
+        v[i] = fma(v[i], load<f32x16>(SIGNS[2]), swap_halves<2>(v[i]));
+        v[i] = fma(v[i], load<f32x16>(SIGNS[3]), swap_halves<1>(v[i]));
         store(x + 16 * i, v[i]);
     }
 }
@@ -148,8 +143,8 @@ static void rotate(float* head, const float* cos_sin, int head_dim, float scale)
         if (lanes == 16) {
             const f32x16 a = load<f32x16>(head + i), b = load<f32x16>(head + half + i);
             const f32x16 c = load<f32x16>(cos_sin + i) * scale, s = load<f32x16>(cos_sin + half + i) * scale;
-            store(head + i, a * c - b * s);
-            store(head + half + i, b * c + a * s);
+            store(head + i, fma(a, c, -(b * s)));
+            store(head + half + i, fma(b, c, a * s));
         } else {
             for (int j = i; j < half; j++) {
                 const float a = head[j], b = head[half + j], c = cos_sin[j] * scale, s = cos_sin[half + j] * scale;
@@ -160,58 +155,13 @@ static void rotate(float* head, const float* cos_sin, int head_dim, float scale)
     }
 }
 
-// The column of the largest value among what several runs of panels kept of a row.
-static int32_t best_column(const Best* parts, size_t step, int count) {
-    f32x16 best = load<f32x16>(parts->value);
-    i32x16 column = load<i32x16>(parts->column);
-    for (int i = 1; i < count; i++) {
-        const f32x16 value = load<f32x16>(parts[i * step].value);
-        const i32x16 other = load<i32x16>(parts[i * step].column);
-        const i32x16 better = (value > best) | ((value == best) & (other < column));
-        best = select(better, value, best);
-        column = select(better, other, column);
-    }
-    return index_of_best(best, column);
-}
-
-PENSTOCK_INLINE float dot_bf16(const float* x, const uint16_t* w, int width) {
+static float dot_bf16(const float* x, const uint16_t* w, int width) {
     f32x16 total = {};
     int i = 0;
-    for (; i + 16 <= width; i += 16) total += load<f32x16>(x + i) * from_bf16(w + i);
+    for (; i + 16 <= width; i += 16) total = fma(load<f32x16>(x + i), from_bf16(w + i), total);
     float rest = 0;
     for (; i < width; i++) rest += x[i] * bf16_to_float(w[i]);
     return sum(total) + rest;
-}
-
-// The same, after those that come near the largest have been computed again from the rows of a bfloat16 table: in int8
-// one of two near equals often wins that would not have. Where the logits of the row were stored, all of them count and
-// are put right; without them only the largest of each lane.
-static int32_t best_exactly(const Best* parts, size_t step, int count, const float* x, const uint16_t* table, int width,
-                            float* logits, int n) {
-    constexpr float NEAR = 2;  // many times the error of a logit in int8
-    f32x16 largest = load<f32x16>(parts->value);
-    for (int i = 1; i < count; i++) largest = vmax(largest, load<f32x16>(parts[i * step].value));
-    const float limit = maximum(largest) - NEAR;
-    float best = -__builtin_inff();
-    int32_t chosen = 0;
-    const auto consider = [&](int32_t column) {
-        const float exact = dot_bf16(x, table + size_t(column) * width, width);
-        if (exact > best || (exact == best && column < chosen)) best = exact, chosen = column;
-        return exact;
-    };
-    for (int i = 0; !logits && i < count; i++) {
-        const Best& part = parts[i * step];
-        if (!any_above(load<f32x16>(part.value), limit)) continue;
-        for (int lane = 0; lane < 16; lane++)
-            if (part.value[lane] > limit) consider(part.column[lane]);
-    }
-    for (int begin = 0; logits && begin < n; begin += 16) {
-        const int lanes = n - begin < 16 ? n - begin : 16;
-        if (lanes == 16 && !any_above(load<f32x16>(logits + begin), limit)) continue;
-        for (int i = begin; i < begin + lanes; i++)
-            if (logits[i] > limit) logits[i] = consider(i);
-    }
-    return chosen;
 }
 
 }  // namespace PENSTOCK_ISA

@@ -16,16 +16,17 @@ PENSTOCK_INLINE f32x16 log(f32x16 v) {
     const i32x16 exponent = shifted >> 23;
     const f32x16 x = (f32x16)((shifted & 0x007fffff) + 0x3f3504f3) - 1.f, z = x * x;
     f32x16 p = splat(7.0376836292e-2f);
-    p = p * x - 1.1514610310e-1f;
-    p = p * x + 1.1676998740e-1f;
-    p = p * x - 1.2420140846e-1f;
-    p = p * x + 1.4249322787e-1f;
-    p = p * x - 1.6668057665e-1f;
-    p = p * x + 2.0000714765e-1f;
-    p = p * x - 2.4999993993e-1f;
-    p = p * x + 3.3333331174e-1f;
+    p = fma(p, x, splat(-1.1514610310e-1f));
+    p = fma(p, x, splat(1.1676998740e-1f));
+    p = fma(p, x, splat(-1.2420140846e-1f));
+    p = fma(p, x, splat(1.4249322787e-1f));
+    p = fma(p, x, splat(-1.6668057665e-1f));
+    p = fma(p, x, splat(2.0000714765e-1f));
+    p = fma(p, x, splat(-2.4999993993e-1f));
+    p = fma(p, x, splat(3.3333331174e-1f));
     const f32x16 e = to_float(exponent);
-    return x + (p * x * z - 2.12194440e-4f * e - 0.5f * z) + 0.693359375f * e;
+    const f32x16 low = fma(z, -0.5f, fma(e, -2.12194440e-4f, p * x * z));
+    return fma(e, 0.693359375f, x + low);
 }
 
 // Products of the low 32 bits of each 64-bit lane.

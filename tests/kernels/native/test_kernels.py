@@ -20,16 +20,12 @@ def test_an_unknown_isa_is_refused() -> None:
 
 WEIGHTS = {"none": scheme.round_bfloat16, "int8": scheme.int8_affine_round_trip, "int4": scheme.int4_round_trip}
 INPUTS = {"none": lambda x: x, "int8": scheme.int8_affine_round_trip, "int4": scheme.int8_group_round_trip}
-INT4_ROWS = 64  # of gemm_amx.h: from here on AMX multiplies int4 weights in bfloat16
 
 
 def matmul_reference(x: Floats, w: Floats, kind: Scheme, isa: str) -> tuple[np.ndarray, float]:
     """x wᵀ with both rounded as the kernels round them, and how far a sum may be from it."""
-    unpacked = kind == "int4" and isa == "amx" and len(x) >= INT4_ROWS
-    bfloat16 = unpacked or (kind == "none" and isa in ("avx512bf16", "amx"))
+    bfloat16 = kind == "none" and isa in ("avx512bf16", "amx")
     inputs, weights = scheme.round_bfloat16(x) if bfloat16 else INPUTS[kind](x), WEIGHTS[kind](w)
-    if unpacked:
-        weights = scheme.round_bfloat16(weights)
     tolerance = 2e-5 * float(np.abs(x).max() * np.sqrt(x.shape[1]))
     return inputs.astype(np.float64) @ weights.astype(np.float64).T, tolerance
 
