@@ -9,13 +9,13 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
+from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
 from penstock.fleet.journal import Journal
-from penstock.fleet.launcher import Launcher
+from penstock.fleet.launcher import Launcher, Loss
 from penstock.fleet.replica import Replica
 from penstock.fleet.router import Placement, Router
 from penstock.fleet.settings import FailoverConfig, RoutingConfig
@@ -129,7 +129,8 @@ class Fleet:
         try:
             while not ended:
                 placed = await self._place(journal)
-                engine = journal.engine = placed.replica.engine
+                engine, loss = placed.replica.engine, placed.replica.loss
+                journal.engine = engine
                 try:
                     async with aclosing(engine.submit(journal.next_request())) as chunks:
                         async for chunk in chunks:
@@ -142,7 +143,7 @@ class Fleet:
                 except Overloaded as error:
                     self._refused(journal, placed.replica, error)
                 except (Unavailable, EngineFailure) as error:
-                    self._failed(journal, placed.replica, engine, error)
+                    await self._failed(journal, placed.replica, loss, error)
                 finally:
                     self._left(journal, placed, completed=ended)
         finally:
@@ -238,25 +239,29 @@ class Fleet:
             raise error
         journal.refused[replica.name] = error
 
-    def _failed(self, journal: Journal, replica: Replica, engine: ServedEngine, error: PenstockError) -> None:
+    async def _failed(
+        self, journal: Journal, replica: Replica, loss: asyncio.Future[Loss], error: PenstockError
+    ) -> None:
         """Its replica is lost, or failed to compute it: note the loss, or raise if it is not to be tried again."""
-        now = time.monotonic()
+        now, cause, from_outside = time.monotonic(), error.message, False
         if error.code == GONE:
             replica.lose("")
         elif error.code == LOST:
-            if replica.state == "ready" and replica.engine is engine:
+            if replica.state == "ready" and replica.loss is loss:
                 replica.lose("")
-            if journal.on_trial:
+            known = await asyncio.shield(loss)
+            cause, from_outside = known.reason, known.from_outside
+            if journal.on_trial and not from_outside:
                 raise self._quarantine.convict(journal.request, now)
-            journal.suspected += replica.state != "draining"
+            journal.suspected += not from_outside
         else:
             replica.breaker.failed(now)
             if journal.fruitless > MAX_FRUITLESS:
                 raise error
-        if not self._budget.spend(len(self._journals), now):
+        if not from_outside and not self._budget.spend(len(self._journals), now):
             raise error
         self.failovers += 1
-        journal.lose(replica.detail or error.message)
+        journal.lose(cause)
 
     async def aborted(self, request_id: str) -> Ledger | None:
         journal = self._journals.get(request_id)

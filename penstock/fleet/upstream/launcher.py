@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.core.errors import StartupError, Unavailable
-from penstock.fleet.launcher import Instance
+from penstock.fleet.launcher import Instance, Loss
 from penstock.fleet.upstream.engine import Upstream
 from penstock.fleet.upstream.settings import UpstreamConfig
 from penstock.text.tokenizer import Tokenizer
@@ -28,11 +28,11 @@ class UpstreamInstance:
     def __init__(self, engine: Upstream) -> None:
         self.engine = engine
 
-    async def lost(self) -> str:
+    async def lost(self) -> Loss:
         """A server that cannot be asked is probed again until it can: it may have come back as another one."""
         reason = await self.engine.unhealthy()
         await self.engine.close()
-        return reason
+        return Loss(reason)
 
     async def stop(self) -> None:
         await self.engine.close()
