@@ -21,7 +21,8 @@ from penstock.bench.report import describe_machine, render_table
 CALM, BETWEEN, ALL = "nothing broken", "between faults", "all"
 EXAMPLES = 20  # of streams that failed or differ
 COLUMNS = ("", "faults", "streams", "failed", "lost", "repeated", "changed", "shed")
-TIMES = ("gap p50", "p99", "max ms", "moved p50", "p99", "max ms")
+TIMES = {"gaps": ("p50", "p99", "max"), "moved": ("p50", "p99"), "prefill": ("p50", "p99"), "rest": ("p99", "max")}
+HEADINGS = [*COLUMNS, *(f"{name.removesuffix('s')} {of}" for name, shown in TIMES.items() for of in shown)]
 
 
 @dataclass(slots=True)
@@ -37,7 +38,10 @@ class Row:
     changed: int = 0  # streams with other text
     shed: int = 0
     gaps: list[float] = field(default_factory=list)  # seconds: the longest of each stream in the time of the fault
-    moved: list[float] = field(default_factory=list)  # seconds from its last chunk until another replica had it
+    # What the gaps of those consist of that were moved once:
+    moved: list[float] = field(default_factory=list)  # from the last chunk until another replica had the request
+    prefill: list[float] = field(default_factory=list)  # there, with the wait for the prefill of others
+    rest: list[float] = field(default_factory=list)
 
     def count(self, stream: Stream, found: Difference) -> None:
         self.streams += 1
@@ -52,15 +56,15 @@ class Row:
         return [self.name, str(self.faults) if self.faults else "–", *map(str, numbers), *self._times()]
 
     def _times(self) -> Iterator[str]:
-        for values in (Percentiles.of_ms(self.gaps), Percentiles.of_ms(self.moved)):
-            for name in ("p50", "p99", "max"):
-                yield f"{getattr(values, name):,.0f}" if values else "–"
+        for name, shown in TIMES.items():
+            values = Percentiles.of_ms(getattr(self, name))
+            yield from (f"{getattr(values, of):,.0f}" if values else "–" for of in shown)
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self)
-        for name, values in (("gap_ms", found.pop("gaps")), ("moved_ms", found.pop("moved"))):
-            percentiles = Percentiles.of_ms(values)
-            found[name] = asdict(percentiles) if percentiles else None
+        for name in TIMES:
+            percentiles = Percentiles.of_ms(found.pop(name))
+            found[f"{name}_ms"] = asdict(percentiles) if percentiles else None
         return found
 
 
@@ -70,7 +74,7 @@ class Hit:
 
     fault: Fault
     choice: int
-    moved: float | None  # None: it stayed
+    moved: float | None = None  # None: it stayed
 
 
 def hits(stream: Stream, faults: Sequence[Fault]) -> Iterator[Hit]:
@@ -78,7 +82,7 @@ def hits(stream: Stream, faults: Sequence[Fault]) -> Iterator[Hit]:
     that failed has no ledger: whatever fault there was in its time is to blame."""
     in_time = [fault for fault in faults if stream.sent <= fault.recovered and fault.at <= stream.finished]
     if stream.error is not None:
-        yield from (Hit(fault, 0, None) for fault in in_time)
+        yield from (Hit(fault, 0) for fault in in_time)
     for index, ledger in stream.ledgers.items():
         moves = list(ledger["failovers"])
         for fault in in_time:
@@ -86,7 +90,7 @@ def hits(stream: Stream, faults: Sequence[Fault]) -> Iterator[Hit]:
             if at != fault.replica or fault.at < stream.sent:
                 continue
             if fault.kind == "slow":
-                yield Hit(fault, index, None)
+                yield Hit(fault, index)
             elif moves:
                 yield Hit(fault, index, moves.pop(0)["lost"])
 
@@ -123,10 +127,10 @@ class Report:
         for kind in {hit.fault.kind for hit in met} or {BETWEEN}:
             self.rows[kind].count(stream, found)
         for hit in met:
-            gap = longest_gap(stream, hit)
-            for row in (self.rows[hit.fault.kind], self.rows[ALL]):
-                row.gaps += [] if gap is None else [gap]
-                row.moved += [] if hit.moved is None else [hit.moved]
+            if (gap := longest_gap(stream, hit)) is not None:
+                for row in (self.rows[hit.fault.kind], self.rows[ALL]):
+                    row.gaps.append(gap)
+                    _divide(gap, hit, stream.ledgers[hit.choice], row)
         if not met:
             self.rows[BETWEEN].gaps += _longest(stream)
 
@@ -152,7 +156,8 @@ class Report:
         return found
 
     def table(self) -> str:
-        lines = [render_table([*COLUMNS, *TIMES], [row.cells() for row in self.rows.values()]), "", self.verdict()]
+        table = render_table(HEADINGS, [row.cells() for row in self.rows.values()])
+        lines = [table, "tokens lost and repeated; streams failed, changed and shed; times in ms", "", self.verdict()]
         return "\n".join([*lines, *(f"  {example}" for example in self.examples())])
 
     def examples(self) -> list[str]:
@@ -196,11 +201,21 @@ class Report:
             f"<h1>{escape(self._model)}: {'passed' if self.passed else 'not passed'}</h1>",
             f'<p class="about">{escape(" · ".join(about))}</p>',
             f"<p>{escape(self.verdict())}</p>",
-            html_table([*COLUMNS, *TIMES], [row.cells() for row in self.rows.values()]),
+            html_table(HEADINGS, [row.cells() for row in self.rows.values()]),
             *(f"<p>{escape(example)}</p>" for example in self.examples()),
             _gaps_plot([row for name, row in self.rows.items() if name not in (BETWEEN, ALL)]),
         ]
         Path(path).write_text(page(f"penstock chaos: {self._model}", sections))
+
+
+def _divide(gap: float, hit: Hit, ledger: dict[str, Any], row: Row) -> None:
+    """The ledger is of the last replica, so it tells of one move alone."""
+    if hit.moved is None or len(ledger["failovers"]) != 1:
+        return
+    prefill = sum(ledger["queued"].values()) + sum(chunk["seconds"] for chunk in ledger["prefill"])
+    row.moved.append(hit.moved)
+    row.prefill.append(prefill)
+    row.rest.append(gap - hit.moved - prefill)
 
 
 def _longest(stream: Stream) -> list[float]:
