@@ -117,7 +117,7 @@ async def send(http: HttpClient, ask: Ask) -> Stream:
             if response.status == 200:
                 async for event in response.events():
                     if event != "[DONE]":
-                        _take(stream, json.loads(event))
+                        take(stream, json.loads(event))
             else:
                 _refused(stream, response.status, await response.read_error(), response.headers.get("retry-after"))
     except Unavailable as error:
@@ -142,7 +142,8 @@ def _refused(stream: Stream, status: int, message: str, retry_after: str | None)
     stream.error = None if stream.shed else f"{status}: {message}"
 
 
-def _take(stream: Stream, chunk: dict[str, Any]) -> None:
+def take(stream: Stream, chunk: dict[str, Any]) -> None:
+    """Add what one event brings."""
     if "error" in chunk:
         stream.error = str(chunk["error"].get("message"))
         return
