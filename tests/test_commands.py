@@ -42,7 +42,7 @@ def complete(script: str, *words: str) -> list[str]:
 def test_bash_completes_commands_flags_and_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = capsys.readouterr().out
-    assert complete(script, "penstock", "ch") == ["chat", "check"]
+    assert complete(script, "penstock", "ch") == ["chat", "check", "chaos"]
     assert complete(script, "penstock", "bench", "") == ["engine", "serve", "--help"]
     assert complete(script, "penstock", "bench", "serve", "--con") == ["--concurrency"]
     assert complete(script, "penstock", "serve", "--de") == ["--device"]
@@ -121,7 +121,7 @@ def test_keys_say_how_they_are_used(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_help_of_every_command_can_be_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("serve", "chat", "check", "completion", "explain"):
+    for command in ("serve", "chat", "check", "completion", "explain", "chaos"):
         with pytest.raises(SystemExit) as exit:
             main([command, "--help"])
         assert exit.value.code == 0

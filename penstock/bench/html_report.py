@@ -35,10 +35,13 @@ def render(command: str, results: Sequence[Result], facts: Mapping[str, Any]) ->
         stall_section(results),
         _percentiles_table(results),
     ]
-    title = f"penstock bench {command}: {escape(str(facts['model']))}"
+    return page(f"penstock bench {command}: {facts['model']}", sections)
+
+
+def page(title: str, sections: Sequence[str]) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
         f"<style>{CSS}</style></head><body><main>{''.join(sections)}</main></body></html>\n"
     )
 
@@ -83,7 +86,7 @@ def _results_table(results: Sequence[Result]) -> str:
                 str(sum(summary.errors.values())),
             ]
         )
-    return _table(columns, rows)
+    return html_table(columns, rows)
 
 
 def _percentiles_table(results: Sequence[Result]) -> str:
@@ -101,7 +104,7 @@ def _percentiles_table(results: Sequence[Result]) -> str:
         rows.append(_percentiles_row(f"{result.label} end to end", summary.e2e_ms, None))
         rows.append(_percentiles_row(f"{result.label} refused after", summary.refusal_ms, None))
         rows.append(_percentiles_row(f"{result.label} sent late by", summary.lateness_ms, None))
-    return "<h2>Percentiles</h2>" + _table(columns, [row for row in rows if row])
+    return "<h2>Percentiles</h2>" + html_table(columns, [row for row in rows if row])
 
 
 def _percentiles_row(name: str, values: Percentiles | None, objective: float | None) -> list[str]:
@@ -111,7 +114,7 @@ def _percentiles_row(name: str, values: Percentiles | None, objective: float | N
     return [name, *figures, "" if objective is None else f"{objective * 1e3:,.0f}"]
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -201,9 +204,7 @@ def _ttft_curves(group: Sequence[Result]) -> tuple[list[Series], list[Limit]]:
 def _itl_plot(results: Sequence[Result]) -> str:
     """Plot the share of ITLs above each value, on logarithmic axes so that the tail, where stalls are, is visible."""
     chosen = [result for result in results if result.summary.gap_ms is not None][-LONGEST_CURVES:]
-    curves = [
-        (result.label, _longer_than([itl * 1e3 for t in result.timelines for itl in t.itls])) for result in chosen
-    ]
+    curves = [(result.label, longer_than([itl * 1e3 for t in result.timelines for itl in t.itls])) for result in chosen]
     curves = [(label, curve) for label, curve in curves if curve]
     if not curves:
         return ""
@@ -216,7 +217,7 @@ def _itl_plot(results: Sequence[Result]) -> str:
     return line_chart("Inter-token latency: share that is longer", x, y, series, limits)
 
 
-def _longer_than(values: list[float]) -> list[tuple[float, float]]:
+def longer_than(values: list[float]) -> list[tuple[float, float]]:
     """Points (value, share of values at least that long), thinned evenly in the logarithm of the share."""
     values = sorted(max(value, 0.01) for value in values)
     if len(values) < 2:

@@ -7,17 +7,17 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import chain, repeat
 
-from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
+from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
 from penstock.fleet.journal import Journal
-from penstock.fleet.launcher import Launcher, WorkerInstance
+from penstock.fleet.launcher import Launcher, Loss, WorkerInstance
 from penstock.fleet.replica import Replica
 from penstock.fleet.router import Placement, Router
 from penstock.fleet.settings import FailoverConfig, RoutingConfig
@@ -27,6 +27,7 @@ from penstock.worker.client import GONE, LOST
 log = logging.getLogger(__name__)
 
 MAX_HELD = 4096  # requests that wait for a replica
+LOOK_SECONDS = 0.5  # between looks for one at the latest
 MAX_FRUITLESS = 2  # retries of a request whose replica lives and yet fails it
 KEPT_SECONDS = 60.0  # how long the ledger of an aborted request can be asked for
 
@@ -155,7 +156,8 @@ class Fleet:
                 placed = (None if journal.suspected else self._choose(journal)) or await self._place(journal)
                 journal.fruitless += 1
                 journal.resume(placed.replica.name, placed.reason)
-                engine = journal.engine = placed.replica.engine
+                engine, loss = placed.replica.engine, placed.replica.loss
+                journal.engine = engine
                 try:
                     async with aclosing(engine.submit(journal.next_request())) as chunks:
                         async for chunk in chunks:
@@ -168,7 +170,7 @@ class Fleet:
                 except Overloaded as error:
                     self._refused(journal, placed.replica, error)
                 except (Unavailable, EngineFailure) as error:
-                    self._failed(journal, placed.replica, engine, error)
+                    await self._failed(journal, placed.replica, loss, error)
                 finally:
                     self._left(journal, placed, completed=ended)
         finally:
@@ -238,7 +240,8 @@ class Fleet:
                 while True:
                     if all(replica.state in ("draining", "stopped") for replica in self.replicas):
                         raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
-                    await self._changed.wait()
+                    with suppress(TimeoutError):  # circuit breakers close by themselves
+                        await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
                     if (placed := self._choose(journal)) is not None:
                         return placed
         except TimeoutError:
@@ -271,25 +274,29 @@ class Fleet:
             raise error
         journal.refused[replica.name] = error
 
-    def _failed(self, journal: Journal, replica: Replica, engine: ServedEngine, error: PenstockError) -> None:
+    async def _failed(
+        self, journal: Journal, replica: Replica, loss: asyncio.Future[Loss], error: PenstockError
+    ) -> None:
         """Its replica is lost, or failed to compute it: note the loss, or raise if it is not to be tried again."""
-        now = time.monotonic()
+        now, cause, from_outside = time.monotonic(), error.message, False
         if error.code == GONE:
             replica.lose("")
         elif error.code == LOST:
-            if replica.state == "ready" and replica.engine is engine:
+            if replica.state == "ready" and replica.loss is loss:
                 replica.lose("")
-            if journal.on_trial:
+            known = await asyncio.shield(loss)
+            cause, from_outside = known.reason, known.from_outside
+            if journal.on_trial and not from_outside:
                 raise self._quarantine.convict(journal.request, now)
-            journal.suspected += replica.state != "draining"
+            journal.suspected += not from_outside
         else:
             replica.breaker.failed(now)
             if journal.fruitless > MAX_FRUITLESS:
                 raise error
-        if not self._budget.spend(len(self._journals), now):
+        if not from_outside and not self._budget.spend(len(self._journals), now):
             raise error
         self.failovers += 1
-        journal.lose(replica.detail or error.message)
+        journal.lose(cause)
 
     async def aborted(self, request_id: str) -> Ledger | None:
         journal = self._journals.get(request_id)

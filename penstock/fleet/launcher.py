@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +22,15 @@ from penstock.worker.remote import prove_as_gateway
 _STOP_SECONDS = 10.0
 _EXIT_SECONDS = 1.0  # for a process whose socket has ended
 _CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why an engine is gone. `from_outside`: its process was stopped or ended by somebody, as far as the system can
+    tell, so that none of its requests is to blame."""
+
+    reason: str
+    from_outside: bool = False
 
 
 class Instance(Protocol):
@@ -37,7 +48,7 @@ class Instance(Protocol):
         """Why this kind of engine cannot compute a request, whatever its load."""
         ...
 
-    async def lost(self) -> str:
+    async def lost(self) -> Loss:
         """Wait until the engine is gone for good, and say why."""
         ...
 
@@ -85,6 +96,8 @@ class WorkerProcess:
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process = process
         self._control = control
+        self._killed = False  # by this process
+        self._oom_kills = _oom_kills()
 
     @classmethod
     async def spawn(cls, start: Start) -> WorkerProcess:
@@ -143,10 +156,29 @@ class WorkerProcess:
 
     def kill(self) -> None:
         if self._process.returncode is None:
+            self._killed = True
             self._process.kill()
+
+    @property
+    def ended_by_somebody(self) -> bool:
+        """Whether a signal from outside has ended it. SIGKILL may also come from the kernel for want of memory, which
+        requests can cause; it counts those."""
+        code = self._process.returncode
+        if code == -signal.SIGKILL:
+            return not self._killed and self._oom_kills is not None and self._oom_kills == _oom_kills()
+        return code in (0, -signal.SIGTERM)
 
     def close(self) -> None:
         self._control.close()
+
+
+def _oom_kills() -> int | None:
+    """Processes that the kernel has killed for want of memory; None where it does not say."""
+    try:
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return int(counters["oom_kill"])
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _environment(visible_devices: str | None) -> dict[str, str]:
@@ -177,11 +209,12 @@ class LocalInstance(WorkerInstance):
         """Another connection, for another gateway process. Raises ConnectionError."""
         return self._worker.connect()
 
-    async def lost(self) -> str:
+    async def lost(self) -> Loss:
         silence = await asyncio.shield(self.engine.closed)
+        stopped = self._worker.is_stopped()
         code = await self._worker.reap(0 if silence else _EXIT_SECONDS)
         self._worker.close()
-        return silence or f"exit code {code}"
+        return Loss(silence, stopped) if silence else Loss(f"exit code {code}", self._worker.ended_by_somebody)
 
     async def stop(self) -> None:
         self._worker.terminate()
@@ -226,8 +259,8 @@ class RemoteInstance(WorkerInstance):
     def __init__(self, client: WorkerClient) -> None:
         self.engine = client
 
-    async def lost(self) -> str:
-        return await asyncio.shield(self.engine.closed) or "the connection ended"
+    async def lost(self) -> Loss:
+        return Loss(await asyncio.shield(self.engine.closed) or "the connection ended")
 
     async def stop(self) -> None:
         self.engine.close()

@@ -12,7 +12,7 @@ from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import PenstockError, StartupError
 from penstock.core.request import GenerateRequest
 from penstock.fleet.failover import CircuitBreaker
-from penstock.fleet.launcher import Instance, Launcher, LocalLauncher
+from penstock.fleet.launcher import Instance, Launcher, LocalLauncher, Loss
 from penstock.worker.client import WorkerClient
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class Replica:
         self.restarts = 0
         self.useful = False  # whether this instance has given a token
         self.breaker = CircuitBreaker()
+        self.loss: asyncio.Future[Loss]  # of this instance
         self._leaving = False
         self._launcher = launcher
         self._instance: Instance | None = None
@@ -84,11 +85,12 @@ class Replica:
         useless = 0
         while True:
             assert self._instance is not None
-            reason = await self._instance.lost()
-            useless = 0 if self.useful else useless + 1
+            loss = await self._instance.lost()
+            self.loss.set_result(loss)
+            useless = 0 if self.useful or loss.from_outside else useless + 1
             delay = 0.0 if useless < 2 else min(_LAST_RETRY_SECONDS, _FIRST_RETRY_SECONDS * 2 ** (useless - 2))
-            log.error("replica %s was lost: %s; starting another", self.name, reason)
-            self.lose(reason)
+            log.error("replica %s was lost: %s; starting another", self.name, loss.reason)
+            self.lose(loss.reason)
             if self._leaving:
                 return
             self.restarts += 1
@@ -107,6 +109,7 @@ class Replica:
     def _began(self, instance: Instance) -> None:
         self._instance = instance
         self.useful = False
+        self.loss = asyncio.get_running_loop().create_future()
         self._become("draining" if self._leaving else "ready", "")
 
     def lose(self, reason: str) -> None:
@@ -129,6 +132,8 @@ class Replica:
             self._keeper.cancel()
         self._become("stopped", "")
         if self._instance is not None:
+            if not self.loss.done():
+                self.loss.set_result(Loss("stopped", from_outside=True))
             await self._instance.stop()
 
     def cut(self) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import StartupError
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
-from penstock.fleet.launcher import Instance, RemoteInstance
+from penstock.fleet.launcher import Instance, Loss, RemoteInstance
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor
 from penstock.worker.client import WorkerClient
 from penstock.worker.server import GatewayConnection, WorkerServer
@@ -45,6 +46,15 @@ class SimulatedWorker:
         self.engine.stop()
 
 
+class SimulatedInstance(RemoteInstance):
+    def __init__(self, client: WorkerClient, launcher: SimulatedLauncher) -> None:
+        super().__init__(client)
+        self._launcher = launcher
+
+    async def lost(self) -> Loss:
+        return replace(await super().lost(), from_outside=self._launcher.killed_from_outside)
+
+
 class SimulatedLauncher:
     """`crash` is told of every worker that is launched, before it serves."""
 
@@ -53,6 +63,7 @@ class SimulatedLauncher:
     def __init__(self, crash: Callable[[SimulatedWorker], None] = lambda worker: None) -> None:
         self.workers: list[SimulatedWorker] = []
         self.failing = False
+        self.killed_from_outside = False  # whether its workers do not die by themselves
         self._crash = crash
 
     async def launch(self) -> Instance:
@@ -61,7 +72,7 @@ class SimulatedLauncher:
         worker = SimulatedWorker()
         self.workers.append(worker)
         self._crash(worker)
-        return RemoteInstance(await worker.connect())
+        return SimulatedInstance(await worker.connect(), self)
 
     @property
     def worker(self) -> SimulatedWorker:

@@ -159,6 +159,20 @@ async def test_a_request_that_crashes_workers_is_refused_and_its_victims_are_ser
         assert sum(replica.restarts for replica in fleet.replicas) == restarts
 
 
+async def test_kills_from_outside_blame_nobody_however_many() -> None:
+    async with running(SimulatedLauncher()) as (fleet, (launcher,)):
+        launcher.killed_from_outside = True
+        requests = [asking(str(number), [number, 5, 6], 40) for number in range(24)]
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            answers = [tasks.create_task(answer(fleet, request)) for request in requests]
+            for restarts in range(1, 10):
+                await until(lambda: fleet.replicas[0].state == "ready" and fleet.streams(fleet.replicas[0]) > 0)
+                launcher.worker.die()
+                await until(lambda expected=restarts: fleet.replicas[0].restarts == expected)  # type: ignore[misc]
+        for request, task in zip(requests, answers, strict=True):
+            assert tokens_of(task.result()) == expected(request)
+
+
 async def test_a_failed_step_is_computed_again() -> None:
     async with running(SimulatedLauncher()) as (fleet, (launcher,)):
         request = asking("r", [1, 2, 3], 2000)

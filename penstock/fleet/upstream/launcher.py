@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.core.errors import PenstockError, StartupError, Unavailable
 from penstock.core.request import GenerateRequest
-from penstock.fleet.launcher import Instance
+from penstock.fleet.launcher import Instance, Loss
 from penstock.fleet.upstream.engine import Upstream
 from penstock.fleet.upstream.settings import UpstreamConfig
 from penstock.text.tokenizer import Tokenizer
@@ -32,11 +32,11 @@ class UpstreamInstance:
     def refusal(self, request: GenerateRequest) -> PenstockError | None:
         return self.engine.refusal(request)
 
-    async def lost(self) -> str:
+    async def lost(self) -> Loss:
         """A server that cannot be asked is probed again until it can: it may have come back as another one."""
         reason = await self.engine.unhealthy()
         await self.engine.close()
-        return reason
+        return Loss(reason)
 
     async def stop(self) -> None:
         await self.engine.close()
