@@ -166,8 +166,10 @@ async def _serve_fleets(
     app = create_app(models, settings, directory=directory, collectors=collectors, control=control)
     await asyncio.gather(*starts)
 
+    virtual = [name for name, config in settings.models.items() if config.is_virtual]
+
     def announce(host: str, port: int) -> None:
-        _announce(host, port, [model.names[0] for model in models], directory.open)
+        _announce(host, port, [*(model.names[0] for model in models), *virtual], directory.open)
 
     tune_interpreter()
     warming = asyncio.create_task(app.long_requests.warm_up())

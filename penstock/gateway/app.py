@@ -59,8 +59,8 @@ def create_app(
     origins = Origins(settings.server)
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
-    models = Models([_model(model, settings, spend) for model in served])
-    _warn_of_other_models(settings, models.by_name)
+    models = Models([_model(model, settings, spend) for model in served], settings.models)
+    _warn_of_other_models(settings, [name for model in models.all for name in model.names])
     texts = {name: model.text for name, model in models.by_name.items()}
     serving = Serving(
         models,

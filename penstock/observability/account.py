@@ -37,7 +37,9 @@ class Account(Struct, kw_only=True):
     tenant: str
     objective: str  # name of the class
     endpoint: str
-    model: str
+    asked: str  # what the client called the model
+    model: str  # that answered
+    why: str = ""  # a phrase for people: why that one; empty if it is the one that was asked for
     status: int
     error: str | None
     arrived: float  # seconds since 1970

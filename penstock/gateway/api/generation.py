@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+from urllib.parse import quote
 
 from msgspec import UNSET, UnsetType
 
@@ -44,6 +45,7 @@ TOO_MANY_SCORES = (
 )
 
 REPLICA = b"x-penstock-replica"
+MODEL = b"x-penstock-model"
 _TRUE = re.compile(rb"true|1", re.IGNORECASE)
 
 
@@ -118,6 +120,7 @@ async def build_choices(
                 common_tokens=common_tokens,
                 objective=context.objective,
                 deadline=deadline,
+                session=context.session,
                 tenant=tenant.name,
                 weight=tenant.weight,
                 cache=cache,
@@ -147,6 +150,8 @@ class Generation:
         self.context = context
         self.choices = choices
         self.final_usage: Usage | None = None  # when all has been generated
+        if context.why:
+            response.headers[MODEL] = quote(context.model.name, safe="/:@+ ").encode()
 
     async def run(self, emit: Emit | None = None) -> None:
         """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine.
@@ -282,7 +287,9 @@ class Generation:
             tenant=context.tenant.name,
             objective=context.objective.name,
             endpoint=context.endpoint,
+            asked=context.asked,
             model=context.model.name,
+            why=context.why,
             status=status,
             error=error,
             arrived=time.time() - (time.monotonic() - context.arrived),

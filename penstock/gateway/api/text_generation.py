@@ -24,7 +24,7 @@ from penstock.gateway.api.objectives import reported_tier
 from penstock.gateway.api.openai_types import SamplingFields, Usage
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, checked_options
 from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
-from penstock.gateway.api.serving import DONE, Serving, check_values, encode_json, event
+from penstock.gateway.api.serving import DONE, Incoming, Serving, check_values, encode_json, event
 from penstock.gateway.api.slices import SLICE
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
@@ -48,10 +48,11 @@ class TextReader(ABC, Generic[B]):
         asked = decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
         check_values(asked)
         self.check(asked)
-        bounds = terms.bounds_of(asked.model)
+        name = terms.read_for or asked.model
+        bounds = terms.bounds_of(name) if terms.read_for is None else terms.bounds[name]
         if asked.truncate_prompt_tokens is not None:
             bounds = bounds._replace(prompt_tokens=bounds.countable)
-        prompts = self.prompts(asked, bounds, terms.semantic)
+        prompts = self.prompts(asked, self.texts[name], bounds, terms.semantic)
         return checked_options(asked, **self.without_prompt) if len(body) > INLINE_BYTES else asked, prompts
 
     @abstractmethod
@@ -59,8 +60,8 @@ class TextReader(ABC, Generic[B]):
         """Refuse what no type can say of the endpoint's own fields."""
 
     @abstractmethod
-    def prompts(self, asked: B, bounds: Bounds, semantic: bool) -> list[Prompt]:
-        """Tokenize. With `semantic`, prompts of the same meaning may share an answer."""
+    def prompts(self, asked: B, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
+        """Tokenize for the model of `text`. With `semantic`, prompts of the same meaning may share an answer."""
 
 
 class Wanted(NamedTuple):
@@ -87,14 +88,25 @@ class TextEndpoint(ABC, Generic[B]):
     async def __call__(
         self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
     ) -> TextAnswer[B]:
-        context, body, found = await self.serving.accept(request, tenant, reservation, self.endpoint, self.reader)
-        info, wanted, prompts = context.model.engine.info, self.wanted(body), []
+        incoming = await self.serving.receive(request, tenant, reservation)
+        version, why = incoming.version, ""
+        if version is not None and incoming.config is not None:
+            weights = incoming.config.versions
+            why = f"a version for {weights[version] / sum(weights.values()):.3g} of the users"
+        return await self._answer(incoming, response, reservation, version, why)
+
+    async def _answer(
+        self, incoming: Incoming, response: Response, reservation: Reservation, read_for: str | None, why: str
+    ) -> TextAnswer[B]:
+        """`read_for`: the model that is to answer, where that is another than the request names, and `why`."""
+        context, body, found = await self.serving.accept(incoming, self.endpoint, self.reader, read_for, why)
+        tenant, info, wanted, prompts = incoming.tenant, context.model.engine.info, self.wanted(body), []
         for position, prompt in enumerate(found):
             if position % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
             kept = self._cut(info, tenant, body, wanted, prompt)
             prompts.append((kept, self._params(info, tenant, body, wanted, kept)))
-        choices = await build_choices(request, context, body, prompts, prompt_only=wanted.prompt_only)
+        choices = await build_choices(incoming.request, context, body, prompts, prompt_only=wanted.prompt_only)
         generation = Generation(self.serving.metrics, reservation, response, context, choices)
         return self.answer_type(body, generation)
 
