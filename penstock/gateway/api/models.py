@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import StartupError
@@ -71,6 +71,13 @@ class TenantBounds(Mapping[str, Bounds]):
         return dict, (dict(self),)
 
 
+class Entry(NamedTuple):
+    """A model as the settings have it."""
+
+    name: str
+    config: ModelConfig
+
+
 class Models:
     """All models that are served. The first one stands in where a request need not name any."""
 
@@ -78,7 +85,7 @@ class Models:
         """`configs`: the models of the settings, among them the virtual ones."""
         self.all = tuple(models)
         self.by_name: dict[str, Model] = {}
-        self.routed: dict[str, ModelConfig] = {}  # by all their names, those whose requests also go to other models
+        self.routed: dict[str, Entry] = {}  # by all their names, those whose requests also go to other models
         self._groups: list[tuple[str, ...]] = []  # the names of one model each
         for model in models:
             self._add(model.names, model)
@@ -87,7 +94,7 @@ class Models:
                 self._add((name, *config.aliases), self.by_name[_stand_in(config)])
         for name, config in (configs or {}).items():
             if config.is_virtual or config.shadow is not None:
-                self.routed |= dict.fromkeys((name, *config.aliases), config)
+                self.routed |= dict.fromkeys((name, *config.aliases), Entry(name, config))
         self._names = list(self.by_name)
 
     def _add(self, names: tuple[str, ...], model: Model) -> None:

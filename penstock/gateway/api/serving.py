@@ -10,11 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.fleet.settings import ModelConfig
 from penstock.fleet.versions import assigned_version
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.models import Models, TenantBounds
+from penstock.gateway.api.models import Entry, Models, TenantBounds
 from penstock.gateway.api.objectives import deadline
 from penstock.gateway.api.openai_types import SUPPORTED_VALUES, SamplingFields
 from penstock.gateway.api.reading import (
@@ -50,7 +49,7 @@ class Incoming:
     request: Request
     tenant: Tenant
     body: list[bytes]
-    config: ModelConfig | None = None  # of the model that it names, if requests for that also go to others
+    entry: Entry | None = None  # the model that it names, if requests for that also go to others
     version: str | None = None  # which of the model's versions is to answer
 
 
@@ -80,11 +79,10 @@ class Serving:
         if len(self.models.all) > 1 or self.models.routed:
             asked, _ = await self.parse(incoming, ModelReader(self.texts))
             model = self.models.find(tenant, asked.model)
-            if (config := self.models.routed.get(asked.model)) is not None:
-                incoming.config = config
-                if config.versions:
-                    incoming.version = assigned_version(sticky_key(request, tenant, asked), config.versions)
-                    model = self.models.by_name[incoming.version]
+            incoming.entry = self.models.routed.get(asked.model)
+            if incoming.entry is not None and (weights := incoming.entry.config.versions):
+                incoming.version = assigned_version(sticky_key(request, tenant, asked), weights)
+                model = self.models.by_name[incoming.version]
         if long:
             await reservation.enter(model.metering)
         return incoming

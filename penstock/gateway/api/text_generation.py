@@ -17,15 +17,20 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core.engine import EngineInfo
+from penstock.core.errors import InvalidRequest
 from penstock.core.request import SamplingParams
+from penstock.fleet.cascade import small_may_try
+from penstock.fleet.settings import CascadeConfig
+from penstock.gateway.api.cascade import CascadedAnswer
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.generation import Emit, Generation, build_choices
+from penstock.gateway.api.generation import Answer, Emit, Generation, build_choices
 from penstock.gateway.api.objectives import reported_tier
 from penstock.gateway.api.openai_types import SamplingFields, Usage
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, checked_options
 from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.api.serving import DONE, Incoming, Serving, check_values, encode_json, event
 from penstock.gateway.api.slices import SLICE
+from penstock.gateway.api.trial import Escalated, Trial
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
@@ -85,30 +90,77 @@ class TextEndpoint(ABC, Generic[B]):
         self.serving = serving
         self.reader = self.reader_type(serving.texts)
 
-    async def __call__(
-        self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
-    ) -> TextAnswer[B]:
+    async def __call__(self, request: Request, response: Response, tenant: Tenant, reservation: Reservation) -> Answer:
         incoming = await self.serving.receive(request, tenant, reservation)
-        version, why = incoming.version, ""
-        if version is not None and incoming.config is not None:
-            weights = incoming.config.versions
-            why = f"a version for {weights[version] / sum(weights.values()):.3g} of the users"
+        if incoming.entry is None:
+            return await self._answer(incoming, response, reservation)
+        config, version = incoming.entry.config, incoming.version
+        if config.cascade is not None:
+            return await self._cascaded(incoming, response, reservation, incoming.entry.name, config.cascade)
+        why = ""
+        if version is not None:
+            why = f"a version for {config.versions[version] / sum(config.versions.values()):.3g} of the users"
         return await self._answer(incoming, response, reservation, version, why)
 
+    async def _cascaded(
+        self, incoming: Incoming, response: Response, reservation: Reservation, name: str, cascade: CascadeConfig
+    ) -> Answer:
+        def count(outcome: str) -> None:
+            self.serving.metrics.cascades[name, outcome] += 1
+
+        async def large(escalated: Escalated) -> Answer:
+            return await self._answer(incoming, response, reservation, cascade.large, escalated.message)
+
+        try:
+            why = "the small model of the cascade"
+            small = await self._answer(incoming, response, reservation, cascade.small, why, cascade)
+        except Escalated as skipped:
+            count("skipped")
+            return await large(skipped)
+        except InvalidRequest as error:  # the large model may have room for it, or refuses it in its own words
+            count("skipped")
+            return await large(Escalated("skipped", f"the small model cannot take it: {error.message}"))
+        return CascadedAnswer(small, large, count)
+
     async def _answer(
-        self, incoming: Incoming, response: Response, reservation: Reservation, read_for: str | None, why: str
+        self,
+        incoming: Incoming,
+        response: Response,
+        reservation: Reservation,
+        read_for: str | None = None,
+        why: str = "",
+        cascade: CascadeConfig | None = None,
     ) -> TextAnswer[B]:
-        """`read_for`: the model that is to answer, where that is another than the request names, and `why`."""
+        """`read_for`: the model that is to answer, where that is another than the request names, and `why`. With a
+        `cascade` it is the small one of that: raises Escalated if it is not to try."""
         context, body, found = await self.serving.accept(incoming, self.endpoint, self.reader, read_for, why)
         tenant, info, wanted, prompts = incoming.tenant, context.model.engine.info, self.wanted(body), []
+        trial = None
+        if cascade is not None:
+            self._check_easy(found, wanted, cascade)
+            trial = Trial(cascade, show_logprobs=wanted.logprobs is not None)
+            if wanted.logprobs is None and cascade.min_logprob is not None:
+                wanted = wanted._replace(logprobs=0)
         for position, prompt in enumerate(found):
             if position % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
             kept = self._cut(info, tenant, body, wanted, prompt)
             prompts.append((kept, self._params(info, tenant, body, wanted, kept)))
         choices = await build_choices(incoming.request, context, body, prompts, prompt_only=wanted.prompt_only)
-        generation = Generation(self.serving.metrics, reservation, response, context, choices)
+        if trial is not None:
+            trial.begin(len(choices))
+        generation = Generation(self.serving.metrics, reservation, response, context, choices, trial)
         return self.answer_type(body, generation)
+
+    def _check_easy(self, prompts: list[Prompt], wanted: Wanted, cascade: CascadeConfig) -> None:
+        """Raise Escalated unless the small model is to try. Log-probabilities of a prompt are wanted of the large."""
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        tokens = self.default_tokens if wanted.tokens is None else wanted.tokens
+        if wanted.prompt_logprobs is not None:
+            raise Escalated("skipped", "the log-probabilities of a prompt are those of the large model")
+        if not small_may_try(longest, tokens, cascade):
+            limit = "" if tokens is None else f" and may have {tokens} more"
+            raise Escalated("skipped", f"not easy enough for the small model: it has {longest} tokens{limit}")
 
     @abstractmethod
     def wanted(self, body: B) -> Wanted: ...

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
+from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.core.errors import Failure, Overloaded, Unavailable
 from penstock.fleet.versions import assigned_version
 from penstock.gateway.api.models import ServedModel
 from penstock.settings import settings_from_mapping
@@ -146,3 +151,138 @@ def test_a_session_is_named_by_field_or_header_and_is_of_one_tenant(tokenizer: T
         for ignored in ({"x-session-id": "a b"}, {"x-session-id": "x" * 257}, {}):
             assert session(headers=ignored) == ""
         assert session(prompt_cache_key=7) == ""
+
+
+# -- cascade -----------------------------------------------------------------------------------------------------------
+
+SURE, UNSURE = -1.0, -0.1  # the scripted engine's log-probabilities are between -1 and -1/8
+
+
+@contextmanager
+def cascading(tokenizer: Tokenizer, **cascade: Any) -> Iterator[tuple[Gateway, ScriptedEngine]]:
+    easy = {"cascade": {"small": MODEL, "large": OTHER, "confidence_tokens": 3, **cascade}}
+    prices = {MODEL: {"input": 1.0, "output": 1.0}, OTHER: {"input": 5.0, "output": 5.0}}
+    with serving_both(tokenizer, models={"easy": easy}, prices=prices) as found:
+        yield found
+
+
+def events(answer: Any) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def texts(answer: Any, stream: bool) -> list[str]:
+    """By choice."""
+    found: dict[int, str] = defaultdict(str)
+    for part in events(answer) if stream else [answer.json()]:
+        for choice in part["choices"]:
+            content = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+            found[choice["index"]] += content.get("content") or ""
+    return [found[index] for index in sorted(found)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("min_logprob", [SURE, UNSURE])
+def test_the_large_model_answers_where_the_small_one_is_unsure(
+    tokenizer: Tokenizer, stream: bool, path: str, n: int, min_logprob: float
+) -> None:
+    prompt: dict[str, Any] = {} if path == CHAT else {"prompt": "abc"}
+    with cascading(tokenizer, min_logprob=min_logprob) as (gateway, other):
+        answer = post(gateway, path, model="easy", n=n, stream=stream, max_tokens=40, **prompt)
+        said, model = (FIRST_SAYS, MODEL) if min_logprob == SURE else (OTHER_SAYS, OTHER)
+        assert texts(answer, stream) == [said] * n
+        assert answer.headers["x-penstock-model"] == model
+        assert '"logprobs":{' not in answer.text.replace(" ", "")
+        assert len(other.requests) == (0 if min_logprob == SURE else n)
+        assert all(request.params.logprobs == 0 for request in gateway.engine.requests)
+        account = account_of(gateway, answer)
+        assert (account["asked"], account["model"], account["status"]) == ("easy", model, 200)
+        assert sum(account["choices"][0]["parts"].values()) == pytest.approx(account["total"], abs=1e-6)
+        if min_logprob == SURE:
+            assert "sure enough: mean log-probability -0." in account["why"]
+            assert account["attempts"] == []
+        else:
+            assert account["why"].startswith("the small model was unsure: mean log-probability -0.")
+            (attempt,) = account["attempts"]
+            assert (attempt["model"], attempt["why"]) == (MODEL, account["why"])
+            assert attempt["output_tokens"] >= 3
+            assert account["choices"][0]["parts"]["cascade"] == attempt["seconds"] > 0
+
+
+def test_streamed_pieces_come_once_and_with_one_finish_reason(tokenizer: Tokenizer) -> None:
+    with cascading(tokenizer) as (gateway, _):
+        answer = post(gateway, TEXT, model="easy", prompt="abc", n=2, stream=True, max_tokens=40, logprobs=1)
+        for index in (0, 1):
+            choices = [c for part in events(answer) for c in part["choices"] if c["index"] == index]
+            tokens = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
+            assert "".join(tokens).startswith(FIRST_SAYS)
+            assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+            assert choices[0]["text"] == "".join(tokens[:3])
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "why"),
+    [
+        ({"max_prompt_tokens": 5}, {}, "not easy enough for the small model: it has"),
+        ({"max_output_tokens": 9}, {"max_tokens": 10}, "and may have 10 more"),
+        ({"max_output_tokens": 9}, {}, "not easy enough"),
+        ({}, {"max_tokens": 600}, "the small model cannot take it: the prompt has"),
+        ({}, {"prompt_logprobs": 1}, "the log-probabilities of a prompt"),
+    ],
+)
+def test_what_is_not_easy_goes_to_the_large_model_at_once(
+    tokenizer: Tokenizer, config: dict[str, Any], asked: dict[str, Any], why: str
+) -> None:
+    with cascading(tokenizer, **config) as (gateway, _):
+        answer = post(gateway, model="easy", **asked)
+        assert text_of(answer) == OTHER_SAYS
+        account = account_of(gateway, answer)
+        assert why in account["why"]
+        assert (account["attempts"], gateway.engine.requests) == ([], [])
+
+
+@pytest.mark.parametrize("min_logprob", [SURE, None])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        Unavailable("no replica"),
+        Overloaded("full", retry_after=1.0),
+        Failure("EngineFailure", "a step failed"),
+    ],
+)
+def test_the_large_model_stands_in_for_a_small_one_that_fails(
+    tokenizer: Tokenizer, failure: Any, min_logprob: float | None
+) -> None:
+    with cascading(tokenizer, min_logprob=min_logprob) as (gateway, _):
+        gateway.runs(lambda request: [failure])
+        answer = post(gateway, model="easy", stream=True)
+        assert texts(answer, True) == [OTHER_SAYS]
+        assert account_of(gateway, answer)["why"].startswith("the small model failed: ")
+        gateway.runs(lambda request: [[5], [6], [7], [8], failure])
+        answer = post(gateway, model="easy", stream=True)
+        assert '"error":' in answer.text, "what was sent cannot be taken back"
+
+
+def test_only_the_answer_that_was_sent_is_charged_and_counted(tokenizer: Tokenizer) -> None:
+    with cascading(tokenizer, min_logprob=UNSURE) as (gateway, _), gateway.http() as http:
+        answer = post(gateway, model="easy", max_tokens=40)
+        samples = metrics_of(http)
+        used = answer.json()["usage"]
+        assert used["completion_tokens"] == len(OTHER_SAYS) + 1
+        assert samples["penstock_output_tokens_total", OTHER] == used["completion_tokens"]
+        assert samples["penstock_output_tokens_total", MODEL] == 0
+        assert samples["penstock_cascades_total", "easy", "unsure"] == 1
+        assert samples["penstock_answers_total", OTHER, "200"] == 1
+        assert samples["penstock_time_to_first_token_seconds_count", OTHER] == 1
+        assert samples["penstock_time_to_first_token_seconds_count", MODEL] == 0
+        usage = http.get("/admin/usage", headers={"authorization": f"Bearer {gateway.key('')}"}).json()["data"]
+        assert [(row["model"], row["requests"]) for row in usage] == [(OTHER, 1)]
+
+
+def metrics_of(http: httpx.Client) -> dict[tuple[str, ...], float]:
+    """By the name and the values of its labels."""
+    families = text_string_to_metric_families(http.get("/metrics").text)
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
