@@ -19,6 +19,7 @@ from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
 from penstock.gateway.api.serving import Serving
+from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
 from penstock.gateway.edge import Authenticate, Edge, Route, Routes
@@ -68,6 +69,7 @@ def create_app(
         metrics,
         traffic,
         LongRequests(texts),
+        Shadows(metrics.shadows),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,
         ignore_unknown=settings.server.unknown_fields == "ignore",
@@ -76,7 +78,7 @@ def create_app(
     requests = RequestLog()
     routes = _routes(serving, settings, directory, origins, requests, control or NoFleet())
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, tracing)
+    return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, serving.shadows, tracing)
 
 
 def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -> Model:

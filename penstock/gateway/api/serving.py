@@ -27,6 +27,7 @@ from penstock.gateway.api.reading import (
     Terms,
 )
 from penstock.gateway.api.sessions import session_of, sticky_key
+from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.errors import UnsupportedMediaType, require
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.traffic import Traffic
@@ -60,6 +61,7 @@ class Serving:
     metrics: GatewayMetrics
     traffic: Traffic
     long_requests: LongRequests
+    shadows: Shadows
     max_body: int  # bytes
     body_seconds: float
     ignore_unknown: bool = False  # fields of a request that nobody here knows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from statistics import fmean
 from typing import Literal
 
@@ -27,21 +26,17 @@ class Escalated(PenstockError):
 class Trial:
     """Of all choices of a request: they are sent when every one of them is sure enough, and otherwise none is."""
 
-    def __init__(self, cascade: CascadeConfig, *, show_logprobs: bool) -> None:
+    def __init__(self, cascade: CascadeConfig, choices: int, *, show_logprobs: bool) -> None:
         """`show_logprobs`: the client asked for log-probabilities, too."""
         self._cascade = cascade
         self._show_logprobs = show_logprobs
         self._held: dict[int, TextDelta] = {}  # by choice
-        self._logprobs: dict[int, list[float]] = defaultdict(list)
-        self._undecided = 0
+        self._undecided = choices
         self._passed = asyncio.Event()
         self._least: float | None = None  # mean log-probability of the least sure choice
         self.failed = False
         if cascade.min_logprob is None:
             self._passed.set()
-
-    def begin(self, choices: int) -> None:
-        self._undecided = choices
 
     @property
     def verdict(self) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,11 +15,13 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
+from penstock.core.engine import EngineStats
 from penstock.core.errors import Failure, Overloaded, Unavailable
 from penstock.fleet.versions import assigned_version
 from penstock.gateway.api.models import ServedModel
+from penstock.gateway.api.shadow import MAX_SEQUENCES
 from penstock.settings import settings_from_mapping
-from penstock.simulation.scripted_engine import MODEL, ScriptedEngine, says
+from penstock.simulation.scripted_engine import MODEL, ScriptedEngine, hang, says
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_many_models import byte_tokenizer
 from tests.gateway.conftest import Gateway, serving
@@ -282,7 +285,66 @@ def test_only_the_answer_that_was_sent_is_charged_and_counted(tokenizer: Tokeniz
         assert [(row["model"], row["requests"]) for row in usage] == [(OTHER, 1)]
 
 
-def metrics_of(http: httpx.Client) -> dict[tuple[str, ...], float]:
+def metrics_of(http: httpx.Client, headers: dict[str, str] | None = None) -> dict[tuple[str, ...], float]:
     """By the name and the values of its labels."""
-    families = text_string_to_metric_families(http.get("/metrics").text)
+    families = text_string_to_metric_families(http.get("/metrics", headers=headers).text)
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+# -- shadow traffic ----------------------------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("content", ["Hi", "word a " * 400])  # the longer one is read in another process
+def test_a_shadow_is_computed_and_neither_shown_nor_charged(tokenizer: Tokenizer, content: str) -> None:
+    models = {MODEL: {"shadow": {"model": OTHER, "fraction": 1.0}}}
+    with serving_both(tokenizer, models=models, tenants={"ann": {}}) as (gateway, other), gateway.http() as http:
+        ann, admin = ({"authorization": f"Bearer {gateway.key(name)}"} for name in ("ann", ""))
+        other.stats = EngineStats()
+        messages = [{"role": "user", "content": content}]
+        answer = post(
+            gateway, headers=ann, model=MODEL, messages=messages, n=2, max_tokens=40, truncate_prompt_tokens=300
+        )
+        assert [choice["message"]["content"] for choice in answer.json()["choices"]] == [FIRST_SAYS] * 2
+        until(lambda: metrics_of(http, admin).get(("penstock_shadows_total", OTHER, "completed")) == 1)
+        assert len(other.requests) == 2
+        request = other.requests[0]
+        assert byte_tokenizer().decode(request.prompt) == (content.upper() + "!")[-300:]
+        assert (request.objective.name, request.objective.rank, request.tenant) == ("batch", 2, "*shadow*")
+        assert request.prefix_scope == gateway.engine.requests[0].prefix_scope != ""
+        usage = http.get("/admin/usage", headers=admin).json()["data"]
+        assert [(row["tenant"], row["model"], row["requests"]) for row in usage] == [("ann", MODEL, 1)]
+        assert ("penstock_answers_total", OTHER, "200") not in metrics_of(http, admin)
+
+
+def test_a_shadow_that_hangs_fails_or_finds_no_room_changes_nothing(tokenizer: Tokenizer) -> None:
+    models = {"chat": {"versions": {MODEL: 1}, "shadow": {"model": OTHER, "fraction": 1.0}}}
+    with serving_both(tokenizer, models=models) as (gateway, other), gateway.http() as http:
+
+        def shadows(outcome: str) -> float:
+            return metrics_of(http).get(("penstock_shadows_total", OTHER, outcome), 0)
+
+        def ask() -> None:
+            assert text_of(post(gateway, model="chat")) == FIRST_SAYS
+
+        ask()
+        assert shadows("dropped") == 1, "requests wait there"
+        other.stats, other.healthy = EngineStats(), False
+        ask()
+        assert shadows("dropped") == 2
+        other.healthy = True
+        other.script = lambda request: [Failure("EngineFailure", "a step failed")]
+        ask()
+        until(lambda: shadows("failed") == 1)
+        other.script = lambda request: [[5], hang]
+        for _ in range(MAX_SEQUENCES + 1):
+            ask()
+        until(lambda: len(other.requests) == MAX_SEQUENCES + 1)
+        assert shadows("dropped") == 3
+    assert all(ended.is_set() for ended in other.ended.values())
