@@ -184,7 +184,7 @@ def _engine(ledger: dict[str, Any]) -> Iterable[RenderableType]:
         yield f"Replica: {ledger['replica']}" + (f" ({ledger['routing']})." if ledger["routing"] else ".")
     for each in ledger["failovers"]:
         yield (
-            f"Failover: {each['replica']} was lost after {each['output_tokens']} tokens ({each['cause']}); "
+            f"Failover: from {each['replica']} after {each['output_tokens']} tokens ({each['cause']}); "
             f"{duration(each['lost'])} until another replica went on."
         )
     if queued := {cause: seconds for cause, seconds in ledger["queued"].items() if seconds > 0}:

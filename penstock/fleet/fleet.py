@@ -14,6 +14,7 @@ from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unava
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
+from penstock.fleet.hedging import Hedging
 from penstock.fleet.journal import Journal
 from penstock.fleet.launcher import Launcher
 from penstock.fleet.replica import Replica
@@ -46,6 +47,9 @@ class Fleet:
         self._journals: dict[str, Journal] = {}
         self._quarantine = Quarantine()
         self._budget = RetryBudget()
+        self.hedging: Hedging | None = None
+        if self._config.hedge_ms is not None:
+            self.hedging = Hedging(self._config.hedge_ms / 1000, self._choose, self._left)
         self._trial = asyncio.Lock()  # held by a suspect until it has a token
         self._court: Replica | None = None  # that the suspect has to itself until then, but for streams that run
         self._retired = EngineStats()  # counters of instances that have gone
@@ -131,7 +135,11 @@ class Fleet:
                 placed = await self._place(journal)
                 engine = journal.engine = placed.replica.engine
                 try:
-                    async with aclosing(engine.submit(journal.next_request())) as chunks:
+                    chunks = engine.submit(journal.next_request())
+                    if self.hedging is not None and journal.attempt == 1:
+                        placed, chunks = await self.hedging.race(journal, placed, chunks, len(self._journals))
+                        engine = journal.engine = placed.replica.engine
+                    async with aclosing(chunks):
                         async for chunk in chunks:
                             if chunk.error is not None and chunk.error.error == EngineFailure.__name__:
                                 chunk.raise_failure()
@@ -144,7 +152,7 @@ class Fleet:
                 except (Unavailable, EngineFailure) as error:
                     self._failed(journal, placed.replica, engine, error)
                 finally:
-                    self._left(journal, placed, completed=ended)
+                    self._left(placed, completed=ended)
         finally:
             if journal.on_trial:
                 self._acquit(journal)
@@ -160,18 +168,20 @@ class Fleet:
             journal.on_trial = True
         placed = self._choose(journal) or await self._wait_for_replica(journal)
         while journal.on_trial and not self._to_itself(journal, placed):
-            self._left(journal, placed, completed=False)
+            self._left(placed)
             placed = await self._wait_for_replica(journal)
         journal.fruitless += 1
         journal.resume(placed.replica.name, placed.reason)
         return placed
 
-    def _choose(self, journal: Journal) -> Placement | None:
+    def _choose(self, journal: Journal, beside: Replica | None = None) -> Placement | None:
+        """`beside`: the replica that it is at already."""
         now = time.monotonic()
         found = [
             replica
             for replica in self.replicas
             if replica.state == "ready"
+            and replica is not beside
             and replica.name not in journal.refused
             and replica.breaker.allows(now)
             and (not journal.output or replica.engine.info.continues)
@@ -226,7 +236,7 @@ class Fleet:
         elif self._court is placed.replica:
             self._tell()
 
-    def _left(self, journal: Journal, placed: Placement, *, completed: bool) -> None:
+    def _left(self, placed: Placement, *, completed: bool = False) -> None:
         """A request is no longer at its replica."""
         placed.stream.ended(time.monotonic(), completed=completed)
         if placed.replica is self._court or placed.replica.state == "draining":

@@ -71,8 +71,10 @@ class RoutingConfig:
 @dataclass(frozen=True, slots=True)
 class FailoverConfig:
     wait_seconds: float = 30.0  # how long a request waits for a replica when none is running
+    hedge_ms: float | None = None  # without a first token after this, a second replica is asked too; default: never
 
     def __post_init__(self) -> None:
+        check(self.hedge_ms is None or 1 <= self.hedge_ms <= 3.6e6, "hedge_ms", "must be between 1 and 3600000")
         check(0 <= self.wait_seconds <= 3600, "wait_seconds", "must be between 0 and 3600")
 
 
