@@ -9,6 +9,7 @@ from typing import Any
 from penstock.cache.settings import CacheConfig
 from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.core.settings import check, convert_section
+from penstock.core.suggest import did_you_mean
 from penstock.engine.settings import EngineConfig
 from penstock.fleet.settings import FailoverConfig, ModelConfig, RoutingConfig
 from penstock.gateway.settings import (
@@ -65,14 +66,25 @@ class Settings:
         check(price is None or 0 < price < 1e6, "machine_per_hour", "must be above 0")
         check_class("default_class", self.default_class, self.classes)
         check_class("tenant_defaults.default_class", self.tenant_defaults.default_class, self.classes)
+        for name, config in self.models.items():
+            for setting, other in config.named_models().items():
+                self._check_named(f"models.{name}.{setting}", name, other)
         for name, tenant in self.tenants.items():
             check_class(f"tenants.{name}.default_class", tenant.default_class, self.classes)
 
+    def _check_named(self, where: str, entry: str, named: str) -> None:
+        real = [name for name, config in self.models.items() if not config.is_virtual]
+        hint = f"{did_you_mean(named, real)}; there are: {', '.join(real)}"
+        check(named in self.models, where, f"names {named!r}, which is not one of the models{hint}")
+        check(named in real, where, f"must name a model with replicas, and {named!r} has versions or a cascade")
+        check(named != entry, where, "must name another model than the one it belongs to")
+
     @property
     def served(self) -> Mapping[str, ModelConfig]:
-        """All models by what clients call them. The name is empty where it is to be that of the checkpoint."""
+        """All models that have replicas, by what clients call them. The name is empty where it is to be that of the
+        checkpoint."""
         if self.models:
-            return self.models
+            return {name: config for name, config in self.models.items() if not config.is_virtual}
         name = self.server.served_model_name or ""
         one = ModelConfig(
             self.model, replicas=self.replicas, engine=self.engine, routing=self.routing, failover=self.failover
@@ -104,8 +116,9 @@ def settings_from_mapping(values: Any) -> Settings:
 
 
 def _with_defaults(model: Any, values: Mapping[str, Any]) -> Any:
-    """A model's sections over those that all models have. What is no mapping is left to the conversion."""
-    if not isinstance(model, dict):
+    """A model's sections over those that all models have, unless it is virtual and has no replicas. What is no mapping
+    is left to the conversion."""
+    if not isinstance(model, dict) or model.get("versions") or model.get("cascade"):
         return model
     merged = dict(model)
     for section in ("engine", "routing", "failover"):

@@ -23,6 +23,7 @@ MAX_CHUNK_ROWS = 8
 # part: colour, what happened then
 PARTS: dict[str, tuple[str, str]] = {
     "prepare": ("cyan", "read, checked and tokenised by the gateway"),
+    "cascade": ("bright_blue", "at a small model whose answer was not used"),
     "queued": ("yellow", "waiting for a first step"),
     "prefill": ("blue", "computing the prompt"),
     "decode": ("green", "computing the answer"),
@@ -130,6 +131,11 @@ def explanation(account: dict[str, Any]) -> Iterable[RenderableType]:
         f"{account['prompt_tokens']} tokens in ({account['cached_tokens']} cached), {account['output_tokens']} out"
         + (f"; tenant {account['tenant']}" if account["tenant"] else "")
     )
+    if account["why"]:
+        yield f"Model {account['model']} for {account['asked']}: {account['why']}."
+    for attempt in account["attempts"]:
+        tokens = f"{attempt['output_tokens']} tokens in {duration(attempt['seconds'])}"
+        yield f"Model {attempt['model']} before, {tokens} that were not used: {attempt['why']}."
     if account["error"]:
         message = "".join(character for character in account["error"] if character.isprintable())
         yield Text(f"error: {message}", "red")
@@ -178,7 +184,7 @@ def _engine(ledger: dict[str, Any]) -> Iterable[RenderableType]:
         yield f"Replica: {ledger['replica']}" + (f" ({ledger['routing']})." if ledger["routing"] else ".")
     for each in ledger["failovers"]:
         yield (
-            f"Failover: {each['replica']} was lost after {each['output_tokens']} tokens ({each['cause']}); "
+            f"Failover: from {each['replica']} after {each['output_tokens']} tokens ({each['cause']}); "
             f"{duration(each['lost'])} until another replica went on."
         )
     if queued := {cause: seconds for cause, seconds in ledger["queued"].items() if seconds > 0}:

@@ -219,8 +219,10 @@ async def serve_fleets(
     )
     await asyncio.gather(*starts)
 
+    virtual = [name for name, config in settings.models.items() if config.is_virtual]
+
     def on_ready(host: str, port: int) -> None:
-        names = [model.names[0] for model in models]
+        names = [*(model.names[0] for model in models), *virtual]
         if shared is None:
             announce(host, port, names, directory.open)
         else:

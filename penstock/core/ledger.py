@@ -34,7 +34,7 @@ class Stall:
 
 @dataclass(slots=True)
 class Failover:
-    """A replica that was lost while it worked for the request, which then went on elsewhere."""
+    """A replica that was lost while it worked for the request, or was too slow; it went on elsewhere."""
 
     replica: str
     cause: str

@@ -7,6 +7,7 @@ upstream/         other servers as replicas
 build.py          from the settings of a model to its launchers
 journal.py        what is known of one request, enough to go on elsewhere
 failover.py       suspects, retry budget, circuit breakers
+hedging.py        a second replica where the first token is late
 router.py         keeps what the choice of a replica needs
 routing.py        which replica a request goes to: policies as pure functions
 snapshot.py       what a router knows of one replica

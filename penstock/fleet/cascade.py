@@ -24,5 +24,7 @@ def is_decided(tokens: int, finished: bool, cascade: CascadeConfig) -> bool:
 def escalates(logprobs: Sequence[float], cascade: CascadeConfig) -> bool:
     """Whether the small model is too unsure of its answer. `logprobs` are of its tokens so far; an answer without any
     is an end of text at once, which the large model is asked about."""
+    if cascade.min_logprob is None:
+        return False
     judged = logprobs[: cascade.confidence_tokens]
     return not judged or fmean(judged) < cascade.min_logprob

@@ -16,6 +16,7 @@ from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unava
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
+from penstock.fleet.hedging import Hedging
 from penstock.fleet.journal import Journal
 from penstock.fleet.launcher import Launcher, Loss, WorkerInstance
 from penstock.fleet.replica import Replica
@@ -49,6 +50,9 @@ class Fleet:
         self._journals: dict[str, Journal] = {}
         self._quarantine = Quarantine()
         self._budget = RetryBudget()
+        self.hedging: Hedging | None = None
+        if self._config.hedge_ms is not None:
+            self.hedging = Hedging(self._config.hedge_ms / 1000, self._choose, self._left)
         self._trial = asyncio.Lock()  # held by a suspect until it has a token
         self._court: Replica | None = None  # that the suspect has to itself until then, but for streams that run
         self._has_upstreams = False
@@ -159,7 +163,11 @@ class Fleet:
                 engine, loss = placed.replica.engine, placed.replica.loss
                 journal.engine = engine
                 try:
-                    async with aclosing(engine.submit(journal.next_request())) as chunks:
+                    chunks = engine.submit(journal.next_request())
+                    if self.hedging is not None and journal.attempt == 1:
+                        placed, chunks = await self.hedging.race(journal, placed, chunks, len(self._journals))
+                        journal.engine, loss = placed.replica.engine, placed.replica.loss
+                    async with aclosing(chunks):
                         async for chunk in chunks:
                             if chunk.error is not None and chunk.error.error == EngineFailure.__name__:
                                 chunk.raise_failure()
@@ -172,7 +180,7 @@ class Fleet:
                 except (Unavailable, EngineFailure) as error:
                     await self._failed(journal, placed.replica, loss, error)
                 finally:
-                    self._left(journal, placed, completed=ended)
+                    self._left(placed, journal if ended else None)
         finally:
             if journal.on_trial:
                 self._acquit(journal)
@@ -188,16 +196,18 @@ class Fleet:
             journal.on_trial = True
         placed = self._choose(journal) or await self._wait_for_replica(journal)
         while journal.on_trial and not self._to_itself(journal, placed):
-            self._left(journal, placed, completed=False)
+            self._left(placed)
             placed = await self._wait_for_replica(journal)
         return placed
 
-    def _choose(self, journal: Journal) -> Placement | None:
+    def _choose(self, journal: Journal, beside: Replica | None = None) -> Placement | None:
+        """`beside`: the replica that it is at already."""
         now = time.monotonic()
         found = [
             replica
             for replica in self.replicas
             if replica.state == "ready"
+            and replica is not beside
             and replica.name not in journal.refused
             and replica.breaker.allows(now)
             and (not journal.output or replica.engine.info.continues)
@@ -262,9 +272,9 @@ class Fleet:
         elif self._court is placed.replica:
             self._tell()
 
-    def _left(self, journal: Journal, placed: Placement, *, completed: bool) -> None:
+    def _left(self, placed: Placement, completed: Journal | None = None) -> None:
         """A request is no longer at its replica."""
-        self._router.ended(placed, journal.request, journal.output, completed=completed)
+        self._router.ended(placed, completed)
         if placed.replica is self._court or placed.replica.state == "draining":
             self._tell()
 

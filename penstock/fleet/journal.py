@@ -21,6 +21,7 @@ class Journal:
         "attempt",
         "begun",
         "engine",
+        "engine_id",
         "failovers",
         "first",
         "fruitless",
@@ -44,6 +45,7 @@ class Journal:
         self.replica = ""  # where it is now, and why
         self.routing = ""
         self.engine: ServedEngine | None = None
+        self.engine_id = request.id  # its name there: one out of reach may still be busy with the attempt before
         self.attempt = 0
         self.fruitless = 0  # attempts since its last token
         self.on_trial = False  # no other suspect runs beside it: if its replica crashes, it is to blame
@@ -63,11 +65,10 @@ class Journal:
         self.plain = False
         if self.attempt == 1:
             return request
-        params, deadline = request.params, request.deadline
-        if deadline is not None:
-            deadline -= now - self.started
-            if deadline <= 0:
-                raise DeadlineExceeded(f"the deadline passed after {len(self.output)} tokens")
+        self.engine_id = f"{request.id}.{self.attempt}"
+        params, deadline = request.params, self._remaining(now)
+        if deadline is not None and deadline <= 0:
+            raise DeadlineExceeded(f"the deadline passed after {len(self.output)} tokens")
         if self.prompt_scored and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)
         return replace(
@@ -79,10 +80,21 @@ class Journal:
             deadline=deadline,
         )
 
-    @property
-    def engine_id(self) -> str:
-        """Its name at the engine. A replica that was only out of reach may still be busy with the attempt before."""
-        return self.request.id if self.attempt <= 1 else f"{self.request.id}.{self.attempt}"
+    def _remaining(self, now: float) -> float | None:
+        deadline = self.request.deadline
+        return None if deadline is None else deadline - (now - self.started)
+
+    def hedged_request(self) -> GenerateRequest:
+        """The same for a second replica, beside the first one."""
+        return replace(self.request, id=f"{self.engine_id}.hedge", deadline=self._remaining(self._clock()))
+
+    def hedge(self, replica: str, routing: str, engine_id: str, began: float) -> None:
+        """The second replica was faster. It was asked at `began`."""
+        waited = began - self.begun
+        cause = f"no first token within {waited * 1000:.0f} ms, and another replica was faster"
+        self.failovers.append(Failover(self.replica, cause, 0, 0.0, waited))
+        self.replica, self.routing, self.engine_id = replica, routing, engine_id
+        self.begun = began
 
     def take(self, chunk: Chunk) -> Chunk:
         """Note what a chunk brings and make it a chunk of the one stream that the client sees."""
@@ -104,7 +116,7 @@ class Journal:
         else:
             self.prompt_scored = True
             chunk.replica = self.replica
-        self.plain = self.attempt == 1 and self.first is not None
+        self.plain = self.engine_id == self.request.id and self.first is not None
 
     def lose(self, cause: str) -> None:
         """Its replica is lost. `resume` follows when another one has the request."""

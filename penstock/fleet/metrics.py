@@ -26,7 +26,15 @@ class FleetMetrics(Collector):
         failovers = CounterMetricFamily(
             "penstock_failovers", "Requests that went on at another replica, or at a restarted one", labels=["model"]
         )
+        hedges = CounterMetricFamily(
+            "penstock_hedges",
+            "Requests that a second replica was asked for, too; won: its first token came first",
+            labels=["model", "outcome"],
+        )
         for fleet in self._fleets:
+            if fleet.hedging is not None:
+                hedges.add_metric([fleet.model, "won"], fleet.hedging.won)
+                hedges.add_metric([fleet.model, "lost"], fleet.hedging.lost)
             failovers.add_metric([fleet.model], fleet.failovers)
             for replica in fleet.replicas:
                 names, stats = [fleet.model, replica.name], replica.stats
@@ -34,4 +42,4 @@ class FleetMetrics(Collector):
                 streams.add_metric(names, fleet.streams(replica))
                 kv.add_metric(names, stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0)
                 restarts.add_metric(names, replica.restarts)
-        yield from (up, streams, kv, restarts, failovers)
+        yield from (up, streams, kv, restarts, failovers, hedges)

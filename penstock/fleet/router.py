@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from penstock.core.block_hashes import extend_block_hashes
 from penstock.core.request import GenerateRequest
+from penstock.fleet.journal import Journal
 from penstock.fleet.prefix_index import PrefixIndex
 from penstock.fleet.replica import Replica
 from penstock.fleet.routing import RoutedRequest, choose, session_digest
@@ -72,12 +73,13 @@ class Router:
         self._index.record(chosen.slot, hashes)
         return Placement(snapshots[chosen], chosen.sent(tokens, decision.cached, now), decision.reason, hashes)
 
-    def ended(self, placed: Placement, request: GenerateRequest, output: Sequence[int], *, completed: bool) -> None:
-        """It is no longer there. What it leaves in the KV cache is what the next turn of a conversation begins with."""
-        placed.stream.ended(time.monotonic(), completed=completed)
-        if placed.hashes and completed:
-            size, tokens = self._index.block_size, [*request.prompt, *output]
-            extend_block_hashes(placed.hashes, request, tokens, size, len(tokens) // size)
+    def ended(self, placed: Placement, completed: Journal | None) -> None:
+        """It is no longer there. What a completed one leaves in the KV cache is what the next turn of a conversation
+        begins with."""
+        placed.stream.ended(time.monotonic(), completed=completed is not None)
+        if placed.hashes and completed is not None:
+            size, tokens = self._index.block_size, [*completed.request.prompt, *completed.output]
+            extend_block_hashes(placed.hashes, completed.request, tokens, size, len(tokens) // size)
             self._index.record(placed.stream.snapshot.slot, placed.hashes)
 
 

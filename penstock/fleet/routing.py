@@ -32,7 +32,6 @@ class RoutedRequest:
     cached: Sequence[int] = ()  # leading tokens that each replica is expected to hold
     max_tokens: int = 0  # of output that may be asked for
     session: int = 0  # from `session_digest`: requests that should meet on one replica; 0: none
-    version: str = ""  # from `assigned_version`; empty: any
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,9 @@ def choose(request: RoutedRequest, snapshots: Sequence[Snapshot], now: float, co
 
 def candidates(request: RoutedRequest, snapshots: Sequence[Snapshot], config: RoutingConfig) -> list[Snapshot]:
     """Available replicas whose context and KV cache are large enough: long prompts go to the pool with room, as do
-    requests for a long answer if there is such a pool. Of the request's version if one of these is there, else of any.
-    A prompt that settings call long goes where the KV cache has room for it now, if that is anywhere."""
-    tokens, version, long = request.tokens, request.version, config.long_prompt_tokens
+    requests for a long answer if there is such a pool. A
+    prompt that settings call long goes where the KV cache has room for it now, if that is anywhere."""
+    tokens, long = request.tokens, config.long_prompt_tokens
     whole = tokens + (request.max_tokens or 1)
     for s in snapshots:
         if s.stale:
@@ -63,8 +62,6 @@ def candidates(request: RoutedRequest, snapshots: Sequence[Snapshot], config: Ro
     found = [s for s in snapshots if s.available and s.longest >= whole]
     if not found:
         found = [s for s in snapshots if s.available and s.longest > tokens]
-    if version:
-        found = [s for s in found if s.version == version] or found
     if long is not None and tokens > long:
         found = [s for s in found if s.kv_free >= tokens] or found
     return found

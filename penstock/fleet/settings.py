@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
 
 from penstock.core.settings import check, check_choice
@@ -24,7 +24,9 @@ class CascadeConfig:
     large: str = ""
     max_prompt_tokens: int = 1024  # a longer prompt goes to the large model at once; 0: every prompt does
     max_output_tokens: int | None = None  # so does a request that may have a longer answer; default: any may
-    min_logprob: float = -1.0  # mean log-probability of the answer's tokens below which the large model takes over
+    # mean log-probability of the answer's tokens below which the large model takes over; None: only where the small one
+    # fails, and then it may be one that tells no log-probabilities
+    min_logprob: float | None = -1.0
     confidence_tokens: int = 32  # from the answer's beginning, over which the mean is taken
 
     def __post_init__(self) -> None:
@@ -34,19 +36,20 @@ class CascadeConfig:
         check(self.max_prompt_tokens >= 0, "max_prompt_tokens", "must not be negative")
         longest = self.max_output_tokens
         check(longest is None or longest >= 1, "max_output_tokens", "must be at least 1")
-        check(self.min_logprob <= 0, "min_logprob", "must not be above 0")
+        least = self.min_logprob
+        check(least is None or least <= 0, "min_logprob", "must not be above 0")
         check(1 <= self.confidence_tokens <= 4096, "confidence_tokens", "must be between 1 and 4096")
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowConfig:
-    """Some requests are sent to another version, too, and its answers thrown away."""
+    """Some requests are sent to another model, too, and its answers thrown away."""
 
-    version: str = ""
+    model: str = ""
     fraction: float = 0.01  # of the requests
 
     def __post_init__(self) -> None:
-        check(bool(self.version), "version", "must name a version")
+        check(bool(self.model), "model", "must name a model")
         check(0 < self.fraction <= 1, "fraction", "must be above 0 and at most 1")
 
 
@@ -57,32 +60,28 @@ class RoutingConfig:
     policy: PolicyName = "forecast"
     session_tokens: int = 1024  # prefix hit that a session is believed to find on its own replica; 0: no sessions
     long_prompt_tokens: int | None = None  # longer prompts only go where the KV cache has room now; default: none do
-    versions: Mapping[str, float] = field(  # weights; empty: any version
-        default_factory=dict, metadata={"expected": "a mapping of versions to weights"}
-    )
-    shadow: ShadowConfig | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.policy, PolicyName, "policy")
         check(self.session_tokens >= 0, "session_tokens", "must not be negative")
         long = self.long_prompt_tokens
         check(long is None or long >= 1, "long_prompt_tokens", "must be at least 1")
-        for version, weight in self.versions.items():
-            check(0 <= weight < float("inf"), f"versions.{version}", "must not be negative")
-        check(not self.versions or sum(self.versions.values()) > 0, "versions", "must have a weight above 0")
 
 
 @dataclass(frozen=True, slots=True)
 class FailoverConfig:
     wait_seconds: float = 30.0  # how long a request waits for a replica when none is running
+    hedge_ms: float | None = None  # without a first token after this, a second replica is asked too; default: never
 
     def __post_init__(self) -> None:
+        check(self.hedge_ms is None or 1 <= self.hedge_ms <= 3.6e6, "hedge_ms", "must be between 1 and 3600000")
         check(0 <= self.wait_seconds <= 3600, "wait_seconds", "must be between 0 and 3600")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A model, and the replicas that serve it: worker processes here, workers on other machines, other servers."""
+    """A model, and the replicas that serve it: worker processes here, workers on other machines, other servers. Or a
+    virtual model, with `versions` or a `cascade` in place of all that: its requests go to other models."""
 
     model: str | None = field(default=None, metadata={"expected": "a name or a path"})  # default: its key in `models`
     aliases: tuple[str, ...] = ()  # other names that clients may use
@@ -93,14 +92,46 @@ class ModelConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     failover: FailoverConfig = field(default_factory=FailoverConfig)
+    versions: Mapping[str, float] = field(  # models and their weights: each user gets one of them
+        default_factory=dict, metadata={"expected": "a mapping of models to weights"}
+    )
+    cascade: CascadeConfig | None = None
+    shadow: ShadowConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.is_virtual:
+            self._check_virtual()
         check(self.model is None or bool(self.model), "model", "must be a name or a path")
         check(self.replicas is None or 0 <= self.replicas <= 1024, "replicas", "must be between 0 and 1024")
         for worker in self.workers:
             check(_WORKER.fullmatch(worker) is not None, "workers", f"must be as tcp://HOST:PORT, not {worker!r}")
         some = self.local_replicas or self.workers or self.upstreams
         check(bool(some), "replicas", "must be at least 1 where there are no workers and no upstreams")
+
+    def _check_virtual(self) -> None:
+        kind = "versions" if self.versions else "cascade"
+        check(not self.versions or self.cascade is None, "cascade", "must not be given beside versions")
+        for other in fields(self):
+            of_replicas = other.name not in ("aliases", "versions", "cascade", "shadow")
+            default = other.default if other.default_factory is MISSING else other.default_factory()
+            given = of_replicas and getattr(self, other.name) != default
+            check(not given, other.name, f"must not be given beside {kind}, which name models with replicas")
+        for model, weight in self.versions.items():
+            check(0 <= weight < float("inf"), f"versions.{model}", "must not be negative")
+        check(not self.versions or sum(self.versions.values()) > 0, "versions", "must have a weight above 0")
+
+    @property
+    def is_virtual(self) -> bool:
+        return bool(self.versions) or self.cascade is not None
+
+    def named_models(self) -> dict[str, str]:
+        """The models that it names, by the setting that names them."""
+        named = {f"versions.{model}": model for model in self.versions}
+        if self.cascade is not None:
+            named |= {"cascade.small": self.cascade.small, "cascade.large": self.cascade.large}
+        if self.shadow is not None:
+            named["shadow.model"] = self.shadow.model
+        return named
 
     @property
     def local_replicas(self) -> int:

@@ -24,7 +24,6 @@ class Snapshot:
 
     id: str
     slot: int
-    version: str = ""
     available: bool = True
     max_model_len: int = 0  # 0: unknown
     kv_tokens: int = 0  # that its KV cache holds; 0: unknown

@@ -19,6 +19,7 @@ from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
 from penstock.gateway.api.serving import Serving
+from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.api.siblings import Alone, Siblings
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
@@ -61,8 +62,8 @@ def create_app(
     origins = Origins(settings.server)
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
-    models = Models([_model(model, settings, spend) for model in served])
-    _warn_of_other_models(settings, models.by_name)
+    models = Models([_model(model, settings, spend) for model in served], settings.models)
+    _warn_of_other_models(settings, [name for model in models.all for name in model.names])
     texts = {name: model.text for name, model in models.by_name.items()}
     serving = Serving(
         models,
@@ -70,6 +71,7 @@ def create_app(
         metrics,
         traffic,
         LongRequests(texts),
+        Shadows(metrics.shadows),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,
         ignore_unknown=settings.server.unknown_fields == "ignore",
@@ -78,7 +80,7 @@ def create_app(
     requests = RequestLog()
     routes = _routes(serving, settings, directory, origins, requests, control or NoFleet(), siblings or Alone())
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, tracing)
+    return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, serving.shadows, tracing)
 
 
 def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -> Model:

@@ -13,6 +13,7 @@ from typing import Any
 from penstock.core.errors import NotFound, PenstockError, Unavailable
 from penstock.gateway.api.generation import Answer, Handler
 from penstock.gateway.api.reading import LongRequests
+from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.request import Request
@@ -99,6 +100,7 @@ class Edge:
     metrics: GatewayMetrics
     requests: RequestLog
     long_requests: LongRequests
+    shadows: Shadows
     tracing: Tracing | None = None
 
     async def answer(self, request: Request, response: Response) -> None:
@@ -147,6 +149,7 @@ class Edge:
             self.requests.add(account)
 
     async def close(self) -> None:
+        await self.shadows.close()
         await self.long_requests.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

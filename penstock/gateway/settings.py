@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 from penstock.cache.settings import CacheConfig
 from penstock.core.settings import check, convert_section
 from penstock.engine.settings import EngineConfig
+from penstock.fleet.settings import ModelConfig
 from penstock.observability.settings import ObservabilityConfig
 
 BUILT_IN_CLASSES = ("interactive", "standard", "batch")
@@ -156,6 +157,8 @@ class GatewaySettings(Protocol):
     def engine(self) -> EngineConfig: ...
     @property
     def server(self) -> ServerConfig: ...
+    @property
+    def models(self) -> Mapping[str, ModelConfig]: ...
     @property
     def classes(self) -> Mapping[str, ClassConfig]: ...
     @property

@@ -14,6 +14,7 @@ from penstock.core.ledger import Ledger
 
 class Parts(Struct, kw_only=True):
     prepare: float  # from arrival to submission: reading the body, template, tokenising, limits
+    cascade: float = 0.0  # at a small model whose answer was not used
     queued: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
@@ -31,13 +32,24 @@ class ChoiceAccount(Struct, kw_only=True):
     engine: Ledger | None
 
 
+class Attempt(Struct, kw_only=True):
+    """Of the small model of a cascade, whose answer was not used."""
+
+    model: str
+    why: str  # a phrase for people: why not
+    seconds: float
+    output_tokens: int  # that it had given by then; they are not charged
+
+
 class Account(Struct, kw_only=True):
     id: str  # ours; the client's own is `request_id`
     request_id: str
     tenant: str
     objective: str  # name of the class
     endpoint: str
-    model: str
+    asked: str  # what the client called the model
+    model: str  # that answered
+    why: str = ""  # a phrase for people: why that one; empty if it is the one that was asked for
     status: int
     error: str | None
     arrived: float  # seconds since 1970
@@ -47,18 +59,21 @@ class Account(Struct, kw_only=True):
     cached_tokens: int
     output_tokens: int
     choices: list[ChoiceAccount]
+    attempts: list[Attempt] = []  # before the model that answered
 
 
-def parts_of(total: float, prepare: float, answered: float, ledger: Ledger | None) -> Parts:
-    """`answered` is the time between submission and the last chunk."""
+def parts_of(total: float, prepare: float, answered: float, ledger: Ledger | None, cascade: float = 0.0) -> Parts:
+    """`answered` is the time between submission and the last chunk, `cascade` what models before this one took."""
+    before = prepare + cascade
     if ledger is None:
-        return Parts(prepare=prepare, answer=answered, relay=max(total - prepare - answered, 0.0))
+        return Parts(prepare=prepare, cascade=cascade, answer=answered, relay=max(total - before - answered, 0.0))
     return Parts(
         prepare=prepare,
+        cascade=cascade,
         queued=sum(ledger.queued.values()),
         prefill=sum(chunk.seconds for chunk in ledger.prefill),
         decode=ledger.decode,
         stalled=ledger.stalled,
         failover=ledger.failover,
-        relay=total - prepare - ledger.accounted,
+        relay=total - before - ledger.accounted,
     )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import add
 
 from msgspec.structs import astuple
@@ -25,6 +25,11 @@ GAP_SECONDS = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0,
 )  # fmt: skip
 
+TOKEN_COUNTERS = (
+    ("prompt_tokens", "Prompt tokens of finished choices"),
+    ("cached_tokens", "Those of them served from cache"),
+    ("output_tokens", "Tokens sent to clients"),
+)
 ENGINE_GAUGES = (
     ("running_sequences", "Sequences in the batch"),
     ("waiting_sequences", "Sequences queued in the engine"),
@@ -65,25 +70,20 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
-    def family(self) -> HistogramMetricFamily:
-        family = HistogramMetricFamily(self.name, self.help)
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         buckets: list[tuple[str, float]] = []
         total = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             total += count
             buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
-        family.add_metric([], buckets, self.sum)
-        return family
+        family.add_metric(labels, buckets, self.sum)
 
 
-class GatewayMetrics(Collector):
-    """What the gateway counts itself, plus the engine's own figures read at the moment of the scrape."""
+class ModelMetrics:
+    """What the gateway counts of the requests that one model answers."""
 
-    def __init__(self, engine_stats: Mapping[str, Callable[[], EngineStats]]) -> None:
-        """`engine_stats` by the model's name, which is a label of the engines' metrics where there are several."""
-        self._engine_stats = engine_stats
-        self.requests: Counter[tuple[str, int]] = Counter()  # by (endpoint, status)
-        self.in_flight = 0
+    def __init__(self) -> None:
+        self.answers: Counter[int] = Counter()  # by status
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
@@ -97,6 +97,23 @@ class GatewayMetrics(Collector):
             "penstock_request_seconds", "From arrival of a generation request to the end of its response", SECONDS
         )
         self.queue_time = Histogram("penstock_queue_seconds", "From arrival at the engine to the first step", SECONDS)
+
+    @property
+    def histograms(self) -> tuple[Histogram, ...]:
+        return self.first_token, self.inter_token, self.request_time, self.queue_time
+
+
+class GatewayMetrics(Collector):
+    """What the gateway counts itself, plus the engine's own figures read at the moment of the scrape."""
+
+    def __init__(self, engine_stats: Mapping[str, Callable[[], EngineStats]]) -> None:
+        """`engine_stats` by the model's name, which is a label of its metrics where there are several."""
+        self._engine_stats = engine_stats
+        self.models = {model: ModelMetrics() for model in engine_stats}
+        self.requests: Counter[tuple[str, int]] = Counter()  # by (endpoint, status)
+        self.in_flight = 0
+        self.cascades: Counter[tuple[str, str]] = Counter()  # by (virtual model, outcome)
+        self.shadows: Counter[tuple[str, str]] = Counter()  # by (model that is shadowed to, outcome)
         self.part_seconds: dict[str, list[float]] = {}  # by class: one sum for each of Parts
         self.queue_causes: Counter[str] = Counter()  # seconds
         self.missed_tokens: Counter[str] = Counter()  # by cause
@@ -107,6 +124,7 @@ class GatewayMetrics(Collector):
 
     def settle(self, account: Account) -> None:
         """Add a finished request's time and what the engine says of it."""
+        self.models[account.model].answers[account.status] += 1
         name = account.objective
         for choice in account.choices:
             parts = astuple(choice.parts)
@@ -137,13 +155,40 @@ class GatewayMetrics(Collector):
             requests.add_metric([endpoint, str(status)], count)
         yield requests
         yield GaugeMetricFamily("penstock_requests_in_flight", "HTTP requests being answered", self.in_flight)
-        yield CounterMetricFamily("penstock_prompt_tokens", "Prompt tokens of finished choices", self.prompt_tokens)
-        yield CounterMetricFamily("penstock_cached_tokens", "Those of them served from cache", self.cached_tokens)
-        yield CounterMetricFamily("penstock_output_tokens", "Tokens sent to clients", self.output_tokens)
-        for histogram in (self.first_token, self.inter_token, self.request_time, self.queue_time):
-            yield histogram.family()
+        yield from self._collect_models()
         yield from self._collect_ledgers()
         yield from self._collect_engines()
+
+    def _collect_models(self) -> Iterator[Metric]:
+        labels = ["model"] if len(self.models) > 1 else []
+        named = [([model] if labels else [], counted) for model, counted in self.models.items()]
+        answers = CounterMetricFamily(
+            "penstock_answers",
+            "Requests that reached a model, by the status they ended with",
+            labels=["model", "status"],
+        )
+        for model, counted in self.models.items():
+            for status, count in sorted(counted.answers.items()):
+                answers.add_metric([model, str(status)], count)
+        yield answers
+        for name, help in TOKEN_COUNTERS:
+            tokens = CounterMetricFamily(f"penstock_{name}", help, labels=labels)
+            for values, counted in named:
+                tokens.add_metric(values, getattr(counted, name))
+            yield tokens
+        for of_models in zip(*(counted.histograms for counted in self.models.values()), strict=True):
+            family = HistogramMetricFamily(of_models[0].name, of_models[0].help, labels=labels)
+            for (values, _), histogram in zip(named, of_models, strict=True):
+                histogram.add_to(family, values)
+            yield family
+        for name, help, counts in (
+            ("cascades", "Requests for a cascade, by what became of them", self.cascades),
+            ("shadows", "Shadow requests to a model, by what became of them", self.shadows),
+        ):
+            outcomes = CounterMetricFamily(f"penstock_{name}", help, labels=["model", "outcome"])
+            for (model, outcome), count in sorted(counts.items()):
+                outcomes.add_metric([model, outcome], count)
+            yield outcomes
 
     def _collect_ledgers(self) -> Iterator[Metric]:
         parts = CounterMetricFamily(

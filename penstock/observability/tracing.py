@@ -97,8 +97,11 @@ class Tracing:
         span.end(now)
 
     def _choice(self, parent: Context, choice: ChoiceAccount, start: int) -> None:
-        submitted = start + _ns(choice.parts.prepare)
-        self._add(parent, "prepare", start, submitted)
+        prepared = start + _ns(choice.parts.prepare)
+        submitted = prepared + _ns(choice.parts.cascade)
+        self._add(parent, "prepare", start, prepared)
+        if submitted > prepared:
+            self._add(parent, "cascade", prepared, submitted)
         ledger = choice.engine
         if ledger is None:
             self._add(parent, "answer", submitted, submitted + _ns(choice.parts.answer))

@@ -17,6 +17,7 @@ from penstock.fleet.routing import Decision, RoutedRequest, choose, session_dige
 from penstock.fleet.settings import CascadeConfig, RoutingConfig
 from penstock.fleet.snapshot import Snapshot, Stream
 from penstock.fleet.versions import assigned_version, is_shadowed
+from penstock.settings import settings_from_mapping
 
 KNOWN = EngineStats(
     kv_blocks=1000, prefill_tokens_per_second=10_000, decode_step_seconds=0.01, loaded_step_seconds=0.02
@@ -244,13 +245,6 @@ def test_users_keep_their_version_while_a_canary_grows() -> None:
     assert {assigned_version(user, {"v1": 1, "v2": 0}) for user in users} == {"v1"}
 
 
-def test_a_version_is_kept_while_one_of_its_replicas_is_there() -> None:
-    snapshots = [replica(0, version="v1"), replica(1, version="v2")]
-    assert decide(snapshots, cached=[1000], version="v2").snapshot is snapshots[1]
-    snapshots[1].available = False
-    assert decide(snapshots, version="v2").snapshot is snapshots[0]
-
-
 def test_shadows_are_a_fraction_and_always_the_same() -> None:
     shadowed = {i for i in range(5000) if is_shadowed(f"request-{i}", 0.1)}
     assert 0.085 < len(shadowed) / 5000 < 0.115
@@ -282,16 +276,43 @@ def test_an_unsure_answer_escalates_before_anything_was_streamed() -> None:
 
 
 def test_settings_are_converted_and_checked() -> None:
-    given = {"policy": "latency", "versions": {"v1": 95, "v2": 5}, "shadow": {"version": "v3", "fraction": 0.05}}
-    config = convert_section(RoutingConfig, "routing", given)
-    assert config.versions == {"v1": 95, "v2": 5}
-    assert config.shadow is not None
-    assert config.shadow.fraction == 0.05
-    for wrong, message in (
-        ({"policy": "fastest"}, "routing.policy must be one of forecast, latency, round_robin, not 'fastest'"),
-        ({"versions": {"v1": 0}}, "routing.versions must have a weight above 0"),
-        ({"shadow": {"fraction": 0.5}}, "routing.shadow.version must name a version"),
-    ):
-        with pytest.raises(StartupError) as refused:
-            convert_section(RoutingConfig, "routing", wrong)
-        assert refused.value.message == message
+    assert convert_section(RoutingConfig, "routing", {"policy": "latency"}).policy == "latency"
+    with pytest.raises(StartupError) as refused:
+        convert_section(RoutingConfig, "routing", {"policy": "fastest"})
+    assert refused.value.message == "routing.policy must be one of forecast, latency, round_robin, not 'fastest'"
+
+
+REAL: dict[str, Any] = {"v1": {}, "v2": {"replicas": 2}}
+
+
+def test_virtual_models_name_models_with_replicas() -> None:
+    chat = {"versions": {"v1": 9, "v2": 1}, "aliases": ["gpt"], "shadow": {"model": "v1", "fraction": 0.05}}
+    cascade = {"cascade": {"small": "v1", "large": "v2"}}
+    settings = settings_from_mapping({"models": {**REAL, "chat": chat, "easy": cascade}})
+    assert list(settings.served) == ["v1", "v2"]
+    assert settings.models["chat"].versions == {"v1": 9, "v2": 1}
+
+
+@pytest.mark.parametrize(
+    ("entry", "param", "message"),
+    [
+        ({"versions": {"v1": 1, "v22": 1}}, "versions.v22", r"names 'v22', .* \(did you mean v2\?\); there are: v1"),
+        ({"versions": {"chat": 1}}, "versions.chat", "must name a model with replicas"),
+        ({"versions": {"v1": 0}}, "versions", "must have a weight above 0"),
+        ({"versions": {"v1": -1}}, "versions.v1", "must not be negative"),
+        ({"versions": ["v1"]}, "versions", "must be a mapping of models to weights"),
+        ({"versions": {"v1": 1}, "replicas": 2}, "replicas", "must not be given beside versions"),
+        ({"versions": {"v1": 1}, "engine": {"max_seqs": 2}}, "engine", "must not be given beside versions"),
+        ({"versions": {"v1": 1}, "cascade": {"small": "v1", "large": "v2"}}, "cascade", "beside versions"),
+        ({"cascade": {"small": "v1", "large": "v1"}}, "cascade.large", "must be another model"),
+        ({"cascade": {"small": "v1", "large": "other"}}, "cascade.large", "not one of the models"),
+        ({"cascade": {"small": "v1", "large": "other"}, "model": "x"}, "model", "must not be given beside cascade"),
+        ({"shadow": {"fraction": 0.5}}, "shadow.model", "must name a model"),
+        ({"shadow": {"model": "chat"}}, "shadow.model", "must name another model"),
+        ({"shadow": {"model": "v1", "fraction": 2}}, "shadow.fraction", "must be above 0 and at most 1"),
+    ],
+)
+def test_mistakes_in_virtual_models_are_named(entry: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(StartupError, match=message) as refused:
+        settings_from_mapping({"models": {**REAL, "chat": entry}, "engine": {"max_seqs": 8}})
+    assert refused.value.param == f"models.chat.{param}"

@@ -65,9 +65,9 @@ class ChatReader(TextReader[ChatRequest]):
         require(not top or bool(asked.logprobs), "top_logprobs", "needs logprobs to be true")
         RANGES["logprobs"].check("top_logprobs", top)
 
-    def prompts(self, asked: ChatRequest, bounds: Bounds, semantic: bool) -> list[Prompt]:
+    def prompts(self, asked: ChatRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
         with blamed_on("messages", bounds):
-            ids = tokenize_chat(self.texts[asked.model], asked, bounds.prompt_tokens)
+            ids = tokenize_chat(text, asked, bounds.prompt_tokens)
             return [Prompt(ids, similar=similar_chat(asked) if semantic else None)]
 
 

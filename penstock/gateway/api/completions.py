@@ -21,7 +21,7 @@ from penstock.gateway.api.openai_types import (
     TokenIds,
     Usage,
 )
-from penstock.gateway.api.reading import Bounds, Prompt, blamed_on
+from penstock.gateway.api.reading import Bounds, ModelText, Prompt, blamed_on
 from penstock.gateway.api.semantic import similar_completion
 from penstock.gateway.api.serving import check_token_ids, encode_json, event
 from penstock.gateway.api.slices import joined, shaped, slices
@@ -44,20 +44,27 @@ class CompletionReader(TextReader[CompletionRequest]):
         require(asked.max_tokens != 0 or bool(asked.echo), "max_tokens", "must be at least 1, or 0 with echo")
         RANGES["logprobs"].check("logprobs", asked.logprobs)
 
-    def prompts(self, asked: CompletionRequest, bounds: Bounds, semantic: bool) -> list[Prompt]:
+    def prompts(self, asked: CompletionRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
         prompts = _split_prompts(asked.prompt)
         require(
             len(prompts) * min(asked.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
             "prompt",
             f"times n must be at most {MAX_SEQUENCES} sequences; send several requests",
         )
+        params = ["prompt"] if len(prompts) == 1 else [f"prompt[{position}]" for position in range(len(prompts))]
         return [
-            self._prompt(asked, prompt, "prompt" if len(prompts) == 1 else f"prompt[{position}]", bounds, semantic)
-            for position, prompt in enumerate(prompts)
+            self._prompt(asked, prompt, param, text, bounds, semantic)
+            for prompt, param in zip(prompts, params, strict=True)
         ]
 
     def _prompt(
-        self, asked: CompletionRequest, prompt: str | TokenIds, param: str, bounds: Bounds, semantic: bool
+        self,
+        asked: CompletionRequest,
+        prompt: str | TokenIds,
+        param: str,
+        text: ModelText,
+        bounds: Bounds,
+        semantic: bool,
     ) -> Prompt:
         require(len(prompt) > 0, param, "must not be empty")
         if not isinstance(prompt, str):
@@ -66,7 +73,7 @@ class CompletionReader(TextReader[CompletionRequest]):
             check_token_ids(prompt, param, bounds)
             return Prompt(prompt)
         with blamed_on(param, bounds):
-            ids = self.texts[asked.model].tokenizer.encode(prompt, at_most=bounds.prompt_tokens)
+            ids = text.tokenizer.encode(prompt, at_most=bounds.prompt_tokens)
         require(len(ids) > 0, param, "must not be empty")
         similar = similar_completion(asked, prompt) if semantic else None
         return Prompt(ids, prompt if asked.echo else None, similar)

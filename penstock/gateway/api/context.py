@@ -18,7 +18,10 @@ class Context(Struct, frozen=True, kw_only=True):
     arrived: float  # time.monotonic()
     endpoint: str
     tenant: Tenant
-    model: Model
+    asked: str  # what the client called the model
+    model: Model  # that is to answer
+    why: str  # a phrase for people: why this one; empty if it is the one that was asked for
+    session: str  # requests of one session should meet on one replica; empty: none
     objective: Objective
     deadline: float | None  # seconds after arrival
     output_asked: bool  # whether the client said how many tokens it wants

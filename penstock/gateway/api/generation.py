@@ -8,10 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+from urllib.parse import quote
 
 from msgspec import UNSET, UnsetType
 
-from penstock.core.errors import EngineFailure
+from penstock.core.errors import EngineFailure, Overloaded, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import (
     CacheControl,
@@ -23,17 +24,19 @@ from penstock.core.request import (
     TokenLogprob,
     choice_seed,
 )
+from penstock.gateway.api.cache_control import NAME as CACHE
 from penstock.gateway.api.cache_control import cache_control, cache_header
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.openai_types import PromptTokensDetails, SamplingFields, Usage
 from penstock.gateway.api.reading import Prompt
 from penstock.gateway.api.slices import SLICE, slices
+from penstock.gateway.api.trial import Escalated, Trial
 from penstock.gateway.errors import ClientGone, require
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.tenants import Tenant
-from penstock.observability.account import Account, ChoiceAccount, parts_of
+from penstock.observability.account import Account, Attempt, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.stream import TextDelta, TextStream
 
@@ -44,6 +47,7 @@ TOO_MANY_SCORES = (
 )
 
 REPLICA = b"x-penstock-replica"
+MODEL = b"x-penstock-model"
 _TRUE = re.compile(rb"true|1", re.IGNORECASE)
 
 
@@ -118,6 +122,7 @@ async def build_choices(
                 common_tokens=common_tokens,
                 objective=context.objective,
                 deadline=deadline,
+                session=context.session,
                 tenant=tenant.name,
                 weight=tenant.weight,
                 cache=cache,
@@ -137,16 +142,23 @@ class Generation:
         response: Response,
         context: Context,
         choices: list[Choice],
+        trial: Trial | None = None,
     ) -> None:
+        """`trial`: if the answer is not good enough, or fails before anything was sent, another model gives one."""
         self.engine = context.model.engine
         self.metering = context.model.metering
-        self.metrics = metrics
+        self.metrics = metrics.models[context.model.name]
         self.reservation = reservation
         self.request = response.request
         self.response = response
         self.context = context
         self.choices = choices
+        self.trial = trial
+        self.discarded = False  # whether the trial failed: nothing is charged, nothing counted
+        self.attempts: list[Attempt] = []  # by models whose answers were discarded before this one
         self.final_usage: Usage | None = None  # when all has been generated
+        if context.why:
+            response.headers[MODEL] = quote(context.model.name, safe="/:@+ ").encode()
 
     async def run(self, emit: Emit | None = None) -> None:
         """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine.
@@ -163,9 +175,13 @@ class Generation:
                         await self._run_choice(self.choices[0], emit)
                     else:
                         await self._run_all(emit)
+                except (Escalated, Unavailable, Overloaded, EngineFailure):
+                    self.discarded = self.trial is not None and not self.response.status
+                    raise
                 finally:
-                    self._record()
-                    self._settle()
+                    if not self.discarded:
+                        self._record()
+                        self._settle()
         finally:
             self.reservation.release()
 
@@ -181,7 +197,7 @@ class Generation:
     async def _run_choice(self, choice: Choice, emit: Emit | None) -> None:
         choice.submitted = time.monotonic()
         chunks = self.engine.submit(choice.request)
-        push = choice.stream.push
+        push, trial = choice.stream.push, self.trial
         last: float | None = None
         try:
             async for chunk in chunks:
@@ -189,11 +205,19 @@ class Generation:
                     self._last_chunk(choice, chunk)
                 now = time.monotonic()
                 if last is None:
-                    self._first_chunk(choice, chunk, now)
+                    self._first_chunk(choice, chunk)
                 elif (count := len(chunk.token_ids)) and choice.computed:
                     self.metrics.inter_token.observe((now - last) / count, count)
                 last = now
                 delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
+                if trial is not None:
+                    judged = await trial.judge(choice.index, delta)
+                    if judged is None:
+                        continue
+                    delta = judged
+                if choice.first is None:
+                    choice.first = time.monotonic()
+                    self.metrics.first_token.observe(choice.first - self.context.arrived)
                 choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_matched
                 if emit is not None:
                     await emit(choice, delta)
@@ -205,12 +229,12 @@ class Generation:
         finally:
             choice.ended = time.monotonic()
             await chunks.aclose()
-            if choice.computed and choice.ledger is None:  # it was ended here: by a stop string, or the client left
+            unused = trial is not None and trial.failed
+            if choice.computed and choice.ledger is None and not unused:
+                # it was ended here: by a stop string, or the client left
                 choice.ledger = await self.engine.aborted(choice.request.id)
 
-    def _first_chunk(self, choice: Choice, chunk: Chunk, now: float) -> None:
-        choice.first = now
-        self.metrics.first_token.observe(now - self.context.arrived)
+    def _first_chunk(self, choice: Choice, chunk: Chunk) -> None:
         if chunk.cache is None or chunk.cache.computed:
             self.metrics.queue_time.observe(chunk.queue_seconds)
         if chunk.cache is not None:
@@ -282,7 +306,9 @@ class Generation:
             tenant=context.tenant.name,
             objective=context.objective.name,
             endpoint=context.endpoint,
+            asked=context.asked,
             model=context.model.name,
+            why=context.why if self.trial is None else self.trial.verdict,
             status=status,
             error=error,
             arrived=time.time() - (time.monotonic() - context.arrived),
@@ -292,14 +318,29 @@ class Generation:
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
             output_tokens=usage.completion_tokens,
             choices=[self._choice_account(choice, total) for choice in self.choices],
+            attempts=self.attempts,
+        )
+
+    def attempt(self, why: str) -> Attempt:
+        """Of a trial that failed. The headers that it set are taken back."""
+        for header in (REPLICA, CACHE):
+            self.response.headers.pop(header, None)
+        begun = min((choice.submitted for choice in self.choices if choice.submitted is not None), default=None)
+        seconds = 0.0 if begun is None else time.monotonic() - begun
+        return Attempt(
+            model=self.context.model.name,
+            why=why,
+            seconds=seconds,
+            output_tokens=sum(choice.stream.output_tokens for choice in self.choices),
         )
 
     def _choice_account(self, choice: Choice, total: float) -> ChoiceAccount:
         arrived = self.context.arrived
         end = arrived + total
+        tried = sum(attempt.seconds for attempt in self.attempts)
         submitted = end if choice.submitted is None else choice.submitted
         answered = (choice.ended or end) - submitted
-        parts = parts_of(total, submitted - arrived, answered, choice.ledger)
+        parts = parts_of(total, submitted - arrived - tried, answered, choice.ledger, tried)
         return ChoiceAccount(
             index=choice.index,
             parts=parts,
@@ -312,7 +353,8 @@ class Generation:
 class Answer(Protocol):
     """What an endpoint makes of a request to generate, before it sends anything."""
 
-    generation: Generation
+    @property
+    def generation(self) -> Generation: ...
 
     def respond(self) -> Awaitable[None]:
         """Generate, and send what is generated in the endpoint's format."""

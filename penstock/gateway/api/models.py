@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import StartupError
+from penstock.fleet.settings import ModelConfig
 from penstock.gateway.api.objectives import Objectives
 from penstock.gateway.api.reading import Bounds, ModelText, model_not_found
 from penstock.gateway.tenancy.limits import Metering
@@ -70,29 +71,56 @@ class TenantBounds(Mapping[str, Bounds]):
         return dict, (dict(self),)
 
 
+class Entry(NamedTuple):
+    """A model as the settings have it."""
+
+    name: str
+    config: ModelConfig
+
+
 class Models:
     """All models that are served. The first one stands in where a request need not name any."""
 
-    def __init__(self, models: Sequence[Model]) -> None:
+    def __init__(self, models: Sequence[Model], configs: Mapping[str, ModelConfig] | None = None) -> None:
+        """`configs`: the models of the settings, among them the virtual ones."""
         self.all = tuple(models)
         self.by_name: dict[str, Model] = {}
+        self.routed: dict[str, Entry] = {}  # by all their names, those whose requests also go to other models
+        self._groups: list[tuple[str, ...]] = []  # the names of one model each
         for model in models:
-            for name in model.names:
-                if name in self.by_name:
-                    raise StartupError(f"two models are served as {name!r}", param="served_model_name")
-                self.by_name[name] = model
+            self._add(model.names, model)
+        for name, config in (configs or {}).items():
+            if config.is_virtual:
+                self._add((name, *config.aliases), self.by_name[_stand_in(config)])
+        for name, config in (configs or {}).items():
+            if config.is_virtual or config.shadow is not None:
+                self.routed |= dict.fromkeys((name, *config.aliases), Entry(name, config))
         self._names = list(self.by_name)
+
+    def _add(self, names: tuple[str, ...], model: Model) -> None:
+        for name in names:
+            if name in self.by_name:
+                raise StartupError(f"two models are served as {name!r}", param="served_model_name")
+            self.by_name[name] = model
+        self._groups.append(names)
 
     def names(self, tenant: Tenant) -> Sequence[str]:
         """The names a tenant may use. Those of one model mean the same, so one that is allowed allows the others."""
         allowed = tenant.models
         if allowed is None:
             return self._names
-        return [name for model in self.all if not set(allowed).isdisjoint(model.names) for name in model.names]
+        return [name for names in self._groups if not set(allowed).isdisjoint(names) for name in names]
 
     def find(self, tenant: Tenant, name: str) -> Model:
-        """The model that a tenant calls by this name."""
+        """The model that a tenant calls by this name. For a virtual one stands the model that most of its requests, or
+        the longest, go to."""
         names = self.names(tenant)
         if name not in names:
             raise model_not_found(name, names)
         return self.by_name[name]
+
+
+def _stand_in(config: ModelConfig) -> str:
+    if config.cascade is not None:
+        return config.cascade.large
+    return max(config.versions, key=lambda model: config.versions[model])

@@ -87,6 +87,7 @@ class Terms(NamedTuple):
     allowed: Sequence[str]  # names of the models that the tenant may use
     semantic: bool = False  # whether prompts of the same meaning may share an answer
     ignore_unknown: bool = False  # fields that nobody here knows
+    read_for: str | None = None  # the model that is to answer, where that is another than the request names
 
     def bounds_of(self, model: str) -> Bounds:
         if model not in self.allowed:
@@ -112,20 +113,26 @@ class Reader(Protocol[Head_co]):
     def read(self, body: bytes, terms: Terms) -> tuple[Head_co, list[Prompt]]: ...
 
 
-class _NamesModel(msgspec.Struct):
+class Asked(msgspec.Struct):
+    """Which model a body asks for, and for whom."""
+
     model: str
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
 
 class ModelReader:
-    """Finds which model a body asks for, and nothing else."""
+    """Finds what decides which model a request goes to, and nothing else."""
 
     name = "model"
 
     def __init__(self, texts: Mapping[str, ModelText]) -> None:
-        self._decoder = msgspec.json.Decoder(_NamesModel)
+        self._decoder = msgspec.json.Decoder(Asked)
 
-    def read(self, body: bytes, terms: Terms) -> tuple[str, list[Prompt]]:
-        return decode_json(self._decoder, body).model, []
+    def read(self, body: bytes, terms: Terms) -> tuple[Asked, list[Prompt]]:
+        asked = decode_json(self._decoder, body)
+        return checked_options(asked) if len(body) > INLINE_BYTES else asked, []
 
 
 @contextlib.contextmanager

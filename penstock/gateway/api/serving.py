@@ -10,9 +10,10 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.fleet.versions import assigned_version
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.models import Model, Models, TenantBounds
+from penstock.gateway.api.models import Entry, Models, TenantBounds
 from penstock.gateway.api.objectives import deadline
 from penstock.gateway.api.openai_types import SUPPORTED_VALUES, SamplingFields
 from penstock.gateway.api.reading import (
@@ -25,6 +26,8 @@ from penstock.gateway.api.reading import (
     Reader,
     Terms,
 )
+from penstock.gateway.api.sessions import session_of, sticky_key
+from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.errors import UnsupportedMediaType, require
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.traffic import Traffic
@@ -40,6 +43,17 @@ _JSON_TYPE = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORE
 encode_json = msgspec.json.Encoder().encode
 
 
+@dataclass(slots=True)
+class Incoming:
+    """A request whose body has arrived, and what the settings say of where it goes."""
+
+    request: Request
+    tenant: Tenant
+    body: list[bytes]
+    entry: Entry | None = None  # the model that it names, if requests for that also go to others
+    version: str | None = None  # which of the model's versions is to answer
+
+
 @dataclass(frozen=True, slots=True)
 class Serving:
     models: Models
@@ -47,49 +61,65 @@ class Serving:
     metrics: GatewayMetrics
     traffic: Traffic
     long_requests: LongRequests
+    shadows: Shadows
     max_body: int  # bytes
     body_seconds: float
     ignore_unknown: bool = False  # fields of a request that nobody here knows
     semantic_routes: frozenset[str] = frozenset()  # where prompts of the same meaning may share an answer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def accept(
-        self, request: Request, tenant: Tenant, reservation: Reservation, endpoint: str, reader: Reader[B]
-    ) -> tuple[Context, B, list[Prompt]]:
-        """A request to generate: its context, body and prompts, when the server, the model and its class are there for
-        it. What takes long to read is admitted first, so that nobody pays for those who are past their limits."""
+    async def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Incoming:
+        """A request to generate, when the server is there for it. What takes long to read is admitted first, so that
+        nobody pays for those who are past their limits."""
         self.traffic.admit()
         body = await self.body(request, tenant)
-        if request.body_size > INLINE_BYTES:
-            asked = await self._model_of(request, tenant, body)
-            await reservation.enter(asked.metering)
+        incoming = Incoming(request, tenant, body)
+        long = request.body_size > INLINE_BYTES
+        if not long and not self.models.routed:
+            return incoming
+        model = self.models.all[0]
+        if len(self.models.all) > 1 or self.models.routed:
+            asked, _ = await self.parse(incoming, ModelReader(self.texts))
+            model = self.models.find(tenant, asked.model)
+            incoming.entry = self.models.routed.get(asked.model)
+            if incoming.entry is not None and (weights := incoming.entry.config.versions):
+                incoming.version = assigned_version(sticky_key(request, tenant, asked), weights)
+                model = self.models.by_name[incoming.version]
+        if long:
+            await reservation.enter(model.metering)
+        return incoming
+
+    async def accept(
+        self, incoming: Incoming, endpoint: str, reader: Reader[B], read_for: str | None, why: str
+    ) -> tuple[Context, B, list[Prompt]]:
+        """Its context, body and prompts, when the model and its class are there for it. `read_for`: the model that is
+        to answer, where that is another than the request names, and `why`."""
+        request, tenant = incoming.request, incoming.tenant
         semantic = endpoint in self.semantic_routes
-        options, prompts = await self.parse(request, tenant, body, reader, semantic=semantic)
-        model = self.models.by_name[options.model]
+        options, prompts = await self.parse(incoming, reader, semantic=semantic, read_for=read_for)
+        model = self.models.by_name[read_for or options.model]
         context = Context(
             id=request.unique,
             request_id=request.id,
             arrived=request.arrived,
             endpoint=endpoint,
             tenant=tenant,
+            asked=options.model,
             model=model,
+            why=why,
+            session=session_of(request, tenant, options.prompt_cache_key),
             objective=model.objectives.classify(request, tenant, options.service_tier),
             deadline=deadline(request, tenant, options.deadline_ms),
             output_asked=options.max_tokens is not None or getattr(options, "max_completion_tokens", None) is not None,
         )
         return context, options, prompts
 
-    async def _model_of(self, request: Request, tenant: Tenant, body: list[bytes]) -> Model:
-        """The model whose limits a long request must keep. Where there are several, its body must be read for that."""
-        if len(self.models.all) == 1:
-            return self.models.all[0]
-        name, _ = await self.parse(request, tenant, body, ModelReader(self.texts))
-        return self.models.find(tenant, name)
-
     async def parse(
-        self, request: Request, tenant: Tenant, body: list[bytes], reader: Reader[T], *, semantic: bool = False
+        self, incoming: Incoming, reader: Reader[T], *, semantic: bool = False, read_for: str | None = None
     ) -> tuple[T, list[Prompt]]:
-        terms = Terms(TenantBounds(self.models, tenant), self.models.names(tenant), semantic, self.ignore_unknown)
+        request, tenant, body = incoming.request, incoming.tenant, incoming.body
+        bounds, allowed = TenantBounds(self.models, tenant), self.models.names(tenant)
+        terms = Terms(bounds, allowed, semantic, self.ignore_unknown, read_for)
         if request.body_size <= INLINE_BYTES:
             return reader.read(b"".join(body), terms)
         with request.cancelling_on_disconnect():

@@ -11,7 +11,7 @@ from penstock.gateway.api.chat import tokenize_chat
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.openai_types import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Reader, Terms, blamed_on
-from penstock.gateway.api.serving import Serving, check_token_ids, encode_json
+from penstock.gateway.api.serving import Incoming, Serving, check_token_ids, encode_json
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
@@ -79,6 +79,6 @@ class TextEndpoints:
         await self._answer(request, response, tenant, self._detokenize)
 
     async def _answer(self, request: Request, response: Response, tenant: Tenant, reader: Reader[bytes]) -> None:
-        body = await self.serving.body(request, tenant)
-        answer, _ = await self.serving.parse(request, tenant, body, reader)
+        incoming = Incoming(request, tenant, await self.serving.body(request, tenant))
+        answer, _ = await self.serving.parse(incoming, reader)
         await response.send(200, answer)

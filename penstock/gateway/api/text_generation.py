@@ -17,15 +17,23 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core.engine import EngineInfo
+from penstock.core.errors import InvalidRequest
 from penstock.core.request import SamplingParams
+from penstock.fleet.cascade import small_may_try
+from penstock.fleet.settings import CascadeConfig
+from penstock.fleet.versions import is_shadowed
+from penstock.gateway.api.cascade import CascadedAnswer
+from penstock.gateway.api.context import Context
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.generation import Emit, Generation, build_choices
+from penstock.gateway.api.generation import Answer, Choice, Emit, Generation, build_choices
 from penstock.gateway.api.objectives import reported_tier
 from penstock.gateway.api.openai_types import SamplingFields, Usage
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, checked_options
 from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
-from penstock.gateway.api.serving import DONE, Serving, check_values, encode_json, event
+from penstock.gateway.api.serving import DONE, Incoming, Serving, check_values, encode_json, event
+from penstock.gateway.api.shadow import ShadowedAnswer
 from penstock.gateway.api.slices import SLICE
+from penstock.gateway.api.trial import Escalated, Trial
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
@@ -48,10 +56,11 @@ class TextReader(ABC, Generic[B]):
         asked = decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
         check_values(asked)
         self.check(asked)
-        bounds = terms.bounds_of(asked.model)
+        name = terms.read_for or asked.model
+        bounds = terms.bounds_of(name) if terms.read_for is None else terms.bounds[name]
         if asked.truncate_prompt_tokens is not None:
             bounds = bounds._replace(prompt_tokens=bounds.countable)
-        prompts = self.prompts(asked, bounds, terms.semantic)
+        prompts = self.prompts(asked, self.texts[name], bounds, terms.semantic)
         return checked_options(asked, **self.without_prompt) if len(body) > INLINE_BYTES else asked, prompts
 
     @abstractmethod
@@ -59,8 +68,8 @@ class TextReader(ABC, Generic[B]):
         """Refuse what no type can say of the endpoint's own fields."""
 
     @abstractmethod
-    def prompts(self, asked: B, bounds: Bounds, semantic: bool) -> list[Prompt]:
-        """Tokenize. With `semantic`, prompts of the same meaning may share an answer."""
+    def prompts(self, asked: B, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
+        """Tokenize for the model of `text`. With `semantic`, prompts of the same meaning may share an answer."""
 
 
 class Wanted(NamedTuple):
@@ -84,19 +93,98 @@ class TextEndpoint(ABC, Generic[B]):
         self.serving = serving
         self.reader = self.reader_type(serving.texts)
 
-    async def __call__(
-        self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
+    async def __call__(self, request: Request, response: Response, tenant: Tenant, reservation: Reservation) -> Answer:
+        incoming = await self.serving.receive(request, tenant, reservation)
+        if incoming.entry is None:
+            return await self._answer(incoming, response, reservation)
+        config, version, why = incoming.entry.config, incoming.version, ""
+        if version is not None:
+            why = f"a version for {config.versions[version] / sum(config.versions.values()):.3g} of the users"
+        if config.cascade is None:
+            answer: Answer = await self._answer(incoming, response, reservation, version, why)
+        else:
+            answer = await self._cascaded(incoming, response, reservation, incoming.entry.name, config.cascade)
+        if config.shadow is None or not is_shadowed(request.unique, config.shadow.fraction):
+            return answer
+        return self._shadowed(answer, incoming, config.shadow.model)
+
+    async def _cascaded(
+        self, incoming: Incoming, response: Response, reservation: Reservation, name: str, cascade: CascadeConfig
+    ) -> Answer:
+        def count(outcome: str) -> None:
+            self.serving.metrics.cascades[name, outcome] += 1
+
+        async def large(escalated: Escalated) -> Answer:
+            return await self._answer(incoming, response, reservation, cascade.large, escalated.message)
+
+        try:
+            why = "the small model of the cascade"
+            small = await self._answer(incoming, response, reservation, cascade.small, why, cascade)
+        except Escalated as skipped:
+            count("skipped")
+            return await large(skipped)
+        except InvalidRequest as error:  # the large model may have room for it, or refuses it in its own words
+            count("skipped")
+            return await large(Escalated("skipped", f"the small model cannot take it: {error.message}"))
+        return CascadedAnswer(small, large, count)
+
+    async def _answer(
+        self,
+        incoming: Incoming,
+        response: Response,
+        reservation: Reservation,
+        read_for: str | None = None,
+        why: str = "",
+        cascade: CascadeConfig | None = None,
     ) -> TextAnswer[B]:
-        context, body, found = await self.serving.accept(request, tenant, reservation, self.endpoint, self.reader)
-        info, wanted, prompts = context.model.engine.info, self.wanted(body), []
+        """`read_for`: the model that is to answer, where that is another than the request names, and `why`. With a
+        `cascade` it is the small one of that: raises Escalated if it is not to try."""
+        context, body, found = await self.serving.accept(incoming, self.endpoint, self.reader, read_for, why)
+        wanted, trial = self.wanted(body), None
+        if cascade is not None and cascade.min_logprob is not None and wanted.logprobs is None:
+            wanted = wanted._replace(logprobs=0)
+        choices = await self._choices(incoming.request, context, body, found, wanted)
+        if cascade is not None:
+            self._check_easy(choices, wanted, cascade)
+            trial = Trial(cascade, len(choices), show_logprobs=self.wanted(body).logprobs is not None)
+        generation = Generation(self.serving.metrics, reservation, response, context, choices, trial)
+        return self.answer_type(body, generation)
+
+    async def _choices(
+        self, request: Request, context: Context, body: B, found: list[Prompt], wanted: Wanted
+    ) -> list[Choice]:
+        tenant, info, prompts = context.tenant, context.model.engine.info, []
         for position, prompt in enumerate(found):
             if position % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
             kept = self._cut(info, tenant, body, wanted, prompt)
             prompts.append((kept, self._params(info, tenant, body, wanted, kept)))
-        choices = await build_choices(request, context, body, prompts, prompt_only=wanted.prompt_only)
-        generation = Generation(self.serving.metrics, reservation, response, context, choices)
-        return self.answer_type(body, generation)
+        return await build_choices(request, context, body, prompts, prompt_only=wanted.prompt_only)
+
+    def _shadowed(self, answer: Answer, incoming: Incoming, name: str) -> Answer:
+        """With a shadow of it to this model, unless that has answered itself."""
+        model = self.serving.models.by_name[name]
+
+        async def choices() -> list[Choice]:
+            context, body, found = await self.serving.accept(incoming, self.endpoint, self.reader, name, "shadow")
+            context = msgspec.structs.replace(context, deadline=None)  # that of the answer, which has been sent
+            return await self._choices(incoming.request, context, body, found, self.wanted(body))
+
+        def send(generation: Generation) -> None:
+            if generation.context.model is not model:
+                self.serving.shadows.send(model, choices)
+
+        return ShadowedAnswer(answer, send)
+
+    def _check_easy(self, choices: list[Choice], wanted: Wanted, cascade: CascadeConfig) -> None:
+        """Raise Escalated unless the small model is to try. Log-probabilities of a prompt are wanted of the large."""
+        longest = max(len(choice.prompt.token_ids) for choice in choices)
+        tokens = self.default_tokens if wanted.tokens is None else wanted.tokens
+        if wanted.prompt_logprobs is not None:
+            raise Escalated("skipped", "the log-probabilities of a prompt are those of the large model")
+        if not small_may_try(longest, tokens, cascade):
+            limit = "" if tokens is None else f" and may have {tokens} more"
+            raise Escalated("skipped", f"not easy enough for the small model: it has {longest} tokens{limit}")
 
     @abstractmethod
     def wanted(self, body: B) -> Wanted: ...

@@ -75,8 +75,10 @@ class Reservation:
         await self._reserve(metering, tokens=1, cost=0)
 
     async def admit(self, metering: Metering, prompt_tokens: int, output_tokens: int) -> None:
-        """Raises when a limit has no room for what is expected."""
+        """Raises when a limit has no room for what is expected. What another model holds is given back."""
         tenant = self._tenant
+        if any(grant.claim.model != metering.model for grant in self._grants):
+            self.release()
         tokens, limit = prompt_tokens + output_tokens, tenant.limits_of(metering.names).tokens_per_minute
         if limit is not None and tokens > limit:
             raise RequestTooLarge(

@@ -286,8 +286,9 @@ def test_commands_say_how_to_give_a_key(
 
 def account(id: str, tenant: str, request_id: str, total: float) -> Account:
     return Account(
-        id=id, request_id=request_id, tenant=tenant, objective="standard", endpoint=CHAT, model=MODEL, status=200,
-        error=None, arrived=0.0, total=total, ttft=None, prompt_tokens=1, cached_tokens=0, output_tokens=1, choices=[],
+        id=id, request_id=request_id, tenant=tenant, objective="standard", endpoint=CHAT, asked=MODEL, model=MODEL,
+        status=200, error=None, arrived=0.0, total=total, ttft=None, prompt_tokens=1, cached_tokens=0, output_tokens=1,
+        choices=[],
     )  # fmt: skip
 
 
