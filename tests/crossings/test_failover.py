@@ -81,7 +81,7 @@ async def ask(
 ) -> tuple[Stream, list[dict[str, Any]]]:
     """The answer, and the events that it came in. An answer that is not streamed is one event."""
     headers = {"x-penstock-ledger": "true"} | ({} if cached else {"Cache-Control": "no-store"})
-    stream, events = Stream(what, 0.0), list[dict[str, Any]]()
+    stream, events = Stream(what), list[dict[str, Any]]()
     async with http.stream("POST", what.path, what.body, headers) as response:
         if not what.body["stream"]:
             events.append(json.loads(await response.read()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -26,7 +26,8 @@ class Fault:
     replica: str
     at: float
     requests: int  # in flight there, as the server counts them: one for each choice
-    recovered: float = 0.0
+    ready: float = 0.0  # the replica served again
+    recovered: float = 0.0  # and all streams flowed
 
 
 class Admin:
@@ -81,10 +82,15 @@ def breakable(replica: dict[str, Any], fault: str) -> bool:
 
 
 async def break_replicas(
-    admin: Admin, kinds: Iterable[str], interval: float, slow_seconds: float, rng: random.Random
+    admin: Admin,
+    kinds: Iterable[str],
+    interval: float,
+    slow_seconds: float,
+    rng: random.Random,
+    flows_since: Callable[[float], bool],
 ) -> AsyncIterator[Fault]:
-    """One fault of each kind that comes, with a pause before each that is between half and one and a half times the
-    interval."""
+    """One fault of each kind that comes, each when the replicas serve and all streams flow again, after a pause of half
+    to one and a half times the interval."""
     for kind in kinds:
         await asyncio.sleep(interval * rng.uniform(0.5, 1.5))
         replicas = await admin.until_ready()
@@ -93,8 +99,18 @@ async def break_replicas(
         if kind == "slow":
             await asyncio.sleep(slow_seconds)
         await admin.until_ready(None if kind == "slow" else victim)
+        fault.ready = time.perf_counter()
+        await _until_flowing(fault.at, flows_since)
         fault.recovered = time.perf_counter()
         yield fault
+
+
+async def _until_flowing(at: float, flows_since: Callable[[float], bool]) -> None:
+    end = time.perf_counter() + RECOVERY_SECONDS
+    while not flows_since(at):
+        if time.perf_counter() > end:
+            raise Unavailable(f"streams have stood still for {RECOVERY_SECONDS:.0f} s after a fault")
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def shuffled_rounds(kinds: Sequence[str], rng: random.Random) -> Iterator[str]:

@@ -40,6 +40,11 @@ class Load:
         self._http = http
         self._clients = clients
         self.right: list[Stream] = []  # the right answers
+        self._in_flight: set[Stream] = set()
+
+    def flows_since(self, at: float) -> bool:
+        """Whether everything that was in flight then has brought something since."""
+        return all(stream.flows_since(at) for stream in self._in_flight if stream.sent < at)
 
     async def learn(self, asks: Sequence[Ask]) -> None:
         """Find the right answers. Stop strings are cut from answers without them."""
@@ -53,9 +58,16 @@ class Load:
         await self._all(iter(asks), self._patiently, answers.append)
         return answers
 
+    async def _send(self, ask: Ask) -> Stream:
+        stream = Stream(ask)
+        self._in_flight.add(stream)
+        await send(self._http, stream)
+        self._in_flight.discard(stream)
+        return stream
+
     async def _patiently(self, ask: Ask) -> Stream:
         for _ in range(LEARNING_TRIES):
-            answer = await send(self._http, ask)
+            answer = await self._send(ask)
             if answer.error is not None:
                 what = f"{ask.kind} fails while nothing is broken: {answer.error}"
                 if answer.error.startswith(("401", "403")):
@@ -72,7 +84,7 @@ class Load:
         right = {id(answer.ask): answer for answer in self.right}
 
         async def once(ask: Ask) -> Stream:
-            stream = await send(self._http, ask)
+            stream = await self._send(ask)
             if stream.shed:
                 await asyncio.sleep(stream.retry_after)
             return stream

@@ -70,10 +70,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A fault that a choice of a stream was at."""
+    """A fault that a choice of a stream has met."""
 
     fault: Fault
-    choice: int
+    choice: int  # -1: the stream failed as a whole
     moved: float | None = None  # None: it stayed
 
 
@@ -82,7 +82,7 @@ def hits(stream: Stream, faults: Sequence[Fault]) -> Iterator[Hit]:
     that failed has no ledger: whatever fault there was in its time is to blame."""
     in_time = [fault for fault in faults if stream.sent <= fault.recovered and fault.at <= stream.finished]
     if stream.error is not None:
-        yield from (Hit(fault, 0) for fault in in_time)
+        yield from (Hit(fault, -1) for fault in in_time)
     for index, ledger in stream.ledgers.items():
         moves = list(ledger["failovers"])
         for fault in in_time:
@@ -126,7 +126,8 @@ class Report:
         self.rows[ALL].count(stream, found)
         for kind in {hit.fault.kind for hit in met} or {BETWEEN}:
             self.rows[kind].count(stream, found)
-        for hit in met:
+        survived = [hit for hit in met if hit.choice in stream.ledgers]
+        for hit in survived:
             if (gap := longest_gap(stream, hit)) is not None:
                 for row in (self.rows[hit.fault.kind], self.rows[ALL]):
                     row.gaps.append(gap)
@@ -187,7 +188,7 @@ class Report:
             "examples": self.examples(),
             "faults": [
                 {"kind": f.kind, "replica": f.replica, "at": f.at - began, "requests": f.requests}
-                | {"recovered_after": f.recovered - f.at}
+                | {"ready_after": f.ready - f.at, "recovered_after": f.recovered - f.at}
                 for f in self._faults
             ],
         }

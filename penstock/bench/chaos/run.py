@@ -72,7 +72,8 @@ async def _under_faults(
     async def break_all() -> str:
         nonlocal done
         try:
-            async for fault in break_replicas(admin, kinds(), args.interval, args.slow_seconds, rng):
+            broken = break_replicas(admin, kinds(), args.interval, args.slow_seconds, rng, load.flows_since)
+            async for fault in broken:
                 faults.append(fault)
                 count = len(faults) if args.count is None else f"{len(faults)} of {args.count}"
                 what = f"{fault.kind} {fault.replica} with {fault.requests} requests"

@@ -56,12 +56,12 @@ class Choice:
         return list(pairwise(self.times))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Stream:
-    """What came of one request."""
+    """What has come of one request."""
 
     ask: Ask
-    sent: float
+    sent: float = field(default_factory=time.perf_counter)
     finished: float = 0.0
     id: str = ""
     choices: dict[int, Choice] = field(default_factory=dict)
@@ -71,10 +71,10 @@ class Stream:
     shed: bool = False  # refused with 429 or 503 before anything was streamed
     retry_after: float = 1.0
 
-    @property
-    def ttft(self) -> float | None:
-        times = [choice.times[0] for choice in self.choices.values() if choice.times]
-        return min(times) - self.sent if times else None
+    def flows_since(self, at: float) -> bool:
+        """Whether it has brought something since then, for every choice that is not at its end."""
+        choices = self.choices.values()
+        return bool(choices) and all(c.finish_reason or (c.times and c.times[-1] > at) for c in choices)
 
 
 def plan(model: str, count: int, output_tokens: int, seed: int) -> list[Ask]:
@@ -109,9 +109,9 @@ def with_stop_string(ask: Ask, text: str) -> Ask:
     return replace(ask, kind=STOPPED, body=ask.body | {"stop": [text[at : at + 6] or text or "\n"]})
 
 
-async def send(http: HttpClient, ask: Ask) -> Stream:
-    """Stream one answer. Failures are recorded, not raised."""
-    stream = Stream(ask, time.perf_counter())
+async def send(http: HttpClient, stream: Stream) -> None:
+    """Stream its answer. Failures are recorded, not raised."""
+    ask = stream.ask
     try:
         async with http.stream("POST", ask.path, ask.body, LEDGER_HEADER) as response:
             if response.status == 200:
@@ -127,7 +127,6 @@ async def send(http: HttpClient, ask: Ask) -> Stream:
     stream.finished = time.perf_counter()
     if stream.error is None and not stream.shed and (stream.usage is None or _unfinished(stream)):
         stream.error = "the stream ended before the answer"
-    return stream
 
 
 def _unfinished(stream: Stream) -> bool:
