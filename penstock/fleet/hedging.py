@@ -55,6 +55,7 @@ class Hedging:
             self.won += winner is second
             self.lost += winner is first
         if winner is second:
+            placed.replica.breaker.failed(time.monotonic())  # one that hangs looks idle, as its requests leave it
             journal.hedge(winner.placed.replica.name, winner.placed.reason, winner.engine_id, winner.began)
         return winner.placed, winner.rest()
 

@@ -115,7 +115,7 @@ class ModelConfig:
             of_replicas = other.name not in ("aliases", "versions", "cascade", "shadow")
             default = other.default if other.default_factory is MISSING else other.default_factory()
             given = of_replicas and getattr(self, other.name) != default
-            check(not given, other.name, f"must not be given beside {kind}, which name models with replicas")
+            check(not given, other.name, f"must not be given beside {kind}")
         for model, weight in self.versions.items():
             check(0 <= weight < float("inf"), f"versions.{model}", "must not be negative")
         check(not self.versions or sum(self.versions.values()) > 0, "versions", "must have a weight above 0")

@@ -196,6 +196,7 @@ def _log_fields(account: Account | None) -> dict[str, Any]:
         return {}
     parts = account.choices[0].parts
     return {
+        "model": account.model if account.why else None,
         "class": account.objective,
         "cache": account.choices[0].cache,
         "first_ms": account.ttft and account.ttft * 1000,

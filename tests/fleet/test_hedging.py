@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from penstock.engine.executor import Step, StepResult
+from penstock.fleet.failover import BREAK_AFTER
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.settings import FailoverConfig
 from penstock.simulation.paged_executor import PagedExecutor
@@ -88,6 +89,15 @@ async def test_a_second_replica_answers_where_the_first_is_late() -> None:
         assert [fleet.streams(replica) for replica in fleet.replicas] == [0, 0]
         slow.let_go()
         await until(lambda: not slow.worker.scheduler.has_work)
+
+
+async def test_a_replica_that_hangs_is_left_alone_after_a_few_requests() -> None:
+    async with hedging(HeldLauncher(), SimulatedLauncher()) as fleet:
+        for number in range(8):
+            request = asking(str(number), [number, 2, 3])
+            assert tokens_of(await answer(fleet, request)) == expected(request)
+        assert fleet.replicas[0].breaker.open
+        assert races(fleet)[0] >= BREAK_AFTER
 
 
 async def test_the_first_replica_goes_on_if_its_token_comes_first_after_all() -> None:

@@ -6,15 +6,16 @@ from collections.abc import Awaitable, Callable
 
 from penstock.core.errors import EngineFailure, Overloaded, Unavailable
 from penstock.gateway.api.generation import Answer, Generation
-from penstock.gateway.api.trial import Escalated
+from penstock.gateway.api.trial import Escalated, Outcome
 
 
 class CascadedAnswer:
     """Nothing has been sent when the large model takes over. What the small one computed is then not charged."""
 
     def __init__(
-        self, small: Answer, large: Callable[[Escalated], Awaitable[Answer]], count: Callable[[str], None]
+        self, small: Answer, large: Callable[[str], Awaitable[Answer]], count: Callable[[Outcome], None]
     ) -> None:
+        """`large` is called with the reason."""
         self._answer = small
         self._large = large
         self._count = count
@@ -30,13 +31,13 @@ class CascadedAnswer:
             self._count("small")
             return
         except Escalated as unsure:
-            escalated = unsure
+            outcome, why = unsure.outcome, unsure.message
         except (Unavailable, Overloaded, EngineFailure) as error:
             if not tried.discarded:
                 raise
-            escalated = Escalated("failed", f"the small model failed: {error.message}")
-        self._count(escalated.outcome)
-        attempt = tried.attempt(escalated.message)
-        self._answer = await self._large(escalated)
+            outcome, why = "failed", f"the small model failed: {error.message}"
+        self._count(outcome)
+        attempt = tried.attempt(why)
+        self._answer = await self._large(why)
         self.generation.attempts.append(attempt)
         await self._answer.respond()

@@ -79,6 +79,7 @@ _LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFA
 _GENERATE = (
     _parameter("header", "x-penstock-ledger", _STRING, "`true`: usage.ledger says where the time went"),
     _parameter("header", "x-request-id", _STRING, "found again in the response, the log and /v1/requests"),
+    _parameter("header", "x-penstock-session", _STRING, "requests of one session meet on one replica if they can"),
     _parameter("header", "cache-control", _STRING, "no-cache, no-store, max-age=SECONDS or only-if-cached"),
     _parameter("header", "traceparent", _STRING, "W3C trace context"),
 )

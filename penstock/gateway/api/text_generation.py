@@ -33,7 +33,7 @@ from penstock.gateway.api.sampling import output_limit, sampling_params, truncat
 from penstock.gateway.api.serving import DONE, Incoming, Serving, check_values, encode_json, event
 from penstock.gateway.api.shadow import ShadowedAnswer
 from penstock.gateway.api.slices import SLICE
-from penstock.gateway.api.trial import Escalated, Trial
+from penstock.gateway.api.trial import Escalated, Outcome, Trial
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
@@ -111,22 +111,22 @@ class TextEndpoint(ABC, Generic[B]):
     async def _cascaded(
         self, incoming: Incoming, response: Response, reservation: Reservation, name: str, cascade: CascadeConfig
     ) -> Answer:
-        def count(outcome: str) -> None:
+        def count(outcome: Outcome) -> None:
             self.serving.metrics.cascades[name, outcome] += 1
 
-        async def large(escalated: Escalated) -> Answer:
-            return await self._answer(incoming, response, reservation, cascade.large, escalated.message)
+        async def large(why: str) -> Answer:
+            return await self._answer(incoming, response, reservation, cascade.large, why)
 
         try:
             why = "the small model of the cascade"
             small = await self._answer(incoming, response, reservation, cascade.small, why, cascade)
+            return CascadedAnswer(small, large, count)
         except Escalated as skipped:
-            count("skipped")
-            return await large(skipped)
+            why = skipped.message
         except InvalidRequest as error:  # the large model may have room for it, or refuses it in its own words
-            count("skipped")
-            return await large(Escalated("skipped", f"the small model cannot take it: {error.message}"))
-        return CascadedAnswer(small, large, count)
+            why = f"the small model cannot take it: {error.message}"
+        count("skipped")
+        return await large(why)
 
     async def _answer(
         self,

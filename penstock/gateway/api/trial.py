@@ -11,16 +11,16 @@ from penstock.fleet.cascade import escalates, is_decided
 from penstock.fleet.settings import CascadeConfig
 from penstock.text.stream import TextDelta
 
-# skipped: the small model was not asked; unsure: its answer was not used; failed: it gave none
-Escalation = Literal["skipped", "unsure", "failed"]
+# small: it answered. The large model did where it was skipped (not asked), unsure (its answer not used), or failed.
+Outcome = Literal["small", "skipped", "unsure", "failed"]
 
 
 class Escalated(PenstockError):
     """The large model is to answer. Never sent to a client."""
 
-    def __init__(self, outcome: Escalation, why: str) -> None:
+    def __init__(self, outcome: Outcome, why: str) -> None:
         super().__init__(why)
-        self.outcome: Escalation = outcome
+        self.outcome: Outcome = outcome
 
 
 class Trial:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,8 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from penstock.core.engine import EngineStats
 from penstock.core.errors import Failure, Overloaded, Unavailable
 from penstock.fleet.versions import assigned_version
+from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.models import ServedModel
 from penstock.gateway.api.shadow import MAX_SEQUENCES
+from penstock.gateway.api.trial import Trial
+from penstock.gateway.http.request import Request
 from penstock.settings import settings_from_mapping
 from penstock.simulation.scripted_engine import MODEL, ScriptedEngine, hang, says
 from penstock.text.tokenizer import Tokenizer
@@ -282,6 +286,35 @@ def test_only_the_answer_that_was_sent_is_charged_and_counted(tokenizer: Tokeniz
         assert samples["penstock_time_to_first_token_seconds_count", MODEL] == 0
         usage = http.get("/admin/usage", headers={"authorization": f"Bearer {gateway.key('')}"}).json()["data"]
         assert [(row["model"], row["requests"]) for row in usage] == [(OTHER, 1)]
+
+
+@pytest.mark.parametrize(("kept", "model"), [(None, OTHER), (100, MODEL)])
+def test_a_long_request_is_counted_for_the_model_that_answers(
+    tokenizer: Tokenizer, kept: int | None, model: str
+) -> None:
+    """Its limits admit it before anybody knows which one that is."""
+    messages = [{"role": "user", "content": "word a " * 400}]  # too long for the small model, unless it is cut
+    with cascading(tokenizer) as (gateway, _), gateway.http() as http:
+        answer = post(gateway, model="easy", messages=messages, truncate_prompt_tokens=kept)
+        assert (answer.status_code, answer.headers["x-penstock-model"]) == (200, model)
+        usage = http.get("/admin/usage", headers={"authorization": f"Bearer {gateway.key('')}"}).json()["data"]
+        assert [(row["model"], row["requests"]) for row in usage] == [(model, 1)]
+
+
+def test_escalated_requests_leave_nothing_for_the_garbage_collector(tokenizer: Tokenizer) -> None:
+    with cascading(tokenizer, min_logprob=UNSURE) as (gateway, _), gateway.http() as http:
+        gc.collect()
+        gc.disable()
+        try:
+            for stream in (False, True) * 4:
+                post(gateway, model="easy", stream=stream)
+                post(gateway, model="easy", stream=stream, max_tokens=600)
+            http.get("/health")
+            left = Counter(type(thing) for thing in gc.get_objects())
+        finally:
+            gc.enable()
+    for kind in (Request, Generation, Trial):
+        assert left[kind] <= 1, kind
 
 
 def metrics_of(http: httpx.Client, headers: dict[str, str] | None = None) -> dict[tuple[str, ...], float]:
