@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench.chaos.faults import Fault, breakable
-from penstock.bench.chaos.load import Phase
+from penstock.bench.chaos.load import Load, Phase
 from penstock.bench.chaos.report import ALL, BETWEEN, Report, hits
 from penstock.bench.chaos.streams import (
     RESYNC,
@@ -24,6 +24,8 @@ from penstock.bench.chaos.streams import (
     token_difference,
     with_stop_string,
 )
+from penstock.client.http import HttpClient
+from penstock.core.errors import Unavailable
 
 ASK = Ask("completion", "/v1/completions", {})
 OPTIONS = {"streams": 1, "output_tokens": 1, "interval": 1.0, "slow_seconds": 1.0, "url": "http://server"}
@@ -104,7 +106,8 @@ def test_a_gap_is_divided_and_the_verdict_is_strict() -> None:
     failed = report(stream(error="http 500"))
     assert (failed.passed, failed.rows["kill"].failed, failed.rows["kill"].gaps) == (False, 1, [])
     assert not report(stream(), ended="the fleet has not recovered").passed
-    assert report(stream(shed=True)).passed
+    refused = report(stream(shed=True))
+    assert (refused.passed, refused.rows["kill"].shed, refused.rows["kill"].failed) == (True, 1, 0)
     assert not report(stream("b a")).passed
     assert report(stream("b a"), tolerate=True).passed
     assert not report(stream(tokens=(1,)), tolerate=True).passed
@@ -119,6 +122,12 @@ def test_every_kind_is_asked_for_and_stop_strings_end_answers() -> None:
     stopped = with_stop_string(asks[0], "one two three four")
     assert (stopped.kind, stopped.body["stop"]) == (STOPPED, ["e four"])
     assert with_stop_string(asks[0], "").body["stop"] == ["\n"]
+
+
+async def test_a_server_that_fails_before_anything_is_broken_is_said_so() -> None:
+    async with HttpClient("http://127.0.0.1:9") as http:
+        with pytest.raises(Unavailable, match="fails while nothing is broken: cannot connect"):
+            await Load(http, 4).learn(plan("m", 4, 8, seed=1))
 
 
 def test_what_a_fault_can_break() -> None:

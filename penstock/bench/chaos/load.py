@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from penstock.bench.chaos.streams import Ask, Difference, Stream, difference, send, with_stop_string
 from penstock.client.http import HttpClient
-from penstock.core.errors import PenstockError, Unauthorized, Unavailable
+from penstock.core.errors import Unauthorized, Unavailable
 
 LEARNING_TRIES = 20  # of a request that is shed while nothing is broken
 
@@ -102,9 +102,4 @@ class Load:
             for ask in asks:
                 note(await ask_one(ask))
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(self._clients):
-                    group.create_task(client())
-        except* PenstockError as errors:
-            raise errors.exceptions[0] from None
+        await asyncio.gather(*(client() for _ in range(self._clients)))

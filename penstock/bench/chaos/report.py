@@ -73,15 +73,15 @@ class Hit:
     """A fault that a choice of a stream has met."""
 
     fault: Fault
-    choice: int  # -1: the stream failed as a whole
+    choice: int  # -1: the stream failed or was shed as a whole
     moved: float | None = None  # None: it stayed
 
 
 def hits(stream: Stream, faults: Sequence[Fault]) -> Iterator[Hit]:
     """Follow each choice from replica to replica, by the failovers in its ledger, and say which faults it met. A stream
-    that failed has no ledger: whatever fault there was in its time is to blame."""
+    that failed or was shed has no ledger: whatever fault there was in its time is to blame."""
     in_time = [fault for fault in faults if stream.sent <= fault.recovered and fault.at <= stream.finished]
-    if stream.error is not None:
+    if stream.error is not None or stream.shed:
         yield from (Hit(fault, -1) for fault in in_time)
     for index, ledger in stream.ledgers.items():
         moves = list(ledger["failovers"])

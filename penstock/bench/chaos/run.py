@@ -56,12 +56,11 @@ async def _under_faults(
     args: Namespace, admin: Admin, load: Load, chaos: Phase, faults: list[Fault], rng: random.Random
 ) -> str:
     """Keep the load up while replicas are broken, and tell how it goes. Returns why it ended early, if it did."""
-    began = time.perf_counter()
-    done = False
+    began, draw, done = time.perf_counter(), random.Random(rng.random()), False
 
     def order() -> Iterator[Stream]:
         while not done:
-            yield rng.choice(load.right)
+            yield draw.choice(load.right)
 
     def kinds() -> Iterator[str]:
         for kind in itertools.islice(shuffled_rounds(args.faults, rng), args.count):
