@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
@@ -10,7 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 # Of workers, which every process sees as a whole; all other counters are each process's own.
-_SEEN_BY_ALL = ("penstock_engine_", "penstock_replica_restarts", "penstock_tenant_", "penstock_cost_")
+_SEEN_BY_ALL = ("penstock_engine_", "penstock_replica_restarts")
+_PER_OWN_TOKEN = "penstock_machine_cost_per_million_tokens"  # the machine's whole cost over each process's tokens
 _OWN_GAUGES = ("penstock_requests_in_flight", "penstock_replica_streams", "penstock_answer_cache_flights")
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
@@ -24,23 +26,21 @@ def merged(expositions: Iterable[bytes]) -> bytes:
         for family in text_string_to_metric_families(exposition.decode()):
             families.setdefault(family.name, family)
             known = values.setdefault(family.name, {})
-            adds_up = _adds_up(family)
+            add = _addition(family)
             for sample in family.samples:
                 key = (sample.name, tuple(sorted(sample.labels.items())))
                 before = known.get(key)
-                if before is None:
-                    known[key] = sample.value
-                else:
-                    known[key] = before + sample.value if adds_up else max(before, sample.value)
+                known[key] = sample.value if before is None else add(before, sample.value)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Merged(families, values))
     return generate_latest(registry)
 
 
-def _adds_up(family: Metric) -> bool:
-    if family.type == "gauge":
-        return family.name.startswith(_OWN_GAUGES)
-    return not family.name.startswith(_SEEN_BY_ALL)
+def _addition(family: Metric) -> Callable[[float, float], float]:
+    if family.name == _PER_OWN_TOKEN:
+        return lambda one, other: one * other / (one + other) if one and other else max(one, other)
+    own = family.name.startswith(_OWN_GAUGES) if family.type == "gauge" else not family.name.startswith(_SEEN_BY_ALL)
+    return operator.add if own else max
 
 
 class _Merged(Collector):
