@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import StartupError
+from penstock.engine.executor import Step, StepResult
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
@@ -23,13 +24,29 @@ LIMITS = SchedulerLimits(
 )
 
 
+class HeldExecutor(PagedExecutor):
+    """Stands still after so many steps, so that requests are under way when something happens to their worker."""
+
+    def __init__(self, num_blocks: int, block_size: int, steps: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self._steps = steps
+        self.released = threading.Event()
+
+    def launch(self, step: Step) -> StepResult:
+        if self._steps == 0:
+            self.released.wait()
+        else:
+            self._steps -= 1
+        return super().launch(step)
+
+
 class SimulatedWorker:
     """A worker without a process of its own."""
 
     def __init__(self, limits: SchedulerLimits = LIMITS) -> None:
         self.server = WorkerServer()
         self.server.info = EngineInfo("m", limits.max_model_len, limits.vocab_size)
-        self.executor = PagedExecutor(limits.num_blocks, limits.block_size)
+        self.executor: PagedExecutor = PagedExecutor(limits.num_blocks, limits.block_size)
         self.scheduler = Scheduler(limits)
         self.engine = self.server.engine = EngineLoop(self.scheduler, self.executor, self.server.emit)
         self.thread = threading.Thread(target=self.engine.run, daemon=True)
@@ -41,9 +58,17 @@ class SimulatedWorker:
         await loop.create_unix_connection(lambda: GatewayConnection(self.server), sock=theirs)
         return await WorkerClient.connect(ours)
 
+    def hold(self, steps: int) -> HeldExecutor:
+        """Before it has computed anything."""
+        held = HeldExecutor(self.executor.num_blocks, 4, steps)
+        self.executor = self.engine._executor = held
+        return held
+
     def die(self) -> None:
         self.server.close()
         self.engine.stop()
+        if isinstance(self.executor, HeldExecutor):
+            self.executor.released.set()
 
 
 class SimulatedInstance(RemoteInstance):

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import count
 
 import pytest
 
@@ -16,7 +17,7 @@ from penstock.engine.executor import Step, StepResult
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.settings import FailoverConfig
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
-from tests.fleet.simulated import SimulatedLauncher, SimulatedWorker
+from tests.fleet.simulated import HeldExecutor, SimulatedLauncher, SimulatedWorker
 
 POISON = VOCAB  # that no model samples: a prompt with it crashes the worker that computes it
 
@@ -101,8 +102,19 @@ async def test_streams_come_out_whole_whatever_dies(replicas: int, seed: int) ->
                 tasks.create_task(ask(number))
 
 
+def hold_the_first(steps: int = 100) -> Callable[[SimulatedWorker], None]:
+    """Workers of which the first one stands still after some steps; those that follow it do not."""
+    launched = count()
+
+    def launch(worker: SimulatedWorker) -> None:
+        if next(launched) == 0:
+            worker.hold(steps)
+
+    return launch
+
+
 async def test_the_ledger_says_what_was_lost() -> None:
-    async with running(SimulatedLauncher()) as (fleet, (launcher,)):
+    async with running(SimulatedLauncher(hold_the_first())) as (fleet, (launcher,)):
         request = asking("r", [1, 2, 3], 2000)
         known: list[int] = []
 
@@ -233,7 +245,8 @@ async def test_what_drains_too_slowly_goes_on_elsewhere() -> None:
 
 
 async def test_an_aborted_request_has_its_ledger_also_after_a_failover() -> None:
-    async with running(SimulatedLauncher()) as (fleet, (launcher,)):
+    held: list[HeldExecutor] = []
+    async with running(SimulatedLauncher(lambda worker: held.append(worker.hold(100)))) as (fleet, (launcher,)):
         stream = fleet.submit(asking("r", [1, 2, 3], 3000))
         await anext(stream)
         launcher.worker.die()
@@ -241,6 +254,7 @@ async def test_an_aborted_request_has_its_ledger_also_after_a_failover() -> None
             await anext(stream)
         await anext(stream)
         await stream.aclose()
+        held[-1].released.set()
         ledger = await fleet.aborted("r")
         assert ledger is not None
         assert ledger.request_id == "r"
