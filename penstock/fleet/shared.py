@@ -15,7 +15,7 @@ from penstock.core.errors import StartupError, Unavailable
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.launcher import Instance, Launcher, LocalInstance, RemoteInstance
+from penstock.fleet.launcher import Instance, Launcher, LocalInstance, Loss, RemoteInstance
 from penstock.fleet.replica import Replica
 from penstock.worker.client import WorkerClient
 
@@ -77,7 +77,7 @@ async def in_time(call: Any, seconds: float) -> Any:
     try:
         async with asyncio.timeout(seconds + _NEWS_SECONDS):
             return await call
-    except (TimeoutError, Unavailable):
+    except (TimeoutError, Unavailable, StartupError):
         return None
 
 
@@ -97,9 +97,24 @@ class BrokeredLauncher:
             except Unavailable as error:
                 raise StartupError("the launching process has gone") from error
             try:
-                return RemoteInstance(await WorkerClient.connect(connection))
+                client = await WorkerClient.connect(connection)
             except ConnectionError:
                 await asyncio.sleep(_AGAIN_SECONDS)
+            else:
+                return BrokeredInstance(client, self._channel, self._replica)
+
+
+class BrokeredInstance(RemoteInstance):
+    def __init__(self, client: WorkerClient, channel: Channel, replica: str) -> None:
+        super().__init__(client)
+        self._channel = channel
+        self._replica = replica
+
+    async def lost(self) -> Loss:
+        """How a process has ended is known to the one that launched it."""
+        silence = await asyncio.shield(self.engine.closed)
+        known = None if silence else await in_time(self._channel.call("loss", self._replica), 0.0)
+        return Loss(*known) if known else Loss(silence or "the connection ended")
 
 
 def gateway_handlers(channel: Callable[[], Channel], fleets: Mapping[str, Fleet]) -> dict[str, Handler]:
@@ -140,12 +155,21 @@ def launcher_handlers(fleets: Mapping[str, SharedFleet], control: FleetControl) 
                 return await fleet.connect(name)
         raise StartupError(f"replica {name} has been removed")
 
+    async def loss(name: str) -> tuple[str, bool]:
+        for fleet in fleets.values():
+            for replica in fleet.replicas:
+                if replica.name == name:
+                    found = await asyncio.shield(replica.loss)
+                    return found.reason, found.from_outside
+        raise StartupError(f"replica {name} has been removed")
+
     async def replicas() -> Any:
         await asyncio.gather(*(fleet.refresh() for fleet in fleets.values()))
         return await control.replicas()
 
     return {
         "connect": connect,
+        "loss": loss,
         "replicas": replicas,
         "add": control.add,
         "remove": control.remove,
