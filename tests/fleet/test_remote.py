@@ -103,7 +103,7 @@ async def test_a_place_where_nobody_listens_says_so() -> None:
 async def test_a_cut_network_is_noticed_at_both_ends() -> None:
     """The stream goes on at the other worker, and the one that is out of reach stops working for it."""
     async with listening_worker() as (far, far_port), listening_worker() as (near, near_port):
-        proxy = Proxy(far_port)
+        proxy, held = Proxy(far_port), far.hold(100)
         fleet = Fleet("m")
         await fleet.start([RemoteLauncher("127.0.0.1", await proxy.open(), SECRET)])
         stream = fleet.submit(asking("r", 3900))
@@ -113,6 +113,7 @@ async def test_a_cut_network_is_noticed_at_both_ends() -> None:
         tokens += [token async for chunk in stream for token in chunk.token_ids]
         assert tokens == expected_output([1, 2, 3], 5, 3900, frozenset())
         assert fleet.failovers == 1
+        held.released.set()
         while far.scheduler.has_work:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         assert near.scheduler.stats(0.0).output_tokens > 0
