@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import chain, repeat
+from operator import is_not
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unavailable
@@ -56,6 +57,8 @@ class Fleet:
         self._trial = asyncio.Lock()  # held by a suspect until it has a token
         self._court: Replica | None = None  # that the suspect has to itself until then, but for streams that run
         self._has_upstreams = False
+        self._read: list[EngineStats] = []  # of the replicas, and what they come to
+        self._stats = EngineStats()
         self._retired = EngineStats()  # counters of instances that have gone
 
     # -- replicas ------------------------------------------------------------------------------------------------------
@@ -131,6 +134,7 @@ class Fleet:
         elif replica.state in ("lost", "stopped"):
             self._combine_infos()
             self._retired = combined([self._retired, counters(replica.stats)])
+            self._read, self._stats = [], self._retired
         self._tell()
 
     def _combine_infos(self) -> None:
@@ -321,8 +325,11 @@ class Fleet:
 
     @property
     def stats(self) -> EngineStats:
-        running = [replica.stats for replica in self.replicas if replica.state in ("ready", "draining")]
-        return combined([self._retired, *running])
+        """Read for every request, and changed by heartbeats only."""
+        read = [replica.stats for replica in self.replicas if replica.state in ("ready", "draining")]
+        if len(read) != len(self._read) or any(map(is_not, read, self._read)):
+            self._read, self._stats = read, combined([self._retired, *read])
+        return self._stats
 
     def health(self) -> Health:
         ready = [replica for replica in self.replicas if replica.state == "ready"]
