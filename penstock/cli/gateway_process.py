@@ -16,7 +16,7 @@ import uvloop
 
 from penstock.cache.brokered import BrokeredTier
 from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
-from penstock.core.errors import Unavailable
+from penstock.core.errors import PenstockError
 from penstock.fleet.build import elsewhere
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
@@ -66,6 +66,11 @@ async def serve(connection: socket.socket) -> int:
             asyncio.create_task(_start(fleet, settings, name, channel, told["replicas"][fleet.model]))
             for name, fleet in by_name.items()
         ]
+        for start in starts:
+            stack.callback(start.cancel)
+            start.add_done_callback(
+                lambda start: start.cancelled() or start.exception()
+            )  # whoever awaits it may be gone
         for fleet in by_name.values():
             stack.push_async_callback(fleet.stop)
 
@@ -121,7 +126,8 @@ def main() -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
             return runner.run(serve(connection))
-        except Unavailable:
+        except PenstockError as error:
+            print(f"penstock: {error.message}", file=sys.stderr)
             return 1
 
 

@@ -96,14 +96,22 @@ class GatewayProcesses:
     def _replicas(self) -> dict[str, list[str]]:
         return {name: [replica.name for replica in fleet.replicas] for name, fleet in self._fleets.items()}
 
-    async def stop(self, sig: signal.Signals) -> int:
-        """Let them drain; returns the exit status."""
+    def end_if_failed(self, starting: asyncio.Task[None]) -> None:
+        """Gateways would wait for ever for workers that cannot start."""
+        if not starting.cancelled() and (error := starting.exception()) and not self.all_ready.done():
+            self.all_ready.set_exception(error)
+
+    def stop(self, sig: signal.Signals) -> None:
+        """Pass a signal on: at the first one they drain, at a second one they end at once."""
         self._stopping = True
         for process in self._processes.values():
             if process.returncode is None:
                 process.send_signal(sig)
-        codes = await asyncio.gather(*(process.wait() for process in self._processes.values()))
-        return max(codes, key=abs, default=0)
+
+    async def ended(self) -> int:
+        """Wait until they have been stopped. Returns the exit status."""
+        await asyncio.gather(*self._keepers)
+        return max((process.returncode or 0 for process in self._processes.values()), key=abs, default=0)
 
     def kill(self) -> None:
         for process in self._processes.values():
@@ -166,24 +174,14 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
             checkpoint = config.model or name
             local = [local_launcher(checkpoint, config, n, server.log_level) for n in range(config.local_replicas)]
             if local:
-                stack.callback(asyncio.create_task(fleet.start(local)).cancel)
+                starting = asyncio.create_task(fleet.start(local))
+                starting.add_done_callback(gateways.end_if_failed)
+                stack.callback(starting.cancel)
         await asyncio.sleep(0)
         stack.callback(gateways.kill)
         gateways.start()
         models, open = await gateways.all_ready
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(sig, gateways.stop, sig)
         announce(host, port, models, open)
-        return await gateways.stop(await _signal())
-
-
-async def _signal() -> signal.Signals:
-    """Wait for SIGINT or SIGTERM."""
-    loop = asyncio.get_running_loop()
-    came: asyncio.Future[signal.Signals] = loop.create_future()
-
-    def on_signal(sig: signal.Signals) -> None:
-        if not came.done():
-            came.set_result(sig)
-
-    for sig in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(sig, on_signal, sig)
-    return await came
+        return await gateways.ended()

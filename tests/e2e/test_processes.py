@@ -110,6 +110,15 @@ async def test_one_gateway_dies_and_the_streams_of_the_others_go_on(monkeypatch:
     assert not any(map(is_alive, pids))
 
 
+def test_what_cannot_start_says_why() -> None:
+    """Instead of gateways that wait for ever for their workers."""
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", "/no/such/model", "--processes", "2", "--port", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "/no/such/model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @contextmanager
 def worker_on_its_own(secret: str) -> Iterator[str]:
     command = [sys.executable, "-m", "penstock.cli.main", "worker", "--listen", "127.0.0.1:0", "--kv-memory-gib", "0.2"]
