@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.cache.memory import MemoryTier
 from penstock.cache.tier import Reading
+from penstock.core.caller import Caller
 from penstock.core.errors import Unavailable
-
-
-class Caller(Protocol):
-    """A way to call the process that holds the answers."""
-
-    async def call(self, method: str, *arguments: Any) -> Any: ...
 
 
 class BrokeredTier:

@@ -6,19 +6,12 @@ A reservation is one call over a socket; settling it waits for nothing.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from penstock.core.caller import Caller
 from penstock.state.store import Claim, Grant, Store, UsageKey, UsageRecord
-
-
-class Caller(Protocol):
-    """A way to call the process that holds the store."""
-
-    async def call(self, method: str, *arguments: Any) -> Any: ...
-
-    def tell(self, method: str, *arguments: Any) -> None: ...
 
 
 class BrokeredStore:
