@@ -65,6 +65,7 @@ class SimulatedWorker:
         return held
 
     def die(self) -> None:
+        """On the thread of the event loop, as its sockets belong to it."""
         self.server.close()
         self.engine.stop()
         if isinstance(self.executor, HeldExecutor):
@@ -103,7 +104,7 @@ class SimulatedLauncher:
     def worker(self) -> SimulatedWorker:
         return self.workers[-1]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         for worker in self.workers:
             worker.die()
-            worker.thread.join()
+            await asyncio.to_thread(worker.thread.join)

@@ -44,7 +44,7 @@ async def running(
     finally:
         await fleet.stop()
         for launcher in launchers:
-            await asyncio.to_thread(launcher.close)
+            await launcher.close()
 
 
 async def answer(

@@ -45,9 +45,9 @@ class HeldLauncher(SimulatedLauncher):
         for executor in self.held:
             executor.go.set()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self.let_go()
-        super().close()
+        await super().close()
 
 
 @asynccontextmanager
@@ -63,7 +63,7 @@ async def hedging(*launchers: SimulatedLauncher) -> AsyncIterator[Fleet]:
                 launcher.let_go()
         await fleet.stop()
         for launcher in launchers:
-            await asyncio.to_thread(launcher.close)
+            await launcher.close()
 
 
 def races(fleet: Fleet) -> tuple[int, int]:
