@@ -6,16 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, repeat
 from operator import is_not
 
-from penstock.core.engine import EngineInfo, EngineStats, Health
-from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unavailable
+from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
+from penstock.core.errors import Overloaded, PenstockError, Unavailable
 from penstock.core.ledger import Ledger
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.request import GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
 from penstock.fleet.hedging import Hedging
 from penstock.fleet.journal import Journal
@@ -24,6 +24,7 @@ from penstock.fleet.replica import Replica
 from penstock.fleet.router import Placement, Router
 from penstock.fleet.settings import FailoverConfig, RoutingConfig
 from penstock.fleet.stats import combined, counters
+from penstock.fleet.stream import RequestStream
 from penstock.worker.client import GONE, LOST
 
 log = logging.getLogger(__name__)
@@ -48,12 +49,12 @@ class Fleet:
         self._started = 0
         self._held = 0  # requests that wait for a replica
         self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
-        self._journals: dict[str, Journal] = {}
+        self.journals: dict[str, Journal] = {}  # of requests in flight, and of those aborted lately
         self._quarantine = Quarantine()
         self._budget = RetryBudget()
         self.hedging: Hedging | None = None
         if self._config.hedge_ms is not None:
-            self.hedging = Hedging(self._config.hedge_ms / 1000, self._choose, self._left)
+            self.hedging = Hedging(self._config.hedge_ms / 1000, self.choose, self.left)
         self._trial = asyncio.Lock()  # held by a suspect until it has a token
         self._court: Replica | None = None  # that the suspect has to itself until then, but for streams that run
         self._has_upstreams = False
@@ -155,56 +156,40 @@ class Fleet:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        self._quarantine.check(request, time.monotonic())
-        journal = self._journals[request.id] = Journal(request)
-        ended = False
-        try:
-            while not ended:
-                placed = (None if journal.suspected else self._choose(journal)) or await self._place(journal)
-                journal.fruitless += 1
-                journal.resume(placed.replica.name, placed.reason)
-                engine, loss = placed.replica.engine, placed.replica.loss
-                journal.engine = engine
-                try:
-                    chunks = engine.submit(journal.next_request())
-                    if self.hedging is not None and journal.attempt == 1:
-                        placed, chunks = await self.hedging.race(journal, placed, chunks, len(self._journals))
-                        journal.engine, loss = placed.replica.engine, placed.replica.loss
-                    async with aclosing(chunks):
-                        async for chunk in chunks:
-                            if chunk.error is not None and chunk.error.error == EngineFailure.__name__:
-                                chunk.raise_failure()
-                            ended = chunk.finish_reason is not None
-                            if journal.fruitless and chunk.token_ids:
-                                self._proved(journal, placed)
-                            yield journal.take(chunk)
-                except Overloaded as error:
-                    self._refused(journal, placed.replica, error)
-                except (Unavailable, EngineFailure) as error:
-                    await self._failed(journal, placed.replica, loss, error)
-                finally:
-                    self._left(placed, journal if ended else None)
-        finally:
-            if journal.on_trial:
-                self._acquit(journal)
-            if ended:
-                del self._journals[request.id]
-            else:
-                asyncio.get_running_loop().call_later(KEPT_SECONDS, self._journals.pop, request.id, None)
+    def submit(self, request: GenerateRequest) -> ChunkStream:
+        return RequestStream(self, Journal(request))
 
-    async def _place(self, journal: Journal) -> Placement:
+    def begin(self, journal: Journal) -> None:
+        """Its first chunk is asked for. Raises what a request in quarantine is refused with."""
+        self._quarantine.check(journal.request, time.monotonic())
+        self.journals[journal.request.id] = journal
+
+    def completed(self, journal: Journal, placed: Placement) -> None:
+        """Its last chunk has come."""
+        self.left(placed, journal)
+        if journal.on_trial:
+            self._acquit(journal)
+        del self.journals[journal.request.id]
+
+    def abandoned(self, journal: Journal) -> None:
+        """It has failed, or nobody reads it any more; its ledger may yet be asked for."""
+        if journal.on_trial:
+            self._acquit(journal)
+        if journal.request.id in self.journals:
+            asyncio.get_running_loop().call_later(KEPT_SECONDS, self.journals.pop, journal.request.id, None)
+
+    async def place(self, journal: Journal) -> Placement:
         """Wait for a replica, and for a suspect for one that has no other suspects."""
         if journal.suspected >= SUSPECT_AFTER and not journal.on_trial:
             await self._trial.acquire()
             journal.on_trial = True
-        placed = self._choose(journal) or await self._wait_for_replica(journal)
+        placed = self.choose(journal) or await self._wait_for_replica(journal)
         while journal.on_trial and not self._to_itself(journal, placed):
-            self._left(placed)
+            self.left(placed)
             placed = await self._wait_for_replica(journal)
         return placed
 
-    def _choose(self, journal: Journal, beside: Replica | None = None) -> Placement | None:
+    def choose(self, journal: Journal, beside: Replica | None = None) -> Placement | None:
         """`beside`: the replica that it is at already."""
         now = time.monotonic()
         found = [
@@ -256,14 +241,14 @@ class Fleet:
                         raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
                     with suppress(TimeoutError):  # circuit breakers close by themselves
                         await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
-                    if (placed := self._choose(journal)) is not None:
+                    if (placed := self.choose(journal)) is not None:
                         return placed
         except TimeoutError:
             raise Unavailable(f"no replica of {self.model} is running; try again in a few seconds") from None
         finally:
             self._held -= 1
 
-    def _proved(self, journal: Journal, placed: Placement) -> None:
+    def proved(self, journal: Journal, placed: Placement) -> None:
         """The first token of an attempt."""
         placed.stream.emitted(1, time.monotonic())
         placed.replica.useful = True
@@ -276,19 +261,19 @@ class Fleet:
         elif self._court is placed.replica:
             self._tell()
 
-    def _left(self, placed: Placement, completed: Journal | None = None) -> None:
+    def left(self, placed: Placement, completed: Journal | None = None) -> None:
         """A request is no longer at its replica."""
         self._router.ended(placed, completed)
         if placed.replica is self._court or placed.replica.state == "draining":
             self._tell()
 
-    def _refused(self, journal: Journal, replica: Replica, error: Overloaded) -> None:
+    def refused(self, journal: Journal, replica: Replica, error: Overloaded) -> None:
         """Another replica may have room for it."""
         if journal.output or len(self.replicas) == 1:
             raise error
         journal.refused[replica.name] = error
 
-    async def _failed(
+    async def failed(
         self, journal: Journal, replica: Replica, loss: asyncio.Future[Loss], error: PenstockError
     ) -> None:
         """Its replica is lost, or failed to compute it: note the loss, or raise if it is not to be tried again."""
@@ -307,13 +292,13 @@ class Fleet:
             replica.breaker.failed(now)
             if journal.fruitless > MAX_FRUITLESS:
                 raise error
-        if not from_outside and not self._budget.spend(len(self._journals), now):
+        if not from_outside and not self._budget.spend(len(self.journals), now):
             raise error
         self.failovers += 1
         journal.lose(cause)
 
     async def aborted(self, request_id: str) -> Ledger | None:
-        journal = self._journals.get(request_id)
+        journal = self.journals.get(request_id)
         if journal is None or journal.engine is None:
             return None
         ledger = await journal.engine.aborted(journal.engine_id)

@@ -55,7 +55,7 @@ class Journal:
         self.started = self.begun = self.heard = clock()  # it arrived; came to its replica; last heard of
         self.first: float | None = None  # first token
         self.prompt_scored = False  # the first chunk has been handed on
-        self.plain = False  # chunks are handed on as they are
+        self.plain = False  # chunks before the last are handed on as they are
 
     def next_request(self) -> GenerateRequest:
         """What the next replica is asked for: the request as it was, or the rest of it. Raises DeadlineExceeded."""
@@ -96,10 +96,15 @@ class Journal:
         self.replica, self.routing, self.engine_id = replica, routing, engine_id
         self.begun = began
 
-    def take(self, chunk: Chunk) -> Chunk:
-        """Note what a chunk brings and make it a chunk of the one stream that the client sees."""
+    def note(self, chunk: Chunk) -> Chunk:
+        """Note what a chunk brings. All there is to do where one is handed on as it is."""
         self.heard = self._clock()
         self.output += chunk.token_ids
+        return chunk
+
+    def take(self, chunk: Chunk) -> Chunk:
+        """Note what a chunk brings and make it a chunk of the one stream that the client sees."""
+        self.note(chunk)
         if not self.plain:
             self._adapt(chunk)
         if chunk.ledger is not None:

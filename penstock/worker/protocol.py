@@ -117,9 +117,9 @@ def take_frames(buffer: bytearray, data: bytes) -> list[bytes]:
         data = bytes(buffer)
         buffer.clear()
     frames: list[bytes] = []
-    at, have = 0, len(data)
-    while have - at >= _LENGTH.size:
-        begin = at + _LENGTH.size
+    at, have, head = 0, len(data), _LENGTH.size
+    while have - at >= head:
+        begin = at + head
         end = begin + _length(data, at)
         if end > have:
             break
