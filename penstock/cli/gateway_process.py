@@ -17,7 +17,7 @@ import uvloop
 from penstock.cache.brokered import BrokeredTier
 from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
 from penstock.core.errors import PenstockError
-from penstock.fleet.build import elsewhere
+from penstock.fleet.build import elsewhere, local_launcher
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
@@ -80,7 +80,7 @@ async def serve(connection: socket.socket) -> int:
 
         store, answers = (None, None) if told["own_store"] else (BrokeredStore(channel), BrokeredTier(channel))
         shared = SharedParts(store, answers, RemoteControl(channel), OtherProcesses(channel), on_ready)
-        serving = asyncio.create_task(serve_fleets(settings, by_name, starts, listener, stack, shared))
+        serving = asyncio.create_task(serve_fleets(settings, by_name, starts, listener, stack, local_launcher, shared))
         channel.closed.add_done_callback(lambda _: serving.cancel())  # the workers go with the launching process
         try:
             return await serving

@@ -19,7 +19,7 @@ from typing import Any
 from penstock.cache.brokered import answer_handlers
 from penstock.cli.serve import announce, end_at_signals, label_of
 from penstock.core.errors import Unavailable
-from penstock.fleet.build import local_launcher
+from penstock.fleet.build import local_launcher, own_launchers
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.shared import SharedFleet, in_time, launcher_handlers
@@ -156,7 +156,8 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
     }
     configs = {fleets[name].model: config for name, config in settings.served.items()}
     by_label = {fleet.model: fleet for fleet in fleets.values()}
-    control = FleetControl(by_label, configs, server.log_level)
+    new_launcher = local_launcher
+    control = FleetControl(by_label, configs, server.log_level, new_launcher)
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
         stack.callback(reserved.close)
@@ -172,9 +173,9 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
             fleet.gateways = lambda: gateways.channels
             stack.push_async_callback(fleet.stop)
             checkpoint = config.model or name
-            local = [local_launcher(checkpoint, config, n, server.log_level) for n in range(config.local_replicas)]
-            if local:
-                starting = asyncio.create_task(fleet.start(local))
+            own = own_launchers(checkpoint, config, server.log_level, new_launcher)
+            if own:
+                starting = asyncio.create_task(fleet.start(own))
                 starting.add_done_callback(gateways.end_if_failed)
                 stack.callback(starting.cancel)
         await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from penstock.core.errors import InvalidRequest, NotFound, StartupError
-from penstock.fleet.build import local_launcher
+from penstock.fleet.build import NewLauncher
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.replica import Replica, State
 from penstock.fleet.settings import ModelConfig
@@ -43,11 +43,18 @@ class ReplicaView(msgspec.Struct, kw_only=True):
 
 
 class FleetControl:
-    def __init__(self, fleets: Mapping[str, Fleet], configs: Mapping[str, ModelConfig], log_level: str) -> None:
-        """Both by the name of the model."""
+    def __init__(
+        self,
+        fleets: Mapping[str, Fleet],
+        configs: Mapping[str, ModelConfig],
+        log_level: str,
+        new_launcher: NewLauncher,
+    ) -> None:
+        """`fleets` and `configs` by the name of the model. `new_launcher` makes those of replicas that are added."""
         self._fleets = fleets
         self._configs = configs
         self._log_level = log_level
+        self._new_launcher = new_launcher
         self._checkpoints = {name: config.model or name for name, config in configs.items()}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -74,11 +81,11 @@ class FleetControl:
         )
 
     async def add(self, model: str, count: int = 1) -> list[ReplicaView]:
-        """Start more worker processes; they serve as soon as they are ready."""
+        """Start more workers; they serve as soon as they are ready."""
         fleet, config = self._find(model)
         added = []
         for _ in range(count):
-            launcher = local_launcher(self._checkpoints[model], config, len(fleet.replicas), self._log_level)
+            launcher = self._new_launcher(self._checkpoints[model], config, len(fleet.replicas), self._log_level)
             added.append(self._view(model, fleet.add(launcher)))
         return added
 
@@ -93,12 +100,12 @@ class FleetControl:
         return self._view(model, replica)
 
     async def replace(self, model: str, checkpoint: str, drain_seconds: float) -> list[ReplicaView]:
-        """Replace the worker processes of a model by those of another checkpoint, one after the other. Returns when all
+        """Replace the workers of a model by those of another checkpoint, one after the other. Returns when all
         are new; if one does not start, those that were replaced before stay and the others are left as they are."""
         fleet, config = self._find(model)
-        old = [replica for replica in fleet.replicas if replica.is_local]
+        old = [replica for replica in fleet.replicas if replica.is_owned]
         for number, replica in enumerate(old):
-            launcher = local_launcher(checkpoint, config, number, self._log_level)
+            launcher = self._new_launcher(checkpoint, config, number, self._log_level)
             try:
                 new = await fleet.add_ready(launcher)
             except StartupError as error:

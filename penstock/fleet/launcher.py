@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -60,9 +61,14 @@ class Instance(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts an engine, again and again if need be. `place` says to people where it runs."""
+    """Starts an engine, again and again if need be.
+
+    `place` says to people where it runs. `owns` tells whether the engine's process is started and ended by this
+    launcher, and not by somebody else.
+    """
 
     place: str
+    owns: bool
 
     async def launch(self) -> Instance:
         """Returns when the engine serves. Raises StartupError with the reason why it cannot."""
@@ -73,6 +79,7 @@ class LocalLauncher:
     """Each instance is a worker process of this machine."""
 
     place = "local process"
+    owns = True
 
     def __init__(self, start: Start) -> None:
         self._start = start
@@ -196,7 +203,15 @@ class WorkerInstance:
         return None
 
 
-class LocalInstance(WorkerInstance):
+class LaunchedInstance(WorkerInstance, ABC):
+    """A worker that this process has launched, and that other gateway processes can connect to as well."""
+
+    @abstractmethod
+    async def connect(self) -> socket.socket:
+        """Another connection, for another gateway process. Raises ConnectionError."""
+
+
+class LocalInstance(LaunchedInstance):
     def __init__(self, worker: WorkerProcess, client: WorkerClient) -> None:
         self._worker = worker
         self.engine = client
@@ -205,8 +220,7 @@ class LocalInstance(WorkerInstance):
     def process(self) -> int:
         return self._worker.pid
 
-    def connect(self) -> socket.socket:
-        """Another connection, for another gateway process. Raises ConnectionError."""
+    async def connect(self) -> socket.socket:
         return self._worker.connect()
 
     async def lost(self) -> Loss:
@@ -227,6 +241,8 @@ class LocalInstance(WorkerInstance):
 
 class RemoteLauncher:
     """Connects to a worker that somebody runs on another machine (`penstock worker`). It starts and ends nothing."""
+
+    owns = False
 
     def __init__(self, host: str, port: int, secret: str) -> None:
         self._address = (host, port)

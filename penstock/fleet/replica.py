@@ -12,7 +12,7 @@ from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import PenstockError, StartupError
 from penstock.core.request import GenerateRequest
 from penstock.fleet.failover import CircuitBreaker
-from penstock.fleet.launcher import Instance, Launcher, LocalLauncher, Loss
+from penstock.fleet.launcher import Instance, Launcher, Loss
 from penstock.worker.client import WorkerClient
 
 log = logging.getLogger(__name__)
@@ -52,9 +52,9 @@ class Replica:
         return self._instance
 
     @property
-    def is_local(self) -> bool:
-        """Whether it is a process that was launched here."""
-        return isinstance(self._launcher, LocalLauncher)
+    def is_owned(self) -> bool:
+        """Whether its process is started and ended by this server."""
+        return self._launcher.owns
 
     @property
     def process(self) -> int | None:

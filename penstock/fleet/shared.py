@@ -15,7 +15,7 @@ from penstock.core.errors import StartupError, Unavailable
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.launcher import Instance, Launcher, LocalInstance, Loss, RemoteInstance
+from penstock.fleet.launcher import Instance, LaunchedInstance, Launcher, Loss, RemoteInstance
 from penstock.fleet.replica import Replica
 from penstock.worker.client import WorkerClient
 
@@ -64,9 +64,9 @@ class SharedFleet(Fleet):
             if replica is None:
                 raise StartupError(f"replica {name} has been removed")
             instance, changed = replica.instance, self._changed
-            if replica.state in ("ready", "draining") and isinstance(instance, LocalInstance):
+            if replica.state in ("ready", "draining") and isinstance(instance, LaunchedInstance):
                 try:
-                    return instance.connect()
+                    return await instance.connect()
                 except ConnectionError:  # it has died, and nobody knows yet
                     pass
             await changed.wait()
@@ -85,6 +85,7 @@ class BrokeredLauncher:
     """In a gateway process: a worker that another process has launched."""
 
     place = "local process"
+    owns = False
 
     def __init__(self, channel: Channel, replica: str) -> None:
         self._channel = channel

@@ -11,6 +11,8 @@ from penstock.text.tokenizer import Tokenizer
 
 
 class UpstreamLauncher:
+    owns = False
+
     def __init__(self, config: UpstreamConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
