@@ -151,7 +151,7 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
     reserved = bind(server.host, server.port, shared=True)
     host, port = reserved.getsockname()[:2]
     fleets = {
-        name: SharedFleet(label_of(name, config), config.routing, config.failover)
+        name: SharedFleet(label_of(name, config), config.routing, config.failover, config.standby)
         for name, config in settings.served.items()
     }
     configs = {fleets[name].model: config for name, config in settings.served.items()}

@@ -163,7 +163,8 @@ async def _serve_here(settings: Settings) -> int:
     server = settings.server
     listener = bind(server.host, server.port)
     fleets = {
-        name: Fleet(label_of(name, config), config.routing, config.failover) for name, config in settings.served.items()
+        name: Fleet(label_of(name, config), config.routing, config.failover, config.standby)
+        for name, config in settings.served.items()
     }
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from penstock.core.errors import PenstockError, StartupError, Unavailable
 from penstock.core.request import GenerateRequest
 from penstock.fleet.launcher import Instance, Loss
@@ -27,6 +29,7 @@ class UpstreamLauncher:
 
 class UpstreamInstance:
     process = None
+    start_seconds: Mapping[str, float] = {}
 
     def __init__(self, engine: Upstream) -> None:
         self.engine = engine
