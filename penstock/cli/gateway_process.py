@@ -12,10 +12,12 @@ import sys
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
 import uvloop
 
 from penstock.cache.brokered import BrokeredTier
 from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
+from penstock.core.engine import EngineInfo
 from penstock.core.errors import PenstockError
 from penstock.fleet.build import elsewhere, local_launcher
 from penstock.fleet.channel import Channel, Handler
@@ -63,7 +65,7 @@ async def serve(connection: socket.socket) -> int:
     async with AsyncExitStack() as stack:
         stack.callback(channel.close)
         starts = [
-            asyncio.create_task(_start(fleet, settings, name, channel, told["replicas"][fleet.model]))
+            asyncio.create_task(_start(fleet, settings, name, channel, told["fleets"][fleet.model]))
             for name, fleet in by_name.items()
         ]
         for start in starts:
@@ -88,8 +90,12 @@ async def serve(connection: socket.socket) -> int:
             return 1
 
 
-async def _start(fleet: Fleet, settings: Settings, name: str, channel: Channel, replicas: list[str]) -> None:
-    config = settings.served[name]
+async def _start(fleet: Fleet, settings: Settings, name: str, channel: Channel, told: dict[str, Any]) -> None:
+    config, replicas = settings.served[name], told["replicas"]
+    if config.autoscale is not None and config.autoscale.min_replicas == 0:
+        fleet.wake = lambda: channel.tell("wake", fleet.model)
+    if told["info"] is not None:
+        fleet.info = msgspec.convert(told["info"], EngineInfo)
     tokenizer = None
     if config.upstreams:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)

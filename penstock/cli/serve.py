@@ -195,8 +195,9 @@ async def serve_fleets(
 ) -> int:
     """Serve HTTP in this process, once these fleets have started. `shared`: it is one of several gateway processes."""
     from penstock.cache.build import open_cache
+    from penstock.cli.autoscaling import autoscalers
     from penstock.fleet.control import FleetControl
-    from penstock.fleet.metrics import FleetMetrics
+    from penstock.fleet.metrics import FleetMetrics, ScalingMetrics
     from penstock.gateway.api.models import ServedModel
     from penstock.gateway.app import create_app
     from penstock.gateway.http.server import serve, tune_interpreter
@@ -216,15 +217,24 @@ async def serve_fleets(
     configs = {fleets[name].model: config for name, config in settings.served.items()}
     by_label = {fleet.model: fleet for fleet in fleets.values()}
     own = FleetControl(by_label, configs, settings.server.log_level, new_launcher)
+    if shared is None:
+        own.autoscalers = autoscalers(settings, fleets, own)
     app = create_app(
         models,
         settings,
         directory=directory,
-        collectors=[*cache.collectors, FleetMetrics(fleets.values())],
+        collectors=[
+            *cache.collectors,
+            FleetMetrics(fleets.values()),
+            ScalingMetrics(fleets.values(), own.autoscalers.values()),
+        ],
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
     )
     await asyncio.gather(*starts)
+    for autoscaler in own.autoscalers.values():
+        autoscaler.start()
+        stack.push_async_callback(autoscaler.stop)
 
     virtual = [name for name, config in settings.models.items() if config.is_virtual]
 

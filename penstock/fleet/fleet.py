@@ -56,6 +56,7 @@ class Fleet:
         self.held = 0  # requests that wait for a replica
         # Starts one when it is called. None: nobody does if there is none, so that requests need not wait.
         self.wake: Callable[[], None] | None = None
+        self.resizing = asyncio.Lock()  # held by whoever changes the number of replicas
         self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
         self._journals: dict[str, Journal] = {}
         self._quarantine = Quarantine()
@@ -89,9 +90,9 @@ class Fleet:
         replica.start_soon()
         return replica
 
-    async def add_ready(self, launcher: Launcher) -> Replica:
+    async def add_ready(self, launcher: Launcher, number: int | None = None) -> Replica:
         """Returns when it serves. Raises StartupError if it cannot, and then it is not in the fleet."""
-        replica = self._new(launcher)
+        replica = self._new(launcher, number=number)
         try:
             await replica.start()
         except BaseException:
@@ -100,10 +101,17 @@ class Fleet:
             raise
         return replica
 
-    def _new(self, launcher: Launcher, name: str | None = None) -> Replica:
+    @property
+    def free_number(self) -> int:
+        """The least that no replica has."""
+        used = {replica.number for replica in self.replicas}
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def _new(self, launcher: Launcher, name: str | None = None, number: int | None = None) -> Replica:
         if self.pool is not None:
             self.pool.warm(launcher)
-        replica = Replica(name or f"{self.model}-{self._started}", launcher, self._on_change)
+        number = self.free_number if number is None else number
+        replica = Replica(name or f"{self.model}-{self._started}", launcher, self._on_change, number)
         self._started += 1
         self.replicas.append(replica)
         self._router.add(replica)
@@ -113,6 +121,9 @@ class Fleet:
     def is_starting(self) -> bool:
         """Whether a replica is on its way, or requests wait for one."""
         return self.held > 0 or any(replica.state in ("starting", "lost") for replica in self.replicas)
+
+    async def refresh(self) -> None:
+        """Find out what `held` and `streams` are, where others know."""
 
     def streams(self, replica: Replica) -> int:
         """Requests in flight there."""
@@ -162,7 +173,8 @@ class Fleet:
     def _combine_infos(self) -> None:
         """The longest context of any replica, since long requests go where they fit. While replicas have different
         weights, as during a replacement, the revision names all of them: answers of one are not stored for another."""
-        infos = [each.engine.info for each in self.replicas if each.state in ("ready", "draining")]
+        serving = [each for each in self.replicas if each.state in ("ready", "draining") and each.instance is not None]
+        infos = [each.engine.info for each in serving]
         if infos:  # else what was known stays true of the replicas that are started again
             self.info = replace(
                 infos[-1],

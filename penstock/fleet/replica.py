@@ -27,15 +27,18 @@ _LAST_RETRY_SECONDS = 30.0
 class Replica:
     """`on_change` is called whenever its state changes, before anybody else can act on it."""
 
-    def __init__(self, name: str, launcher: Launcher, on_change: Callable[[Replica], None]) -> None:
+    def __init__(self, name: str, launcher: Launcher, on_change: Callable[[Replica], None], number: int = 0) -> None:
+        """`number` among the replicas of its model: decides its device."""
         self.name = name
+        self.number = number
         self.place = launcher.place
         self.state: State = "starting"
         self.since = time.time()  # in this state
         self.detail = ""  # for people: why it is in this state
         self.restarts = 0
         self.useful = False  # whether this instance has given a token
-        self.start_seconds: dict[str, float] = {}  # phases of the last start, as far as they are known
+        self.launch_seconds = 0.0  # that its last start took
+        self.start_seconds: dict[str, float] = {}  # phases of that, as far as they are known, and the first token
         self.breaker = CircuitBreaker()
         self.loss: asyncio.Future[Loss]  # of this instance
         self._leaving = False
@@ -112,7 +115,7 @@ class Replica:
         began = time.monotonic()
         instance = await self._launcher.launch()
         phases, total = instance.start_seconds, time.monotonic() - began
-        self.start_seconds = {}
+        self.launch_seconds, self.start_seconds = total, {}
         if phases:
             self.start_seconds = {"process": max(0.0, total - sum(phases.values())), **phases}
             log.info("replica %s started in %.2f s: %s", self.name, total, listed(self.start_seconds))
