@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 
-from penstock.autoscaling.arrivals import Arrivals
-from penstock.autoscaling.load import Load
-from penstock.autoscaling.policy import Need
-from penstock.autoscaling.settings import AutoscaleConfig
 from penstock.client.http import HttpClient
 from tests.conftest import start_server
 
@@ -28,21 +24,16 @@ models:
   sleepy:
     model: smollm2-135m
     standby: 1
-    autoscale: {min_replicas: 0, interval_seconds: 0.2, idle_seconds: 1}
+    autoscale: {min_replicas: 0, interval_seconds: 0.2, idle_seconds: 1, policy: "tests.e2e.scaling_policy:by_streams"}
   busy:
     model: smollm2-135m
     autoscale:
       max_replicas: 3
       interval_seconds: 0.2
       down_cooldown_seconds: 1
-      policy: "tests.e2e.test_autoscaling:by_streams"
+      policy: "tests.e2e.scaling_policy:by_streams"
 """
 LONGEST_SECONDS = 100.0
-
-
-def by_streams(load: Load, arrivals: Arrivals, config: AutoscaleConfig) -> Need:
-    """A policy of our own: eight streams a replica."""
-    return Need(load.in_flight / 8, f"{load.in_flight} streams")
 
 
 class Running:
