@@ -28,7 +28,10 @@ def read_layers() -> dict[str, list[str]]:
 
 
 LAYERS = read_layers()
-WITHOUT_TORCH = ("core", "checkpoint", "text", "engine", "observability", "cache", "gateway", "fleet", "simulation")
+WITHOUT_TORCH = (
+    *("core", "checkpoint", "text", "engine", "observability", "cache", "gateway", "autoscaling", "fleet"),
+    "simulation",
+)
 ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")
 SERVER_ONLY = {
     *("starlette", "uvicorn", "msgspec", "pydantic", "prometheus_client", "yaml", "rich", "prompt_toolkit"),

@@ -25,6 +25,7 @@ from penstock.settings import Settings, settings_from_mapping
 if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.checkpoint.source import Checkpoint
+    from penstock.fleet.build import NewLauncher
     from penstock.fleet.control import FleetControl
     from penstock.fleet.fleet import Fleet
     from penstock.fleet.launcher import Launcher
@@ -155,28 +156,32 @@ async def _serve(settings: Settings, values: dict[str, Any]) -> int:
 
 
 async def _serve_here(settings: Settings) -> int:
-    from penstock.fleet.build import launchers
+    from penstock.fleet.build import launchers, local_launcher
     from penstock.fleet.fleet import Fleet
     from penstock.gateway.http.listener import bind
 
     server = settings.server
     listener = bind(server.host, server.port)
     fleets = {
-        name: Fleet(label_of(name, config), config.routing, config.failover) for name, config in settings.served.items()
+        name: Fleet(label_of(name, config), config.routing, config.failover, config.standby)
+        for name, config in settings.served.items()
     }
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
+        new_launcher = local_launcher
         starts = []
         for name, config in settings.served.items():
             stack.push_async_callback(fleets[name].stop)
             # The longest part of a cold start, so all else is done meanwhile. Upstreams need a tokenizer first.
             checkpoint = config.model or name
-            ready = None if config.upstreams else launchers(checkpoint, config, None, server.log_level)
-            starting = asyncio.create_task(_start(fleets[name], checkpoint, config, ready, server.log_level))
+            ready = None if config.upstreams else launchers(checkpoint, config, None, server.log_level, new_launcher)
+            starting = asyncio.create_task(
+                _start(fleets[name], checkpoint, config, ready, server.log_level, new_launcher)
+            )
             stack.callback(starting.cancel)
             starts.append(starting)
         await asyncio.sleep(0)
-        return await serve_fleets(settings, fleets, starts, listener, stack)
+        return await serve_fleets(settings, fleets, starts, listener, stack, new_launcher)
 
 
 async def serve_fleets(
@@ -185,12 +190,14 @@ async def serve_fleets(
     starts: Sequence[asyncio.Task[None]],
     listener: socket.socket,
     stack: AsyncExitStack,
+    new_launcher: NewLauncher,
     shared: SharedParts | None = None,
 ) -> int:
     """Serve HTTP in this process, once these fleets have started. `shared`: it is one of several gateway processes."""
     from penstock.cache.build import open_cache
+    from penstock.cli.autoscaling import autoscalers
     from penstock.fleet.control import FleetControl
-    from penstock.fleet.metrics import FleetMetrics
+    from penstock.fleet.metrics import FleetMetrics, ScalingMetrics
     from penstock.gateway.api.models import ServedModel
     from penstock.gateway.app import create_app
     from penstock.gateway.http.server import serve, tune_interpreter
@@ -208,16 +215,26 @@ async def serve_fleets(
         names = [name or checkpoint.name, *config.aliases]
         models.append(ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer)))
     configs = {fleets[name].model: config for name, config in settings.served.items()}
-    own = FleetControl({fleet.model: fleet for fleet in fleets.values()}, configs, settings.server.log_level)
+    by_label = {fleet.model: fleet for fleet in fleets.values()}
+    own = FleetControl(by_label, configs, settings.server.log_level, new_launcher)
+    if shared is None:
+        own.autoscalers = autoscalers(settings, fleets, own)
     app = create_app(
         models,
         settings,
         directory=directory,
-        collectors=[*cache.collectors, FleetMetrics(fleets.values())],
+        collectors=[
+            *cache.collectors,
+            FleetMetrics(fleets.values()),
+            ScalingMetrics(fleets.values(), own.autoscalers.values()),
+        ],
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
     )
     await asyncio.gather(*starts)
+    for autoscaler in own.autoscalers.values():
+        autoscaler.start()
+        stack.push_async_callback(autoscaler.stop)
 
     virtual = [name for name, config in settings.models.items() if config.is_virtual]
 
@@ -235,13 +252,18 @@ async def serve_fleets(
 
 
 async def _start(
-    fleet: Fleet, checkpoint: str, config: ModelConfig, ready: list[Launcher] | None, log_level: str
+    fleet: Fleet,
+    checkpoint: str,
+    config: ModelConfig,
+    ready: list[Launcher] | None,
+    log_level: str,
+    new_launcher: NewLauncher,
 ) -> None:
     from penstock.fleet.build import launchers
 
     if ready is None:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, checkpoint)
-        ready = launchers(checkpoint, config, tokenizer, log_level)
+        ready = launchers(checkpoint, config, tokenizer, log_level, new_launcher)
     await fleet.start(ready)
 
 

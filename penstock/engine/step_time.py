@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.core.machine import cache_folder
 from penstock.engine.peak import RecentPeak
@@ -275,6 +276,21 @@ class StepTimes:
     def prefill_tokens_per_second(self) -> float:
         seconds = self.chunk_seconds(0, 1024)
         return 1024 / seconds if seconds else 0.0
+
+    def readings(self) -> dict[str, Any]:
+        """The fields of `EngineStats` that are about the machine alone. 0 while nothing is known."""
+        one, usual = StepShape(1, USUAL_CONTEXT), StepShape(USUAL_BATCH, USUAL_BATCH * USUAL_CONTEXT)
+        alone = self.base_seconds(one)
+        stream = (self.base_seconds(usual) - alone) / (USUAL_BATCH - 1)
+        yardsticks = self.yardsticks
+        return {
+            "prefill_tokens_per_second": self.prefill_tokens_per_second,
+            "fixed_step_seconds": max(0.0, alone - stream),
+            "stream_step_seconds": stream,
+            "step_time_error": self.median_error,
+            "usual_prompt_seconds": 0.0 if yardsticks is None else yardsticks.prompt,
+            "loaded_step_seconds": 0.0 if yardsticks is None else yardsticks.step,
+        }
 
     def save(self) -> None:
         if self._path is None or not self.ready:

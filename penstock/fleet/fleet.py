@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, repeat
 from operator import is_not
 
 from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
-from penstock.core.errors import Overloaded, PenstockError, Unavailable
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
@@ -23,6 +23,7 @@ from penstock.fleet.launcher import Launcher, Loss, WorkerInstance
 from penstock.fleet.replica import Replica
 from penstock.fleet.router import Placement, Router
 from penstock.fleet.settings import FailoverConfig, RoutingConfig
+from penstock.fleet.standby import StandbyPool
 from penstock.fleet.stats import combined, counters
 from penstock.fleet.stream import RequestStream
 from penstock.worker.client import GONE, LOST
@@ -39,15 +40,24 @@ class Fleet:
     info: EngineInfo  # known once a replica has been ready
 
     def __init__(
-        self, model: str, routing: RoutingConfig | None = None, failover: FailoverConfig | None = None
+        self,
+        model: str,
+        routing: RoutingConfig | None = None,
+        failover: FailoverConfig | None = None,
+        standby: int = 0,
     ) -> None:
+        """`standby`: processes of a warm pool for its replicas."""
         self.model = model
+        self.pool = StandbyPool(standby, lambda: self.is_starting) if standby else None
         self.replicas: list[Replica] = []
         self.failovers = 0
         self._router = Router(routing or RoutingConfig())
         self._config = failover or FailoverConfig()
         self._started = 0
-        self._held = 0  # requests that wait for a replica
+        self.held = 0  # requests that wait for a replica
+        # Starts one when it is called. None: nobody does if there is none, so that requests need not wait.
+        self.wake: Callable[[], None] | None = None
+        self.resizing = asyncio.Lock()  # held by whoever changes the number of replicas
         self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
         self.journals: dict[str, Journal] = {}  # of requests in flight, and of those aborted lately
         self._quarantine = Quarantine()
@@ -65,21 +75,25 @@ class Fleet:
     # -- replicas ------------------------------------------------------------------------------------------------------
 
     async def start(self, launchers: Sequence[Launcher], names: Sequence[str] = ()) -> None:
-        """Returns when the first replica serves; the others follow. Raises StartupError if the first one cannot."""
+        """Returns when the first replica serves; the others follow. Raises StartupError if the first one cannot. None
+        at all are needed where `info` is known."""
         named = zip(launchers, chain(names, repeat(None)), strict=False)
-        first, *others = [self._new(launcher, name) for launcher, name in named]
-        await first.start()
-        for replica in others:
+        replicas = [self._new(launcher, name) for launcher, name in named]
+        for first in replicas[:1]:
+            await first.start()
+        for replica in replicas[1:]:
             replica.start_soon()
+        if self.pool is not None:
+            self.pool.start()
 
     def add(self, launcher: Launcher, name: str | None = None) -> Replica:
         replica = self._new(launcher, name)
         replica.start_soon()
         return replica
 
-    async def add_ready(self, launcher: Launcher) -> Replica:
+    async def add_ready(self, launcher: Launcher, number: int | None = None) -> Replica:
         """Returns when it serves. Raises StartupError if it cannot, and then it is not in the fleet."""
-        replica = self._new(launcher)
+        replica = self._new(launcher, number=number)
         try:
             await replica.start()
         except BaseException:
@@ -88,12 +102,29 @@ class Fleet:
             raise
         return replica
 
-    def _new(self, launcher: Launcher, name: str | None = None) -> Replica:
-        replica = Replica(name or f"{self.model}-{self._started}", launcher, self._on_change)
+    @property
+    def free_number(self) -> int:
+        """The least that no replica has."""
+        used = {replica.number for replica in self.replicas}
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def _new(self, launcher: Launcher, name: str | None = None, number: int | None = None) -> Replica:
+        if self.pool is not None:
+            self.pool.warm(launcher)
+        number = self.free_number if number is None else number
+        replica = Replica(name or f"{self.model}-{self._started}", launcher, self._on_change, number)
         self._started += 1
         self.replicas.append(replica)
         self._router.add(replica)
         return replica
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a replica is on its way, or requests wait for one."""
+        return self.held > 0 or any(replica.state in ("starting", "lost") for replica in self.replicas)
+
+    async def refresh(self) -> None:
+        """Find out what `held` and `streams` are, where others know."""
 
     def streams(self, replica: Replica) -> int:
         """Requests in flight there."""
@@ -121,6 +152,8 @@ class Fleet:
         replica.cut()
 
     async def stop(self) -> None:
+        if self.pool is not None:
+            await self.pool.stop()
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
     def kill(self) -> None:
@@ -141,7 +174,8 @@ class Fleet:
     def _combine_infos(self) -> None:
         """The longest context of any replica, since long requests go where they fit. While replicas have different
         weights, as during a replacement, the revision names all of them: answers of one are not stored for another."""
-        infos = [each.engine.info for each in self.replicas if each.state in ("ready", "draining")]
+        serving = [each for each in self.replicas if each.state in ("ready", "draining") and each.instance is not None]
+        infos = [each.engine.info for each in serving]
         if infos:  # else what was known stays true of the replicas that are started again
             self.info = replace(
                 infos[-1],
@@ -231,27 +265,36 @@ class Fleet:
         """Of those that have refused it none will do; for one that starts, or starts again, it pays to wait."""
         if journal.refused:
             raise min(journal.refused.values(), key=lambda error: error.retry_after)
-        if self._held >= MAX_HELD:
-            raise Overloaded(f"{self._held} requests wait for a replica already", retry_after=5.0)
-        self._held += 1
+        if self.held >= MAX_HELD:
+            raise Overloaded(f"{self.held} requests wait for a replica already", retry_after=5.0)
+        self.held += 1
+        remaining = journal.remaining()
         try:
-            async with asyncio.timeout(self._config.wait_seconds):
+            async with asyncio.timeout(min(self._config.wait_seconds, remaining)):
                 while True:
                     if all(replica.state in ("draining", "stopped") for replica in self.replicas):
-                        raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
+                        if self.wake is None:
+                            raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
+                        self.wake()
                     with suppress(TimeoutError):  # circuit breakers close by themselves
                         await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
                     if (placed := self.choose(journal)) is not None:
+                        journal.waited()
                         return placed
         except TimeoutError:
-            raise Unavailable(f"no replica of {self.model} is running; try again in a few seconds") from None
+            if remaining <= self._config.wait_seconds:
+                raise DeadlineExceeded("the deadline passed while no replica was running") from None
+            why = next((f": {replica.detail}" for replica in self.replicas if replica.detail), "")
+            raise Unavailable(f"no replica of {self.model} is running{why}; try again in a few seconds") from None
         finally:
-            self._held -= 1
+            self.held -= 1
 
     def proved(self, journal: Journal, placed: Placement) -> None:
         """The first token of an attempt."""
-        placed.stream.emitted(1, time.monotonic())
-        placed.replica.useful = True
+        now = time.monotonic()
+        placed.stream.emitted(1, now)
+        if not placed.replica.useful:
+            placed.replica.gave_first_token(now - placed.stream.began)
         placed.replica.breaker.succeeded()
         if journal.attempt > 1:
             self._budget.refund()
@@ -318,6 +361,8 @@ class Fleet:
 
     def health(self) -> Health:
         ready = [replica for replica in self.replicas if replica.state == "ready"]
+        if not self.replicas and self.wake is not None:
+            return Health(True, "no replica; the next request starts one")
         if len(self.replicas) == 1:
             return ready[0].engine.health() if ready else Health(False, "the worker is not running")
         return Health(bool(ready), f"{len(ready)} of {len(self.replicas)} replicas ready")

@@ -11,10 +11,15 @@ _LARGEST = (
     "seconds_since_step",
     "step_time_error",
     "decode_step_seconds",
+    "fixed_step_seconds",
+    "stream_step_seconds",
     "loaded_step_seconds",
     "usual_prompt_seconds",
 )
-_GAUGES = ("running", "waiting", "kv_blocks", "kv_blocks_used", "prefill_tokens_per_second", *_LARGEST)
+_GAUGES = (
+    *("running", "waiting", "kv_blocks", "kv_blocks_used", "prefill_tokens", "prefill_tokens_per_second"),
+    *_LARGEST,
+)
 
 
 def combined(readings: Sequence[EngineStats]) -> EngineStats:

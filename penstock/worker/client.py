@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
@@ -105,7 +105,8 @@ class WorkerClient(asyncio.Protocol):
     A protocol rather than a pair of streams: each frame is handed out where it arrives, without a task to wake first.
     """
 
-    info: EngineInfo  # known once connected
+    info: EngineInfo  # these two: known once connected
+    start_seconds: Mapping[str, float]  # phases of the worker's start
     _transport: asyncio.Transport
 
     def __init__(self, *, remote: bool, is_stopped: Callable[[], bool]) -> None:
@@ -216,7 +217,7 @@ class WorkerClient(asyncio.Protocol):
         elif self._greeted.done():
             raise ConnectionError("a worker greets once")
         else:
-            self.info, self.stats = message.info, message.stats
+            self.info, self.stats, self.start_seconds = message.info, message.stats, message.start_seconds
             self._greeted.set_result(None)
             self._listen()
 

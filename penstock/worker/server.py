@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import cast
 
 from penstock.core.engine import EngineInfo
@@ -31,6 +32,7 @@ class WorkerServer:
     info: EngineInfo
 
     def __init__(self) -> None:
+        self.start_seconds: Mapping[str, float] = {}
         self._asyncio = asyncio.get_running_loop()
         self._gateways: set[GatewayConnection] = set()
         self._owners: dict[str, GatewayConnection] = {}  # of the requests in progress
@@ -58,7 +60,7 @@ class WorkerServer:
 
     def connected(self, gateway: GatewayConnection) -> None:
         self._gateways.add(gateway)
-        gateway.write(frame(Hello(self.info, self.engine.stats)))
+        gateway.write(frame(Hello(self.info, self.engine.stats, dict(self.start_seconds))))
 
     def submit(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
         try:

@@ -1,0 +1,61 @@
+"""The policies that come with the fleet. Each is a pure function of a look at the fleet and of what arrived before.
+
+reactive    what has arrived lately, what waits, and the forecast time to first token of a request sent now
+predictive  the forecast of what will arrive by the time that a replica started now serves, as a floor under reactive
+last_value  as predictive, with the latest value in place of a forecast: to compare with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from penstock.autoscaling.arrivals import Arrivals, Expected
+from penstock.autoscaling.load import Load
+from penstock.autoscaling.policy import Need, Policy, imported_policy
+from penstock.autoscaling.settings import BUILT_IN_POLICIES, AutoscaleConfig
+
+_TTFT_SHARE = 0.5  # of the TTFT objective that a forecast may take up before there are too few replicas
+_MOST_GROWTH = 2.0  # for a forecast TTFT that is too long: it says that replicas lack, not how many
+_DEVIATIONS = 2.0  # of arriving work above its forecast that there is room for
+
+
+def reactive(load: Load, arrivals: Arrivals, config: AutoscaleConfig) -> Need:
+    busy = 1.0 if load.held or load.in_flight else 0.0
+    if not load.capacity:
+        return Need(busy, "speed not known yet")
+    needs = [Need(busy, "requests in flight" if busy else "no requests")]
+    needs.append(Need(arrivals.level / load.capacity, f"arriving work {arrivals.level:.2f}"))
+    if load.ttft_objective is not None:
+        allowed = _TTFT_SHARE * load.ttft_objective
+        queue = load.queued / load.ttft_objective / load.capacity
+        needs.append(Need(queue, f"queue of {load.queued:.1f} s"))
+        if load.ttft > allowed:
+            factor = min(_MOST_GROWTH, load.ttft / allowed)
+            needs.append(Need(load.ready * factor, f"forecast TTFT {load.ttft * 1e3:.0f} ms"))
+    return max(needs, key=lambda need: need.replicas)
+
+
+def _with_floor(
+    forecast: Callable[[Arrivals, float, float], Expected], load: Load, arrivals: Arrivals, config: AutoscaleConfig
+) -> Need:
+    need = reactive(load, arrivals, config)
+    if not load.capacity:
+        return need
+    ahead = load.warmup_seconds + config.interval_seconds
+    expected = forecast(arrivals, load.now, ahead)
+    floor = (expected.mean + _DEVIATIONS * expected.spread) / load.capacity
+    reason = f"work of {expected.mean:.2f} ± {expected.spread:.2f} expected within {ahead:.0f} s"
+    return max(need, Need(floor, reason), key=lambda need: need.replicas)
+
+
+predictive: Policy = partial(_with_floor, Arrivals.expected)
+last_value: Policy = partial(_with_floor, Arrivals.last_value)
+
+POLICIES: dict[str, Policy] = {"predictive": predictive, "reactive": reactive, "last_value": last_value}
+assert set(POLICIES) == set(BUILT_IN_POLICIES)
+
+
+def policy_named(name: str) -> Policy:
+    """A built-in one, or one of your own by import path. Raises StartupError if that cannot be imported."""
+    return POLICIES.get(name) or imported_policy(name)
