@@ -11,6 +11,7 @@ from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.core.settings import check, convert_section
 from penstock.core.suggest import did_you_mean
 from penstock.engine.settings import EngineConfig
+from penstock.fleet.ray.settings import RayConfig, ResourcesConfig
 from penstock.fleet.settings import FailoverConfig, ModelConfig, RoutingConfig
 from penstock.gateway.settings import (
     ClassConfig,
@@ -35,9 +36,11 @@ class Settings:
     models: Mapping[str, ModelConfig] = field(  # in place of `model`, several of them by name
         default_factory=dict, metadata={"expected": "a mapping of names to models"}
     )
-    engine: EngineConfig = field(default_factory=EngineConfig)  # these three: of every model that does not say
+    engine: EngineConfig = field(default_factory=EngineConfig)  # these four: of every model that does not say
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     failover: FailoverConfig = field(default_factory=FailoverConfig)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    ray: RayConfig = field(default_factory=RayConfig)  # the cluster of `penstock serve --on ray`
     server: ServerConfig = field(default_factory=ServerConfig)
     classes: Mapping[str, ClassConfig] = field(  # empty: interactive, standard and batch, derived
         default_factory=dict, metadata={"expected": "a mapping of names to objectives"}
@@ -87,7 +90,12 @@ class Settings:
             return {name: config for name, config in self.models.items() if not config.is_virtual}
         name = self.server.served_model_name or ""
         one = ModelConfig(
-            self.model, replicas=self.replicas, engine=self.engine, routing=self.routing, failover=self.failover
+            self.model,
+            replicas=self.replicas,
+            resources=self.resources,
+            engine=self.engine,
+            routing=self.routing,
+            failover=self.failover,
         )
         return {name: one}
 
@@ -121,7 +129,7 @@ def _with_defaults(model: Any, values: Mapping[str, Any]) -> Any:
     if not isinstance(model, dict) or model.get("versions") or model.get("cascade"):
         return model
     merged = dict(model)
-    for section in ("engine", "routing", "failover"):
+    for section in ("engine", "routing", "failover", "resources"):
         common, own = values.get(section) or {}, model.get(section) or {}
         if isinstance(common, dict) and isinstance(own, dict):
             merged[section] = {**common, **own}

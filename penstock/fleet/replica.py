@@ -28,7 +28,6 @@ class Replica:
 
     def __init__(self, name: str, launcher: Launcher, on_change: Callable[[Replica], None]) -> None:
         self.name = name
-        self.place = launcher.place
         self.state: State = "starting"
         self.since = time.time()  # in this state
         self.detail = ""  # for people: why it is in this state
@@ -41,6 +40,10 @@ class Replica:
         self._instance: Instance | None = None
         self._on_change = on_change
         self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def place(self) -> str:
+        return self._launcher.place
 
     @property
     def engine(self) -> ServedEngine:
