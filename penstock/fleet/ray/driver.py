@@ -50,7 +50,13 @@ class Driver:
                 if address is not None:
                     raise
                 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-                ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECT_STORE, **options)
+                ray.init(
+                    address="local",
+                    include_dashboard=False,
+                    object_store_memory=_OBJECT_STORE,
+                    _system_config={"worker_niceness": 0},  # workers are servers, not background jobs
+                    **options,
+                )
         except (RuntimeError, OSError, ValueError, RayError) as error:
             mismatch = "Version mismatch" in str(error)
             raise StartupError(other_versions(str(error)) if mismatch else unreachable(address, str(error))) from error

@@ -49,8 +49,7 @@ class WorkerHost:
         path = wanted.model.removeprefix("dummy:")
         if os.path.isabs(path) and not await asyncio.to_thread(os.path.exists, path):
             return {"failed": f"there is no {path}", "missing": path}
-        # Ray limits it to the CPUs that are reserved; without Ray an engine uses those that its process may run on.
-        os.environ.pop("OMP_NUM_THREADS", None)
+        _undo_limits()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.create_server((address, 0), family=family) as listener:
             try:
@@ -71,11 +70,20 @@ class WorkerHost:
         await self._instance.stop()
 
     async def _end_with_worker(self) -> None:
-        import ray
-
+        """Without asking Ray, which may be away: actors outlive the rest of their node."""
         await asyncio.shield(self._loss)
         await asyncio.sleep(_TOLD_SECONDS)
-        ray.kill(ray.get_runtime_context().current_actor)
+        os._exit(0)
+
+
+def _undo_limits() -> None:
+    """Ray gives its processes a low priority and as many OpenMP threads as CPUs are reserved. The worker inherits
+    both, and an engine competes with nothing on its node and uses all CPUs that its process may run on."""
+    os.environ.pop("OMP_NUM_THREADS", None)
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    except PermissionError:
+        print("this worker runs at a low priority; start Ray's nodes with RAY_worker_niceness=0", file=sys.stderr)
 
 
 def machine() -> str:

@@ -27,6 +27,11 @@ from penstock.worker.protocol import Start
 
 _LOSS_SECONDS = 3.0  # how long the reason of a loss is waited for
 _STOP_SECONDS = 20.0
+_CONNECT_SECONDS = 90.0  # to the cluster, or to start one
+_AWAY = (
+    "the head of the Ray cluster is away, or has been started anew without its nodes; start it (ray start --head), and "
+    "Ray on each node where it has ended (ray start --address=HEAD:6379). Replicas that run go on"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ class RayCluster:
         try:
             return await channel.call(method, *arguments)
         except Unavailable as error:
-            raise StartupError("the Ray driver ended, most likely because the head of the cluster is away") from error
+            raise StartupError(_AWAY) from error
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Without an answer, and only if the driver runs."""
@@ -82,12 +87,13 @@ class RayCluster:
             )
         channel = Channel(ours, {})
         try:
-            await channel.call("connect", self._address)
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                await channel.call("connect", self._address)
         except BaseException as error:
             channel.close()
             self._process.kill()
-            if isinstance(error, Unavailable):
-                raise StartupError("the Ray driver ended while it connected to the cluster; see above") from error
+            if isinstance(error, Unavailable | TimeoutError):
+                raise StartupError(_AWAY) from error
             raise
         self._channel = channel
         return channel
@@ -194,6 +200,8 @@ class RayLauncher:
             return Loss(reason, from_outside)
         except (PenstockError, TimeoutError):  # with the node or the head: no request has that power
             return Loss(f"Ray node {placed.host} or the head of its cluster is gone", from_outside=True)
+        finally:
+            self.end_soon(placed)  # what it has reserved is free for the next one
 
 
 class RayInstance(LaunchedInstance):

@@ -18,10 +18,10 @@ def full(
     wanted = {name: amount for name, amount in needs.items() if amount > 0}
     never = [name for name, amount in wanted.items() if largest[name] < amount]
     missing = never or [name for name, amount in wanted.items() if free.get(name, 0.0) < amount]
-    state = f"it needs {_amounts(wanted, wanted)} on one node; {len(alive)} nodes have {_amounts(free, wanted)} free"
+    state = f"it needs {_amounts(wanted, wanted)} on one node; free on {len(alive)} in all: {_amounts(free, wanted)}"
     if never:
         return (
-            f"no node of the Ray cluster is large enough for a replica: {state}, and the largest has "
+            f"no node of the Ray cluster is large enough: {state}, and the largest has "
             f"{_amounts(largest, never)}; add such a node, or ask for less with `resources`"
         )
     if missing:
