@@ -23,6 +23,7 @@ from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
 from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
+    from penstock.cache.build import AnswerCache
     from penstock.cache.tier import Tier
     from penstock.checkpoint.source import Checkpoint
     from penstock.fleet.build import NewLauncher
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.fleet.launcher import Launcher
     from penstock.fleet.settings import ModelConfig
     from penstock.gateway.api.fleet import Control
+    from penstock.gateway.api.models import ServedModel
     from penstock.gateway.api.siblings import Siblings
     from penstock.gateway.edge import Edge
     from penstock.state.store import Store
@@ -204,7 +206,6 @@ async def serve_fleets(
     from penstock.cli.autoscaling import autoscalers
     from penstock.fleet.control import FleetControl
     from penstock.fleet.metrics import FleetMetrics, ScalingMetrics
-    from penstock.gateway.api.models import ServedModel
     from penstock.gateway.app import create_app
     from penstock.gateway.http.server import serve, tune_interpreter
     from penstock.gateway.tenancy.tenants import open_directory
@@ -215,11 +216,7 @@ async def serve_fleets(
     directory = await stack.enter_async_context(open_directory(settings, store))
     common = None if shared is None else shared.answers
     cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, common))
-    models = []
-    for name, config in settings.served.items():
-        checkpoint, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
-        names = [name or checkpoint.name, *config.aliases]
-        models.append(ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer)))
+    models = [model async for model in _served_models(settings, fleets, cache)]
     configs = {fleets[name].model: config for name, config in settings.served.items()}
     by_label = {fleet.model: fleet for fleet in fleets.values()}
     own = FleetControl(by_label, configs, settings.server.log_level, new_launcher)
@@ -255,6 +252,17 @@ async def serve_fleets(
     warming = asyncio.create_task(app.long_requests.warm_up())
     stack.callback(warming.cancel)
     return await serve(app, listener, on_ready, settings.server.drain_seconds)
+
+
+async def _served_models(
+    settings: Settings, fleets: Mapping[str, Fleet], cache: AnswerCache
+) -> AsyncIterator[ServedModel]:
+    from penstock.gateway.api.models import ServedModel
+
+    for name, config in settings.served.items():
+        checkpoint, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
+        names = [name or checkpoint.name, *config.aliases]
+        yield ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer))
 
 
 @asynccontextmanager
