@@ -18,6 +18,8 @@ from penstock.core.engine import EngineStats
 
 _AVERAGED_REQUESTS = 200.0  # over which the usual request is averaged
 _PLANNED_ITL = 0.7  # share of the ITL objective that steps are planned to take: their times vary
+_SPEED_WEIGHT = 0.05  # of the latest look in averages of speeds
+_LEAST_CAPACITY = 0.05
 _FIRST_REQUEST = (256.0, 128.0)  # prompt and output tokens of a usual request before there was one
 
 
@@ -32,6 +34,7 @@ class Load:
     warmup_seconds: float  # that a replica started now takes until it serves
     requests: float  # counter: that have arrived, also those that were refused
     work: float  # counter: what they have brought, in seconds of one replica
+    request_work: float  # of a usual request
     capacity: float  # seconds of work that a replica does in a second; 0: not known yet
     queued: float  # seconds of one replica's work that prompts wait for, held ones too
     held: int  # requests that wait for a replica because there is none
@@ -51,8 +54,9 @@ class Meter:
         self.ttft_objective = ttft_objective
         self.itl_objective = itl_objective
         self.prompt_tokens, self.output_tokens = _FIRST_REQUEST  # of a usual request
-        self.hit_ratio = 0.0  # of its prompt
-        self._stream_blocks = 0.0  # of the KV cache, of a usual stream
+        self._hit_ratio = 0.0  # of its prompt
+        self._stream_blocks = 0.0  # of the KV cache, that its stream holds
+        self._speed = _Speed()
         self._last: EngineStats | None = None
         self._held = 0
         self._requests = 0.0
@@ -72,14 +76,17 @@ class Meter:
         """`stats`: of all replicas together (`fleet/stats.py`), those that have gone included: counters only grow."""
         last = self._last or EngineStats()
         accepted = max(0, stats.requests - last.requests)
-        self._learn(stats, last, accepted)
+        if accepted:
+            self._learn(stats, last, accepted)
+        if stats.prefill_tokens_per_second:
+            self._speed.learn(stats)
         newly_held = held - self._held  # below 0: they have been accepted, and were counted when they came
         refused = (stats.refused - last.refused) / max(1, ready)  # a request is refused by all replicas, one by one
         arrived = max(0.0, accepted + refused + newly_held)
         self._requests += arrived
-        self._work += arrived * self.request_work(stats)
+        self._work += arrived * self.request_work
         self._last, self._held = stats, held
-        prefill = self._token_seconds(stats) * (1.0 - self.hit_ratio)
+        waiting = stats.prefill_tokens + held * self.prompt_tokens * (1.0 - self._hit_ratio)
         return Load(
             now=now,
             ready=ready,
@@ -87,8 +94,9 @@ class Meter:
             warmup_seconds=warmup_seconds,
             requests=self._requests,
             work=self._work,
-            capacity=self.capacity(stats, ready),
-            queued=(stats.prefill_tokens + held * self.prompt_tokens) * prefill,
+            request_work=self.request_work,
+            capacity=self._capacity(stats, ready),
+            queued=waiting * self._speed.token,
             held=held,
             in_flight=stats.running + stats.waiting,
             ttft=ttft,
@@ -96,39 +104,48 @@ class Meter:
         )
 
     def _learn(self, stats: EngineStats, last: EngineStats, accepted: int) -> None:
-        """What a usual request is. Tokens of output and hits come later than their request, which evens out."""
-        if not accepted:
-            return
-        if stats.running:
-            blocks = stats.kv_blocks_used / stats.running
-            self._stream_blocks = (
-                self._stream_blocks + 0.1 * (blocks - self._stream_blocks) if self._stream_blocks else blocks
-            )
-        weight = min(1.0, accepted / _AVERAGED_REQUESTS) if self._last is not None else 1.0
+        """Tokens of output and hits come later than their request, which evens out."""
+        weight = min(1.0, accepted / _AVERAGED_REQUESTS)
         prompt = stats.prompt_tokens - last.prompt_tokens
         hits = min(1.0, (stats.cached_tokens - last.cached_tokens) / prompt) if prompt else 0.0
         self.prompt_tokens += weight * (prompt / accepted - self.prompt_tokens)
         self.output_tokens += weight * ((stats.output_tokens - last.output_tokens) / accepted - self.output_tokens)
-        self.hit_ratio += weight * (hits - self.hit_ratio)
+        self._hit_ratio += weight * (hits - self._hit_ratio)
+        if stats.running:
+            weight = weight if self._stream_blocks else 1.0
+            self._stream_blocks += weight * (stats.kv_blocks_used / stats.running - self._stream_blocks)
 
-    @staticmethod
-    def _token_seconds(stats: EngineStats) -> float:
-        return 1.0 / stats.prefill_tokens_per_second if stats.prefill_tokens_per_second else 0.0
-
-    def request_work(self, stats: EngineStats) -> float:
+    @property
+    def request_work(self) -> float:
         """Seconds of one replica that a usual request takes."""
-        prefill = self.prompt_tokens * (1.0 - self.hit_ratio) * self._token_seconds(stats)
-        return prefill + self.output_tokens * stats.stream_step_seconds
+        speed, context = self._speed, self.prompt_tokens + self.output_tokens / 2
+        prefill = self.prompt_tokens * (1.0 - self._hit_ratio) * speed.token
+        return prefill + self.output_tokens * (speed.stream + context * speed.context_token)
 
-    def capacity(self, stats: EngineStats, ready: int) -> float:
-        """Seconds of work a second that one replica does within the ITL objective. 0: not known yet."""
-        work = self.request_work(stats)
-        if not stats.prefill_tokens_per_second or not work:
+    def _capacity(self, stats: EngineStats, ready: int) -> float:
+        work, fixed, shares = self.request_work, self._speed.fixed, [1.0]
+        if not work:
             return 0.0
-        fixed, shares = stats.fixed_step_seconds, [1.0]
         if self.itl_objective is not None:
             shares.append(1.0 - fixed / (_PLANNED_ITL * self.itl_objective))
         if self._stream_blocks and ready:
             streams = stats.kv_blocks / ready / self._stream_blocks
             shares.append(streams * work / (streams * work + self.output_tokens * fixed))
-        return max(0.05, min(shares))
+        return max(_LEAST_CAPACITY, min(shares))
+
+
+@dataclass(slots=True)
+class _Speed:
+    """Seconds that a replica takes, on average over the latest looks."""
+
+    token: float = 0.0  # to prefill one token
+    fixed: float = 0.0  # of a step
+    stream: float = 0.0  # that each stream adds to a step
+    context_token: float = 0.0  # and each token of its context
+
+    def learn(self, stats: EngineStats) -> None:
+        weight = _SPEED_WEIGHT if self.token else 1.0
+        self.token += weight * (1.0 / stats.prefill_tokens_per_second - self.token)
+        self.fixed += weight * (stats.fixed_step_seconds - self.fixed)
+        self.stream += weight * (stats.stream_step_seconds - self.stream)
+        self.context_token += weight * (stats.context_token_seconds - self.context_token)

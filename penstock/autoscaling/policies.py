@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import sqrt
 
 from penstock.autoscaling.arrivals import Arrivals, Expected
 from penstock.autoscaling.load import Load
@@ -20,12 +21,19 @@ _MOST_GROWTH = 2.0  # for a forecast TTFT that is too long: it says that replica
 _DEVIATIONS = 2.0  # of arriving work above its forecast that there is room for
 
 
+def replicas_for(load: Load, rate: float, spread: float = 0.0) -> float:
+    """For so much work a second, of which the standard deviation over seconds to minutes is `spread`. Requests come at
+    random: within the TTFT objective, for which they can wait, their work deviates as that of a Poisson process."""
+    random = load.request_work * rate / load.ttft_objective if load.ttft_objective else 0.0
+    return (rate + sqrt((_DEVIATIONS * spread) ** 2 + random)) / load.capacity
+
+
 def reactive(load: Load, arrivals: Arrivals, config: AutoscaleConfig) -> Need:
     busy = 1.0 if load.held or load.in_flight else 0.0
     if not load.capacity:
         return Need(busy, "speed not known yet")
     needs = [Need(busy, "requests in flight" if busy else "no requests")]
-    needs.append(Need(arrivals.level / load.capacity, f"arriving work {arrivals.level:.2f}"))
+    needs.append(Need(replicas_for(load, arrivals.level), f"work of {arrivals.level:.2f} s/s arrives"))
     if load.ttft_objective is not None:
         allowed = _TTFT_SHARE * load.ttft_objective
         queue = load.queued / load.ttft_objective / load.capacity
@@ -44,8 +52,8 @@ def _with_floor(
         return need
     ahead = load.warmup_seconds + config.interval_seconds
     expected = forecast(arrivals, load.now, ahead)
-    floor = (expected.mean + _DEVIATIONS * expected.spread) / load.capacity
-    reason = f"work of {expected.mean:.2f} ± {expected.spread:.2f} expected within {ahead:.0f} s"
+    floor = replicas_for(load, expected.mean, expected.spread)
+    reason = f"work of {expected.mean:.2f} ± {expected.spread:.2f} s/s is forecast for the next {ahead:.0f} s"
     return max(need, Need(floor, reason), key=lambda need: need.replicas)
 
 

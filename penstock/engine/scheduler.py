@@ -28,7 +28,7 @@ from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.placement import Placement
 from penstock.engine.planned_step import PlannedStep, StepsInFlight
 from penstock.engine.sequence import Sequence
-from penstock.engine.step_time import StepShape, StepTimes
+from penstock.engine.step_time import StepTimes
 from penstock.engine.urgency import Ranking, WaitingQueue, demote_if_late, patience
 
 _ORDER = attrgetter("order")
@@ -378,7 +378,6 @@ class Scheduler:
     # -- observation -------------------------------------------------------------------------------------------------
 
     def stats(self, seconds_since_step: float = 0.0) -> EngineStats:
-        decoding = decode_shape(self.running)
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -386,8 +385,7 @@ class Scheduler:
             kv_blocks_used=self.pool.used,
             prefill_tokens=books.prefill_tokens(self.waiting, self.running),
             seconds_since_step=seconds_since_step,
-            decode_step_seconds=self.times.predict(decoding if decoding.decodes else StepShape(1, 256)),
-            **self.times.readings(),
+            **self.times.readings(decode_shape(self.running)),
             **asdict(self.counters),
         )
 
