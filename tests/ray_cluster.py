@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from types import TracebackType
+from typing import Any
 
 _ENDED_SECONDS = 60
 
@@ -82,6 +83,7 @@ def main() -> None:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": int(sys.argv[1]), "include_dashboard": False})
     added = []
     print(">", cluster.address, flush=True)
+    head: Any = cluster.head_node
     for line in sys.stdin:
         command, *arguments = line.split()
         answer = "done"
@@ -91,9 +93,9 @@ def main() -> None:
         elif command == "remove":
             cluster.remove_node(added.pop(), allow_graceful=False)
         elif command == "kill_head":
-            cluster.head_node.kill_gcs_server()
+            head.kill_gcs_server()
         elif command == "start_head":
-            cluster.head_node.start_gcs_server()
+            head.start_gcs_server()
         print(">", answer, flush=True)
     cluster.shutdown()
 
