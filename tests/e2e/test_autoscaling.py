@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.client.http import HttpClient
-from tests.conftest import start_server
+from tests.conftest import start_with_admin
 
 SETTINGS = """
 server: {processes: 2, open: true}
@@ -69,12 +67,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    folder = tmp_path_factory.mktemp("autoscaling")
-    config, state = folder / "settings.yaml", f"sqlite:///{folder}/state.db"
-    config.write_text(SETTINGS)
-    command = [sys.executable, "-m", "penstock.cli.main", "keys", "create", "--admin", "--state", state]
-    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    running = start_server("--config", str(config), "--state", state)
+    running, key = start_with_admin(tmp_path_factory.mktemp("autoscaling"), SETTINGS)
     yield running.url, key
     running.stop()
 
