@@ -27,6 +27,7 @@ class RayCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_TMPDIR": self._folder,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_health_check_period_ms": "500",  # five in a row that fail mean that a node has gone
             **({"RAY_REDIS_ADDRESS": redis} if redis else {}),
         }
         self._process = subprocess.Popen(

@@ -29,6 +29,7 @@ from penstock.fleet.ray import host
 from penstock.fleet.ray.reasons import full, not_started, other_penstock, other_versions, unreachable
 
 NAMESPACE = "penstock"
+_CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 20.0  # for a head that may be busy
 _STOP_SECONDS = 15.0
 _OBJECT_STORE = 80 * 2**20  # the least that Ray takes; nothing of ours is in it
@@ -39,29 +40,36 @@ class Driver:
         self._actors: dict[str, Any] = {}  # handles by name, of those launched by this process
         self._starting: set[str] = set()
 
-    async def connect(self, address: str | None) -> str:
-        """Join the cluster at this address, or one that this machine belongs to, or start one here. Returns its
-        address."""
-        options: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.WARNING}
+    async def connect(self, address: str | None) -> None:
+        """Join the cluster at this address, or one that this machine belongs to, or start one here."""
         try:
-            try:
-                ray.init(address=address or "auto", **options)
-            except ConnectionError:
-                if address is not None:
-                    raise
-                os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE,
-                    _system_config={"worker_niceness": 0},  # workers are servers, not background jobs
-                    **options,
-                )
+            if address != "local":
+                try:
+                    return self._join(address or "auto")
+                except ConnectionError:
+                    if address is not None:
+                        raise
+            self._start_cluster()
         except (RuntimeError, OSError, ValueError, RayError) as error:
             mismatch = "Version mismatch" in str(error)
             raise StartupError(other_versions(str(error)) if mismatch else unreachable(address, str(error))) from error
-        cloudpickle.register_pickle_by_value(host)
-        return str(ray.get_runtime_context().gcs_address)
+
+    def _join(self, address: str) -> None:
+        name, _, port = address.rpartition(":")
+        if port.isdigit():  # Ray would try for minutes
+            socket.create_connection((name.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.WARNING)
+
+    def _start_cluster(self) -> None:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            logging_level=logging.WARNING,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE,
+            _system_config={"worker_niceness": 0},  # workers are servers, not background jobs
+        )
 
     async def launch(
         self, name: str, start: bytes, resources: Mapping[str, Any], wait_seconds: float
@@ -154,6 +162,7 @@ async def _ask(question: Any) -> Any:
 
 async def serve(connection: socket.socket) -> None:
     """Answer the gateway until it has gone. Its workers go with it."""
+    cloudpickle.register_pickle_by_value(host)
     driver = Driver()
     channel = Channel(
         connection,
