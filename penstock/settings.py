@@ -12,6 +12,7 @@ from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.core.settings import check, convert_section
 from penstock.core.suggest import did_you_mean
 from penstock.engine.settings import EngineConfig
+from penstock.fleet.ray.settings import RayConfig, ResourcesConfig
 from penstock.fleet.settings import FailoverConfig, ModelConfig, RoutingConfig
 from penstock.gateway.settings import (
     ClassConfig,
@@ -37,10 +38,12 @@ class Settings:
     models: Mapping[str, ModelConfig] = field(  # in place of `model`, several of them by name
         default_factory=dict, metadata={"expected": "a mapping of names to models"}
     )
-    engine: EngineConfig = field(default_factory=EngineConfig)  # these three: of every model that does not say
+    engine: EngineConfig = field(default_factory=EngineConfig)  # these four: of every model that does not say
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     failover: FailoverConfig = field(default_factory=FailoverConfig)
     autoscale: AutoscaleConfig | None = None  # of every model that says neither this nor how many replicas it has
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    ray: RayConfig = field(default_factory=RayConfig)  # the cluster of `penstock serve --on ray`
     server: ServerConfig = field(default_factory=ServerConfig)
     classes: Mapping[str, ClassConfig] = field(  # empty: interactive, standard and batch, derived
         default_factory=dict, metadata={"expected": "a mapping of names to objectives"}
@@ -97,6 +100,7 @@ class Settings:
             replicas=self.replicas if self.autoscale is None else None,
             autoscale=self.autoscale,
             standby=self.standby,
+            resources=self.resources,
             engine=self.engine,
             routing=self.routing,
             failover=self.failover,
@@ -133,7 +137,7 @@ def _with_defaults(model: Any, values: Mapping[str, Any]) -> Any:
     if not isinstance(model, dict) or model.get("versions") or model.get("cascade"):
         return model
     fixed = model.get("replicas") is not None or model.get("workers") or model.get("upstreams")
-    sections = ["engine", "routing", "failover"]
+    sections = ["engine", "routing", "failover", "resources"]
     if model.get("autoscale") is not None or (values.get("autoscale") is not None and not fixed):
         sections.append("autoscale")
     merged = {"standby": values["standby"], **model} if "standby" in values else dict(model)

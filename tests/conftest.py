@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,14 +60,14 @@ class Server:
         assert code == 0, "".join(self.log)
 
 
-def start_server(*arguments: str, python: str = sys.executable) -> Server:
+def start_server(*arguments: str, python: str = sys.executable, environ: Mapping[str, str] = os.environ) -> Server:
     """`penstock serve` on a free port, ready to answer."""
     process = subprocess.Popen(
         [python, "-m", "penstock.cli.main", "serve", "--port", "0", "--state", "memory", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**environ, "PYTHONUNBUFFERED": "1"},
     )
     log: list[str] = []
     assert process.stdout is not None

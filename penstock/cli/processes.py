@@ -20,9 +20,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.cache.brokered import answer_handlers
 from penstock.cli.autoscaling import autoscalers, running
-from penstock.cli.serve import announce, end_at_signals, label_of
+from penstock.cli.serve import Place, announce, end_at_signals, label_of, launchers_on
 from penstock.core.errors import Unavailable
-from penstock.fleet.build import local_launcher, own_launchers
+from penstock.fleet.build import own_launchers
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.metrics import ScalingMetrics
@@ -161,7 +161,7 @@ class GatewayProcesses:
         return {"metrics": metrics, "account": account, "slowest": slowest, "replicas": replicas}
 
 
-async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
+async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Place) -> int:
     """`values` are the settings as a file holds them, for the gateway processes."""
     server = settings.server
     reserved = bind(server.host, server.port, shared=True)
@@ -172,10 +172,10 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
     }
     configs = {fleets[name].model: config for name, config in settings.served.items()}
     by_label = {fleet.model: fleet for fleet in fleets.values()}
-    new_launcher = local_launcher
-    control = FleetControl(by_label, configs, server.log_level, new_launcher)
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
+        new_launcher = await stack.enter_async_context(launchers_on(on, settings))
+        control = FleetControl(by_label, configs, server.log_level, new_launcher)
         stack.callback(reserved.close)
         own_store = is_shared(settings.state)
         handlers = launcher_handlers(by_label, control)

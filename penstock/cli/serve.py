@@ -10,14 +10,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from penstock.checkpoint.source import DEFAULT_MODEL
-from penstock.cli.environment import API_KEY
+from penstock.cli.environment import API_KEY, RAY_ADDRESS, ray_address
 from penstock.cli.settings import file_and_environment
 from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
 from penstock.settings import Settings, settings_from_mapping
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Place = Literal["local", "ray"]
+
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("serve", help="serve a model over the OpenAI API")
@@ -58,6 +60,9 @@ def add_parser(subparsers: Subparsers) -> None:
     server.add_argument("--open", action="store_true", default=None, help="need no key, even where others can connect")
     server.add_argument("--state", metavar="URL", help="memory, sqlite:///PATH or redis://HOST:PORT/DB")
     server.add_argument("--log-level", help="debug, info, warning or error (default info)")
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument("--on", choices=get_args(Place), default="local", help="where replicas run (default local)")
+    fleet.add_argument("--ray-address", metavar="HOST:PORT", help=f"head of the Ray cluster (default: {RAY_ADDRESS})")
     add_engine_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -115,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 
     configure_logging(settings.server.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, values))
+        return runner.run(_serve(settings, values, args.on))
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
@@ -130,6 +135,7 @@ def read_values(args: argparse.Namespace) -> dict[str, Any]:
             name: getattr(args, name)
             for name in ("host", "port", "processes", "served_model_name", "open", "log_level")
         },
+        "ray": {"address": args.ray_address},
         "engine": engine_values(args),
     }
     merged = dict(values)
@@ -143,20 +149,20 @@ def read_values(args: argparse.Namespace) -> dict[str, Any]:
     return merged
 
 
-async def _serve(settings: Settings, values: dict[str, Any]) -> int:
+async def _serve(settings: Settings, values: dict[str, Any], on: Place) -> int:
     """`values` are the settings as a file holds them."""
     from penstock.cli.requirements import check_requirements
 
-    check_requirements(settings)
+    check_requirements(settings, on)
     if settings.server.processes > 1:
         from penstock.cli.processes import serve_in_processes
 
-        return await serve_in_processes(settings, values)
-    return await _serve_here(settings)
+        return await serve_in_processes(settings, values, on)
+    return await _serve_here(settings, on)
 
 
-async def _serve_here(settings: Settings) -> int:
-    from penstock.fleet.build import launchers, local_launcher
+async def _serve_here(settings: Settings, on: Place) -> int:
+    from penstock.fleet.build import launchers
     from penstock.fleet.fleet import Fleet
     from penstock.gateway.http.listener import bind
 
@@ -168,7 +174,7 @@ async def _serve_here(settings: Settings) -> int:
     }
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
-        new_launcher = local_launcher
+        new_launcher = await stack.enter_async_context(launchers_on(on, settings))
         starts = []
         for name, config in settings.served.items():
             stack.push_async_callback(fleets[name].stop)
@@ -243,6 +249,20 @@ async def serve_fleets(
     warming = asyncio.create_task(app.long_requests.warm_up())
     stack.callback(warming.cancel)
     return await serve(app, listener, on_ready, settings.server.drain_seconds)
+
+
+@asynccontextmanager
+async def launchers_on(on: Place, settings: Settings) -> AsyncIterator[NewLauncher]:
+    """What makes the launchers of replicas that run there."""
+    if on == "local":
+        from penstock.fleet.build import local_launcher
+
+        yield local_launcher
+    else:
+        from penstock.fleet.ray.launcher import ray_launchers
+
+        async with ray_launchers(replace(settings.ray, address=settings.ray.address or ray_address())) as new_launcher:
+            yield new_launcher
 
 
 async def _start(

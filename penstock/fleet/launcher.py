@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -87,11 +88,13 @@ class LocalLauncher:
     place = "local process"
     owns = True
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, listener: socket.socket | None = None) -> None:
+        """`listener`: where the worker serves gateways on other machines, too, which have the secret in `start`."""
         self._start = start
-        self.spawn: Callable[[Start], Awaitable[WorkerProcess]] = WorkerProcess.spawn  # or a warm pool's
+        # Makes the process. A warm pool puts its own in its place.
+        self.spawn: Callable[[Start], Awaitable[WorkerProcess]] = partial(WorkerProcess.spawn, listener=listener)
 
-    async def launch(self) -> Instance:
+    async def launch(self) -> LocalInstance:
         """There is no limit to the time a model may take to load; it ends with its process."""
         worker = await self.spawn(self._start)
         try:
@@ -114,18 +117,19 @@ class WorkerProcess:
         self._oom_kills = _oom_kills()
 
     @classmethod
-    async def spawn(cls, first: Start | Standby) -> WorkerProcess:
+    async def spawn(cls, first: Start | Standby, listener: socket.socket | None = None) -> WorkerProcess:
         """`first` is the first thing that it is told."""
         ours, theirs = socket.socketpair()
         with theirs:  # the process has its own of it
+            passed = [theirs.fileno(), *([] if listener is None else [listener.fileno()])]
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "penstock.worker.main",
-                str(theirs.fileno()),
+                *map(str, passed),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=passed,
                 env=_environment(),
                 start_new_session=True,
             )
@@ -284,23 +288,30 @@ class RemoteLauncher:
         self.place = f"tcp://{host}:{port}"
 
     async def launch(self) -> Instance:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                found = await loop.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
-                family, kind, protocol, _, address = found[0]
-                connection = socket.socket(family, kind, protocol)
-                connection.setblocking(False)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                try:
-                    await loop.sock_connect(connection, address)
-                    await prove_as_gateway(connection, self._secret)
-                except BaseException:
-                    connection.close()
-                    raise
-                return RemoteInstance(await WorkerClient.connect(connection, remote=True))
+                connection = await connect_over_network(*self._address, self._secret)
+                return RemoteInstance(await WorkerClient.connect(connection))
         except (OSError, TimeoutError) as error:
             raise StartupError(f"no worker answers at {self.place}: {error or 'timed out'}") from error
+
+
+async def connect_over_network(host: str, port: int, secret: str) -> socket.socket:
+    """A connection to a worker's port. Raises OSError, or WrongSecret."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(_CONNECT_SECONDS):
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        connection = socket.socket(family, kind, protocol)
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            await loop.sock_connect(connection, address)
+            await prove_as_gateway(connection, secret)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
 
 
 class RemoteInstance(WorkerInstance):

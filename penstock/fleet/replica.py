@@ -31,7 +31,6 @@ class Replica:
         """`number` among the replicas of its model: decides its device."""
         self.name = name
         self.number = number
-        self.place = launcher.place
         self.state: State = "starting"
         self.since = time.time()  # in this state
         self.detail = ""  # for people: why it is in this state
@@ -46,6 +45,10 @@ class Replica:
         self._instance: Instance | None = None
         self._on_change = on_change
         self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def place(self) -> str:
+        return self._launcher.place
 
     @property
     def engine(self) -> ServedEngine:

@@ -10,6 +10,7 @@ from typing import Literal
 from penstock.autoscaling.settings import AutoscaleConfig
 from penstock.core.settings import check, check_choice
 from penstock.engine.settings import EngineConfig
+from penstock.fleet.ray.settings import ResourcesConfig
 from penstock.fleet.upstream.settings import UpstreamConfig
 
 _WORKER = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):([0-9]{1,5})")
@@ -92,6 +93,7 @@ class ModelConfig:
     workers: tuple[str, ...] = ()  # on other machines, as tcp://HOST:PORT; see `penstock worker`
     upstreams: tuple[UpstreamConfig, ...] = ()  # other servers that have the same model
     devices: tuple[str, ...] = ()  # GPUs or MIG instances by id, for one replica after the other; default: all
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)  # of each replica on a Ray cluster
     engine: EngineConfig = field(default_factory=EngineConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     failover: FailoverConfig = field(default_factory=FailoverConfig)

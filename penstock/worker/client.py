@@ -125,14 +125,15 @@ class WorkerClient(asyncio.Protocol):
 
     @classmethod
     async def connect(
-        cls, connection: socket.socket, *, remote: bool = False, is_stopped: Callable[[], bool] = lambda: False
+        cls, connection: socket.socket, *, is_stopped: Callable[[], bool] = lambda: False
     ) -> WorkerClient:
         """Returns when the worker serves. Raises ConnectionError if it goes away before.
 
-        `remote`: over a network, where the worker wants to hear from this side as well. `is_stopped` tells whether its
-        process is known to be stopped, so that less silence is enough.
+        Over a network the worker wants to hear from this side as well. `is_stopped` tells whether its process is known
+        to be stopped, so that less silence is enough.
         """
         loop = asyncio.get_running_loop()
+        remote = connection.family != socket.AF_UNIX
         connect = loop.create_connection if remote else loop.create_unix_connection
         _, client = await connect(lambda: cls(remote=remote, is_stopped=is_stopped), sock=connection)
         try:

@@ -1,8 +1,9 @@
-"""The worker process. Started by a launcher as `python -m penstock.worker.main CONTROL_FD`.
+"""The worker process. Started by a launcher as `python -m penstock.worker.main CONTROL_FD [LISTENER_FD]`.
 
 All else comes over that control socket: first what to load, then a socket for each gateway, which is greeted once the
 model is loaded. A worker that cannot load says why over the control socket. When that ends, the launcher is gone and
 the worker goes too, also in the middle of loading. A standby is told to prepare for a model before it is told to load.
+Gateways on other machines come over the listener, if there is one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from penstock.observability.logging import configure_logging
 from penstock.worker.control import Control
 from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Prepared, Standby, Start, frame, read_control
 from penstock.worker.protocol import Control as Message
+from penstock.worker.remote import LEASE_SECONDS, Port
 from penstock.worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,17 @@ class Gateways(Protocol):
 
     async def attach(self, server: WorkerServer, stop: Callable[[], None]) -> None:
         """Connect those that have come and those that will. `stop` is called when there will be none any more."""
+
+
+class Everywhere:
+    """Gateways come from several places."""
+
+    def __init__(self, *places: Gateways) -> None:
+        self._places = places
+
+    async def attach(self, server: WorkerServer, stop: Callable[[], None]) -> None:
+        for place in self._places:
+            await place.attach(server, stop)
 
 
 def main() -> int:
@@ -65,7 +78,12 @@ def main() -> int:
     except PenstockError as error:
         connection.sendall(frame(Failed(error.message)))
         return 1
-    asyncio.run(serve(scheduler, executor, info, control, times.seconds))
+    gateways: Gateways = control
+    if len(sys.argv) > 2:
+        listener = socket.socket(fileno=int(sys.argv[2]))
+        listener.set_inheritable(False)
+        gateways = Everywhere(control, Port(listener, wanted.secret, LEASE_SECONDS))
+    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds))
     return 0
 
 

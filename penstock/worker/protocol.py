@@ -37,6 +37,7 @@ class Start(msgspec.Struct, tag="start", array_like=True):
     engine: EngineConfig
     log_level: str
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of the process; None: as the launcher's
+    secret: str = ""  # of the port that it listens at, where it was given one
 
 
 class Standby(msgspec.Struct, tag="standby", array_like=True):
