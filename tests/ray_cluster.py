@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from types import TracebackType
+from typing import Any
 
 _ENDED_SECONDS = 60
 
@@ -80,8 +81,9 @@ def main() -> None:
     from ray._private.ray_constants import PROCESS_TYPE_RAYLET
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": int(sys.argv[1]), "include_dashboard": False})
-    added = []
+    head = {"num_cpus": int(sys.argv[1]), "include_dashboard": False}
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+    added: list[Any] = []
     print(">", cluster.address, flush=True)
     for line in sys.stdin:
         command, *arguments = line.split()

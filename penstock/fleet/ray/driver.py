@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import platform
 import socket
 import sys
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from penstock import __version__
 from penstock.core.errors import StartupError
 from penstock.fleet.channel import Channel
 from penstock.fleet.ray import host
-from penstock.fleet.ray.reasons import full, not_started, other_penstock, other_versions, unreachable
+from penstock.fleet.ray.reasons import AWAY, full, not_started, other_penstock, other_versions, unreachable
 
 NAMESPACE = "penstock"
 _CONNECT_SECONDS = 5.0
@@ -89,7 +88,7 @@ class Driver:
         try:
             actor = self._actors[name] = await _ask(create.remote)
             node = await self._placed(actor, needs, wait_seconds)
-            if node["penstock"] != __version__ or node["python"] != platform.python_version():
+            if node["penstock"] != __version__:
                 raise StartupError(other_penstock(node, __version__))
             started: dict[str, Any] = await actor.start.remote(start, node["address"])
             if "failed" in started:
@@ -98,7 +97,7 @@ class Driver:
             return {"host": node["address"], **started}
         except RayError as error:
             await self.stop(name)
-            raise StartupError(f"Ray lost the worker while it was starting: {error}") from error
+            raise StartupError(f"Ray lost the worker while it was starting: {_last_line(error)}") from error
         except BaseException:
             await self.stop(name)
             raise
@@ -127,7 +126,7 @@ class Driver:
             found: tuple[str, bool] = await actor.loss.remote()
             return found
         except (RayError, ValueError) as error:
-            return str(error).strip().splitlines()[-1][:300], True
+            return _last_line(error), True
 
     async def stop(self, name: str) -> None:
         """End the worker with its actor, if they are still there."""
@@ -135,7 +134,8 @@ class Driver:
             actor = await self._find(name)
             if name not in self._starting:
                 with suppress(RayError, TimeoutError):
-                    await asyncio.wait_for(_result(actor.stop.remote()), _STOP_SECONDS)
+                    async with asyncio.timeout(_STOP_SECONDS):
+                        await actor.stop.remote()
             await _ask(partial(ray.kill, actor))
         self._actors.pop(name, None)
         self._starting.discard(name)
@@ -148,8 +148,9 @@ class Driver:
         await asyncio.gather(*map(self.stop, list(self._actors)))
 
 
-async def _result(reference: Any) -> Any:
-    return await reference
+def _last_line(error: Exception) -> str:
+    """What Ray says in the end, after ids and addresses."""
+    return str(error).strip().splitlines()[-1][:300]
 
 
 async def _ask(question: Any) -> Any:
@@ -157,7 +158,7 @@ async def _ask(question: Any) -> Any:
     try:
         return await asyncio.wait_for(asyncio.to_thread(question), _ANSWER_SECONDS)
     except TimeoutError:
-        raise StartupError(unreachable(None, "the head does not answer")) from None
+        raise StartupError(AWAY) from None
 
 
 async def serve(connection: socket.socket) -> None:
