@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -82,6 +83,15 @@ def start_server(*arguments: str, python: str = sys.executable, environ: Mapping
     process.wait()
     errors.join()
     raise AssertionError(f"the server did not start (exit code {process.returncode}):\n" + "".join(log))
+
+
+def start_with_admin(folder: Path, settings: str) -> tuple[Server, str]:
+    """A server with these settings, and a key of its administrator."""
+    config, state = folder / "settings.yaml", f"sqlite:///{folder}/state.db"
+    config.write_text(settings)
+    command = [sys.executable, "-m", "penstock.cli.main", "keys", "create", "--admin", "--state", state]
+    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return start_server("--config", str(config), "--state", state), key
 
 
 @pytest.fixture(scope="session")

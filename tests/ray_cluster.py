@@ -28,6 +28,7 @@ class RayCluster:
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "RAY_TMPDIR": self._folder,
             "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_health_check_period_ms": "500",  # five in a row that fail mean that a node has gone
             **({"RAY_REDIS_ADDRESS": redis} if redis else {}),
         }
         self._process = subprocess.Popen(
@@ -80,10 +81,10 @@ def main() -> None:
     from ray._private.ray_constants import PROCESS_TYPE_RAYLET
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": int(sys.argv[1]), "include_dashboard": False})
-    added = []
+    head = {"num_cpus": int(sys.argv[1]), "include_dashboard": False}
+    cluster: Any = Cluster(initialize_head=True, head_node_args=head)
+    added: list[Any] = []
     print(">", cluster.address, flush=True)
-    head: Any = cluster.head_node
     for line in sys.stdin:
         command, *arguments = line.split()
         answer = "done"
@@ -93,9 +94,9 @@ def main() -> None:
         elif command == "remove":
             cluster.remove_node(added.pop(), allow_graceful=False)
         elif command == "kill_head":
-            head.kill_gcs_server()
+            cluster.head_node.kill_gcs_server()
         elif command == "start_head":
-            head.start_gcs_server()
+            cluster.head_node.start_gcs_server()
         print(">", answer, flush=True)
     cluster.shutdown()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 
 from penstock.core.engine import EngineStats
 from penstock.fleet.autoscaler import Autoscaler, Objectives
@@ -27,6 +28,17 @@ def autoscalers(settings: Settings, fleets: Mapping[str, Fleet], control: FleetC
                 objectives=shortest_objectives(settings),
             )
     return found
+
+
+@asynccontextmanager
+async def running(autoscalers: Iterable[Autoscaler]) -> AsyncIterator[None]:
+    for autoscaler in autoscalers:
+        autoscaler.start()
+    try:
+        yield
+    finally:
+        for autoscaler in autoscalers:
+            await autoscaler.stop()
 
 
 def shortest_objectives(settings: Settings) -> Objectives:

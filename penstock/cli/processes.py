@@ -19,7 +19,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from penstock.cache.brokered import answer_handlers
-from penstock.cli.autoscaling import autoscalers
+from penstock.cli.autoscaling import autoscalers, running
 from penstock.cli.serve import Place, announce, end_at_signals, label_of, launchers_on
 from penstock.core.errors import Unavailable
 from penstock.fleet.build import own_launchers
@@ -203,8 +203,6 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
         models, open = await gateways.all_ready
         for sig in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(sig, gateways.stop, sig)
-        for autoscaler in control.autoscalers.values():
-            autoscaler.start()
-            stack.push_async_callback(autoscaler.stop)
+        await stack.enter_async_context(running(control.autoscalers.values()))
         announce(host, port, models, open)
         return await gateways.ended()

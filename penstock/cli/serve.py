@@ -203,9 +203,9 @@ async def serve_fleets(
 ) -> int:
     """Serve HTTP in this process, once these fleets have started. `shared`: it is one of several gateway processes."""
     from penstock.cache.build import open_cache
-    from penstock.cli.autoscaling import autoscalers
+    from penstock.cli.autoscaling import autoscalers, running
     from penstock.fleet.control import FleetControl
-    from penstock.fleet.metrics import FleetMetrics, ScalingMetrics
+    from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
     from penstock.gateway.http.server import serve, tune_interpreter
     from penstock.gateway.tenancy.tenants import open_directory
@@ -226,18 +226,12 @@ async def serve_fleets(
         models,
         settings,
         directory=directory,
-        collectors=[
-            *cache.collectors,
-            FleetMetrics(fleets.values()),
-            ScalingMetrics(fleets.values(), own.autoscalers.values()),
-        ],
+        collectors=[*cache.collectors, *fleet_metrics(fleets.values(), own.autoscalers.values())],
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
     )
     await asyncio.gather(*starts)
-    for autoscaler in own.autoscalers.values():
-        autoscaler.start()
-        stack.push_async_callback(autoscaler.stop)
+    await stack.enter_async_context(running(own.autoscalers.values()))
 
     virtual = [name for name, config in settings.models.items() if config.is_virtual]
 

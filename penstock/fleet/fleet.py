@@ -57,7 +57,7 @@ class Fleet:
         self.held = 0  # requests that wait for a replica
         # Starts one when it is called. None: nobody does if there is none, so that requests need not wait.
         self.wake: Callable[[], None] | None = None
-        self.resizing = asyncio.Lock()  # held by whoever changes the number of replicas
+        self.resizing = asyncio.Lock()  # while replicas are replaced, and while the autoscaler acts
         self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
         self.journals: dict[str, Journal] = {}  # of requests in flight, and of those aborted lately
         self._quarantine = Quarantine()
@@ -79,8 +79,8 @@ class Fleet:
         at all are needed where `info` is known."""
         named = zip(launchers, chain(names, repeat(None)), strict=False)
         replicas = [self._new(launcher, name) for launcher, name in named]
-        for first in replicas[:1]:
-            await first.start()
+        if replicas:
+            await replicas[0].start()
         for replica in replicas[1:]:
             replica.start_soon()
         if self.pool is not None:
@@ -284,8 +284,7 @@ class Fleet:
         except TimeoutError:
             if remaining <= self._config.wait_seconds:
                 raise DeadlineExceeded("the deadline passed while no replica was running") from None
-            why = next((f": {replica.detail}" for replica in self.replicas if replica.detail), "")
-            raise Unavailable(f"no replica of {self.model} is running{why}; try again in a few seconds") from None
+            raise Unavailable(f"no replica of {self.model} is running; try again in a few seconds") from None
         finally:
             self.held -= 1
 
@@ -361,8 +360,9 @@ class Fleet:
 
     def health(self) -> Health:
         ready = [replica for replica in self.replicas if replica.state == "ready"]
-        if not self.replicas and self.wake is not None:
-            return Health(True, "no replica; the next request starts one")
+        if not ready and self.wake is not None:
+            problem = next((replica.detail for replica in self.replicas if replica.detail), "")
+            return Health(not problem, problem or "no replica; the next request starts one")
         if len(self.replicas) == 1:
             return ready[0].engine.health() if ready else Health(False, "the worker is not running")
         return Health(bool(ready), f"{len(ready)} of {len(self.replicas)} replicas ready")

@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -90,11 +91,8 @@ class LocalLauncher:
     def __init__(self, start: Start, listener: socket.socket | None = None) -> None:
         """`listener`: where the worker serves gateways on other machines, too, which have the secret in `start`."""
         self._start = start
-        self._listener = listener
-        self.spawn: Callable[[Start], Awaitable[WorkerProcess]] = self._spawn  # or a warm pool's
-
-    async def _spawn(self, start: Start) -> WorkerProcess:
-        return await WorkerProcess.spawn(start, self._listener)
+        # Makes the process. A warm pool puts its own in its place.
+        self.spawn: Callable[[Start], Awaitable[WorkerProcess]] = partial(WorkerProcess.spawn, listener=listener)
 
     async def launch(self) -> LocalInstance:
         """There is no limit to the time a model may take to load; it ends with its process."""

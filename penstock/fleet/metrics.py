@@ -11,6 +11,10 @@ from penstock.fleet.autoscaler import Autoscaler
 from penstock.fleet.fleet import Fleet
 
 
+def fleet_metrics(fleets: Collection[Fleet], autoscalers: Collection[Autoscaler]) -> list[Collector]:
+    return [FleetMetrics(fleets), ScalingMetrics(fleets, autoscalers)]
+
+
 class FleetMetrics(Collector):
     def __init__(self, fleets: Collection[Fleet]) -> None:
         self._fleets = fleets

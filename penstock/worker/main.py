@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -96,13 +97,15 @@ def _stand_by(standby: Standby, connection: socket.socket) -> Message | None:
         lower_priority()
         from penstock.runner.standby import prepare_start
 
+        said: Message = Prepared()
         try:
             mapped.extend(prepare_start(standby.model, standby.engine))
-            connection.sendall(frame(Prepared()))
         except PenstockError as error:
-            connection.sendall(frame(Failed(error.message)))
-        except OSError:
-            pass  # the launcher has gone, which the main thread sees
+            said = Failed(error.message)
+        except Exception as error:
+            said = Failed(repr(error))
+        with suppress(OSError):  # the launcher has gone, which the main thread sees
+            connection.sendall(frame(said))
 
     threading.Thread(target=prepare, name="prepare", daemon=True).start()
     return read_control(connection)

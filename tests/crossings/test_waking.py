@@ -4,8 +4,6 @@ replica that is awake."""
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,17 +11,15 @@ import pytest
 from penstock.bench.chaos.faults import Admin
 from penstock.bench.chaos.streams import difference
 from penstock.client.http import HttpClient
-from tests.conftest import start_server
+from tests.conftest import start_with_admin
 from tests.crossings.test_failover import (
-    CHATS,
-    COMPLETIONS,
     LONG,
     PROMPT,
     Running,
     ask,
-    chat,
     choices_with,
     completion,
+    every_kind,
     kill_when_busy,
 )
 
@@ -40,12 +36,7 @@ engine: {kv_memory_gib: 0.05, max_model_len: 1024}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("waking")
-    config, state = folder / "settings.yaml", f"sqlite:///{folder}/state.db"
-    config.write_text(SETTINGS)
-    command = [sys.executable, "-m", "penstock.cli.main", "keys", "create", "--admin", "--state", state]
-    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    running = start_server("--config", str(config), "--state", state)
+    running, key = start_with_admin(tmp_path_factory.mktemp("waking"), SETTINGS)
     yield Running(running.url, key)
     running.stop()
 
@@ -57,10 +48,7 @@ async def until_asleep(admin: Admin) -> None:
 
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 async def test_every_kind_of_request(server: Running, streamed: bool) -> None:
-    asks = {name: completion(streamed, **fields) for name, fields in COMPLETIONS.items()}
-    asks |= {name: chat(streamed, **fields) for name, fields in CHATS.items()}
-    if not streamed:
-        asks["prompt_logprobs"] = completion(False, temperature=0, prompt_logprobs=1)
+    asks = every_kind(streamed)
     async with server.clients() as (http, admin):
         rights = await asyncio.gather(*(ask(http, what) for what in asks.values()))
         await until_asleep(admin)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -190,20 +192,6 @@ async def test_replicas_serve_while_the_head_is_away(running: Running) -> None:
         assert (after[0]["process"], after[0]["restarts"]) == (before["process"], before["restarts"])
 
 
-async def test_gateway_processes_share_replicas_on_ray(running: Running) -> None:
-    async with two_replicas(running) as admin:
-        await resize(admin, 1)
-        on_ray = ("--on", "ray", "--ray-address", running.cluster.address)
-        server = start_server(*on_ray, "--processes", "2", *ENGINE, environ=running.cluster.environment)
-        try:
-            for _ in range(8):
-                async with HttpClient(openai_base(server.url), timeout=100) as http:
-                    answer = await http.post("/v1/completions", {"model": MODEL, "prompt": "Rain", "max_tokens": 4})
-                assert answer.status == 200, answer.error_message
-        finally:
-            server.stop()
-
-
 async def test_a_node_without_the_weights_is_named(running: Running) -> None:
     async with two_replicas(running) as admin:
         await resize(admin, 1)
@@ -213,3 +201,22 @@ async def test_a_node_without_the_weights_is_named(running: Running) -> None:
         assert "Ray node " in answer.error_message
         assert "has no /no/such/weights: put the weights there" in answer.error_message
         assert [replica["state"] for replica in await admin.replicas()] == ["ready"]
+
+
+async def test_a_cluster_is_started_for_a_server_with_gateway_processes() -> None:
+    """It ends with the server, and so do its processes."""
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        environ = {**os.environ, "RAY_ADDRESS": "local", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_TMPDIR": folder}
+        server = start_server("--on", "ray", "--processes", "2", *ENGINE, environ=environ)
+        try:
+            for _ in range(8):  # connections of their own, so that it may be either process
+                async with HttpClient(openai_base(server.url), timeout=100) as http:
+                    answer = await http.post("/v1/completions", {"model": MODEL, "prompt": "Rain", "max_tokens": 4})
+                assert answer.status == 200, answer.error_message
+        finally:
+            server.stop()
+
+
+def test_a_cluster_that_is_not_there() -> None:
+    with pytest.raises(AssertionError, match=r"no Ray cluster at 127\.0\.0\.1:1 can be reached.*ray start --address"):
+        start_server("--on", "ray", "--ray-address", "127.0.0.1:1")

@@ -13,6 +13,7 @@ from penstock.autoscaling.arrivals import Arrivals
 from penstock.autoscaling.load import Load
 from penstock.autoscaling.policy import Need
 from penstock.autoscaling.settings import AutoscaleConfig
+from penstock.core.engine import Health
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, StartupError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, Objective
@@ -141,8 +142,9 @@ async def test_a_deadline_passes_and_patience_ends_while_none_starts() -> None:
         asked = asyncio.create_task(answer(one.fleet, asking("r", [1])))
         await until(lambda: one.fleet.held == 1)
         assert await one.look() == 1
-        with pytest.raises(Unavailable, match="no machine is free"):
+        with pytest.raises(Unavailable, match="no replica of m is running"):
             await asked
+        assert one.fleet.health() == Health(False, "no machine is free")
 
 
 def test_the_time_held_is_taken_from_the_deadline_and_counts_for_the_promise() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import platform
 import socket
 import sys
 from collections.abc import Mapping
@@ -26,9 +25,10 @@ from penstock import __version__
 from penstock.core.errors import StartupError
 from penstock.fleet.channel import Channel
 from penstock.fleet.ray import host
-from penstock.fleet.ray.reasons import full, not_started, other_penstock, other_versions, unreachable
+from penstock.fleet.ray.reasons import AWAY, full, not_started, other_penstock, other_versions, unreachable
 
 NAMESPACE = "penstock"
+_CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 20.0  # for a head that may be busy
 _STOP_SECONDS = 15.0
 _OBJECT_STORE = 80 * 2**20  # the least that Ray takes; nothing of ours is in it
@@ -39,29 +39,36 @@ class Driver:
         self._actors: dict[str, Any] = {}  # handles by name, of those launched by this process
         self._starting: set[str] = set()
 
-    async def connect(self, address: str | None) -> str:
-        """Join the cluster at this address, or one that this machine belongs to, or start one here. Returns its
-        address."""
-        options: dict[str, Any] = {"namespace": NAMESPACE, "logging_level": logging.WARNING}
+    async def connect(self, address: str | None) -> None:
+        """Join the cluster at this address, or one that this machine belongs to, or start one here."""
         try:
-            try:
-                ray.init(address=address or "auto", **options)
-            except ConnectionError:
-                if address is not None:
-                    raise
-                os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-                ray.init(
-                    address="local",
-                    include_dashboard=False,
-                    object_store_memory=_OBJECT_STORE,
-                    _system_config={"worker_niceness": 0},  # workers are servers, not background jobs
-                    **options,
-                )
+            if address != "local":
+                try:
+                    return self._join(address or "auto")
+                except ConnectionError:
+                    if address is not None:
+                        raise
+            self._start_cluster()
         except (RuntimeError, OSError, ValueError, RayError) as error:
             mismatch = "Version mismatch" in str(error)
             raise StartupError(other_versions(str(error)) if mismatch else unreachable(address, str(error))) from error
-        cloudpickle.register_pickle_by_value(host)
-        return str(ray.get_runtime_context().gcs_address)
+
+    def _join(self, address: str) -> None:
+        name, _, port = address.rpartition(":")
+        if port.isdigit():  # Ray would try for minutes
+            socket.create_connection((name.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.WARNING)
+
+    def _start_cluster(self) -> None:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            logging_level=logging.WARNING,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE,
+            _system_config={"worker_niceness": 0},  # workers are servers, not background jobs
+        )
 
     async def launch(
         self, name: str, start: bytes, resources: Mapping[str, Any], wait_seconds: float
@@ -81,7 +88,7 @@ class Driver:
         try:
             actor = self._actors[name] = await _ask(create.remote)
             node = await self._placed(actor, needs, wait_seconds)
-            if node["penstock"] != __version__ or node["python"] != platform.python_version():
+            if node["penstock"] != __version__:
                 raise StartupError(other_penstock(node, __version__))
             started: dict[str, Any] = await actor.start.remote(start, node["address"])
             if "failed" in started:
@@ -90,7 +97,7 @@ class Driver:
             return {"host": node["address"], **started}
         except RayError as error:
             await self.stop(name)
-            raise StartupError(f"Ray lost the worker while it was starting: {error}") from error
+            raise StartupError(f"Ray lost the worker while it was starting: {_last_line(error)}") from error
         except BaseException:
             await self.stop(name)
             raise
@@ -119,7 +126,7 @@ class Driver:
             found: tuple[str, bool] = await actor.loss.remote()
             return found
         except (RayError, ValueError) as error:
-            return str(error).strip().splitlines()[-1][:300], True
+            return _last_line(error), True
 
     async def stop(self, name: str) -> None:
         """End the worker with its actor, if they are still there."""
@@ -127,7 +134,8 @@ class Driver:
             actor = await self._find(name)
             if name not in self._starting:
                 with suppress(RayError, TimeoutError):
-                    await asyncio.wait_for(_result(actor.stop.remote()), _STOP_SECONDS)
+                    async with asyncio.timeout(_STOP_SECONDS):
+                        await actor.stop.remote()
             await _ask(partial(ray.kill, actor))
         self._actors.pop(name, None)
         self._starting.discard(name)
@@ -140,8 +148,9 @@ class Driver:
         await asyncio.gather(*map(self.stop, list(self._actors)))
 
 
-async def _result(reference: Any) -> Any:
-    return await reference
+def _last_line(error: Exception) -> str:
+    """What Ray says in the end, after ids and addresses."""
+    return str(error).strip().splitlines()[-1][:300]
 
 
 async def _ask(question: Any) -> Any:
@@ -149,11 +158,12 @@ async def _ask(question: Any) -> Any:
     try:
         return await asyncio.wait_for(asyncio.to_thread(question), _ANSWER_SECONDS)
     except TimeoutError:
-        raise StartupError(unreachable(None, "the head does not answer")) from None
+        raise StartupError(AWAY) from None
 
 
 async def serve(connection: socket.socket) -> None:
     """Answer the gateway until it has gone. Its workers go with it."""
+    cloudpickle.register_pickle_by_value(host)
     driver = Driver()
     channel = Channel(
         connection,

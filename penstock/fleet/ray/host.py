@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 import socket
 import sys
 from typing import Any
@@ -33,7 +32,6 @@ class WorkerHost:
         return {
             "address": ray.util.get_node_ip_address(),
             "penstock": version,
-            "python": platform.python_version(),
             "executable": sys.executable,
         }
 
@@ -77,8 +75,8 @@ class WorkerHost:
 
 
 def _undo_limits() -> None:
-    """Ray gives its processes a low priority and as many OpenMP threads as CPUs are reserved. The worker inherits
-    both, and an engine competes with nothing on its node and uses all CPUs that its process may run on."""
+    """Ray gives what it starts a low priority and as many OpenMP threads as CPUs are reserved, and the worker would
+    inherit both. Without Ray it has the usual priority and uses all CPUs that its process may run on."""
     os.environ.pop("OMP_NUM_THREADS", None)
     try:
         os.setpriority(os.PRIO_PROCESS, 0, 0)

@@ -20,6 +20,7 @@ from penstock.fleet.build import NewLauncher
 from penstock.fleet.channel import Channel
 from penstock.fleet.launcher import Instance, LaunchedInstance, Launcher, Loss, connect_over_network
 from penstock.fleet.ray.host import machine
+from penstock.fleet.ray.reasons import AWAY
 from penstock.fleet.ray.settings import RayConfig
 from penstock.fleet.settings import ModelConfig
 from penstock.worker.client import WorkerClient
@@ -28,10 +29,7 @@ from penstock.worker.protocol import Start
 _LOSS_SECONDS = 3.0  # how long the reason of a loss is waited for
 _STOP_SECONDS = 20.0
 _CONNECT_SECONDS = 90.0  # to the cluster, or to start one
-_AWAY = (
-    "the head of the Ray cluster is away, or has been started anew without its nodes; start it (ray start --head), and "
-    "Ray on each node where it has ended (ray start --address=HEAD:6379). Replicas that run go on"
-)
+_GREETING_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class RayCluster:
         try:
             return await channel.call(method, *arguments)
         except Unavailable as error:
-            raise StartupError(_AWAY) from error
+            raise StartupError(AWAY) from error
 
     def tell(self, method: str, *arguments: Any) -> None:
         """Without an answer, and only if the driver runs."""
@@ -93,7 +91,7 @@ class RayCluster:
             channel.close()
             self._process.kill()
             if isinstance(error, Unavailable | TimeoutError):
-                raise StartupError(_AWAY) from error
+                raise StartupError(AWAY) from error
             raise
         self._channel = channel
         return channel
@@ -156,7 +154,7 @@ class RayLauncher:
             placed, self._silent = self._silent, None
             with suppress(OSError, PenstockError):
                 return await self._connect(placed)
-            await self.end(placed)
+            self.end_soon(placed)
         name = f"penstock-{self._session}-{next(self._ids)}"
         arguments = (name, msgspec.msgpack.encode(self._start), self._resources, self._cluster.wait_seconds)
         placed = _Placed(name, **await self._cluster.call("launch", *arguments))
@@ -164,12 +162,14 @@ class RayLauncher:
             return await self._connect(placed)
         except BaseException as error:
             await self.end(placed)
-            if isinstance(error, ConnectionError):
-                raise StartupError(str(error)) from error
+            if isinstance(error, OSError):
+                raise StartupError(str(error) or f"the worker on {self.place} does not answer") from error
             raise
 
     async def _connect(self, placed: _Placed) -> RayInstance:
-        client = await WorkerClient.connect(await self.connect_to(placed))
+        connection = await self.connect_to(placed)
+        async with asyncio.timeout(_GREETING_SECONDS):
+            client = await WorkerClient.connect(connection)
         self.place = f"ray node {placed.host}"
         return RayInstance(self, placed, client)
 
@@ -209,11 +209,9 @@ class RayInstance(LaunchedInstance):
         self._launcher = launcher
         self._placed = placed
         self.engine = client
-
-    @property
-    def process(self) -> int | None:
+        self.start_seconds = client.start_seconds
         here = machine()
-        return self._placed.process if here and here == self._placed.machine else None
+        self.process = placed.process if here and here == placed.machine else None
 
     async def connect(self) -> socket.socket:
         return await self._launcher.connect_to(self._placed)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 INSTALL = "pip install 'penstock[ray]'"
+AWAY = (
+    "the head of the Ray cluster is away, or has been started anew without its nodes; start it (ray start --head), and "
+    "Ray on each node where it has ended (ray start --address=HEAD:6379). Replicas that run go on"
+)
 
 
 def full(
@@ -58,12 +61,7 @@ def other_penstock(node: Mapping[str, Any], version: str) -> str:
     where, there = node["address"], node["penstock"]
     if there is None:
         return f"Ray node {where} has no Penstock: run {node['executable']} -m {INSTALL} there, version {version}"
-    if there != version:
-        return f"Ray node {where} has Penstock {there} and this server {version}; install the same on both"
-    return (
-        f"Ray node {where} has Python {node['python']} and this server {platform.python_version()}; "
-        "install the same on both"
-    )
+    return f"Ray node {where} has Penstock {there} and this server {version}; install the same on both"
 
 
 def not_started(node: str, failed: str, missing: str | None) -> str:
