@@ -54,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
     scheduler, executor, info = load(Start(settings.model, settings.engine, log_level))
     host, port = listener.getsockname()[:2]
     print(f"Penstock computes {info.model} at tcp://{host}:{port}", flush=True)
-    asyncio.run(serve(scheduler, executor, info, Port(listener, secret)))
+    asyncio.run(serve(scheduler, executor, info, Port(listener, secret), settings.server.drain_seconds))
     return 0

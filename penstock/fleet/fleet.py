@@ -252,7 +252,7 @@ class Fleet:
         try:
             async with asyncio.timeout(self._config.wait_seconds):
                 while True:
-                    if all(replica.state in ("draining", "stopped") for replica in self.replicas):
+                    if not any(replica.comes_back for replica in self.replicas):
                         raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
                     with suppress(TimeoutError):  # circuit breakers close by themselves
                         await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)

@@ -72,8 +72,11 @@ def load(wanted: Start) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
     return scheduler, executor, info
 
 
-async def serve(scheduler: Scheduler, executor: LoadedExecutor, info: EngineInfo, gateways: Gateways) -> None:
-    """Run the engine for its gateways, until there will be none any more or SIGTERM comes."""
+async def serve(
+    scheduler: Scheduler, executor: LoadedExecutor, info: EngineInfo, gateways: Gateways, drain_seconds: float = 0.0
+) -> None:
+    """Run the engine for its gateways, until there will be none any more or SIGTERM comes. Requests that are under way
+    then may take `drain_seconds` more."""
     server, stopped = WorkerServer(), asyncio.Event()
     engine = server.engine = EngineLoop(scheduler, executor, server.emit)
     server.info = info
@@ -86,6 +89,7 @@ async def serve(scheduler: Scheduler, executor: LoadedExecutor, info: EngineInfo
     watching = asyncio.create_task(_end_if_stalled(engine))
     await gateways.attach(server, stopped.set)
     await stopped.wait()
+    await server.drain(drain_seconds)
     server.close()
     engine.stop()
     await asyncio.to_thread(thread.join)

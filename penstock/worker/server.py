@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import cast
 
 from penstock.core.engine import EngineInfo
@@ -15,6 +16,7 @@ from penstock.worker.protocol import (
     Abort,
     Heartbeat,
     Hello,
+    Leaving,
     Refused,
     Submit,
     decode_to_worker,
@@ -34,6 +36,8 @@ class WorkerServer:
         self._asyncio = asyncio.get_running_loop()
         self._gateways: set[GatewayConnection] = set()
         self._owners: dict[str, GatewayConnection] = {}  # of the requests in progress
+        self._idle = asyncio.Event()  # set when the last request ends
+        self._draining = False
         self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     def emit(self, chunks: list[Chunk]) -> None:
@@ -55,10 +59,14 @@ class WorkerServer:
                 by_gateway[gateway] = [chunk]
         for gateway, own in by_gateway.items():
             gateway.write(frames_of(own))
+        if not owners:
+            self._idle.set()
 
     def connected(self, gateway: GatewayConnection) -> None:
         self._gateways.add(gateway)
         gateway.write(frame(Hello(self.info, self.engine.stats)))
+        if self._draining:
+            gateway.write(frame(Leaving()))
 
     def submit(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
         try:
@@ -80,6 +88,19 @@ class WorkerServer:
         for request_id in [request_id for request_id, owner in self._owners.items() if owner is gateway]:
             del self._owners[request_id]
             self.engine.abort(request_id)
+        if not self._owners:
+            self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Tell every gateway to send requests elsewhere, and wait until those under way have ended, or so long."""
+        self._draining = True
+        for gateway in self._gateways:
+            gateway.write(frame(Leaving()))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._owners:
+                    self._idle.clear()
+                    await self._idle.wait()
 
     def close(self) -> None:
         """Hang up on every gateway."""
