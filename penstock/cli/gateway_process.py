@@ -17,7 +17,7 @@ import uvloop
 from penstock.cache.brokered import BrokeredTier
 from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
 from penstock.core.errors import PenstockError
-from penstock.fleet.build import elsewhere
+from penstock.fleet.build import elsewhere, start
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
@@ -94,7 +94,7 @@ async def _start(fleet: Fleet, settings: Settings, name: str, channel: Channel, 
     if config.upstreams:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
     brokered = [BrokeredLauncher(channel, replica) for replica in replicas]
-    await fleet.start([*brokered, *elsewhere(config, tokenizer)], replicas)
+    await start(fleet, [*brokered, *elsewhere(config, tokenizer)], config, settings.server.drain_seconds, replicas)
 
 
 def _own(app: Edge, control: FleetControl) -> dict[str, Handler]:

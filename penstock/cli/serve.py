@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from penstock.gateway.api.fleet import Control
     from penstock.gateway.api.siblings import Siblings
     from penstock.gateway.edge import Edge
+    from penstock.gateway.settings import ServerConfig
     from penstock.state.store import Store
     from penstock.text.tokenizer import Tokenizer
 
@@ -172,7 +173,7 @@ async def _serve_here(settings: Settings) -> int:
             # The longest part of a cold start, so all else is done meanwhile. Upstreams need a tokenizer first.
             checkpoint = config.model or name
             ready = None if config.upstreams else launchers(checkpoint, config, None, server.log_level)
-            starting = asyncio.create_task(_start(fleets[name], checkpoint, config, ready, server.log_level))
+            starting = asyncio.create_task(_start(fleets[name], checkpoint, config, ready, server))
             stack.callback(starting.cancel)
             starts.append(starting)
         await asyncio.sleep(0)
@@ -235,14 +236,14 @@ async def serve_fleets(
 
 
 async def _start(
-    fleet: Fleet, checkpoint: str, config: ModelConfig, ready: list[Launcher] | None, log_level: str
+    fleet: Fleet, checkpoint: str, config: ModelConfig, ready: list[Launcher] | None, server: ServerConfig
 ) -> None:
-    from penstock.fleet.build import launchers
+    from penstock.fleet.build import launchers, start
 
     if ready is None:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, checkpoint)
-        ready = launchers(checkpoint, config, tokenizer, log_level)
-    await fleet.start(ready)
+        ready = launchers(checkpoint, config, tokenizer, server.log_level)
+    await start(fleet, ready, config, server.drain_seconds)
 
 
 def label_of(name: str, config: ModelConfig) -> str:

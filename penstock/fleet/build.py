@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from urllib.parse import urlsplit
 
 from penstock.core.errors import StartupError
+from penstock.fleet.discovery import Discovery
+from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import Launcher, LocalLauncher, RemoteLauncher
 from penstock.fleet.settings import ModelConfig
 from penstock.text.tokenizer import Tokenizer
@@ -22,7 +26,22 @@ def launchers(checkpoint: str, config: ModelConfig, tokenizer: Tokenizer | None,
 
 def elsewhere(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher]:
     """Of replicas that are no processes of this machine's server."""
-    return [*map(_remote, config.workers), *_upstreams(config, tokenizer)]
+    workers = [(host, port) for scheme, host, port in map(_worker, config.workers) if scheme == "tcp"]
+    return [*(RemoteLauncher(host, port, _secret()) for host, port in workers), *_upstreams(config, tokenizer)]
+
+
+async def start(
+    fleet: Fleet, launchers: Sequence[Launcher], config: ModelConfig, drain_seconds: float, names: Sequence[str] = ()
+) -> None:
+    """Returns when a replica serves. Raises StartupError if the first of `launchers` cannot; workers that are found by
+    DNS are waited for."""
+    for scheme, host, port in map(_worker, config.workers):
+        if scheme == "dns":
+            launcher = partial(RemoteLauncher, port=port, secret=_secret())
+            fleet.keep_doing(Discovery(fleet, host, launcher, drain_seconds).follow())
+    if launchers:
+        await fleet.start(launchers, names)
+    await fleet.until_ready()
 
 
 def local_launcher(checkpoint: str, config: ModelConfig, number: int, log_level: str) -> Launcher:
@@ -35,12 +54,16 @@ def local_launcher(checkpoint: str, config: ModelConfig, number: int, log_level:
     return LocalLauncher(Start(checkpoint, engine, log_level, device))
 
 
-def _remote(worker: str) -> Launcher:
+def _worker(worker: str) -> tuple[str, str, int]:
+    address = urlsplit(worker)
+    return address.scheme, address.hostname or "", address.port or 0
+
+
+def _secret() -> str:
     secret = os.environ.get(SECRET)
     if not secret:
         raise StartupError(f"workers on other machines need a secret: set {SECRET} here and there", param="workers")
-    address = urlsplit(worker)
-    return RemoteLauncher(address.hostname or "", address.port or 0, secret)
+    return secret
 
 
 def _upstreams(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher]:

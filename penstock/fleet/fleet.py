@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from itertools import chain, repeat
@@ -47,6 +47,7 @@ class Fleet:
         self._config = failover or FailoverConfig()
         self._started = 0
         self._held = 0  # requests that wait for a replica
+        self._background: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
         self._journals: dict[str, Journal] = {}
         self._quarantine = Quarantine()
@@ -70,6 +71,15 @@ class Fleet:
         await first.start()
         for replica in others:
             replica.start_soon()
+
+    def keep_doing(self, work: Coroutine[None, None, None]) -> None:
+        """Until the fleet stops."""
+        self._background.append(asyncio.create_task(work))
+
+    async def until_ready(self) -> None:
+        """Wait until a replica serves."""
+        while not any(replica.state == "ready" for replica in self.replicas):
+            await self._changed.wait()
 
     def add(self, launcher: Launcher, name: str | None = None) -> Replica:
         replica = self._new(launcher, name)
@@ -120,6 +130,8 @@ class Fleet:
         replica.cut()
 
     async def stop(self) -> None:
+        for task in self._background:
+            task.cancel()
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
     def kill(self) -> None:

@@ -11,7 +11,7 @@ from penstock.core.settings import check, check_choice
 from penstock.engine.settings import EngineConfig
 from penstock.fleet.upstream.settings import UpstreamConfig
 
-_WORKER = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):([0-9]{1,5})")
+_WORKER = re.compile(r"(?:tcp|dns)://(\[[0-9a-fA-F:]+\]|[\w.-]+):([0-9]{1,5})")
 
 PolicyName = Literal["forecast", "latency", "round_robin"]
 
@@ -86,7 +86,8 @@ class ModelConfig:
     model: str | None = field(default=None, metadata={"expected": "a name or a path"})  # default: its key in `models`
     aliases: tuple[str, ...] = ()  # other names that clients may use
     replicas: int | None = None  # worker processes here; default: one, or none beside workers and upstreams
-    workers: tuple[str, ...] = ()  # on other machines, as tcp://HOST:PORT; see `penstock worker`
+    # On other machines, see `penstock worker`: one as tcp://HOST:PORT, as many as a name has addresses as dns://NAME:PORT
+    workers: tuple[str, ...] = ()
     upstreams: tuple[UpstreamConfig, ...] = ()  # other servers that have the same model
     devices: tuple[str, ...] = ()  # GPUs or MIG instances by id, for one replica after the other; default: all
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -104,7 +105,8 @@ class ModelConfig:
         check(self.model is None or bool(self.model), "model", "must be a name or a path")
         check(self.replicas is None or 0 <= self.replicas <= 1024, "replicas", "must be between 0 and 1024")
         for worker in self.workers:
-            check(_WORKER.fullmatch(worker) is not None, "workers", f"must be as tcp://HOST:PORT, not {worker!r}")
+            known = _WORKER.fullmatch(worker) is not None
+            check(known, "workers", f"must be as tcp://HOST:PORT or dns://NAME:PORT, not {worker!r}")
         some = self.local_replicas or self.workers or self.upstreams
         check(bool(some), "replicas", "must be at least 1 where there are no workers and no upstreams")
 

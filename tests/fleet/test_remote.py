@@ -54,16 +54,16 @@ class Proxy:
 
 
 @asynccontextmanager
-async def listening_worker() -> AsyncIterator[tuple[SimulatedWorker, int]]:
+async def listening_worker(host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[tuple[SimulatedWorker, int]]:
     worker = SimulatedWorker()
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = Port(listener, SECRET)
-    await port.attach(worker.server, lambda: None)
+    listener = socket.create_server((host, port))
+    gateways = Port(listener, SECRET)
+    await gateways.attach(worker.server, lambda: None)
     try:
         yield worker, listener.getsockname()[1]
     finally:
         worker.die()
-        for task in port._tasks:
+        for task in gateways._tasks:
             task.cancel()
         listener.close()
         await asyncio.to_thread(worker.thread.join)
