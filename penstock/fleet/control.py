@@ -35,8 +35,9 @@ class ReplicaView(msgspec.Struct, kw_only=True):
     seconds: float  # in this state
     restarts: int
     streams: int
-    running: int  # these four: as the replica last said
+    running: int  # these five: as the replica last said
     waiting: int
+    output_tokens: int  # since it was started
     kv_blocks: int
     kv_blocks_used: int
     open_circuit: bool
@@ -68,6 +69,7 @@ class FleetControl:
             streams=self._fleets[model].streams(replica),
             running=stats.running,
             waiting=stats.waiting,
+            output_tokens=stats.output_tokens,
             kv_blocks=stats.kv_blocks,
             kv_blocks_used=stats.kv_blocks_used,
             open_circuit=replica.breaker.open,
