@@ -33,9 +33,10 @@ class Reading:
 
     at: float  # seconds of a monotonic clock
     replicas: list[dict[str, Any]]
-    models: dict[str, dict[str, Any]]  # what the autoscaler says of each
+    autoscale: dict[str, dict[str, Any]]  # what the autoscaler says, by model
     objectives: dict[tuple[str, str, str], float]  # seconds, by (model, class, ttft or gap)
     kept: dict[tuple[str, str, str, bool], float]  # promises, by the same and whether they were met
+    machine_per_hour: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +60,17 @@ class ModelStatus:
     waiting: int
     tokens_per_second: float | None
     cost_per_hour: float | None = None  # of all replicas, in the currency of the settings
+    held: int = 0  # requests that wait for a replica, as there is none
+    standby: int = 0  # prepared processes of the warm pool
     wanted: int | None = None  # replicas that the autoscaler wants
     reason: str = ""  # why
     classes: dict[str, dict[str, Attainment]] = field(default_factory=dict)  # by class and objective
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    models: list[ModelStatus]
+    machine_per_hour: float | None  # price of the machine in the settings
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -127,7 +136,7 @@ async def _watch(args: argparse.Namespace, console: Console) -> None:
                 await asyncio.sleep(args.interval)
 
 
-def _latest(readings: deque[Reading]) -> list[ModelStatus]:
+def _latest(readings: deque[Reading]) -> FleetStatus:
     """By the last reading, with rates since the one before and objectives over the whole window."""
     while readings[-1].at - readings[0].at > WINDOW_SECONDS and len(readings) > 2:
         readings.popleft()
@@ -146,7 +155,10 @@ async def read(http: HttpClient) -> Reading:
     fleet, exposition = await asyncio.gather(_get(http, "/admin/fleet"), _get(http, "/metrics"))
     objectives: dict[tuple[str, str, str], float] = {}
     kept: dict[tuple[str, str, str, bool], float] = {}
+    machine_per_hour = None
     for family in text_string_to_metric_families(exposition.decode()):
+        if family.name == "penstock_machine_cost_per_hour":
+            machine_per_hour = family.samples[0].value
         if family.name not in ("penstock_objective_seconds", "penstock_objectives"):
             continue
         for _, labels, value, *_ in family.samples:
@@ -156,8 +168,8 @@ async def read(http: HttpClient) -> Reading:
             else:
                 objectives[key] = value
     answer = json.loads(fleet)
-    models = {each["model"]: each for each in answer.get("models", [])}
-    return Reading(time.monotonic(), answer["data"], models, objectives, kept)
+    autoscale = {each["model"]: each for each in answer.get("autoscale", [])}
+    return Reading(time.monotonic(), answer["data"], autoscale, objectives, kept, machine_per_hour)
 
 
 async def _get(http: HttpClient, path: str) -> bytes:
@@ -174,18 +186,18 @@ async def _get(http: HttpClient, path: str) -> bytes:
     return response.body
 
 
-def summarised(now: Reading, before: Reading | None, since: Reading | None = None) -> list[ModelStatus]:
+def summarised(now: Reading, before: Reading | None, since: Reading | None = None) -> FleetStatus:
     """`before` gives rates. Objectives are counted since `since`, or since the server started."""
-    names = dict.fromkeys([*(replica["model"] for replica in now.replicas), *now.models])
-    found = []
+    names = dict.fromkeys([*(replica["model"] for replica in now.replicas), *now.autoscale])
+    models = []
     for name in names:
         replicas = [
             {**one, "tokens_per_second": _rate(now, before, one)} for one in now.replicas if one["model"] == name
         ]
         rates = [one["tokens_per_second"] for one in replicas if one["tokens_per_second"] is not None]
-        about = now.models.get(name, {})
+        about = now.autoscale.get(name, {})
         price, live = about.get("replica_per_hour"), [one for one in replicas if one["state"] != "stopped"]
-        found.append(
+        models.append(
             ModelStatus(
                 name,
                 replicas,
@@ -194,12 +206,14 @@ def summarised(now: Reading, before: Reading | None, since: Reading | None = Non
                 waiting=sum(one["waiting"] for one in replicas),
                 tokens_per_second=sum(rates) if rates else None,
                 cost_per_hour=None if price is None else price * len(live),
+                held=about.get("held", 0),
+                standby=about.get("standby", 0),
                 wanted=about.get("wanted"),
-                reason=about.get("reason") or "",
+                reason=about.get("reason", ""),
                 classes=_classes(now, since, None if len(names) == 1 else name),
             )
         )
-    return found
+    return FleetStatus(models, now.machine_per_hour)
 
 
 def _rate(now: Reading, before: Reading | None, replica: dict[str, Any]) -> float | None:
@@ -230,27 +244,36 @@ def _classes(now: Reading, since: Reading | None, model: str | None) -> dict[str
     return found
 
 
-def _json(found: list[ModelStatus], indent: int | None = None) -> str:
-    return json.dumps({"models": [asdict(model) for model in found]}, indent=indent)
+def _json(found: FleetStatus, indent: int | None = None) -> str:
+    return json.dumps(asdict(found), indent=indent)
 
 
-def page(found: list[ModelStatus], period: str) -> RenderableType:
+def page(found: FleetStatus, period: str) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = []
-    for model in found:
+    for model in found.models:
         parts += [Text(_headline(model), style="bold"), replica_table(model.replicas)]
         if model.classes:
             parts += [Text(f"\nobjectives met {period}"), _class_table(model)]
         parts.append(Text())
-    return Group(*parts[:-1]) if parts else Text("this server has no replicas of its own")
+    if not parts:
+        parts = [Text("this server has no replicas of its own"), Text()]
+    if found.machine_per_hour is not None:
+        parts[-1] = Text(f"\nthe machine costs {found.machine_per_hour:.2f} per hour")
+        return Group(*parts)
+    return Group(*parts[:-1])
 
 
 def _headline(model: ModelStatus) -> str:
     parts = [f"{model.ready} of {len(model.replicas)} ready", f"{model.running} running", f"{model.waiting} waiting"]
     if model.tokens_per_second is not None:
         parts.append(f"{model.tokens_per_second:.0f} tok/s")
+    if model.held:
+        parts.append(f"{model.held} held")
+    if model.standby:
+        parts.append(f"{model.standby} on standby")
     if model.cost_per_hour is not None:
         parts.append(f"{model.cost_per_hour:.2f} per hour")
     lines = [f"{model.model}: {', '.join(parts)}"]

@@ -63,10 +63,11 @@ class WorkerServer:
             self._idle.set()
 
     def connected(self, gateway: GatewayConnection) -> None:
+        if self._draining:
+            gateway.close()
+            return
         self._gateways.add(gateway)
         gateway.write(frame(Hello(self.info, self.engine.stats)))
-        if self._draining:
-            gateway.write(frame(Leaving()))
 
     def submit(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
         try:

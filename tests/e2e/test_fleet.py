@@ -31,6 +31,7 @@ classes:
 default_class: patient
 tenants: {{user: {{}}}}
 cache: {{enabled: false}}
+machine_per_hour: 2.5
 state: sqlite:///{state}
 """
 
@@ -87,7 +88,8 @@ def test_the_fleet_and_its_objectives(running: Running) -> None:
     assert columns.split()[-5:] == ["running", "waiting", "KV", "tok/s", "restarts"]
     assert "local process" in rows[0]
     assert "objectives met since the server started" in shown
-    classes = {row.split()[0]: row.split()[1:] for row in rows[4:]}
+    assert rows[-1] == "the machine costs 2.50 per hour"
+    classes = {row.split()[0]: row.split()[1:] for row in rows[4:] if row}
     assert classes["patient"] == ["100000", "ms", "100.0%", "1", "100000", "ms", "100.0%", "1"]
     assert classes["hasty"] == ["0", "ms", "–", "0", "–", "–", "0"]
 
