@@ -33,15 +33,15 @@ def elsewhere(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher
 async def start(
     fleet: Fleet, launchers: Sequence[Launcher], config: ModelConfig, drain_seconds: float, names: Sequence[str] = ()
 ) -> None:
-    """Returns when a replica serves. Raises StartupError if the first of `launchers` cannot; workers that are found by
-    DNS are waited for."""
-    for scheme, host, port in map(_worker, config.workers):
-        if scheme == "dns":
-            launcher = partial(RemoteLauncher, port=port, secret=_secret())
-            fleet.keep_doing(Discovery(fleet, host, launcher, drain_seconds).follow())
-    if launchers:
+    """As `Fleet.start`, with the workers that are found by DNS. Where there are no others, the first is waited for."""
+    discovered = [(host, port) for scheme, host, port in map(_worker, config.workers) if scheme == "dns"]
+    for host, port in discovered:
+        launcher = partial(RemoteLauncher, port=port, secret=_secret())
+        fleet.keep_doing(Discovery(fleet, host, launcher, drain_seconds).follow())
+    if launchers or not discovered:
         await fleet.start(launchers, names)
-    await fleet.until_ready()
+    else:
+        await fleet.until_ready()
 
 
 def local_launcher(checkpoint: str, config: ModelConfig, number: int, log_level: str) -> Launcher:
