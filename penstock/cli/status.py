@@ -115,17 +115,20 @@ async def _watch(args: argparse.Namespace, console: Console) -> None:
     from rich.text import Text
 
     readings: deque[Reading] = deque()
+    reached = False
     with Live(console=console, auto_refresh=False) as live:
         async with _client(args) as http:
             while True:
                 try:
                     readings.append(await read(http))
-                    found = _latest(readings)
-                    period = f"in the last {WINDOW_SECONDS:.0f} s" if len(readings) > 1 else "since the server started"
-                    shown, told = page(found, period), _json(found)
+                    reached, found = True, _latest(readings)
+                    watched = readings[-1].at - readings[0].at
+                    shown = page(found, f"in the last {watched:.0f} s" if watched else "since the server started")
+                    told = _json(found)
                 except PenstockError as error:
-                    if not readings:
+                    if not reached:
                         raise
+                    readings.clear()  # it may have been started again, and counts from zero then
                     shown, told = Text(error.message), json.dumps({"error": error.message})
                 if args.json:
                     print(told, flush=True)

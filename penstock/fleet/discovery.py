@@ -47,7 +47,7 @@ class Discovery:
         self._resolve = resolve
         self._replicas: dict[str, Replica] = {}  # by address
         self._failing = ""  # why the last lookup failed
-        self._removals: set[asyncio.Task[None]] = set()
+        self._removals: dict[str, asyncio.Task[None]] = {}  # of replicas that drain, by address
 
     async def follow(self) -> None:
         """Look the name up again and again, until this is cancelled."""
@@ -74,11 +74,13 @@ class Discovery:
             if not replica.comes_back:  # an administrator has removed it
                 continue
             log.info("%s has gone from %s", address, self._host)
-            removal = asyncio.create_task(self._fleet.remove(replica, self._drain_seconds))
-            self._removals.add(removal)
-            removal.add_done_callback(self._removals.discard)
+            self._removals[address] = asyncio.create_task(self._remove(address, replica))
         for address in found:
-            if address not in self._replicas:
+            if address not in self._replicas and address not in self._removals:
                 log.info("%s is a worker of %s", address, self._host)
                 name = f"{self._fleet.model}-{address}"
                 self._replicas[address] = self._fleet.add(self._launcher(address), name)
+
+    async def _remove(self, address: str, replica: Replica) -> None:
+        await self._fleet.remove(replica, self._drain_seconds)
+        del self._removals[address]
