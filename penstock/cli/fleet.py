@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -12,10 +13,11 @@ from penstock.cli.environment import add_server_arguments
 from penstock.client.http import HttpClient, Response, failure, openai_base
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_PIPE_WIDTH = 1000
 _LONGEST_SECONDS = 3600.0  # until all replicas of a model are replaced
 
 
@@ -45,14 +47,19 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, work: Callable[[HttpClient, argparse.Namespace], Awaitable[list[Any]]]) -> int:
-    from rich.console import Console
-
     async def ask() -> list[Any]:
         async with HttpClient(openai_base(args.url), api_key=args.api_key, timeout=_LONGEST_SECONDS) as http:
             return await work(http, args)
 
-    Console(highlight=False, markup=False).print(replica_table(asyncio.run(ask())))
+    plain_console().print(replica_table(asyncio.run(ask())))
     return 0
+
+
+def plain_console() -> Console:
+    """Of a terminal; in a pipe no line is cut to a width."""
+    from rich.console import Console
+
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
 
 
 async def _list(http: HttpClient, args: argparse.Namespace) -> list[Any]:
@@ -87,12 +94,19 @@ def replica_table(replicas: list[dict[str, Any]]) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for heading in ("replica", "model", "where", "state"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("for", "streams", "waiting", "KV", "restarts"):
+    rated = any("tokens_per_second" in one for one in replicas)
+    for heading in ("for", "streams", "running", "waiting", "KV", *(["tok/s"] if rated else []), "restarts"):
         table.add_column(heading, justify="right")
     for one in replicas:
         state = f"{one['state']} ({one['detail']})" if one["detail"] else one["state"]
         place = one["place"] if one["process"] is None else f"{one['place']} {one['process']}"
         used = f"{one['kv_blocks_used'] / one['kv_blocks']:.0%}" if one["kv_blocks"] else "–"
-        numbers = [f"{one['seconds']:.0f} s", str(one["streams"]), str(one["waiting"]), used, str(one["restarts"])]
-        table.add_row(one["id"], one["model"], place, state, *numbers)
+        numbers = [f"{one['seconds']:.0f} s", str(one["streams"]), str(one["running"]), str(one["waiting"]), used]
+        if rated:
+            numbers.append(_rate(one.get("tokens_per_second")))
+        table.add_row(one["id"], one["model"], place, state, *numbers, str(one["restarts"]))
     return table
+
+
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"

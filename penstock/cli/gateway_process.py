@@ -19,7 +19,7 @@ from penstock.cache.brokered import BrokeredTier
 from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import PenstockError
-from penstock.fleet.build import elsewhere, local_launcher
+from penstock.fleet.build import elsewhere, local_launcher, start
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
@@ -100,7 +100,7 @@ async def _start(fleet: Fleet, settings: Settings, name: str, channel: Channel, 
     if config.upstreams:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
     brokered = [BrokeredLauncher(channel, replica) for replica in replicas]
-    await fleet.start([*brokered, *elsewhere(config, tokenizer)], replicas)
+    await start(fleet, [*brokered, *elsewhere(config, tokenizer)], config, settings.server.drain_seconds, replicas)
 
 
 def _own(app: Edge, control: FleetControl) -> dict[str, Handler]:

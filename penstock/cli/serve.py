@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.gateway.api.models import ServedModel
     from penstock.gateway.api.siblings import Siblings
     from penstock.gateway.edge import Edge
+    from penstock.gateway.settings import ServerConfig
     from penstock.state.store import Store
     from penstock.text.tokenizer import Tokenizer
 
@@ -183,9 +184,7 @@ async def _serve_here(settings: Settings, on: Place) -> int:
             # The longest part of a cold start, so all else is done meanwhile. Upstreams need a tokenizer first.
             checkpoint = config.model or name
             ready = None if config.upstreams else launchers(checkpoint, config, None, server.log_level, new_launcher)
-            starting = asyncio.create_task(
-                _start(fleets[name], checkpoint, config, ready, server.log_level, new_launcher)
-            )
+            starting = asyncio.create_task(_start(fleets[name], checkpoint, config, ready, server, new_launcher))
             stack.callback(starting.cancel)
             starts.append(starting)
         await asyncio.sleep(0)
@@ -278,15 +277,15 @@ async def _start(
     checkpoint: str,
     config: ModelConfig,
     ready: list[Launcher] | None,
-    log_level: str,
+    server: ServerConfig,
     new_launcher: NewLauncher,
 ) -> None:
-    from penstock.fleet.build import launchers
+    from penstock.fleet.build import launchers, start
 
     if ready is None:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, checkpoint)
-        ready = launchers(checkpoint, config, tokenizer, log_level, new_launcher)
-    await fleet.start(ready)
+        ready = launchers(checkpoint, config, tokenizer, server.log_level, new_launcher)
+    await start(fleet, ready, config, server.drain_seconds)
 
 
 def label_of(name: str, config: ModelConfig) -> str:

@@ -61,5 +61,6 @@ def run(args: argparse.Namespace) -> int:
     host, port = listener.getsockname()[:2]
     print(f"Penstock computes {info.model} at tcp://{host}:{port}", flush=True)
     log.info("started: %s", listed(times.seconds))
-    asyncio.run(serve(scheduler, executor, info, Port(listener, secret), times.seconds))
+    gateways = Port(listener, secret)
+    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, settings.server.drain_seconds))
     return 0

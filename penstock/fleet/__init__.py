@@ -3,6 +3,7 @@
 fleet.py          the `Fleet`: an `Engine` that places each request and lets it outlive the replica
 replica.py        one replica: launched, watched, launched again
 launcher.py       where replicas come from: worker processes here, workers on other machines
+discovery.py      workers behind a DNS name: one replica for each of its addresses
 upstream/         other servers as replicas
 build.py          from the settings of a model to its launchers
 journal.py        what is known of one request, enough to go on elsewhere

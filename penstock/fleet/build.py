@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from urllib.parse import urlsplit
 
 from penstock.core.errors import StartupError
+from penstock.fleet.discovery import Discovery
+from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import Launcher, LocalLauncher, RemoteLauncher
 from penstock.fleet.settings import ModelConfig
 from penstock.text.tokenizer import Tokenizer
@@ -32,8 +35,23 @@ def own_launchers(checkpoint: str, config: ModelConfig, log_level: str, new_laun
 
 
 def elsewhere(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher]:
-    """One for each replica that somebody else runs."""
-    return [*map(_remote, config.workers), *_upstreams(config, tokenizer)]
+    """Of replicas that are no processes of this machine's server."""
+    workers = [(host, port) for scheme, host, port in map(_worker, config.workers) if scheme == "tcp"]
+    return [*(RemoteLauncher(host, port, _secret()) for host, port in workers), *_upstreams(config, tokenizer)]
+
+
+async def start(
+    fleet: Fleet, launchers: Sequence[Launcher], config: ModelConfig, drain_seconds: float, names: Sequence[str] = ()
+) -> None:
+    """As `Fleet.start`, with the workers that are found by DNS. Where there are no others, the first is waited for."""
+    discovered = [(host, port) for scheme, host, port in map(_worker, config.workers) if scheme == "dns"]
+    for host, port in discovered:
+        launcher = partial(RemoteLauncher, port=port, secret=_secret())
+        fleet.keep_doing(Discovery(fleet, host, launcher, drain_seconds).follow())
+    if launchers or not discovered:
+        await fleet.start(launchers, names)
+    else:
+        await fleet.until_ready()
 
 
 def local_launcher(checkpoint: str, config: ModelConfig, number: int, log_level: str) -> Launcher:
@@ -46,12 +64,16 @@ def local_launcher(checkpoint: str, config: ModelConfig, number: int, log_level:
     return LocalLauncher(Start(checkpoint, engine, log_level, device))
 
 
-def _remote(worker: str) -> Launcher:
+def _worker(worker: str) -> tuple[str, str, int]:
+    address = urlsplit(worker)
+    return address.scheme, address.hostname or "", address.port or 0
+
+
+def _secret() -> str:
     secret = os.environ.get(SECRET)
     if not secret:
         raise StartupError(f"workers on other machines need a secret: set {SECRET} here and there", param="workers")
-    address = urlsplit(worker)
-    return RemoteLauncher(address.hostname or "", address.port or 0, secret)
+    return secret
 
 
 def _upstreams(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher]:

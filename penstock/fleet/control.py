@@ -37,8 +37,9 @@ class ReplicaView(msgspec.Struct, kw_only=True):
     seconds: float  # in this state
     restarts: int
     streams: int
-    running: int  # these four: as the replica last said
+    running: int  # these five: as the replica last said
     waiting: int
+    output_tokens: int  # since it was started
     kv_blocks: int
     kv_blocks_used: int
     open_circuit: bool
@@ -56,6 +57,7 @@ class AutoscaleView(msgspec.Struct, kw_only=True):
     reason: str  # of the latest decision, for people
     held: int  # requests that wait for a replica, as there is none
     standby: int  # processes of the warm pool that are prepared
+    replica_per_hour: float | None  # price of a replica
 
 
 class FleetControl:
@@ -92,6 +94,7 @@ class FleetControl:
             streams=self._fleets[model].streams(replica),
             running=stats.running,
             waiting=stats.waiting,
+            output_tokens=stats.output_tokens,
             kv_blocks=stats.kv_blocks,
             kv_blocks_used=stats.kv_blocks_used,
             open_circuit=replica.breaker.open,
@@ -206,6 +209,7 @@ def _autoscale_view(autoscaler: Autoscaler) -> AutoscaleView:
         reason=decision.reason if decision is not None else "not looked at yet",
         held=fleet.held,
         standby=fleet.pool.prepared if fleet.pool is not None else 0,
+        replica_per_hour=config.replica_per_hour,
     )
 
 

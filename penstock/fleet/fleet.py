@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, repeat
@@ -58,6 +58,7 @@ class Fleet:
         # Starts one when it is called. None: nobody does if there is none, so that requests need not wait.
         self.wake: Callable[[], None] | None = None
         self.resizing = asyncio.Lock()  # while replicas are replaced, and while the autoscaler acts
+        self._background: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
         self.journals: dict[str, Journal] = {}  # of requests in flight, and of those aborted lately
         self._quarantine = Quarantine()
@@ -85,6 +86,15 @@ class Fleet:
             replica.start_soon()
         if self.pool is not None:
             self.pool.start()
+
+    def keep_doing(self, work: Coroutine[None, None, None]) -> None:
+        """Until the fleet stops."""
+        self._background.append(asyncio.create_task(work))
+
+    async def until_ready(self) -> None:
+        """Wait until a replica serves."""
+        while not any(replica.state == "ready" for replica in self.replicas):
+            await self._changed.wait()
 
     def add(self, launcher: Launcher, name: str | None = None) -> Replica:
         replica = self._new(launcher, name)
@@ -152,6 +162,8 @@ class Fleet:
         replica.cut()
 
     async def stop(self) -> None:
+        for task in self._background:
+            task.cancel()
         if self.pool is not None:
             await self.pool.stop()
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
@@ -272,7 +284,7 @@ class Fleet:
         try:
             async with asyncio.timeout(min(self._config.wait_seconds, remaining)):
                 while True:
-                    if all(replica.state in ("draining", "stopped") for replica in self.replicas):
+                    if not any(replica.comes_back for replica in self.replicas):
                         if self.wake is None:
                             raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
                         self.wake()

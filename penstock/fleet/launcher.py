@@ -321,7 +321,8 @@ class RemoteInstance(WorkerInstance):
         self.engine = client
 
     async def lost(self) -> Loss:
-        return Loss(await asyncio.shield(self.engine.closed) or "the connection ended")
+        silence = await asyncio.shield(self.engine.closed)
+        return Loss(silence or "the connection ended", from_outside=self.engine.leaving.done())
 
     async def stop(self) -> None:
         self.engine.close()

@@ -26,6 +26,7 @@ class FleetMetrics(Collector):
         labels = ["model", "replica"]
         up = GaugeMetricFamily("penstock_replica_up", "1: it takes requests", labels=labels)
         streams = GaugeMetricFamily("penstock_replica_streams", "Requests in flight there", labels=labels)
+        waiting = GaugeMetricFamily("penstock_replica_waiting", "Requests queued in its engine", labels=labels)
         kv = GaugeMetricFamily("penstock_replica_kv_utilisation", "Share of its KV blocks in use", labels=labels)
         restarts = CounterMetricFamily("penstock_replica_restarts", "Times that it was lost", labels=labels)
         failovers = CounterMetricFamily(
@@ -47,9 +48,10 @@ class FleetMetrics(Collector):
                 names, stats = [fleet.model, replica.name], replica.stats
                 up.add_metric(names, replica.state == "ready")
                 streams.add_metric(names, fleet.streams(replica))
+                waiting.add_metric(names, stats.waiting)
                 kv.add_metric(names, stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0)
                 restarts.add_metric(names, replica.restarts)
-        yield from (up, streams, kv, restarts, held, failovers, hedges)
+        yield from (up, streams, waiting, kv, restarts, held, failovers, hedges)
 
 
 class ScalingMetrics(Collector):

@@ -65,6 +65,11 @@ class Replica:
         return self._launcher.owns
 
     @property
+    def comes_back(self) -> bool:
+        """Whether it serves now or will be launched again."""
+        return not self._leaving and self.state != "stopped"
+
+    @property
     def process(self) -> int | None:
         return None if self._instance is None else self._instance.process
 
@@ -134,6 +139,13 @@ class Replica:
         self.useful = False
         self.loss = asyncio.get_running_loop().create_future()
         self._become("draining" if self._leaving else "ready", "")
+        if isinstance(instance.engine, WorkerClient):
+            instance.engine.leaving.add_done_callback(lambda _: self._worker_leaves(instance))
+
+    def _worker_leaves(self, instance: Instance) -> None:
+        """Somebody has told the worker to stop. It finishes what it has; when it has gone, another is launched."""
+        if self._instance is instance and self.state == "ready":
+            self._become("draining", "its worker is stopping")
 
     def lose(self, reason: str) -> None:
         """It cannot be used until it is launched again. Whoever notices first says so."""

@@ -13,7 +13,7 @@ from penstock.engine.settings import EngineConfig
 from penstock.fleet.ray.settings import ResourcesConfig
 from penstock.fleet.upstream.settings import UpstreamConfig
 
-_WORKER = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):([0-9]{1,5})")
+_WORKER = re.compile(r"(?:tcp|dns)://(\[[0-9a-fA-F:]+\]|[\w.-]+):([0-9]{1,5})")
 
 PolicyName = Literal["forecast", "latency", "round_robin"]
 
@@ -90,7 +90,8 @@ class ModelConfig:
     replicas: int | None = None  # worker processes here; default: one, or none beside workers and upstreams
     autoscale: AutoscaleConfig | None = None  # in place of `replicas`: as many as the load needs
     standby: int = 0  # worker processes kept prepared: they serve in less than half a second when a replica is needed
-    workers: tuple[str, ...] = ()  # on other machines, as tcp://HOST:PORT; see `penstock worker`
+    # On other machines, see `penstock worker`: one as tcp://HOST:PORT, as many as a name has addresses as dns://NAME:PORT
+    workers: tuple[str, ...] = ()
     upstreams: tuple[UpstreamConfig, ...] = ()  # other servers that have the same model
     devices: tuple[str, ...] = ()  # GPUs or MIG instances by id, for one replica after the other; default: all
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)  # of each replica on a Ray cluster
@@ -114,7 +115,8 @@ class ModelConfig:
             fixed = self.workers or self.upstreams
             check(not fixed, "autoscale", "must not be given beside workers and upstreams, whose number is fixed")
         for worker in self.workers:
-            check(_WORKER.fullmatch(worker) is not None, "workers", f"must be as tcp://HOST:PORT, not {worker!r}")
+            known = _WORKER.fullmatch(worker) is not None
+            check(known, "workers", f"must be as tcp://HOST:PORT or dns://NAME:PORT, not {worker!r}")
         some = self.local_replicas or self.workers or self.upstreams
         check(bool(some), "replicas", "must be at least 1 where there are no workers and no upstreams")
 

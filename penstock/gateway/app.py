@@ -14,7 +14,7 @@ from penstock.gateway.api.completions import Completions
 from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.models import Model, Models, ServedModel
-from penstock.gateway.api.objectives import Objectives
+from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
 from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
@@ -63,6 +63,7 @@ def create_app(
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
     models = Models([_model(model, settings, spend) for model in served], settings.models)
+    metrics.registry.register(ObjectiveMetrics({model.name: model.objectives for model in models.all}))
     _warn_of_other_models(settings, [name for model in models.all for name in model.names])
     texts = {name: model.text for name, model in models.by_name.items()}
     serving = Serving(

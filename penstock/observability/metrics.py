@@ -117,7 +117,7 @@ class GatewayMetrics(Collector):
         self.part_seconds: dict[str, list[float]] = {}  # by class: one sum for each of Parts
         self.queue_causes: Counter[str] = Counter()  # seconds
         self.missed_tokens: Counter[str] = Counter()  # by cause
-        self.objectives: Counter[tuple[str, str, bool]] = Counter()  # by (class, ttft or gap, met)
+        self.objectives: Counter[tuple[str, str, str, bool]] = Counter()  # by (model, class, ttft or gap, met)
         self.recomputed_tokens = 0
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
@@ -139,7 +139,7 @@ class GatewayMetrics(Collector):
             self.recomputed_tokens += ledger.recomputed_tokens
             for objective, met in (("ttft", ledger.met_ttft), ("gap", ledger.met_gap)):
                 if met is not None:
-                    self.objectives[name, objective, met] += 1
+                    self.objectives[account.model, name, objective, met] += 1
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -211,10 +211,12 @@ class GatewayMetrics(Collector):
             missed.add_metric([cause], tokens)
         yield missed
         objectives = CounterMetricFamily(
-            "penstock_objectives", "Promises of finished choices, kept or not", labels=["class", "objective", "met"]
+            "penstock_objectives",
+            "Promises of finished choices, kept or not",
+            labels=["model", "class", "objective", "met"],
         )
-        for (name, objective, met), count in sorted(self.objectives.items()):
-            objectives.add_metric([name, objective, "true" if met else "false"], count)
+        for (model, name, objective, met), count in sorted(self.objectives.items()):
+            objectives.add_metric([model, name, objective, "true" if met else "false"], count)
         yield objectives
         yield CounterMetricFamily(
             "penstock_recomputed_tokens", "Tokens computed again after a preemption", self.recomputed_tokens

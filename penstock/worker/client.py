@@ -21,6 +21,7 @@ from penstock.worker.protocol import (
     Chunks,
     FromWorker,
     Heartbeat,
+    Leaving,
     PromptScores,
     Refused,
     Submit,
@@ -121,6 +122,7 @@ class WorkerClient(asyncio.Protocol):
         self._lost = False
         self._loop = asyncio.get_running_loop()
         self._greeted: asyncio.Future[None] = self._loop.create_future()
+        self.leaving: asyncio.Future[None] = self._loop.create_future()  # done when the worker drains
         self.closed: asyncio.Future[str] = self._loop.create_future()  # "" if the other end did it
 
     @classmethod
@@ -215,6 +217,9 @@ class WorkerClient(asyncio.Protocol):
                 stream.put(message.failure.exception())
             else:
                 self._settle(message.request_id, None)
+        elif isinstance(message, Leaving):
+            if not self.leaving.done():
+                self.leaving.set_result(None)
         elif self._greeted.done():
             raise ConnectionError("a worker greets once")
         else:

@@ -130,9 +130,10 @@ async def serve(
     info: EngineInfo,
     gateways: Gateways,
     start_seconds: Mapping[str, float],
+    drain_seconds: float = 0.0,
 ) -> None:
     """Run the engine for its gateways, until there will be none any more or SIGTERM comes. Gateways are told how long
-    the phases of the start took."""
+    the phases of the start took. Requests that are under way at SIGTERM may take `drain_seconds` more."""
     server, stopped = WorkerServer(), asyncio.Event()
     engine = server.engine = EngineLoop(scheduler, executor, server.emit)
     server.info, server.start_seconds = info, start_seconds
@@ -145,6 +146,7 @@ async def serve(
     watching = asyncio.create_task(_end_if_stalled(engine))
     await gateways.attach(server, stopped.set)
     await stopped.wait()
+    await server.drain(drain_seconds)
     server.close()
     engine.stop()
     await asyncio.to_thread(thread.join)

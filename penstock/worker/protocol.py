@@ -6,7 +6,7 @@ worker → launcher  Prepared, after Standby; Failed, where it cannot serve
 
 gateway → worker   Submit, Abort; over a network also Alive four times a second
 worker → gateway   Hello once, then Chunks per step, PromptScores before the Chunks they belong to, Refused, and a
-                   Heartbeat four times a second
+                   Heartbeat four times a second; Leaving when it drains
 
 Whatever was submitted gets one last word: Refused, or a chunk with a finish reason and the ledger, also after an Abort.
 """
@@ -96,8 +96,12 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     stats: EngineStats
 
 
+class Leaving(msgspec.Struct, tag="leaving", array_like=True):
+    """It finishes the requests that it has, then ends the connection. New ones are better sent elsewhere."""
+
+
 ToWorker = Submit | Abort | Alive
-FromWorker = Hello | Chunks | PromptScores | Refused | Heartbeat
+FromWorker = Hello | Chunks | PromptScores | Refused | Heartbeat | Leaving
 Control = Standby | Start | Prepared | Failed
 
 _encoder = msgspec.msgpack.Encoder()

@@ -30,6 +30,10 @@ class WrongSecret(StartupError):
     """The other end has another secret, or is no Penstock."""
 
 
+class SaidNothing(WrongSecret):
+    """The other end has closed the connection without a byte, as probes of an orchestrator do."""
+
+
 async def prove_as_gateway(connection: socket.socket, secret: str) -> None:
     async with asyncio.timeout(_HANDSHAKE_SECONDS):
         loop = asyncio.get_running_loop()
@@ -59,7 +63,9 @@ async def _receive(connection: socket.socket, size: int) -> bytes:
     while len(data) < size:
         more = await loop.sock_recv(connection, size - len(data))
         if not more:
-            raise WrongSecret(f"the connection ended during the handshake; is {SECRET} the same at both ends?")
+            raise (WrongSecret if data else SaidNothing)(
+                f"the connection ended during the handshake; is {SECRET} the same at both ends?"
+            )
         data += more
     return data
 
@@ -105,7 +111,8 @@ class Port:
             await loop.create_connection(lambda: GatewayConnection(server, remote=True), sock=connection)
             log.info("a gateway connected from %s", address)
         except (OSError, TimeoutError, WrongSecret) as error:
-            log.warning("a connection from %s was refused: %s", address, error or "it said nothing")
+            level = logging.DEBUG if isinstance(error, SaidNothing | ConnectionError) else logging.WARNING
+            log.log(level, "a connection from %s was refused: %s", address, error or "it timed out")
             connection.close()
 
     def _start(self, work: Coroutine[None, None, None]) -> None:

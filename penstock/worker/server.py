@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import cast
 
 from penstock.core.engine import EngineInfo
@@ -16,6 +17,7 @@ from penstock.worker.protocol import (
     Abort,
     Heartbeat,
     Hello,
+    Leaving,
     Refused,
     Submit,
     decode_to_worker,
@@ -36,6 +38,8 @@ class WorkerServer:
         self._asyncio = asyncio.get_running_loop()
         self._gateways: set[GatewayConnection] = set()
         self._owners: dict[str, GatewayConnection] = {}  # of the requests in progress
+        self._idle = asyncio.Event()  # set when the last request ends
+        self._draining = False
         self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     def emit(self, chunks: list[Chunk]) -> None:
@@ -57,6 +61,8 @@ class WorkerServer:
                 by_gateway[gateway] = [chunk]
         for gateway, own in by_gateway.items():
             gateway.write(frames_of(own))
+        if not owners:
+            self._idle.set()
 
     @property
     def is_left_alone(self) -> bool:
@@ -64,6 +70,9 @@ class WorkerServer:
         return not any(gateway.remote for gateway in self._gateways)
 
     def connected(self, gateway: GatewayConnection) -> None:
+        if self._draining:
+            gateway.close()
+            return
         self._gateways.add(gateway)
         gateway.write(frame(Hello(self.info, self.engine.stats, dict(self.start_seconds))))
 
@@ -87,6 +96,19 @@ class WorkerServer:
         for request_id in [request_id for request_id, owner in self._owners.items() if owner is gateway]:
             del self._owners[request_id]
             self.engine.abort(request_id)
+        if not self._owners:
+            self._idle.set()
+
+    async def drain(self, seconds: float) -> None:
+        """Tell every gateway to send requests elsewhere, and wait until those under way have ended, or so long."""
+        self._draining = True
+        for gateway in self._gateways:
+            gateway.write(frame(Leaving()))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._owners:
+                    self._idle.clear()
+                    await self._idle.wait()
 
     def close(self) -> None:
         """Hang up on every gateway."""

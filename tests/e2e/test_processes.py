@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -135,16 +136,20 @@ def worker_on_its_own(secret: str) -> Iterator[str]:
         assert process.wait(60) == 0
 
 
-def test_a_worker_elsewhere_serves_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_elsewhere_serves_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its address, and found by name."""
     with worker_on_its_own("correct-horse") as address:
         monkeypatch.setenv("PENSTOCK_WORKER_SECRET", "correct-horse")
         config = tmp_path / "settings.yaml"
-        config.write_text(f"models: {{far: {{model: {MODEL}, workers: [{address!r}]}}}}\n")
+        name = address.replace("tcp://", "dns://")
+        models = {"far": {"model": MODEL, "workers": [address]}, "found": {"model": MODEL, "workers": [name]}}
+        config.write_text(json.dumps({"models": models}))
         server = start_server("--config", str(config))
         try:
             with httpx.Client(base_url=server.base_url, timeout=60) as http:
-                response = http.post("/completions", json={"model": "far", "prompt": "Hello", "max_tokens": 3})
-            assert response.json()["usage"]["completion_tokens"] == 3
-            assert response.headers["x-penstock-replica"] == "far-0"
+                for model, replica in (("far", "far-0"), ("found", "found-127.0.0.1")):
+                    response = http.post("/completions", json={"model": model, "prompt": "Hello", "max_tokens": 3})
+                    assert response.json()["usage"]["completion_tokens"] == 3
+                    assert response.headers["x-penstock-replica"] == replica
         finally:
             server.stop()

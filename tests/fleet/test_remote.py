@@ -54,16 +54,16 @@ class Proxy:
 
 
 @asynccontextmanager
-async def listening_worker() -> AsyncIterator[tuple[SimulatedWorker, int]]:
+async def listening_worker(host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[tuple[SimulatedWorker, int]]:
     worker = SimulatedWorker()
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = Port(listener, SECRET)
-    await port.attach(worker.server, lambda: None)
+    listener = socket.create_server((host, port))
+    gateways = Port(listener, SECRET)
+    await gateways.attach(worker.server, lambda: None)
     try:
         yield worker, listener.getsockname()[1]
     finally:
         worker.die()
-        for task in port._tasks:
+        for task in gateways._tasks:
             task.cancel()
         listener.close()
         await asyncio.to_thread(worker.thread.join)
@@ -119,3 +119,49 @@ async def test_a_cut_network_is_noticed_at_both_ends() -> None:
         assert near.scheduler.stats(0.0).output_tokens > 0
         await fleet.stop()
         proxy.close()
+
+
+async def test_a_worker_that_is_told_to_stop_drains() -> None:
+    """It finishes its stream and gets no other. Requests wait while there is no other worker."""
+    async with listening_worker() as (leaving, leaving_port), listening_worker() as (_, other_port):
+        held, fleet = leaving.hold(20), Fleet("m")
+        await fleet.start([RemoteLauncher("127.0.0.1", leaving_port, SECRET)])
+        stream = fleet.submit(asking("r", 100))
+        tokens = [*(await anext(stream)).token_ids]
+        draining = asyncio.create_task(leaving.server.drain(60))
+        while fleet.replicas[0].state != "draining":  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        waits = asyncio.create_task(_tokens(fleet, "waits"))
+        await asyncio.sleep(0)
+        await fleet.add_ready(RemoteLauncher("127.0.0.1", other_port, SECRET))
+        assert await waits == expected_output([1, 2, 3], 5, 20, frozenset())
+        assert not draining.done()
+        held.released.set()
+        tokens += [token async for chunk in stream for token in chunk.token_ids]
+        await draining
+        assert tokens == expected_output([1, 2, 3], 5, 100, frozenset())
+        assert leaving.scheduler.stats(0.0).output_tokens == 100
+        assert fleet.failovers == 0
+        await fleet.stop()
+
+
+async def test_what_outlasts_the_drain_goes_on_elsewhere_without_suspicion() -> None:
+    async with listening_worker() as (leaving, leaving_port), listening_worker() as (_, other_port):
+        leaving.hold(20)
+        fleet = Fleet("m")
+        await fleet.start([RemoteLauncher("127.0.0.1", leaving_port, SECRET)])
+        stream = fleet.submit(asking("r", 100))
+        tokens = [*(await anext(stream)).token_ids]
+        await fleet.add_ready(RemoteLauncher("127.0.0.1", other_port, SECRET))
+        loss = fleet.replicas[0].loss
+        await leaving.server.drain(0)
+        leaving.server.close()
+        tokens += [token async for chunk in stream for token in chunk.token_ids]
+        assert tokens == expected_output([1, 2, 3], 5, 100, frozenset())
+        assert fleet.failovers == 1
+        assert loss.result().from_outside
+        await fleet.stop()
+
+
+async def _tokens(fleet: Fleet, name: str) -> list[int]:
+    return [token async for chunk in fleet.submit(asking(name, 20)) for token in chunk.token_ids]

@@ -76,6 +76,7 @@ async def test_one_that_cannot_be_prepared_or_has_gone_is_none(
     pool = StandbyPool(1, lambda: busy)
     pool.start()
     worker = await pool.spawn(Start("no-such-model", ENGINE, "warning"))
+    await worker.ended()
     assert "no-such-model" in await worker.failure()
     assert not caplog.text  # nothing is prepared while it is busy
     busy = False

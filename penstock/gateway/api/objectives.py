@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from msgspec import UNSET, UnsetType
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest
@@ -83,6 +85,30 @@ class Objectives:
         if name not in self.known:
             raise InvalidRequest(f"{param} must be one of {', '.join(self.known)}, not {name[:64]!r}", param=param)
         return name
+
+
+class ObjectiveMetrics(Collector):
+    """The objectives themselves, read when they are scraped: those of built-in classes are derived after the start."""
+
+    def __init__(self, objectives: Mapping[str, Objectives]) -> None:
+        """By the name of the model."""
+        self._objectives = objectives
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        seconds = GaugeMetricFamily(
+            "penstock_objective_seconds",
+            "What a class of requests is promised: the longest TTFT, and the longest gap between tokens",
+            labels=["model", "class", "objective"],
+        )
+        for model, objectives in self._objectives.items():
+            for name, objective in objectives.all().items():
+                for kind, promised in (("ttft", objective.ttft), ("gap", objective.itl)):
+                    if promised is not None:
+                        seconds.add_metric([model, name, kind], promised)
+        yield seconds
 
 
 def derived(name: str, stats: EngineStats) -> Objective:

@@ -122,7 +122,12 @@ class SpendMetrics(Collector):
             if tokens:
                 cost.add_metric([model], sum(u.cost for u in used) / BILLION / tokens * 1_000_000)
         yield cost
-        if self._machine_per_hour is not None and total:
+        if self._machine_per_hour is None:
+            return
+        yield GaugeMetricFamily(
+            "penstock_machine_cost_per_hour", "Price of the machine in the settings", self._machine_per_hour
+        )
+        if total:
             hours = (time.monotonic() - self._started) / 3600
             yield GaugeMetricFamily(
                 "penstock_machine_cost_per_million_tokens",

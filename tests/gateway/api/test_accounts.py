@@ -229,8 +229,8 @@ def test_metrics_sum_up_the_ledgers(gateway: Gateway) -> None:
         assert samples["penstock_part_seconds_total", name, part] == pytest.approx(seconds)
     assert samples["penstock_queue_cause_seconds_total", "order"] == pytest.approx(choice["engine"]["queued"]["order"])
     assert samples["penstock_cache_miss_tokens_total", "never_seen"] == account["prompt_tokens"] - 2
-    assert samples["penstock_objectives_total", name, "false", "ttft"] == 1
-    assert samples["penstock_objectives_total", name, "true", "gap"] == 1
+    assert samples["penstock_objectives_total", name, "false", account["model"], "ttft"] == 1
+    assert samples["penstock_objectives_total", name, "true", account["model"], "gap"] == 1
     assert samples["penstock_recomputed_tokens_total",] == 5
 
 
