@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from math import ceil, pow, sqrt
+from statistics import median
 
 _BIN_SECONDS = 10.0
-_PROFILE_BINS = 288  # of a period: 5 minutes of a day
-_PROFILE_WEIGHT = 0.3  # of the latest period, once there were a few
-_SMOOTHED_BINS = 2  # on each side, over which the profile is averaged: one day's burst is not to be expected daily
+_PROFILE_BINS = 1440  # of a period: the minutes of a day
+_PERIODS = 3  # of which a profile is the median: what happened on one of three days is not expected daily
+_SMOOTHED_BINS = 1  # on each side, over which the profile is averaged
 _LEVEL_WEIGHT = 0.25  # of the latest bin
 _TREND_WEIGHT = 0.1
 _TREND_DAMPING = 0.8  # a bin
-_SPREAD_WEIGHT = 0.02  # of the latest error
+_SPREAD_WEIGHT = 0.01  # of the latest error
 _FIRST_SPREAD = 0.1  # squared error over the forecast, in seconds of work a second, before there were errors
-_GROWTH = (0.5, 2.0)  # that the profile is believed, at least and at most, from one time to another
+_GROWTH = (0.25, 4.0)  # that the profile is believed, at least and at most, from one time to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,29 +34,32 @@ class Expected:
 
 
 class Profile:
-    """What arrives at each time of a period, averaged over the periods there were."""
+    """What arrives at each time of a period: the median of the latest periods."""
 
     def __init__(self, period: float) -> None:
-        self._width = period / _PROFILE_BINS
-        self._rates = [0.0] * _PROFILE_BINS
-        self._periods = [0] * _PROFILE_BINS
-        self._open = -1  # bin that is being summed up
+        self._bins = min(_PROFILE_BINS, int(period / _BIN_SECONDS))
+        self._width = period / self._bins
+        self._seen: list[deque[float]] = [deque(maxlen=_PERIODS) for _ in range(self._bins)]
+        self._rates = [0.0] * self._bins
+        self._open = -1  # number of the bin that is being summed up
         self._work = self._seconds = 0.0
 
-    def add(self, now: float, work: float, seconds: float) -> None:
-        current = int(now / self._width) % _PROFILE_BINS
-        if current != self._open:
-            self._close()
-            self._open = current
-        self._work += work
-        self._seconds += seconds
+    def add(self, begin: float, end: float, rate: float) -> None:
+        while end - begin > 1e-6:
+            number = int(begin / self._width + 1e-9)
+            if number != self._open:
+                self._close()
+                self._open = number
+            until = min(end, (number + 1) * self._width)
+            self._work += rate * (until - begin)
+            self._seconds += until - begin
+            begin = until
 
     def _close(self) -> None:
-        if self._seconds >= self._width / 2:
-            at = self._open
-            self._periods[at] += 1
-            weight = max(_PROFILE_WEIGHT, 1 / self._periods[at])
-            self._rates[at] += weight * (self._work / self._seconds - self._rates[at])
+        if self._seconds > self._width / 2:
+            at = self._open % self._bins
+            self._seen[at].append(self._work / self._seconds)
+            self._rates[at] = median(self._seen[at])
         self._work = self._seconds = 0.0
 
     def at(self, now: float) -> float:
@@ -66,8 +70,8 @@ class Profile:
         return before + (place - left) * (after - before) if before and after else 0.0
 
     def _smoothed(self, at: int) -> float:
-        near = [(at + offset) % _PROFILE_BINS for offset in range(-_SMOOTHED_BINS, _SMOOTHED_BINS + 1)]
-        if not all(self._periods[i] for i in near):
+        near = [(at + offset) % self._bins for offset in range(-_SMOOTHED_BINS, _SMOOTHED_BINS + 1)]
+        if not all(self._seen[i] for i in near):
             return 0.0
         return sum(self._rates[i] for i in near) / len(near)
 
@@ -118,7 +122,7 @@ class Arrivals:
         if seconds < _BIN_SECONDS:
             return
         rate = max(0.0, work - before) / seconds
-        self._profile.add(now - seconds / 2, rate * seconds, seconds)
+        self._profile.add(began, now, rate)
         self._spread.observe(now, rate)
         self._last_spread.observe(now, rate)
         self._learn(now, seconds, rate)
@@ -140,9 +144,9 @@ class Arrivals:
         return max(0.0, self.level + trend) * self._profile.growth(now, now + ahead)
 
     def expected(self, now: float, ahead: float) -> Expected:
-        """The most of what is forecast between now and then."""
-        steps = max(1, ceil(ahead / _BIN_SECONDS))
-        return self._spread.of(max(self._mean(now, ahead * step / steps) for step in range(steps + 1)))
+        """The most of what is forecast between now and then, and for a bin longer: it may come a little earlier."""
+        steps = ceil(ahead / _BIN_SECONDS) + 1
+        return self._spread.of(max(self._mean(now, step * _BIN_SECONDS) for step in range(steps + 1)))
 
     def last_value(self, now: float, ahead: float) -> Expected:
         """The latest value in place of a forecast."""

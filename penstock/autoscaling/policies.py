@@ -17,15 +17,13 @@ from penstock.autoscaling.policy import Need, Policy, imported_policy
 from penstock.autoscaling.settings import BUILT_IN_POLICIES, AutoscaleConfig
 
 _TTFT_SHARE = 0.5  # of the TTFT objective that a forecast may take up before there are too few replicas
-_MOST_GROWTH = 2.0  # for a forecast TTFT that is too long: it says that replicas lack, not how many
-_DEVIATIONS = 2.0  # of arriving work above its forecast that there is room for
 
 
-def replicas_for(load: Load, rate: float, spread: float = 0.0) -> float:
-    """For so much work a second, of which the standard deviation over seconds to minutes is `spread`. Requests come at
-    random: within the TTFT objective, for which they can wait, their work deviates as that of a Poisson process."""
+def replicas_for(load: Load, rate: float, spread: float, config: AutoscaleConfig) -> float:
+    """For so much work a second, whose forecast is off by `spread` as a standard deviation. Beside that requests come
+    at random: within the TTFT objective, for which they can wait, their work deviates as that of a Poisson process."""
     random = load.request_work * rate / load.ttft_objective if load.ttft_objective else 0.0
-    return (rate + sqrt((_DEVIATIONS * spread) ** 2 + random)) / load.capacity
+    return (rate + config.margin * sqrt(spread**2 + random)) / load.capacity
 
 
 def reactive(load: Load, arrivals: Arrivals, config: AutoscaleConfig) -> Need:
@@ -33,14 +31,13 @@ def reactive(load: Load, arrivals: Arrivals, config: AutoscaleConfig) -> Need:
     if not load.capacity:
         return Need(busy, "speed not known yet")
     needs = [Need(busy, "requests in flight" if busy else "no requests")]
-    needs.append(Need(replicas_for(load, arrivals.level), f"work of {arrivals.level:.2f} s/s arrives"))
+    needs.append(Need(replicas_for(load, arrivals.level, 0.0, config), f"work of {arrivals.level:.2f} s/s arrives"))
     if load.ttft_objective is not None:
-        allowed = _TTFT_SHARE * load.ttft_objective
         queue = load.queued / load.ttft_objective / load.capacity
         needs.append(Need(queue, f"queue of {load.queued:.1f} s"))
-        if load.ttft > allowed:
-            factor = min(_MOST_GROWTH, load.ttft / allowed)
-            needs.append(Need(load.ready * factor, f"forecast TTFT {load.ttft * 1e3:.0f} ms"))
+        late = load.ttft / load.ttft_objective - _TTFT_SHARE
+        if late > 0:
+            needs.append(Need(load.ready * min(2.0, 1 + late), f"forecast TTFT {load.ttft * 1e3:.0f} ms"))
     return max(needs, key=lambda need: need.replicas)
 
 
@@ -52,7 +49,7 @@ def _with_floor(
         return need
     ahead = load.warmup_seconds + config.interval_seconds
     expected = forecast(arrivals, load.now, ahead)
-    floor = replicas_for(load, expected.mean, expected.spread)
+    floor = replicas_for(load, expected.mean, expected.spread, config)
     reason = f"work of {expected.mean:.2f} ± {expected.spread:.2f} s/s is forecast for the next {ahead:.0f} s"
     return max(need, Need(floor, reason), key=lambda need: need.replicas)
 

@@ -20,7 +20,8 @@ class AutoscaleConfig:
     ttft_ms: float | None = None  # that the fleet is sized for; default: the shortest objective of a class
     itl_ms: float | None = None  # likewise
     interval_seconds: float = 2.0  # between two looks
-    hysteresis: float = 0.2  # replicas that must be to spare before one is stopped
+    margin: float = 0.5  # standard deviations of arriving work above its forecast that there is room for
+    hysteresis: float = 0.3  # replicas that must be to spare before one is stopped
     up_cooldown_seconds: float = 0.0  # after replicas were started, before more are
     down_cooldown_seconds: float = 60.0  # for which fewer replicas must have been enough before one is stopped
     idle_seconds: float = 300.0  # without a request, after which the last replica is stopped if min_replicas is 0
@@ -38,6 +39,7 @@ class AutoscaleConfig:
         for name, value in (("ttft_ms", self.ttft_ms), ("itl_ms", self.itl_ms)):
             check(value is None or 0 < value <= 3.6e6, name, "must be above 0 and at most 3600000")
         check(0.1 <= self.interval_seconds <= 60, "interval_seconds", "must be between 0.1 and 60")
+        check(0 <= self.margin <= 10, "margin", "must be between 0 and 10")
         check(0 <= self.hysteresis < 1, "hysteresis", "must be at least 0 and below 1")
         check(0 <= self.up_cooldown_seconds <= 3600, "up_cooldown_seconds", "must be between 0 and 3600")
         check(0 <= self.down_cooldown_seconds <= 86_400, "down_cooldown_seconds", "must be between 0 and 86400")

@@ -44,6 +44,9 @@ class Traffic:
     burst_size: tuple[float, float] = (0.25, 0.6)  # of the rate at that time, at least and at most
     burst_ramp: tuple[float, float] = (20.0, 90.0)  # seconds until a burst is at its height
     burst_seconds: tuple[float, float] = (60.0, 300.0)  # for which it stays there; then it fades
+    jobs: int = 0  # bursts that come every day at the same times
+    job_size: tuple[float, float] = (0.5, 1.0)
+    job_seconds: tuple[float, float] = (60.0, 180.0)
     prompt_tokens: float = 400.0  # median; lengths are lognormal
     output_tokens: float = 10.0
 
@@ -60,6 +63,7 @@ class Traffic:
             rates.append(self.peak * factor * self._usual(step / steps) * math.exp(noise))
         for _ in range(_poisson(draw, self.bursts)):
             self._add_burst(draw, rates)
+        self._add_jobs(draw, rates)
         return rates
 
     def _usual(self, share: float) -> float:
@@ -80,6 +84,16 @@ class Traffic:
             if over > 5 * ramp:
                 return
             rates[step] += height * min(1.0, since / ramp) * math.exp(-over / ramp)
+
+    def _add_jobs(self, draw: random.Random, rates: list[float]) -> None:
+        """They begin on the hour, with all they have, a few seconds earlier or later; each day some more or less."""
+        timetable, steps = random.Random(f"{self.seed} jobs"), len(rates)
+        for hour in timetable.sample(range(24), self.jobs):
+            size, lasting = timetable.uniform(*self.job_size), timetable.uniform(*self.job_seconds)
+            begin = round(hour / 24 * steps + draw.gauss(0, 1))
+            height = size * draw.uniform(0.8, 1.2)
+            for step in range(max(0, begin), min(steps, begin + round(lasting / _STEP_SECONDS))):
+                rates[step] *= 1 + height
 
     def day(self, number: int) -> list[Arrival]:
         draw = random.Random(f"{self.seed} {number} requests")
