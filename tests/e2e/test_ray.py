@@ -53,9 +53,8 @@ def running(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> It
     state = f"sqlite:///{tmp_path_factory.mktemp('ray')}/state.db"
     create = [sys.executable, "-m", "penstock.cli.main", "keys", "create", "--admin", "--state", state]
     key = subprocess.run(create, capture_output=True, text=True, check=True).stdout.strip()
-    environ = cluster.environment | {"PENSTOCK_RAY__WAIT_SECONDS": "3"}
     on_ray = ("--on", "ray", "--ray-address", cluster.address)
-    server = start_server(*on_ray, "--replicas", "2", *ENGINE, "--state", state, environ=environ)
+    server = start_server(*on_ray, "--replicas", "2", *ENGINE, "--state", state, environ=cluster.environment)
     yield Running(cluster, server, key)
     server.stop()
 
@@ -154,14 +153,8 @@ async def test_a_node_gets_a_replica_and_is_removed_under_load(running: Running)
             (there,) = [one for one in await admin.replicas() if parent(parent(one["process"])) == raylet]
             await until_busy(admin)
             await asyncio.to_thread(running.cluster.remove_node)
-            while "no room" not in (detail := await state_of(there["id"])):  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            assert "missing: CPU" in detail
-            running.cluster.add_node(cpus=1)
+            await asyncio.to_thread(running.cluster.add_node, 1)  # where it is launched again
             await admin.until_ready(there)
-
-        async def state_of(replica: str) -> str:
-            return next(str(one["detail"]) for one in await admin.replicas() if one["id"] == replica)
 
         await under_load(running, remove)
         await resize(admin, 2)
@@ -190,6 +183,15 @@ async def test_replicas_serve_while_the_head_is_away(running: Running) -> None:
         after = await admin.replicas()
         assert len(after) == 2
         assert (after[0]["process"], after[0]["restarts"]) == (before["process"], before["restarts"])
+
+
+async def test_a_full_cluster_says_what_is_missing(running: Running) -> None:
+    """One of the two CPUs at least is in use."""
+    async with two_replicas(running) as admin:
+        environ = running.cluster.environment | {"PENSTOCK_RAY__WAIT_SECONDS": "1", "PENSTOCK_RESOURCES__CPUS": "2"}
+        with pytest.raises(AssertionError, match=r"has no room for a replica.*needs 2 CPU on one node.*missing: CPU"):
+            start_server("--on", "ray", "--ray-address", running.cluster.address, environ=environ)
+        assert [replica["state"] for replica in await admin.replicas()] == ["ready", "ready"]
 
 
 async def test_a_node_without_the_weights_is_named(running: Running) -> None:

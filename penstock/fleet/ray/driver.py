@@ -31,6 +31,7 @@ NAMESPACE = "penstock"
 _CONNECT_SECONDS = 5.0
 _ANSWER_SECONDS = 20.0  # for a head that may be busy
 _STOP_SECONDS = 15.0
+_COUNTED_SECONDS = 1.0  # until the head knows what a node has free
 _OBJECT_STORE = 80 * 2**20  # the least that Ray takes; nothing of ours is in it
 
 
@@ -87,7 +88,8 @@ class Driver:
         self._starting.add(name)
         try:
             actor = self._actors[name] = await _ask(create.remote)
-            node = await self._placed(actor, needs, wait_seconds)
+            async with asyncio.timeout(wait_seconds):
+                node: dict[str, Any] = await actor.node.remote()
             if node["penstock"] != __version__:
                 raise StartupError(other_penstock(node, __version__))
             started: dict[str, Any] = await actor.start.remote(start, node["address"])
@@ -95,6 +97,9 @@ class Driver:
                 raise StartupError(not_started(node["address"], started["failed"], started.get("missing")))
             self._starting.discard(name)
             return {"host": node["address"], **started}
+        except TimeoutError:
+            await self.stop(name)  # before others are counted, as it may have got a place by now
+            raise StartupError(await self._missing(needs, wait_seconds)) from None
         except RayError as error:
             await self.stop(name)
             raise StartupError(f"Ray lost the worker while it was starting: {_last_line(error)}") from error
@@ -108,15 +113,9 @@ class Driver:
             gpus = 1.0 if resources["cuda"] or (await _ask(ray.cluster_resources)).get("GPU", 0) >= 1 else 0.0
         return {"CPU": resources["cpus"], "GPU": gpus, **resources["custom"]}
 
-    async def _placed(self, actor: Any, needs: Mapping[str, float], seconds: float) -> dict[str, Any]:
-        try:
-            async with asyncio.timeout(seconds):
-                node: dict[str, Any] = await actor.node.remote()
-                return node
-        except TimeoutError:
-            free = await _ask(ray.available_resources)
-            nodes = await _ask(ray.nodes)
-            raise StartupError(full(needs, free, nodes, seconds)) from None
+    async def _missing(self, needs: Mapping[str, float], waited: float) -> str:
+        await asyncio.sleep(_COUNTED_SECONDS)
+        return full(needs, await _ask(ray.available_resources), await _ask(ray.nodes), waited)
 
     async def loss(self, name: str) -> tuple[str, bool]:
         """Waits until the worker is gone, and says why. Requests run in the worker alone: if the actor is gone as well,
