@@ -8,6 +8,7 @@ last_value  as predictive, with the latest value in place of a forecast: to comp
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import sqrt
 
@@ -48,10 +49,14 @@ def _with_floor(
     if not load.capacity:
         return need
     ahead = load.warmup_seconds + config.interval_seconds
-    expected = forecast(arrivals, load.now, ahead)
-    floor = replicas_for(load, expected.mean, expected.spread, config)
-    reason = f"work of {expected.mean:.2f} ± {expected.spread:.2f} s/s is forecast for the next {ahead:.0f} s"
-    return max(need, Need(floor, reason), key=lambda need: need.replicas)
+    soon = forecast(arrivals, load.now, ahead)
+    later = forecast(arrivals, load.now, ahead + config.down_cooldown_seconds)
+    floor = replicas_for(load, soon.mean, soon.spread, config)
+    keep = replicas_for(load, later.mean, later.spread, config)
+    if floor > need.replicas:
+        reason = f"work of {soon.mean:.2f} ± {soon.spread:.2f} s/s is forecast for the next {ahead:.0f} s"
+        return Need(floor, reason, keep)
+    return replace(need, keep=keep)
 
 
 predictive: Policy = partial(_with_floor, Arrivals.expected)

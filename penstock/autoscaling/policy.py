@@ -18,6 +18,7 @@ class Need:
 
     replicas: float
     reason: str  # a phrase for people
+    keep: float = 0.0  # replicas that are not started for this, and not stopped either: they will be needed soon
 
 
 Policy = Callable[[Load, Arrivals, AutoscaleConfig], Need]

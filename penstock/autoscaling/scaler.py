@@ -48,7 +48,7 @@ class Scaler:
         config, now = self.config, load.now
         self.arrivals.observe(now, load.work, load.warmup_seconds)
         need = self._policy(load, self.arrivals, config)
-        self._remember(load, need.replicas)
+        self._remember(load, max(need.replicas, need.keep))
         current = load.replicas if self._replicas is None else self._replicas
         wanted, reason = self._wanted(load, need, current)
         replicas = min(config.ceiling, max(config.min_replicas, wanted))

@@ -128,6 +128,13 @@ def test_waits_for_the_cool_down_after_starting_replicas() -> None:
     assert scaler.look(replace(LOAD, now=LOAD.now + 10, queued=5.0)).replicas == 5
 
 
+def test_what_is_needed_again_soon_is_kept_and_not_started() -> None:
+    needs = iter([Need(3.0, "now"), Need(1.0, "later", keep=2.5), Need(1.0, "later", keep=8.0), Need(1.0, "over")])
+    config = AutoscaleConfig(max_replicas=9, down_cooldown_seconds=10.0, hysteresis=0.0)
+    scaler = Scaler(config, lambda load, arrivals, config: next(needs))
+    assert [scaler.look(replace(LOAD, now=LOAD.now + at)).replicas for at in (0, 20, 40, 60)] == [3, 3, 3, 1]
+
+
 def test_a_policy_by_import_path() -> None:
     scaler = Scaler(AutoscaleConfig(policy=f"{__name__}:as_queued"))
     assert scaler.look(replace(LOAD, queued=2.5)).replicas == 3
