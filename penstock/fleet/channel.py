@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import socket
 import struct
 from collections import deque
@@ -15,7 +16,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.core.errors import Failure, PenstockError, Unavailable
+from penstock.core.errors import EngineFailure, Failure, PenstockError, Unavailable
+
+log = logging.getLogger(__name__)
 
 Handler = Callable[..., Awaitable[Any]]
 
@@ -170,6 +173,11 @@ class Channel:
         except PenstockError as error:
             if call.id:
                 self._send(_Failed(call.id, Failure.of(error)))
+            return
+        except Exception as error:
+            log.exception("%s failed", call.method)
+            if call.id:
+                self._send(_Failed(call.id, Failure.of(EngineFailure(f"{call.method} failed: {error!r}"))))
             return
         if call.id:
             if isinstance(value, socket.socket):

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from penstock.core.errors import Overloaded, Unavailable
+from penstock.core.errors import EngineFailure, Overloaded, Unavailable
 from penstock.fleet.channel import Channel, Handler
 
 
@@ -23,6 +23,9 @@ async def connected() -> AsyncIterator[tuple[Channel, Channel]]:
 
     async def refuse() -> None:
         raise Overloaded("no room", retry_after=2.5)
+
+    async def fail() -> None:
+        raise KeyError("replica-7")
 
     async def hang() -> None:
         await asyncio.Event().wait()
@@ -42,6 +45,7 @@ async def connected() -> AsyncIterator[tuple[Channel, Channel]]:
     handlers: dict[str, Handler] = {
         "echo": echo,
         "refuse": refuse,
+        "fail": fail,
         "hang": hang,
         "note": note,
         "noted": noted,
@@ -68,6 +72,8 @@ async def test_errors_cross_it() -> None:
         with pytest.raises(Overloaded) as refused:
             await left.call("refuse")
         assert refused.value.retry_after == 2.5
+        with pytest.raises(EngineFailure, match="fail failed: KeyError\\('replica-7'\\)"):
+            await left.call("fail")
 
 
 async def test_sockets_cross_it_in_order_beside_other_answers() -> None:
