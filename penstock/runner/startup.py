@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _TILE_ROWS = 128  # of attention of prompts on a GPU: queries times the heads that share their keys
 
+_NOT_ON_TORCH = "deterministic is not there for models that run on plain torch; set deterministic to false"
+
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
@@ -126,6 +128,7 @@ def start(
         config.quantization,
         config.dtype,
         config.kv_dtype,
+        *(["deterministic"] if config.deterministic else []),
         padded=executor.padded_tokens,
     )
     info = EngineInfo(
@@ -157,6 +160,8 @@ def _cpu_executor(plan: _Plan) -> LoadedExecutor:
     scheme = _cpu_scheme(plan)
     if scheme is not None:
         return _native_executor(plan, scheme)
+    if plan.engine.deterministic:
+        raise StartupError(_NOT_ON_TORCH, param="engine.deterministic")
     kind = plan.engine.kv_dtype
     if kind == "int8" or (kind == "bf16" and plan.dtype_name != "bfloat16"):
         raise StartupError(
@@ -267,6 +272,8 @@ def _cuda_executor(plan: _Plan) -> LoadedExecutor:
         ) from error
     if supports_fused(model, plan.model):
         return fused_executor(plan, model)
+    if config.deterministic:
+        raise StartupError(_NOT_ON_TORCH, param="engine.deterministic")
     if config.quantization == "fp8" or config.kv_dtype == "fp8":
         raise StartupError("fp8 is not there for models with biases in their MLP", param="engine.quantization")
     return _torch_executor(plan, model)
@@ -276,7 +283,8 @@ def _precision(plan: _Plan) -> str:
     """Names everything but the weights that decides the logits; batches and instruction sets move them less."""
     native_runs = plan.device_kind == "cpu" and not unsupported_reason(plan.model, plan.engine.block_size)
     kind = f"{plan.device_kind}-{'native' if native_runs else 'torch'}"
-    return f"{kind}-{plan.dtype_name}-{plan.engine.quantization}-{plan.engine.kv_dtype}"
+    mode = "-deterministic" if plan.engine.deterministic else ""
+    return f"{kind}-{plan.dtype_name}-{plan.engine.quantization}-{plan.engine.kv_dtype}{mode}"
 
 
 def _load(plan: _Plan) -> CausalLM:
