@@ -24,8 +24,8 @@ from gpu_cases.case import (
 )
 from penstock.kernels.hopper.gemm import empty_deferred_norm, hopper_gemm
 from penstock.kernels.hopper.gemm_configs import tile_config
-from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.hopper.persistent_gemm import best_tiling, swiglu_gemm
+from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.triton.activation import silu_mul, silu_mul_reference
 from penstock.kernels.triton.gemm import (
     GemvConfig,

@@ -72,14 +72,16 @@ def add_linear(
         _gemm(residual, x, weight, add=True)
         return defer_norms(residual, next_gain)
     deferred = empty_deferred_norm(residual)
-    config = invariant_config(*weight.shape, weight.itemsize, rows)
+    n, k = weight.shape
+    config = invariant_config(n, k, weight.itemsize, rows)
     hopper_gemm(residual, x, weight, config=config, add=True, defers=(next_gain, deferred))
     return deferred
 
 
 def compile_for_many_rows(weight: torch.Tensor, *, gated: bool = False, add: bool = False, norm: bool = False) -> None:
-    """Compile what a GEMM with this weight takes for more than `MOST_STREAMED` rows. `norm`: a deferred one comes in."""
-    fp8, splits = weight.dtype == torch.float8_e4m3fn, invariant_splits(*weight.shape, weight.itemsize)
+    """Compile the kernels for more than `MOST_STREAMED` rows. `norm`: a deferred RMSNorm comes in."""
+    n, k = weight.shape
+    fp8, splits = weight.dtype == torch.float8_e4m3fn, invariant_splits(n, k, weight.itemsize)
     epilogue = Epilogue(gated, add, exact_splits=splits)
     compile_persistent_gemm(exact_tilings(splits, fp8=fp8), epilogue, fp8=fp8, norm=norm and not fp8)
 

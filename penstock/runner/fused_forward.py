@@ -33,8 +33,8 @@ from penstock.kernels.hopper.layers import (
     fits,
     stack_layers,
 )
-from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.hopper.persistent_gemm import compile_swiglu_gemms
+from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear import Deferred, QuantizedRows, add_linear, gated_linear, linear
 from penstock.kernels.triton.gemm import split_scratch
 from penstock.kernels.triton.moe import ExpertWeights, mix_experts

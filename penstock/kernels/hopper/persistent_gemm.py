@@ -1,7 +1,7 @@
 """GEMMs for many rows on Hopper: x[rows, K] @ weight[N, K].T, or with a SwiGLU epilogue SiLU(gate) * up of its halves.
 
-`persistent_gemm.cu` computes in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of
-`x`. The GEMM of cuBLAS is as fast, but writes gate and up for another kernel to read, and sums in an order that may
+`persistent_gemm.cu` computes in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row
+of `x`. The GEMM of cuBLAS is as fast, but writes gate and up for another kernel to read, and sums in an order that may
 depend on the number of rows. The reference is `linear_reference` of `triton/gemm.py`.
 """
 
@@ -85,8 +85,8 @@ def shared_bytes(width: int) -> int:
 class Epilogue:
     gated: bool = False  # SwiGLU: the first half of the weight is the gate, the second half the up projection
     add: bool = False  # `out` is added to
-    # None: approximate where that does not matter for a result in e4m3 or bfloat16. Otherwise every number is rounded as
-    # by `hopper_gemm` with so many splits: a row has the same bits, whichever of the two kernels computes it.
+    # None: approximate where that does not matter for a result in e4m3 or bfloat16. Otherwise every number is rounded
+    # as by `hopper_gemm` with so many splits: a row has the same bits, whichever of the two kernels computes it.
     exact_splits: int | None = None
 
 
@@ -123,7 +123,10 @@ def persistent_gemm(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     norm: tuple[torch.Tensor, float] | None = None,
 ) -> torch.Tensor:
-    """For fp8, `scales` are (of the channels, of the rows), float32. `norm` is of `x`: (its squares in one slot, eps)."""
+    """For fp8, `scales` are (of the channels, of the rows), float32.
+
+    `norm`: `x` are the values of a `DeferredNorm`; (its squares in one slot, eps).
+    """
     (rows, depth), n, step = x.shape, len(weight), _STEP_BYTES // x.itemsize
     high, wide = tiling.pairs(rows, n)
     # Each CTA of a pair copies half of what they share (multicast).

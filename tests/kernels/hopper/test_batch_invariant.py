@@ -47,6 +47,7 @@ def test_rows_have_the_same_bits_in_any_batch(fp8: bool, monkeypatch: pytest.Mon
     down, x, _ = draw_gemm_inputs(most, hidden, depth, fp8=fp8)
     gate_up, residual, _ = draw_gemm_inputs(most, 2 * inner, hidden, fp8=False)
     gain = torch.randn(hidden).bfloat16()
+    norm = (gain, 1e-2)
     assert invariant_splits(hidden, depth, down.itemsize) > 1
     down_scales = gate_scales = None
     if fp8:
@@ -57,16 +58,17 @@ def test_rows_have_the_same_bits_in_any_batch(fp8: bool, monkeypatch: pytest.Mon
         monkeypatch.setattr(batch_invariant, "_MOST_DEFERRED", most_deferred)
         summed = residual[:rows].clone()
         layer = batch_invariant.add_linear(summed, x[:rows], down, scales=down_scales, next_gain=gain)
-        given = {"scales": gate_scales, "norm": (gain, 1e-2), "deferred": layer}
-        plain = batch_invariant.linear(summed, gate_up, **given)
-        return [summed, plain, batch_invariant.linear(summed, gate_up, gated=True, **given)]
+        plain, gated = (
+            batch_invariant.linear(summed, gate_up, scales=gate_scales, norm=norm, deferred=layer, gated=with_swiglu)
+            for with_swiglu in (False, True)
+        )
+        return [summed, plain, gated]
 
     every = run(most, 1 << 17)
     expected = linear_reference(x, down.float() if fp8 else down, scales=down_scales, residual=residual)
     assert float((every[0] - expected).norm() / expected.norm()) < (5e-2 if fp8 else 4e-3)
-    options = {"scales": gate_scales, "norm": (gain, 1e-2)}
     for found, gated in ((every[1], False), (every[2], True)):
-        expected = linear_reference(every[0], gate_up.float(), gated=gated, **options)
+        expected = linear_reference(every[0], gate_up.float(), scales=gate_scales, norm=norm, gated=gated)
         assert float((found - expected).norm() / expected.norm()) < (8e-2 if fp8 else 8e-3)
     for rows in _ROWS:
         for most_deferred in (1 << 17, 0):
