@@ -143,7 +143,7 @@ template <bool LATER>
 DEVICE void add(float (&sum)[64], Softmax& state, const float4* sums, const float4* states, float scale) {
     const float4 other = *states;
     const float peaks[2] = {other.x, other.z}, totals[2] = {other.y, other.w};
-    float here[2], there[2];
+    float here[2] = {}, there[2] = {};
     const auto joined = [&](float own, float part, int row) {
         if (!RANGE) return own * here[row] + part * there[row];
         return LATER ? fmaf(own, here[row], rounded_product(part, there[row]))
