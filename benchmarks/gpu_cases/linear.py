@@ -242,7 +242,7 @@ def deferred_norm_case(rows: int, width: int, depth: int) -> Case:
 
     def run(i: int) -> None:
         down, gate_up = pairs[i]
-        deferred = empty_deferred_norm(stream, first)
+        deferred = empty_deferred_norm(stream)
         hopper_gemm(stream, x, down, config=first, add=True, defers=(gain, deferred))
         hopper_gemm(out, deferred.values, gate_up, config=second, norm=(deferred.squares, 1e-5), gated=True)
 
