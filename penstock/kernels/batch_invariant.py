@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from penstock.kernels.hopper.gemm import DeferredNorm, defer_norms, empty_deferred_norm, hopper_gemm
-from penstock.kernels.hopper.gemm_configs import invariant_config, invariant_splits
+from penstock.kernels.hopper.gemm_configs import divides_rows, invariant_config, invariant_splits
 from penstock.kernels.hopper.persistent_gemm import (
     Epilogue,
     cheapest_tiling,
@@ -21,7 +21,7 @@ from penstock.kernels.hopper.persistent_gemm import (
 from penstock.kernels.triton.norm import add_rms_norm, quantize_fp8
 
 LEAST_DEPTH = 512  # of K: what `persistent_gemm` has in flight, in fp8
-MOST_STREAMED = 256  # rows that `hopper_gemm` takes
+MOST_STREAMED = 256  # rows that `hopper_gemm` takes; twice as many of a small weight
 # The largest residual stream, in elements, for which the GEMM that adds to it also defers its RMSNorm.
 _MOST_DEFERRED = 1 << 17
 
@@ -97,7 +97,8 @@ def _gemm(
     add: bool = False,
 ) -> torch.Tensor:
     rows, (n, k) = len(x), weight.shape
-    if rows <= MOST_STREAMED or out.dtype == torch.float32:
+    most = 2 * MOST_STREAMED if divides_rows(n, k) and not gated else MOST_STREAMED
+    if rows <= most or out.dtype == torch.float32:
         config = invariant_config(n, k, weight.itemsize, rows)
         return hopper_gemm(out, x, weight, config=config, scales=scales, norm=norm, gated=gated, add=add)
     splits = invariant_splits(n, k, weight.itemsize)

@@ -39,12 +39,12 @@ def most_rows(n: int, k: int, itemsize: int) -> int:
         return 256
     if n * k >= 1 << 24:
         return 256 if n * k >= 1 << 25 else 224
-    return 512 if _divides_rows(n, k) else 160
+    return 512 if divides_rows(n, k) else 160
 
 
 def tile_config(n: int, k: int, itemsize: int, rows: int) -> HopperConfig:
     steps = -(-k * itemsize // STEP_BYTES)
-    if rows > 160 and _divides_rows(n, k):
+    if rows > 160 and divides_rows(n, k):
         return _divided_rows(n, steps, rows)
     tiles, padded = -(-n // 64), padded_rows(rows)
     if n >= _LOGITS:
@@ -78,7 +78,7 @@ def invariant_splits(n: int, k: int, itemsize: int) -> int:
 def invariant_config(n: int, k: int, itemsize: int, rows: int) -> HopperConfig:
     """As `tile_config`, but the splits, and so the order of every sum, depend on the weight alone."""
     steps, splits = -(-k * itemsize // STEP_BYTES), invariant_splits(n, k, itemsize)
-    if 160 < rows <= 512 and _divides_rows(n, k):
+    if 160 < rows <= 512 and divides_rows(n, k):
         return _divided_rows(n, steps, rows, (splits,))
     blocks = -(-rows // 256)
     config = tile_config(n, k, itemsize, -(-rows // blocks))
@@ -101,7 +101,7 @@ def _wide(n: int, steps: int, padded: int) -> HopperConfig:
     return _config(128, 2, _WHOLE if short or padded < 96 else _MOST, steps, padded)
 
 
-def _divides_rows(n: int, k: int) -> bool:
+def divides_rows(n: int, k: int) -> bool:
     """Whether the weight is still in L2 when the next CTA reads it, and its tiles are few."""
     return n * k < 1 << 24 and n <= 64 * _SMS
 

@@ -17,7 +17,7 @@ from penstock.kernels.hopper.tensor_map import alternating, tensor_map
 _PAIRS = 66  # of CTAs, one CTA per SM of an H200
 _HEIGHT = 128  # rows of a tile
 _WIDTHS = (256, 224, 192)  # channels of a tile
-_SPLIT_WIDTHS = (192, 160, 128)  # where a second accumulator holds the sum of the parts of K that are done
+_SPLIT_WIDTHS = (192, 160, 128, 64)  # where a second accumulator holds the sum of the parts of K that are done
 _STAGES = 4
 _BAND = 2048  # rows whose tiles are next to each other in time: they stay in L2 while all channels pass by
 _STEP_BYTES = 128

@@ -90,19 +90,21 @@ DEVICE Place place_of(int number, int length, const int* starts, const int* cont
     return {0, 0, 0, 0, 0, before};
 }
 
+// Starts and contexts are read before the kernel ahead has ended: a step begins with them in their place.
 DEVICE void produce(Producer& producer, const int* starts, const int* contexts, int sequences, int heads, int slots,
                     int* counters) {
     const int lane = threadIdx.x % 32;
-    wait_for_previous();
     int length = RANGE;
     if (!RANGE) length = piece_length(starts, contexts, sequences, heads, slots, lane);
-    const bool in_turn = RANGE && place_of(1 << 30, RANGE, starts, contexts, sequences, heads, lane).total > slots;
-    if (in_turn) length = 1 << 20;
-    const int total = place_of(1 << 30, length, starts, contexts, sequences, heads, lane).total;
+    const auto find = [&](int number) { return place_of(number, length, starts, contexts, sequences, heads, lane); };
+    int total = find(1 << 30).total;
+    const bool in_turn = RANGE && total > slots;
+    if (in_turn) length = 1 << 20, total = find(1 << 30).total;
     const auto draw = [&] { return atomicAdd(&counters[0], 1) + int(gridDim.x); };
+    wait_for_previous();
     for (int drawn = blockIdx.x; drawn < total;) {
         const int number = total - 1 - drawn;  // late tiles first: they see most keys
-        const Place place = place_of(number, length, starts, contexts, sequences, heads, lane);
+        const Place place = find(number);
         const int begin = starts[place.sequence], count = starts[place.sequence + 1] - begin;
         const int skip = place.tile * BLOCK_Q, context = contexts[place.sequence], position = context - count + skip;
         const int queries = min(BLOCK_Q, count - skip), key_tiles = key_tiles_of(position + queries);
@@ -138,6 +140,10 @@ DEVICE void put(const float (&sum)[64], const Softmax& state, float4* sums, floa
         sums[i * 128] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
     *states = make_float4(state.peak[0], state.total[0], state.peak[1], state.total[1]);
 }
+// Whether a query is in one of the thread's rows.
+DEVICE bool has_query(const Consumer& consumer, const Work& work) {
+    return consumer.group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 < u32(work.queries * GROUP);
+}
 // Adds what was put there; with LATER as the second of both, and all rounding written down.
 template <bool LATER>
 DEVICE void add(float (&sum)[64], Softmax& state, const float4* sums, const float4* states, float scale) {
@@ -170,9 +176,10 @@ DEVICE bool combine_in_turn(Consumer& consumer, const Work& work, float (&sum)[6
                             const Scratch& scratch) {
     const int slot = work.slot * 2 + consumer.group, thread = threadIdx.x % 128;
     float4 *sums = scratch.sums + slot * 16 * 128 + thread, *states = scratch.states + slot * 128 + thread;
-    if (work.piece) add<false>(sum, state, sums, states, consumer.scale);
+    const bool real = has_query(consumer, work);
+    if (work.piece && real) add<false>(sum, state, sums, states, consumer.scale);
     if (work.piece == work.pieces - 1) return true;
-    put(sum, state, sums, states);
+    if (real) put(sum, state, sums, states);
     return false;
 }
 
@@ -183,7 +190,8 @@ DEVICE bool combine(Consumer& consumer, const Work& work, float (&sum)[64], Soft
     int* arrivals = scratch.counters + 2 + slot;
     const auto sums = [&](int piece) { return scratch.sums + (slot + piece * 2) * 16 * 128 + thread; };
     const auto states = [&](int piece) { return scratch.states + (slot + piece * 2) * 128 + thread; };
-    put(sum, state, sums(mine), states(mine));
+    const bool real = has_query(consumer, work);
+    if (real) put(sum, state, sums(mine), states(mine));
     __threadfence();
     sync_threads(OWN + group, 128);
     if (thread == 0) consumer.shared.arrived[group] = atomicAdd(arrivals, 1);
@@ -196,7 +204,7 @@ DEVICE bool combine(Consumer& consumer, const Work& work, float (&sum)[64], Soft
 #pragma unroll
         for (int i = 0; i < 64; i++) sum[i] = 0.0f;
     }
-    for (int piece = 0; piece < pieces; piece++)
+    for (int piece = 0; real && piece < pieces; piece++)
         if (RANGE || piece != mine) add<true>(sum, state, sums(piece), states(piece), consumer.scale);
     return true;
 }
