@@ -22,7 +22,7 @@ from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.settings import EngineConfig
 from penstock.engine.step_time import kept_step_times
-from penstock.kernels.native.bindings import KVFormat, Scheme
+from penstock.kernels.native.bindings import KVFormat, Scheme, isa
 from penstock.kernels.native.shape import native_block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config
 from penstock.runner.memory import KVDemand, kv_blocks
@@ -158,10 +158,10 @@ def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: Engin
 
 def _cpu_executor(plan: _Plan) -> LoadedExecutor:
     scheme = _cpu_scheme(plan)
+    if plan.engine.deterministic and (problem := _varies_on_cpu(scheme)):
+        raise StartupError(problem, param="engine.deterministic")
     if scheme is not None:
         return _native_executor(plan, scheme)
-    if plan.engine.deterministic:
-        raise StartupError(_NOT_ON_TORCH, param="engine.deterministic")
     kind = plan.engine.kv_dtype
     if kind == "int8" or (kind == "bf16" and plan.dtype_name != "bfloat16"):
         raise StartupError(
@@ -175,6 +175,15 @@ def _cpu_executor(plan: _Plan) -> LoadedExecutor:
 
     torch.set_num_threads(usable_cpus())
     return _torch_executor(plan, _load(plan))
+
+
+def _varies_on_cpu(scheme: Scheme | None) -> str | None:
+    """Why logits depend on the batch with weights in this scheme; None if they do not."""
+    if scheme is None:
+        return _NOT_ON_TORCH
+    if scheme == "none" and isa() == "amx":
+        return "deterministic needs int8 or int4: AMX sums bf16 weights in other orders for few rows than for many"
+    return None
 
 
 def _cpu_scheme(plan: _Plan) -> Scheme | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from penstock.checkpoint.source import resolve
+from penstock.core.errors import StartupError
 from penstock.core.request import SamplingParams
 from penstock.engine.executor import RowSetup, Step
+from penstock.engine.settings import EngineConfig
 from penstock.models.config import ModelConfig, read_config
 from penstock.models.llama import Llama
 from penstock.models.loader import load_model
-from penstock.quantization.fp8 import quantize_model
 from penstock.runner.batch import build_batch
 from penstock.runner.row_state import RowState
 
@@ -29,18 +31,19 @@ from penstock.kernels.triton import prefill
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.sampling import sampling_scratch
 from penstock.runner import fused_forward, mixed_steps
+from penstock.runner.cuda_startup import fused_executor
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
 from penstock.runner.mixed_steps import MixedSteps
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 
 CPU, BLOCK, TABLE, SEQS, VOCAB = torch.device("cpu"), 16, 4, 3, 64
-LENGTH, PROMPT = 44, 38  # tokens of the sequence that is compared, and how many of them come as a prompt
+LENGTH, PROMPT = 40, 38  # tokens of the sequence that is compared, and how many of them come as a prompt
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 256,
     "intermediate_size": 256,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 128,
@@ -76,11 +79,11 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_steps, "_TOKENS", (16, 48))
 
 
-def load(folder: Path, changes: dict[str, Any]) -> tuple[Llama, ModelConfig]:
+def load(folder: Path, changes: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> tuple[Llama, ModelConfig]:
     (folder / "config.json").write_text(json.dumps({**CONFIG, **changes}))
     checkpoint = resolve(f"dummy:{folder}")
     config, generator = read_config(checkpoint), torch.Generator().manual_seed(1)
-    model = load_model(checkpoint, config, dtype=torch.bfloat16, device=CPU)
+    model = load_model(checkpoint, config, dtype=dtype, device=CPU)
     for name, tensor in model.checkpoint_tensors():
         tensor.normal_(1.0 if "norm" in name else 0.0, 0.1, generator=generator)
     assert isinstance(model, Llama)
@@ -132,21 +135,14 @@ class Steps:
 
 
 @pytest.mark.usefixtures("emulated")
-@pytest.mark.parametrize(
-    ("changes", "fp8"),
-    [({}, False), ({"sliding_window": 9, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}, True)],
-    ids=["bf16", "fp8 and a window"],
-)
-def test_logits_do_not_depend_on_the_batch(changes: dict[str, Any], fp8: bool, tmp_path: Path) -> None:
-    model, config = load(tmp_path, changes)
-    if fp8:
-        quantize_model(model)
+def test_logits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    model, config = load(tmp_path, {})
 
     def steps() -> Steps:
         return Steps(
             FusedForward(
                 model, config, num_blocks=TABLE * SEQS, block_size=BLOCK, max_seqs=SEQS, max_model_len=TABLE * BLOCK,
-                kv_dtype=torch.float8_e4m3fn if fp8 else None, deterministic=True,
+                deterministic=True,
             )
         )  # fmt: skip
 
@@ -155,21 +151,48 @@ def test_logits_do_not_depend_on_the_batch(changes: dict[str, Any], fp8: bool, t
     expected += [alone((0, position, position + 1))[0] for position in range(PROMPT, LENGTH)]
 
     beside = steps()
-    beside((1, 0, 3), (2, 0, 5))
-    beside((1, 3, 4), (0, 0, 7))
-    found = [beside((1, 4, 5), (2, 5, 6), (0, 7, PROMPT))[2]]
+    beside((1, 0, 4), (0, 0, 7))
+    found = [beside((1, 4, 5), (0, 7, PROMPT))[1]]
     for i, position in enumerate(range(PROMPT, LENGTH)):
         found.append(beside((0, position, position + 1), (1, 5 + i, 6 + i))[0])
     for position, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), f"after {PROMPT + position} tokens"
 
-    resumed = steps()
-    resumed((1, 0, 4))
-    assert torch.equal(resumed((1, 4, 5), (0, 0, LENGTH))[1], expected[-1])
+    assert torch.equal(steps()((2, 0, 4), (0, 0, LENGTH))[1], expected[-1])  # resumed, beside another prompt
 
 
-def test_what_cannot_be_covered_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, config = load(tmp_path, {})
-    assert "Hopper" in (deterministic_problem(model, config) or "")
-    monkeypatch.setattr(fused_forward, "is_hopper", lambda device: True)
-    assert deterministic_problem(model, config) is None or "at least" in (deterministic_problem(model, config) or "")
+SIZES = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 512}
+MOE = {
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "hopper", "message"),
+    [
+        ({}, torch.bfloat16, True, None),
+        ({}, torch.bfloat16, False, "needs a Hopper GPU"),
+        ({}, torch.float16, True, "needs dtype bfloat16, not float16"),
+        ({"intermediate_size": 520}, torch.bfloat16, True, "multiples of 16"),
+        ({"vocab_size": 256}, torch.bfloat16, True, "at least 512"),
+        (MOE, torch.bfloat16, True, "models with experts"),
+    ],
+    ids=["supported", "another GPU", "float16", "odd sizes", "small sizes", "experts"],
+)
+def test_what_is_refused(
+    changes: dict[str, Any],
+    dtype: torch.dtype,
+    hopper: bool,
+    message: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, config = load(tmp_path, {**SIZES, **changes}, dtype)
+    monkeypatch.setattr(fused_forward, "is_hopper", lambda device: hopper)
+    if message is None:
+        assert deterministic_problem(model, config) is None
+        return
+    plan = SimpleNamespace(engine=EngineConfig(deterministic=True), model=config)
+    with pytest.raises(StartupError, match=message) as refused:
+        fused_executor(plan, model)  # type: ignore[arg-type]
+    assert refused.value.param == "engine.deterministic"
