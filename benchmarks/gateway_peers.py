@@ -103,7 +103,8 @@ def python_module(name: str, *arguments: str, core: int) -> list[str]:
     return ["taskset", "-c", str(core), sys.executable, "-m", name, *arguments]
 
 
-ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))}
+PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = {"PYTHONPATH": os.pathsep.join(filter(None, PATHS))}
 
 
 @asynccontextmanager

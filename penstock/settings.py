@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from penstock.autoscaling.settings import AutoscaleConfig
 from penstock.cache.settings import CacheConfig
 from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.core.settings import check, convert_section
 from penstock.core.suggest import did_you_mean
 from penstock.engine.settings import EngineConfig
+from penstock.fleet.ray.settings import RayConfig, ResourcesConfig
 from penstock.fleet.settings import FailoverConfig, ModelConfig, RoutingConfig
 from penstock.gateway.settings import (
     ClassConfig,
@@ -32,12 +34,16 @@ class Settings:
 
     model: str = field(default=DEFAULT_MODEL, metadata={"expected": "a name or a path"})
     replicas: int = 1  # worker processes that serve it
+    standby: int = 0  # worker processes kept prepared, for each model
     models: Mapping[str, ModelConfig] = field(  # in place of `model`, several of them by name
         default_factory=dict, metadata={"expected": "a mapping of names to models"}
     )
-    engine: EngineConfig = field(default_factory=EngineConfig)  # these three: of every model that does not say
+    engine: EngineConfig = field(default_factory=EngineConfig)  # these four: of every model that does not say
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     failover: FailoverConfig = field(default_factory=FailoverConfig)
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)
+    autoscale: AutoscaleConfig | None = None  # of every model that says neither this nor how many replicas it has
+    ray: RayConfig = field(default_factory=RayConfig)  # the cluster of `penstock serve --on ray`
     server: ServerConfig = field(default_factory=ServerConfig)
     classes: Mapping[str, ClassConfig] = field(  # empty: interactive, standard and batch, derived
         default_factory=dict, metadata={"expected": "a mapping of names to objectives"}
@@ -59,6 +65,9 @@ class Settings:
     def __post_init__(self) -> None:
         check(bool(self.model), "model", "must be a name or a path")
         check(1 <= self.replicas <= 1024, "replicas", "must be between 1 and 1024")
+        one = self.autoscale is None or self.replicas == 1
+        check(one, "replicas", "must not be given beside autoscale, which has min_replicas")
+        check(0 <= self.standby <= 64, "standby", "must be between 0 and 64")
         named = not self.models or self.server.served_model_name is None
         check(named, "server.served_model_name", "is for one model; `models` are named by their keys and aliases")
         state_settings.check_state(self.state)
@@ -87,7 +96,14 @@ class Settings:
             return {name: config for name, config in self.models.items() if not config.is_virtual}
         name = self.server.served_model_name or ""
         one = ModelConfig(
-            self.model, replicas=self.replicas, engine=self.engine, routing=self.routing, failover=self.failover
+            self.model,
+            replicas=self.replicas if self.autoscale is None else None,
+            autoscale=self.autoscale,
+            standby=self.standby,
+            resources=self.resources,
+            engine=self.engine,
+            routing=self.routing,
+            failover=self.failover,
         )
         return {name: one}
 
@@ -120,8 +136,12 @@ def _with_defaults(model: Any, values: Mapping[str, Any]) -> Any:
     is left to the conversion."""
     if not isinstance(model, dict) or model.get("versions") or model.get("cascade"):
         return model
-    merged = dict(model)
-    for section in ("engine", "routing", "failover"):
+    fixed = model.get("replicas") is not None or model.get("workers") or model.get("upstreams")
+    sections = ["engine", "routing", "failover", "resources"]
+    if model.get("autoscale") is not None or (values.get("autoscale") is not None and not fixed):
+        sections.append("autoscale")
+    merged = {"standby": values["standby"], **model} if "standby" in values else dict(model)
+    for section in sections:
         common, own = values.get(section) or {}, model.get(section) or {}
         if isinstance(common, dict) and isinstance(own, dict):
             merged[section] = {**common, **own}

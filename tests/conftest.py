@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -59,14 +60,14 @@ class Server:
         assert code == 0, "".join(self.log)
 
 
-def start_server(*arguments: str, python: str = sys.executable) -> Server:
+def start_server(*arguments: str, python: str = sys.executable, environ: Mapping[str, str] = os.environ) -> Server:
     """`penstock serve` on a free port, ready to answer."""
     process = subprocess.Popen(
         [python, "-m", "penstock.cli.main", "serve", "--port", "0", "--state", "memory", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**environ, "PYTHONUNBUFFERED": "1"},
     )
     log: list[str] = []
     assert process.stdout is not None
@@ -82,6 +83,15 @@ def start_server(*arguments: str, python: str = sys.executable) -> Server:
     process.wait()
     errors.join()
     raise AssertionError(f"the server did not start (exit code {process.returncode}):\n" + "".join(log))
+
+
+def start_with_admin(folder: Path, settings: str) -> tuple[Server, str]:
+    """A server with these settings, and a key of its administrator."""
+    config, state = folder / "settings.yaml", f"sqlite:///{folder}/state.db"
+    config.write_text(settings)
+    command = [sys.executable, "-m", "penstock.cli.main", "keys", "create", "--admin", "--state", state]
+    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return start_server("--config", str(config), "--state", state), key
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,8 @@ from penstock.worker.client import WorkerClient
 
 
 class SocketLauncher:
+    owns = False
+
     def __init__(self, address: str) -> None:
         self.place = address
 

@@ -1,4 +1,6 @@
-"""A worker without a model, to measure the gateway before it: `python -m peers.trivial_worker SOCKET`.
+"""A worker without a model, to measure the gateway before it: `python -m peers.trivial_worker ADDRESS`.
+
+The address is the path of a Unix socket or, for gateways that have the secret of the environment, tcp://HOST:PORT.
 
 It speaks the worker's protocol and behaves like an engine of no cost: every step gives each running request one token,
 in one frame, and steps follow each other as fast as the gateway takes them.
@@ -7,6 +9,8 @@ in one frame, and steps follow each other as fast as the gateway takes them.
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -28,6 +32,7 @@ from penstock.worker.protocol import (
     frame,
     take_frames,
 )
+from penstock.worker.remote import SECRET, prove_as_worker
 
 VOCAB_SIZE = 49_152  # of the built-in tokenizer, which the gateway runs with
 FIRST_TOKEN = 1_000
@@ -108,10 +113,27 @@ def advance(one: Running) -> Chunk:
     return chunk
 
 
-async def main(path: str) -> None:
-    server = await asyncio.get_running_loop().create_unix_server(Client, path)
-    print("ready", flush=True)
-    await server.serve_forever()
+async def main(address: str) -> None:
+    if address.startswith("tcp://"):
+        await serve_tcp(address.removeprefix("tcp://"))
+    else:
+        server = await asyncio.get_running_loop().create_unix_server(Client, address)
+        print("ready", flush=True)
+        await server.serve_forever()
+
+
+async def serve_tcp(address: str) -> None:
+    loop = asyncio.get_running_loop()
+    host, _, port = address.rpartition(":")
+    with socket.create_server((host, int(port))) as listener:
+        listener.setblocking(False)
+        print("ready", flush=True)
+        while True:
+            connection, _ = await loop.sock_accept(listener)
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await prove_as_worker(connection, os.environ[SECRET])
+            await loop.create_connection(Client, sock=connection)
 
 
 if __name__ == "__main__":

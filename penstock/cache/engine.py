@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from penstock.cache.metrics import CacheMetrics
 from penstock.cache.settings import CacheConfig
 from penstock.cache.similar import Place, SimilarPrompts
 from penstock.cache.tier import Tier
-from penstock.core.engine import EngineInfo, EngineStats, Health, ServedEngine
+from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health, ServedEngine
 from penstock.core.errors import NotCached
 from penstock.core.ledger import Ledger
 from penstock.core.request import CacheControl, CacheStatus, Chunk, GenerateRequest
@@ -86,7 +86,7 @@ class CachedEngine:
         if self._writes:
             await asyncio.wait(self._writes, timeout=CLOSE_SECONDS)
 
-    def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
+    def submit(self, request: GenerateRequest) -> ChunkStream:
         control = request.cache or CacheControl()
         if control.store and (is_deterministic(request.params) or self._may_share_sample(request)):
             return self._answer(request, control)
@@ -94,17 +94,11 @@ class CachedEngine:
             raise NotCached(
                 "answers to such a request are never cached: give a seed or temperature 0, without no-store"
             )
-        return self._bypass(request)
+        self.metrics.count(BYPASS)
+        return _Bypass(self._engine.submit(_for_engine(request)))
 
     def _may_share_sample(self, request: GenerateRequest) -> bool:
         return self._config.sampled and request.params.n == 1  # several choices must differ
-
-    async def _bypass(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        self.metrics.count(BYPASS)
-        async with aclosing(self._engine.submit(_for_engine(request))) as chunks:
-            async for chunk in chunks:
-                chunk.cache = BYPASS
-                yield chunk
 
     async def _answer(self, request: GenerateRequest, control: CacheControl) -> AsyncGenerator[Chunk, None]:
         key = answer_key(request, self.info, self._config.scope)
@@ -273,6 +267,31 @@ class CachedEngine:
         write = asyncio.create_task(work)
         self._writes.add(write)
         write.add_done_callback(self._writes.discard)
+
+
+class _Bypass:
+    """The chunks of an engine. The first of them says that the cache has nothing to do with them."""
+
+    __slots__ = ("_chunks", "_next")
+
+    def __init__(self, chunks: ChunkStream) -> None:
+        self._chunks = chunks
+        self._next: Callable[[], Awaitable[Chunk]] = self._first
+
+    def __aiter__(self) -> _Bypass:
+        return self
+
+    def __anext__(self) -> Awaitable[Chunk]:
+        return self._next()
+
+    async def _first(self) -> Chunk:
+        self._next = self._chunks.__anext__
+        chunk = await self._next()
+        chunk.cache = BYPASS
+        return chunk
+
+    def aclose(self) -> Awaitable[None]:
+        return self._chunks.aclose()
 
 
 class _TextEnd:

@@ -21,6 +21,7 @@ from penstock.settings import Settings
 
 PREFIX = "PENSTOCK_"
 URL, API_KEY = "PENSTOCK_URL", "PENSTOCK_API_KEY"
+RAY_ADDRESS = "RAY_ADDRESS"  # Ray's own
 WORKER_SECRET = "PENSTOCK_WORKER_SECRET"  # of workers on other machines and their gateways
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -28,6 +29,11 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 def server_url() -> str | None:
     """The URL at which client commands look for a server."""
     return os.environ.get(URL) or None
+
+
+def ray_address() -> str | None:
+    """The Ray cluster of settings that name none."""
+    return os.environ.get(RAY_ADDRESS) or None
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

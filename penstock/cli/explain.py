@@ -24,6 +24,7 @@ MAX_CHUNK_ROWS = 8
 PARTS: dict[str, tuple[str, str]] = {
     "prepare": ("cyan", "read, checked and tokenised by the gateway"),
     "cascade": ("bright_blue", "at a small model whose answer was not used"),
+    "held": ("bright_yellow", "waiting for a replica, as none was running"),
     "queued": ("yellow", "waiting for a first step"),
     "prefill": ("blue", "computing the prompt"),
     "decode": ("green", "computing the answer"),

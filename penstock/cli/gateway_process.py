@@ -12,12 +12,14 @@ import sys
 from contextlib import AsyncExitStack
 from typing import Any
 
+import msgspec
 import uvloop
 
 from penstock.cache.brokered import BrokeredTier
 from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
+from penstock.core.engine import EngineInfo
 from penstock.core.errors import PenstockError
-from penstock.fleet.build import elsewhere
+from penstock.fleet.build import elsewhere, local_launcher
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
@@ -63,7 +65,7 @@ async def serve(connection: socket.socket) -> int:
     async with AsyncExitStack() as stack:
         stack.callback(channel.close)
         starts = [
-            asyncio.create_task(_start(fleet, settings, name, channel, told["replicas"][fleet.model]))
+            asyncio.create_task(_start(fleet, settings, name, channel, told["fleets"][fleet.model]))
             for name, fleet in by_name.items()
         ]
         for start in starts:
@@ -80,7 +82,7 @@ async def serve(connection: socket.socket) -> int:
 
         store, answers = (None, None) if told["own_store"] else (BrokeredStore(channel), BrokeredTier(channel))
         shared = SharedParts(store, answers, RemoteControl(channel), OtherProcesses(channel), on_ready)
-        serving = asyncio.create_task(serve_fleets(settings, by_name, starts, listener, stack, shared))
+        serving = asyncio.create_task(serve_fleets(settings, by_name, starts, listener, stack, local_launcher, shared))
         channel.closed.add_done_callback(lambda _: serving.cancel())  # the workers go with the launching process
         try:
             return await serving
@@ -88,8 +90,12 @@ async def serve(connection: socket.socket) -> int:
             return 1
 
 
-async def _start(fleet: Fleet, settings: Settings, name: str, channel: Channel, replicas: list[str]) -> None:
-    config = settings.served[name]
+async def _start(fleet: Fleet, settings: Settings, name: str, channel: Channel, told: dict[str, Any]) -> None:
+    config, replicas = settings.served[name], told["replicas"]
+    if config.autoscale is not None and config.autoscale.min_replicas == 0:
+        fleet.wake = lambda: channel.tell("wake", fleet.model)
+    if told["info"] is not None:
+        fleet.info = msgspec.convert(told["info"], EngineInfo)
     tokenizer = None
     if config.upstreams:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)

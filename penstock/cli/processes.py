@@ -16,12 +16,16 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
+from prometheus_client import CollectorRegistry, generate_latest
+
 from penstock.cache.brokered import answer_handlers
-from penstock.cli.serve import announce, end_at_signals, label_of
+from penstock.cli.autoscaling import autoscalers, running
+from penstock.cli.serve import Place, announce, end_at_signals, label_of, launchers_on
 from penstock.core.errors import Unavailable
-from penstock.fleet.build import local_launcher
+from penstock.fleet.build import own_launchers
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
+from penstock.fleet.metrics import ScalingMetrics
 from penstock.fleet.shared import SharedFleet, in_time, launcher_handlers
 from penstock.gateway.http.listener import bind
 from penstock.observability.merging import merged
@@ -39,10 +43,17 @@ class GatewayProcesses:
     """The gateway processes, and what they have in common."""
 
     def __init__(
-        self, count: int, welcome: dict[str, Any], fleets: Mapping[str, SharedFleet], handlers: dict[str, Handler]
+        self,
+        count: int,
+        welcome: dict[str, Any],
+        fleets: Mapping[str, SharedFleet],
+        handlers: dict[str, Handler],
+        own_metrics: CollectorRegistry,
     ) -> None:
-        """`welcome` is what each is told first. `fleets` by the name of the model."""
+        """`welcome` is what each is told first. `fleets` by the name of the model. `own_metrics` are those of the
+        launching process."""
         self._count = count
+        self._own_metrics = own_metrics
         self._welcome = welcome
         self._fleets = fleets
         self._handlers = {**handlers, **self._shared(handlers["replicas"])}
@@ -77,7 +88,7 @@ class GatewayProcesses:
         self._processes[number] = process
 
         async def hello() -> dict[str, Any]:
-            return self._welcome | {"replicas": self._replicas()}
+            return self._welcome | {"fleets": self._told_of_fleets()}
 
         async def ready(models: list[str], open: bool) -> None:
             self._ready.add(channel)
@@ -93,8 +104,12 @@ class GatewayProcesses:
             self.channels.remove(channel)
             channel.close()
 
-    def _replicas(self) -> dict[str, list[str]]:
-        return {name: [replica.name for replica in fleet.replicas] for name, fleet in self._fleets.items()}
+    def _told_of_fleets(self) -> dict[str, Any]:
+        """The replicas there are, and what is known of the model once one has served."""
+        return {
+            name: {"replicas": [replica.name for replica in fleet.replicas], "info": getattr(fleet, "info", None)}
+            for name, fleet in self._fleets.items()
+        }
 
     def end_if_failed(self, starting: asyncio.Task[None]) -> None:
         """Gateways would wait for ever for workers that cannot start."""
@@ -129,7 +144,8 @@ class GatewayProcesses:
         """What one process asks for and all of them know. `launched` are the replicas of the launching process."""
 
         async def metrics() -> bytes:
-            return await asyncio.to_thread(merged, await self._ask("own_metrics"))
+            own = generate_latest(self._own_metrics)
+            return await asyncio.to_thread(merged, [own, *await self._ask("own_metrics")])
 
         async def account(tenant: str, id: str) -> bytes | None:
             return next(iter(await self._ask("own_account", tenant, id)), None)
@@ -145,20 +161,21 @@ class GatewayProcesses:
         return {"metrics": metrics, "account": account, "slowest": slowest, "replicas": replicas}
 
 
-async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
+async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Place) -> int:
     """`values` are the settings as a file holds them, for the gateway processes."""
     server = settings.server
     reserved = bind(server.host, server.port, shared=True)
     host, port = reserved.getsockname()[:2]
     fleets = {
-        name: SharedFleet(label_of(name, config), config.routing, config.failover)
+        name: SharedFleet(label_of(name, config), config.routing, config.failover, config.standby)
         for name, config in settings.served.items()
     }
     configs = {fleets[name].model: config for name, config in settings.served.items()}
     by_label = {fleet.model: fleet for fleet in fleets.values()}
-    control = FleetControl(by_label, configs, server.log_level)
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
+        new_launcher = await stack.enter_async_context(launchers_on(on, settings))
+        control = FleetControl(by_label, configs, server.log_level, new_launcher)
         stack.callback(reserved.close)
         own_store = is_shared(settings.state)
         handlers = launcher_handlers(by_label, control)
@@ -166,15 +183,18 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
             handlers |= store_handlers(await stack.enter_async_context(open_store(settings.state)))
             handlers |= answer_handlers(settings.cache.memory_mib)
         welcome = {"settings": values, "port": port, "own_store": own_store}
-        gateways = GatewayProcesses(server.processes, welcome, by_label, handlers)
+        control.autoscalers = autoscalers(settings, fleets, control)
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(ScalingMetrics(by_label.values(), control.autoscalers.values()))
+        gateways = GatewayProcesses(server.processes, welcome, by_label, handlers, registry)
         for name, config in settings.served.items():
             fleet = fleets[name]
             fleet.gateways = lambda: gateways.channels
             stack.push_async_callback(fleet.stop)
             checkpoint = config.model or name
-            local = [local_launcher(checkpoint, config, n, server.log_level) for n in range(config.local_replicas)]
-            if local:
-                starting = asyncio.create_task(fleet.start(local))
+            own = own_launchers(checkpoint, config, server.log_level, new_launcher)
+            if own:
+                starting = asyncio.create_task(fleet.start(own))
                 starting.add_done_callback(gateways.end_if_failed)
                 stack.callback(starting.cancel)
         await asyncio.sleep(0)
@@ -183,5 +203,6 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any]) -> int:
         models, open = await gateways.all_ready
         for sig in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(sig, gateways.stop, sig)
+        await stack.enter_async_context(running(control.autoscalers.values()))
         announce(host, port, models, open)
         return await gateways.ended()

@@ -11,9 +11,9 @@ from penstock.settings import Settings
 _GATEWAY = ("httptools", "jinja2", "msgspec", "prometheus_client", "tokenizers")
 
 
-def check_requirements(settings: Settings) -> None:
+def check_requirements(settings: Settings, on: str) -> None:
     """Raise StartupError for what is missing. Nothing is imported that is not needed anyway: a start should be fast."""
-    for who, module, extra in _modules(settings):
+    for who, module, extra in _modules(settings, on):
         if not _is_installed(module):
             raise StartupError(f"{who} needs {module}, which is not installed; pip install 'penstock[{extra}]'")
     if settings.cache.enabled and settings.cache.semantic.routes:
@@ -22,10 +22,12 @@ def check_requirements(settings: Settings) -> None:
         encoder_folder(settings.cache.semantic.encoder)
 
 
-def _modules(settings: Settings) -> Iterator[tuple[str, str, str]]:
+def _modules(settings: Settings, on: str) -> Iterator[tuple[str, str, str]]:
     from penstock.observability.tracing import is_wanted
 
     yield from (("penstock serve", module, "serve") for module in _GATEWAY)
+    if on == "ray":
+        yield "--on ray", "ray", "ray"
     if settings.state is not None and settings.state.startswith(("redis", "unix")):
         yield "state", "redis", "serve"
     if settings.jwt is not None:

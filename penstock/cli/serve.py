@@ -10,26 +10,29 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from penstock.checkpoint.source import DEFAULT_MODEL
-from penstock.cli.environment import API_KEY
+from penstock.cli.environment import API_KEY, RAY_ADDRESS, ray_address
 from penstock.cli.settings import file_and_environment
 from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
 from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
+    from penstock.cache.build import AnswerCache
     from penstock.cache.tier import Tier
     from penstock.checkpoint.source import Checkpoint
+    from penstock.fleet.build import NewLauncher
     from penstock.fleet.control import FleetControl
     from penstock.fleet.fleet import Fleet
     from penstock.fleet.launcher import Launcher
     from penstock.fleet.settings import ModelConfig
     from penstock.gateway.api.fleet import Control
+    from penstock.gateway.api.models import ServedModel
     from penstock.gateway.api.siblings import Siblings
     from penstock.gateway.edge import Edge
     from penstock.state.store import Store
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 log = logging.getLogger(__name__)
+
+Place = Literal["local", "ray"]
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -57,6 +62,9 @@ def add_parser(subparsers: Subparsers) -> None:
     server.add_argument("--open", action="store_true", default=None, help="need no key, even where others can connect")
     server.add_argument("--state", metavar="URL", help="memory, sqlite:///PATH or redis://HOST:PORT/DB")
     server.add_argument("--log-level", help="debug, info, warning or error (default info)")
+    fleet = parser.add_argument_group("fleet")
+    fleet.add_argument("--on", choices=get_args(Place), default="local", help="where replicas run (default local)")
+    fleet.add_argument("--ray-address", metavar="HOST:PORT", help=f"head of the Ray cluster (default: {RAY_ADDRESS})")
     add_engine_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -114,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
     configure_logging(settings.server.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, values))
+        return runner.run(_serve(settings, values, args.on))
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
@@ -129,6 +137,7 @@ def read_values(args: argparse.Namespace) -> dict[str, Any]:
             name: getattr(args, name)
             for name in ("host", "port", "processes", "served_model_name", "open", "log_level")
         },
+        "ray": {"address": args.ray_address},
         "engine": engine_values(args),
     }
     merged = dict(values)
@@ -142,19 +151,19 @@ def read_values(args: argparse.Namespace) -> dict[str, Any]:
     return merged
 
 
-async def _serve(settings: Settings, values: dict[str, Any]) -> int:
+async def _serve(settings: Settings, values: dict[str, Any], on: Place) -> int:
     """`values` are the settings as a file holds them."""
     from penstock.cli.requirements import check_requirements
 
-    check_requirements(settings)
+    check_requirements(settings, on)
     if settings.server.processes > 1:
         from penstock.cli.processes import serve_in_processes
 
-        return await serve_in_processes(settings, values)
-    return await _serve_here(settings)
+        return await serve_in_processes(settings, values, on)
+    return await _serve_here(settings, on)
 
 
-async def _serve_here(settings: Settings) -> int:
+async def _serve_here(settings: Settings, on: Place) -> int:
     from penstock.fleet.build import launchers
     from penstock.fleet.fleet import Fleet
     from penstock.gateway.http.listener import bind
@@ -162,21 +171,25 @@ async def _serve_here(settings: Settings) -> int:
     server = settings.server
     listener = bind(server.host, server.port)
     fleets = {
-        name: Fleet(label_of(name, config), config.routing, config.failover) for name, config in settings.served.items()
+        name: Fleet(label_of(name, config), config.routing, config.failover, config.standby)
+        for name, config in settings.served.items()
     }
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
+        new_launcher = await stack.enter_async_context(launchers_on(on, settings))
         starts = []
         for name, config in settings.served.items():
             stack.push_async_callback(fleets[name].stop)
             # The longest part of a cold start, so all else is done meanwhile. Upstreams need a tokenizer first.
             checkpoint = config.model or name
-            ready = None if config.upstreams else launchers(checkpoint, config, None, server.log_level)
-            starting = asyncio.create_task(_start(fleets[name], checkpoint, config, ready, server.log_level))
+            ready = None if config.upstreams else launchers(checkpoint, config, None, server.log_level, new_launcher)
+            starting = asyncio.create_task(
+                _start(fleets[name], checkpoint, config, ready, server.log_level, new_launcher)
+            )
             stack.callback(starting.cancel)
             starts.append(starting)
         await asyncio.sleep(0)
-        return await serve_fleets(settings, fleets, starts, listener, stack)
+        return await serve_fleets(settings, fleets, starts, listener, stack, new_launcher)
 
 
 async def serve_fleets(
@@ -185,13 +198,14 @@ async def serve_fleets(
     starts: Sequence[asyncio.Task[None]],
     listener: socket.socket,
     stack: AsyncExitStack,
+    new_launcher: NewLauncher,
     shared: SharedParts | None = None,
 ) -> int:
     """Serve HTTP in this process, once these fleets have started. `shared`: it is one of several gateway processes."""
     from penstock.cache.build import open_cache
+    from penstock.cli.autoscaling import autoscalers, running
     from penstock.fleet.control import FleetControl
-    from penstock.fleet.metrics import FleetMetrics
-    from penstock.gateway.api.models import ServedModel
+    from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
     from penstock.gateway.http.server import serve, tune_interpreter
     from penstock.gateway.tenancy.tenants import open_directory
@@ -202,22 +216,22 @@ async def serve_fleets(
     directory = await stack.enter_async_context(open_directory(settings, store))
     common = None if shared is None else shared.answers
     cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, common))
-    models = []
-    for name, config in settings.served.items():
-        checkpoint, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
-        names = [name or checkpoint.name, *config.aliases]
-        models.append(ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer)))
+    models = [model async for model in _served_models(settings, fleets, cache)]
     configs = {fleets[name].model: config for name, config in settings.served.items()}
-    own = FleetControl({fleet.model: fleet for fleet in fleets.values()}, configs, settings.server.log_level)
+    by_label = {fleet.model: fleet for fleet in fleets.values()}
+    own = FleetControl(by_label, configs, settings.server.log_level, new_launcher)
+    if shared is None:
+        own.autoscalers = autoscalers(settings, fleets, own)
     app = create_app(
         models,
         settings,
         directory=directory,
-        collectors=[*cache.collectors, FleetMetrics(fleets.values())],
+        collectors=[*cache.collectors, *fleet_metrics(fleets.values(), own.autoscalers.values())],
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
     )
     await asyncio.gather(*starts)
+    await stack.enter_async_context(running(own.autoscalers.values()))
 
     virtual = [name for name, config in settings.models.items() if config.is_virtual]
 
@@ -234,14 +248,44 @@ async def serve_fleets(
     return await serve(app, listener, on_ready, settings.server.drain_seconds)
 
 
+async def _served_models(
+    settings: Settings, fleets: Mapping[str, Fleet], cache: AnswerCache
+) -> AsyncIterator[ServedModel]:
+    from penstock.gateway.api.models import ServedModel
+
+    for name, config in settings.served.items():
+        checkpoint, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
+        names = [name or checkpoint.name, *config.aliases]
+        yield ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer))
+
+
+@asynccontextmanager
+async def launchers_on(on: Place, settings: Settings) -> AsyncIterator[NewLauncher]:
+    """What makes the launchers of replicas that run there."""
+    if on == "local":
+        from penstock.fleet.build import local_launcher
+
+        yield local_launcher
+    else:
+        from penstock.fleet.ray.launcher import ray_launchers
+
+        async with ray_launchers(replace(settings.ray, address=settings.ray.address or ray_address())) as new_launcher:
+            yield new_launcher
+
+
 async def _start(
-    fleet: Fleet, checkpoint: str, config: ModelConfig, ready: list[Launcher] | None, log_level: str
+    fleet: Fleet,
+    checkpoint: str,
+    config: ModelConfig,
+    ready: list[Launcher] | None,
+    log_level: str,
+    new_launcher: NewLauncher,
 ) -> None:
     from penstock.fleet.build import launchers
 
     if ready is None:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, checkpoint)
-        ready = launchers(checkpoint, config, tokenizer, log_level)
+        ready = launchers(checkpoint, config, tokenizer, log_level, new_launcher)
     await fleet.start(ready)
 
 

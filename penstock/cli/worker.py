@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import os
 import re
 import signal
@@ -12,10 +13,14 @@ from typing import TYPE_CHECKING
 from penstock.cli.serve import add_engine_arguments, engine_values
 from penstock.cli.settings import file_and_environment, merged
 from penstock.core.errors import StartupError
+from penstock.core.machine import process_began
+from penstock.core.start_times import StartTimes, listed
 from penstock.settings import settings_from_mapping
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+log = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r"(?:\[([0-9a-fA-F:]+)\]|([\w.-]+)):([0-9]{1,5})")
 
@@ -51,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
         raise StartupError(f"set {SECRET} to the same secret here and at the gateways")
     listener = bind(address[1] or address[2], int(address[3]))
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    scheduler, executor, info = load(Start(settings.model, settings.engine, log_level))
+    times = StartTimes(process_began())
+    scheduler, executor, info = load(Start(settings.model, settings.engine, log_level), times)
     host, port = listener.getsockname()[:2]
     print(f"Penstock computes {info.model} at tcp://{host}:{port}", flush=True)
-    asyncio.run(serve(scheduler, executor, info, Port(listener, secret)))
+    log.info("started: %s", listed(times.seconds))
+    asyncio.run(serve(scheduler, executor, info, Port(listener, secret), times.seconds))
     return 0

@@ -31,7 +31,9 @@ class EngineStats:
     waiting: int = 0
     kv_blocks: int = 0
     kv_blocks_used: int = 0
+    prefill_tokens: int = 0  # of prompts taken in, that have not been computed yet
     steps: int = 0
+    requests: int = 0  # taken in
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -44,6 +46,9 @@ class EngineStats:
     # From the step-time model; 0 until it has seen enough steps.
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0  # of a step that advances the sequences now running by one token each
+    fixed_step_seconds: float = 0.0  # of a step, whatever is in it
+    stream_step_seconds: float = 0.0  # that each decoding sequence adds to a step
+    context_token_seconds: float = 0.0  # and each token of its context
     step_time_error: float = 0.0  # median of |predicted - measured| / measured over the latest steps
     # Measured at the first start on this machine, and the same ever since; 0 where that was not possible yet.
     usual_prompt_seconds: float = 0.0  # to the first token of a prompt of 1,024 tokens, alone

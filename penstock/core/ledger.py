@@ -2,7 +2,8 @@
 
 Seconds throughout. A request is at any moment in exactly one of these states: queued (it holds no memory), prefilling,
 decoding, or stalled: it could have been computed but the engine did something else, or the step that computed it took
-longer because of another request. Where a replica was lost, the fleet adds the time until another one took over.
+longer because of another request. Where there was no replica, or one was lost, the fleet adds the time until one had
+the request.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Ledger:
     recomputed_tokens: int = 0
     met_ttft: bool | None = None  # None: nothing was promised
     met_gap: bool | None = None  # of the 99th percentile of its inter-token latencies
-    replica: str = ""  # that finished it; these three are the fleet's
+    held: float = 0.0  # until there was a replica; these four are the fleet's
+    replica: str = ""  # that finished it
     routing: str = ""  # why that one
     failovers: list[Failover] = field(default_factory=list)
 
@@ -76,7 +78,7 @@ class Ledger:
     def accounted(self) -> float:
         """Equals `total`."""
         computed = sum(self.queued.values()) + sum(chunk.seconds for chunk in self.prefill) + self.decode + self.stalled
-        return computed + self.failover
+        return computed + self.held + self.failover
 
     @property
     def failover(self) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 _CGROUP = Path("/sys/fs/cgroup")
@@ -48,6 +50,24 @@ def _cgroup_cpus() -> int | None:
     if len(fields) == 2 and fields[0] != "max":
         return max(1, int(fields[0]) // int(fields[1]))
     return None
+
+
+def lower_priority() -> None:
+    """Of this thread and those that it starts, for good: to raise it again takes a privilege. Linux has priorities of
+    threads, others only of processes, which keep theirs."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def process_began() -> float:
+    """When this process was started, on the monotonic clock; now, where the system does not say."""
+    now = time.monotonic()
+    stat = _read(Path("/proc/self/stat"))
+    if stat is None or not hasattr(time, "CLOCK_BOOTTIME"):
+        return now
+    ticks = int(stat.rpartition(") ")[2].split()[19])  # starttime of proc(5)
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return now - max(0.0, age)
 
 
 def free_memory() -> int:

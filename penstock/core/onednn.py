@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import signal
 import subprocess
@@ -50,6 +49,8 @@ def _advertises_amx(cpuinfo: Path) -> bool:
 
 def _fault_of(probe: str) -> str | None:
     """The signal that ends the probe. What is found is kept in the cache folder, for this boot and this torch."""
+    import importlib.metadata  # 10 ms of every start, for few machines
+
     try:
         circumstances = f"{BOOT_ID.read_text().strip()} torch {importlib.metadata.version('torch')}"
     except (OSError, importlib.metadata.PackageNotFoundError):  # without torch nothing can die

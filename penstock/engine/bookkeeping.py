@@ -20,6 +20,7 @@ class Counts:
     """What an engine has done in all, as `EngineStats` tells it."""
 
     steps: int = 0
+    requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
@@ -28,6 +29,12 @@ class Counts:
     batch_sequences: int = 0
     refused: int = 0
     expired: int = 0
+
+
+def prefill_tokens(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> int:
+    """Tokens of prompts that have not been computed yet, less what was cached on arrival."""
+    begun = sum(s.known - s.computed for s in running if s.first_token is None)
+    return begun + sum(s.to_compute for s in waiting)
 
 
 class QueueClock:

@@ -28,7 +28,7 @@ from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.placement import Placement
 from penstock.engine.planned_step import PlannedStep, StepsInFlight
 from penstock.engine.sequence import Sequence
-from penstock.engine.step_time import StepShape, StepTimes
+from penstock.engine.step_time import StepTimes
 from penstock.engine.urgency import Ranking, WaitingQueue, demote_if_late, patience
 
 _ORDER = attrgetter("order")
@@ -84,6 +84,7 @@ class Scheduler:
         self._sequences[request.id] = sequence
         self.waiting.push(sequence)
         self._clock.arrive(sequence)
+        self.counters.requests += 1
         self.counters.prompt_tokens += sequence.prompt_len
         if request.deadline is not None:
             heappush(self._deadlines, (now + request.deadline, sequence.order[2], sequence))
@@ -377,18 +378,14 @@ class Scheduler:
     # -- observation -------------------------------------------------------------------------------------------------
 
     def stats(self, seconds_since_step: float = 0.0) -> EngineStats:
-        decoding, yardsticks = decode_shape(self.running), self.times.yardsticks
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
             kv_blocks=self.pool.num_blocks,
             kv_blocks_used=self.pool.used,
+            prefill_tokens=books.prefill_tokens(self.waiting, self.running),
             seconds_since_step=seconds_since_step,
-            prefill_tokens_per_second=self.times.prefill_tokens_per_second,
-            decode_step_seconds=self.times.predict(decoding if decoding.decodes else StepShape(1, 256)),
-            usual_prompt_seconds=0.0 if yardsticks is None else yardsticks.prompt,
-            loaded_step_seconds=0.0 if yardsticks is None else yardsticks.step,
-            step_time_error=self.times.median_error,
+            **self.times.readings(decode_shape(self.running)),
             **asdict(self.counters),
         )
 

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.core.machine import cache_folder
 from penstock.engine.peak import RecentPeak
@@ -275,6 +276,21 @@ class StepTimes:
     def prefill_tokens_per_second(self) -> float:
         seconds = self.chunk_seconds(0, 1024)
         return 1024 / seconds if seconds else 0.0
+
+    def readings(self, running: StepShape) -> dict[str, Any]:
+        """The fields of `EngineStats` that come from here. 0 while nothing is known."""
+        alone, batch, deep = (self.base_seconds(StepShape(*shape)) for shape in ((1, 0), (101, 0), (1, 100_000)))
+        stream, yardsticks = (batch - alone) / 100, self.yardsticks
+        return {
+            "prefill_tokens_per_second": self.prefill_tokens_per_second,
+            "decode_step_seconds": self.predict(running if running.decodes else StepShape(1, 256)),
+            "fixed_step_seconds": max(0.0, alone - stream),
+            "stream_step_seconds": stream,
+            "context_token_seconds": (deep - alone) / 100_000,
+            "step_time_error": self.median_error,
+            "usual_prompt_seconds": 0.0 if yardsticks is None else yardsticks.prompt,
+            "loaded_step_seconds": 0.0 if yardsticks is None else yardsticks.step,
+        }
 
     def save(self) -> None:
         if self._path is None or not self.ready:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from urllib.parse import urlsplit
 
@@ -13,15 +14,25 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.worker.protocol import Start
 from penstock.worker.remote import SECRET
 
+# Makes the launcher of a replica that this server starts itself: of this checkpoint, with these settings, this number
+# among the replicas of its model, and this log level.
+NewLauncher = Callable[[str, ModelConfig, int, str], Launcher]
 
-def launchers(checkpoint: str, config: ModelConfig, tokenizer: Tokenizer | None, log_level: str) -> list[Launcher]:
+
+def launchers(
+    checkpoint: str, config: ModelConfig, tokenizer: Tokenizer | None, log_level: str, new_launcher: NewLauncher
+) -> list[Launcher]:
     """One for each replica. `tokenizer` is needed for upstreams alone."""
-    local = [local_launcher(checkpoint, config, number, log_level) for number in range(config.local_replicas)]
-    return [*local, *elsewhere(config, tokenizer)]
+    return [*own_launchers(checkpoint, config, log_level, new_launcher), *elsewhere(config, tokenizer)]
+
+
+def own_launchers(checkpoint: str, config: ModelConfig, log_level: str, new_launcher: NewLauncher) -> list[Launcher]:
+    """One for each replica that this server starts itself."""
+    return [new_launcher(checkpoint, config, number, log_level) for number in range(config.local_replicas)]
 
 
 def elsewhere(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher]:
-    """Of replicas that are no processes of this machine's server."""
+    """One for each replica that somebody else runs."""
     return [*map(_remote, config.workers), *_upstreams(config, tokenizer)]
 
 

@@ -13,8 +13,10 @@ from typing import Literal, get_args
 import msgspec
 
 from penstock.core.errors import InvalidRequest, NotFound, StartupError
-from penstock.fleet.build import local_launcher
+from penstock.fleet.autoscaler import Autoscaler
+from penstock.fleet.build import NewLauncher
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.launcher import Launcher
 from penstock.fleet.replica import Replica, State
 from penstock.fleet.settings import ModelConfig
 
@@ -42,13 +44,35 @@ class ReplicaView(msgspec.Struct, kw_only=True):
     open_circuit: bool
 
 
+class AutoscaleView(msgspec.Struct, kw_only=True):
+    model: str
+    min_replicas: int
+    max_replicas: int  # that are allowed, also by what may be spent
+    ready: int
+    starting: int
+    wanted: int  # by the latest decision
+    need: float  # of the load, in replicas
+    arriving: float  # seconds of one replica's work a second
+    reason: str  # of the latest decision, for people
+    held: int  # requests that wait for a replica, as there is none
+    standby: int  # processes of the warm pool that are prepared
+
+
 class FleetControl:
-    def __init__(self, fleets: Mapping[str, Fleet], configs: Mapping[str, ModelConfig], log_level: str) -> None:
-        """Both by the name of the model."""
+    def __init__(
+        self,
+        fleets: Mapping[str, Fleet],
+        configs: Mapping[str, ModelConfig],
+        log_level: str,
+        new_launcher: NewLauncher,
+    ) -> None:
+        """`fleets` and `configs` by the name of the model. `new_launcher` makes those of replicas that are added."""
         self._fleets = fleets
         self._configs = configs
         self._log_level = log_level
+        self._new_launcher = new_launcher
         self._checkpoints = {name: config.model or name for name, config in configs.items()}
+        self.autoscalers: Mapping[str, Autoscaler] = {}  # by the name of the model
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def replicas(self) -> list[ReplicaView]:
@@ -73,19 +97,34 @@ class FleetControl:
             open_circuit=replica.breaker.open,
         )
 
+    async def autoscaling(self) -> list[AutoscaleView]:
+        return [_autoscale_view(autoscaler) for autoscaler in self.autoscalers.values()]
+
+    def launcher(self, model: str) -> Launcher:
+        """Of one more replica."""
+        number = self._fleets[model].free_number
+        return self._new_launcher(self._checkpoints[model], self._configs[model], number, self._log_level)
+
     async def add(self, model: str, count: int = 1) -> list[ReplicaView]:
-        """Start more worker processes; they serve as soon as they are ready."""
-        fleet, config = self._find(model)
-        added = []
-        for _ in range(count):
-            launcher = local_launcher(self._checkpoints[model], config, len(fleet.replicas), self._log_level)
-            added.append(self._view(model, fleet.add(launcher)))
-        return added
+        """Start more workers; they serve as soon as they are ready."""
+        fleet, _ = self._find(model)
+        self._refuse_if_autoscaled(model)
+        return [self._view(model, fleet.add(self.launcher(model))) for _ in range(count)]
+
+    def _refuse_if_autoscaled(self, model: str) -> None:
+        if (config := self._configs[model].autoscale) is not None:
+            raise InvalidRequest(
+                f"{model} has as many replicas as its load needs, from {config.min_replicas} to {config.ceiling}; to "
+                "have others change autoscale.min_replicas and autoscale.max_replicas",
+                param="model",
+                code="autoscaled",
+            )
 
     async def remove(self, name: str, drain_seconds: float) -> ReplicaView:
         """Take no more requests there; it stops when it is idle or the time is over."""
         model, replica = self._find_replica(name)
         fleet = self._fleets[model]
+        self._refuse_if_autoscaled(model)
         if not any(other.state == "ready" for other in fleet.replicas if other is not replica):
             raise InvalidRequest(f"{name} is the only replica of {model} that is ready: add another one first")
         self._in_background(fleet.remove(replica, drain_seconds))
@@ -93,22 +132,30 @@ class FleetControl:
         return self._view(model, replica)
 
     async def replace(self, model: str, checkpoint: str, drain_seconds: float) -> list[ReplicaView]:
-        """Replace the worker processes of a model by those of another checkpoint, one after the other. Returns when all
-        are new; if one does not start, those that were replaced before stay and the others are left as they are."""
-        fleet, config = self._find(model)
-        old = [replica for replica in fleet.replicas if replica.is_local]
-        for number, replica in enumerate(old):
-            launcher = local_launcher(checkpoint, config, number, self._log_level)
-            try:
-                new = await fleet.add_ready(launcher)
-            except StartupError as error:
-                raise InvalidRequest(f"{checkpoint} does not start: {error.message}", param="checkpoint") from error
-            if new.engine.info.vocab_size != fleet.info.vocab_size:
-                await fleet.remove(new, 0)
-                raise InvalidRequest(f"{checkpoint} has another vocabulary than {model}", param="checkpoint")
-            await fleet.remove(replica, drain_seconds)
-        self._checkpoints[model] = checkpoint
+        """Replace the workers of a model by those of another checkpoint, one after the other. Returns when all
+        are new; if one does not start, those that were replaced before stay and the others are left as they are. Where
+        there is none at all, one is started, so that it is known that it can be."""
+        fleet, _ = self._find(model)
+        async with fleet.resizing:
+            old = [replica for replica in fleet.replicas if replica.is_owned]
+            if not old and self._configs[model].autoscale is not None:
+                await self._add_version(model, checkpoint, 0)
+            for replica in old:
+                await self._add_version(model, checkpoint, replica.number)
+                await fleet.remove(replica, drain_seconds)
+            self._checkpoints[model] = checkpoint
         return [self._view(model, replica) for replica in fleet.replicas]
+
+    async def _add_version(self, model: str, checkpoint: str, number: int) -> None:
+        fleet = self._fleets[model]
+        launcher = self._new_launcher(checkpoint, self._configs[model], number, self._log_level)
+        try:
+            new = await fleet.add_ready(launcher, number)
+        except StartupError as error:
+            raise InvalidRequest(f"{checkpoint} does not start: {error.message}", param="checkpoint") from error
+        if new.engine.info.vocab_size != fleet.info.vocab_size:
+            await fleet.remove(new, 0)
+            raise InvalidRequest(f"{checkpoint} has another vocabulary than {model}", param="checkpoint")
 
     async def fault(self, name: str, fault: str, seconds: float) -> ReplicaView:
         """Break a replica on purpose, to see what its clients notice."""
@@ -141,6 +188,25 @@ class FleetControl:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _autoscale_view(autoscaler: Autoscaler) -> AutoscaleView:
+    fleet, config, decision = autoscaler.fleet, autoscaler.config, autoscaler.decision
+    current = autoscaler.current
+    ready = sum(replica.state == "ready" for replica in current)
+    return AutoscaleView(
+        model=fleet.model,
+        min_replicas=config.min_replicas,
+        max_replicas=config.ceiling,
+        ready=ready,
+        starting=len(current) - ready,
+        wanted=decision.replicas if decision is not None else len(current),
+        need=decision.need if decision is not None else 0.0,
+        arriving=decision.arriving if decision is not None else 0.0,
+        reason=decision.reason if decision is not None else "not looked at yet",
+        held=fleet.held,
+        standby=fleet.pool.prepared if fleet.pool is not None else 0,
+    )
 
 
 async def _slow_down(process: int, seconds: float) -> None:

@@ -6,16 +6,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, repeat
 from operator import is_not
 
-from penstock.core.engine import EngineInfo, EngineStats, Health
-from penstock.core.errors import EngineFailure, Overloaded, PenstockError, Unavailable
+from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
 from penstock.core.ledger import Ledger
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.request import GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
 from penstock.fleet.hedging import Hedging
 from penstock.fleet.journal import Journal
@@ -23,7 +23,9 @@ from penstock.fleet.launcher import Launcher, Loss, WorkerInstance
 from penstock.fleet.replica import Replica
 from penstock.fleet.router import Placement, Router
 from penstock.fleet.settings import FailoverConfig, RoutingConfig
+from penstock.fleet.standby import StandbyPool
 from penstock.fleet.stats import combined, counters
+from penstock.fleet.stream import RequestStream
 from penstock.worker.client import GONE, LOST
 
 log = logging.getLogger(__name__)
@@ -38,22 +40,31 @@ class Fleet:
     info: EngineInfo  # known once a replica has been ready
 
     def __init__(
-        self, model: str, routing: RoutingConfig | None = None, failover: FailoverConfig | None = None
+        self,
+        model: str,
+        routing: RoutingConfig | None = None,
+        failover: FailoverConfig | None = None,
+        standby: int = 0,
     ) -> None:
+        """`standby`: processes of a warm pool for its replicas."""
         self.model = model
+        self.pool = StandbyPool(standby, lambda: self.is_starting) if standby else None
         self.replicas: list[Replica] = []
         self.failovers = 0
         self._router = Router(routing or RoutingConfig())
         self._config = failover or FailoverConfig()
         self._started = 0
-        self._held = 0  # requests that wait for a replica
+        self.held = 0  # requests that wait for a replica
+        # Starts one when it is called. None: nobody does if there is none, so that requests need not wait.
+        self.wake: Callable[[], None] | None = None
+        self.resizing = asyncio.Lock()  # while replicas are replaced, and while the autoscaler acts
         self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
-        self._journals: dict[str, Journal] = {}
+        self.journals: dict[str, Journal] = {}  # of requests in flight, and of those aborted lately
         self._quarantine = Quarantine()
         self._budget = RetryBudget()
         self.hedging: Hedging | None = None
         if self._config.hedge_ms is not None:
-            self.hedging = Hedging(self._config.hedge_ms / 1000, self._choose, self._left)
+            self.hedging = Hedging(self._config.hedge_ms / 1000, self.choose, self.left)
         self._trial = asyncio.Lock()  # held by a suspect until it has a token
         self._court: Replica | None = None  # that the suspect has to itself until then, but for streams that run
         self._has_upstreams = False
@@ -64,21 +75,25 @@ class Fleet:
     # -- replicas ------------------------------------------------------------------------------------------------------
 
     async def start(self, launchers: Sequence[Launcher], names: Sequence[str] = ()) -> None:
-        """Returns when the first replica serves; the others follow. Raises StartupError if the first one cannot."""
+        """Returns when the first replica serves; the others follow. Raises StartupError if the first one cannot. None
+        at all are needed where `info` is known."""
         named = zip(launchers, chain(names, repeat(None)), strict=False)
-        first, *others = [self._new(launcher, name) for launcher, name in named]
-        await first.start()
-        for replica in others:
+        replicas = [self._new(launcher, name) for launcher, name in named]
+        if replicas:
+            await replicas[0].start()
+        for replica in replicas[1:]:
             replica.start_soon()
+        if self.pool is not None:
+            self.pool.start()
 
     def add(self, launcher: Launcher, name: str | None = None) -> Replica:
         replica = self._new(launcher, name)
         replica.start_soon()
         return replica
 
-    async def add_ready(self, launcher: Launcher) -> Replica:
+    async def add_ready(self, launcher: Launcher, number: int | None = None) -> Replica:
         """Returns when it serves. Raises StartupError if it cannot, and then it is not in the fleet."""
-        replica = self._new(launcher)
+        replica = self._new(launcher, number=number)
         try:
             await replica.start()
         except BaseException:
@@ -87,12 +102,29 @@ class Fleet:
             raise
         return replica
 
-    def _new(self, launcher: Launcher, name: str | None = None) -> Replica:
-        replica = Replica(name or f"{self.model}-{self._started}", launcher, self._on_change)
+    @property
+    def free_number(self) -> int:
+        """The least that no replica has."""
+        used = {replica.number for replica in self.replicas}
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def _new(self, launcher: Launcher, name: str | None = None, number: int | None = None) -> Replica:
+        if self.pool is not None:
+            self.pool.warm(launcher)
+        number = self.free_number if number is None else number
+        replica = Replica(name or f"{self.model}-{self._started}", launcher, self._on_change, number)
         self._started += 1
         self.replicas.append(replica)
         self._router.add(replica)
         return replica
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a replica is on its way, or requests wait for one."""
+        return self.held > 0 or any(replica.state in ("starting", "lost") for replica in self.replicas)
+
+    async def refresh(self) -> None:
+        """Find out what `held` and `streams` are, where others know."""
 
     def streams(self, replica: Replica) -> int:
         """Requests in flight there."""
@@ -120,6 +152,8 @@ class Fleet:
         replica.cut()
 
     async def stop(self) -> None:
+        if self.pool is not None:
+            await self.pool.stop()
         await asyncio.gather(*(replica.stop() for replica in self.replicas))
 
     def kill(self) -> None:
@@ -140,7 +174,8 @@ class Fleet:
     def _combine_infos(self) -> None:
         """The longest context of any replica, since long requests go where they fit. While replicas have different
         weights, as during a replacement, the revision names all of them: answers of one are not stored for another."""
-        infos = [each.engine.info for each in self.replicas if each.state in ("ready", "draining")]
+        serving = [each for each in self.replicas if each.state in ("ready", "draining") and each.instance is not None]
+        infos = [each.engine.info for each in serving]
         if infos:  # else what was known stays true of the replicas that are started again
             self.info = replace(
                 infos[-1],
@@ -155,56 +190,40 @@ class Fleet:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:
-        self._quarantine.check(request, time.monotonic())
-        journal = self._journals[request.id] = Journal(request)
-        ended = False
-        try:
-            while not ended:
-                placed = (None if journal.suspected else self._choose(journal)) or await self._place(journal)
-                journal.fruitless += 1
-                journal.resume(placed.replica.name, placed.reason)
-                engine, loss = placed.replica.engine, placed.replica.loss
-                journal.engine = engine
-                try:
-                    chunks = engine.submit(journal.next_request())
-                    if self.hedging is not None and journal.attempt == 1:
-                        placed, chunks = await self.hedging.race(journal, placed, chunks, len(self._journals))
-                        journal.engine, loss = placed.replica.engine, placed.replica.loss
-                    async with aclosing(chunks):
-                        async for chunk in chunks:
-                            if chunk.error is not None and chunk.error.error == EngineFailure.__name__:
-                                chunk.raise_failure()
-                            ended = chunk.finish_reason is not None
-                            if journal.fruitless and chunk.token_ids:
-                                self._proved(journal, placed)
-                            yield journal.take(chunk)
-                except Overloaded as error:
-                    self._refused(journal, placed.replica, error)
-                except (Unavailable, EngineFailure) as error:
-                    await self._failed(journal, placed.replica, loss, error)
-                finally:
-                    self._left(placed, journal if ended else None)
-        finally:
-            if journal.on_trial:
-                self._acquit(journal)
-            if ended:
-                del self._journals[request.id]
-            else:
-                asyncio.get_running_loop().call_later(KEPT_SECONDS, self._journals.pop, request.id, None)
+    def submit(self, request: GenerateRequest) -> ChunkStream:
+        return RequestStream(self, Journal(request))
 
-    async def _place(self, journal: Journal) -> Placement:
+    def begin(self, journal: Journal) -> None:
+        """Its first chunk is asked for. Raises what a request in quarantine is refused with."""
+        self._quarantine.check(journal.request, time.monotonic())
+        self.journals[journal.request.id] = journal
+
+    def completed(self, journal: Journal, placed: Placement) -> None:
+        """Its last chunk has come."""
+        self.left(placed, journal)
+        if journal.on_trial:
+            self._acquit(journal)
+        del self.journals[journal.request.id]
+
+    def abandoned(self, journal: Journal) -> None:
+        """It has failed, or nobody reads it any more; its ledger may yet be asked for."""
+        if journal.on_trial:
+            self._acquit(journal)
+        if journal.request.id in self.journals:
+            asyncio.get_running_loop().call_later(KEPT_SECONDS, self.journals.pop, journal.request.id, None)
+
+    async def place(self, journal: Journal) -> Placement:
         """Wait for a replica, and for a suspect for one that has no other suspects."""
         if journal.suspected >= SUSPECT_AFTER and not journal.on_trial:
             await self._trial.acquire()
             journal.on_trial = True
-        placed = self._choose(journal) or await self._wait_for_replica(journal)
+        placed = self.choose(journal) or await self._wait_for_replica(journal)
         while journal.on_trial and not self._to_itself(journal, placed):
-            self._left(placed)
+            self.left(placed)
             placed = await self._wait_for_replica(journal)
         return placed
 
-    def _choose(self, journal: Journal, beside: Replica | None = None) -> Placement | None:
+    def choose(self, journal: Journal, beside: Replica | None = None) -> Placement | None:
         """`beside`: the replica that it is at already."""
         now = time.monotonic()
         found = [
@@ -246,27 +265,35 @@ class Fleet:
         """Of those that have refused it none will do; for one that starts, or starts again, it pays to wait."""
         if journal.refused:
             raise min(journal.refused.values(), key=lambda error: error.retry_after)
-        if self._held >= MAX_HELD:
-            raise Overloaded(f"{self._held} requests wait for a replica already", retry_after=5.0)
-        self._held += 1
+        if self.held >= MAX_HELD:
+            raise Overloaded(f"{self.held} requests wait for a replica already", retry_after=5.0)
+        self.held += 1
+        remaining = journal.remaining()
         try:
-            async with asyncio.timeout(self._config.wait_seconds):
+            async with asyncio.timeout(min(self._config.wait_seconds, remaining)):
                 while True:
                     if all(replica.state in ("draining", "stopped") for replica in self.replicas):
-                        raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
+                        if self.wake is None:
+                            raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
+                        self.wake()
                     with suppress(TimeoutError):  # circuit breakers close by themselves
                         await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
-                    if (placed := self._choose(journal)) is not None:
+                    if (placed := self.choose(journal)) is not None:
+                        journal.waited()
                         return placed
         except TimeoutError:
+            if remaining <= self._config.wait_seconds:
+                raise DeadlineExceeded("the deadline passed while no replica was running") from None
             raise Unavailable(f"no replica of {self.model} is running; try again in a few seconds") from None
         finally:
-            self._held -= 1
+            self.held -= 1
 
-    def _proved(self, journal: Journal, placed: Placement) -> None:
+    def proved(self, journal: Journal, placed: Placement) -> None:
         """The first token of an attempt."""
-        placed.stream.emitted(1, time.monotonic())
-        placed.replica.useful = True
+        now = time.monotonic()
+        placed.stream.emitted(1, now)
+        if not placed.replica.useful:
+            placed.replica.gave_first_token(now - placed.stream.began)
         placed.replica.breaker.succeeded()
         if journal.attempt > 1:
             self._budget.refund()
@@ -276,19 +303,19 @@ class Fleet:
         elif self._court is placed.replica:
             self._tell()
 
-    def _left(self, placed: Placement, completed: Journal | None = None) -> None:
+    def left(self, placed: Placement, completed: Journal | None = None) -> None:
         """A request is no longer at its replica."""
         self._router.ended(placed, completed)
         if placed.replica is self._court or placed.replica.state == "draining":
             self._tell()
 
-    def _refused(self, journal: Journal, replica: Replica, error: Overloaded) -> None:
+    def refused(self, journal: Journal, replica: Replica, error: Overloaded) -> None:
         """Another replica may have room for it."""
         if journal.output or len(self.replicas) == 1:
             raise error
         journal.refused[replica.name] = error
 
-    async def _failed(
+    async def failed(
         self, journal: Journal, replica: Replica, loss: asyncio.Future[Loss], error: PenstockError
     ) -> None:
         """Its replica is lost, or failed to compute it: note the loss, or raise if it is not to be tried again."""
@@ -307,13 +334,13 @@ class Fleet:
             replica.breaker.failed(now)
             if journal.fruitless > MAX_FRUITLESS:
                 raise error
-        if not from_outside and not self._budget.spend(len(self._journals), now):
+        if not from_outside and not self._budget.spend(len(self.journals), now):
             raise error
         self.failovers += 1
         journal.lose(cause)
 
     async def aborted(self, request_id: str) -> Ledger | None:
-        journal = self._journals.get(request_id)
+        journal = self.journals.get(request_id)
         if journal is None or journal.engine is None:
             return None
         ledger = await journal.engine.aborted(journal.engine_id)
@@ -333,6 +360,9 @@ class Fleet:
 
     def health(self) -> Health:
         ready = [replica for replica in self.replicas if replica.state == "ready"]
+        if not ready and self.wake is not None:
+            problem = next((replica.detail for replica in self.replicas if replica.detail), "")
+            return Health(not problem, problem or "no replica; the next request starts one")
         if len(self.replicas) == 1:
             return ready[0].engine.health() if ready else Health(False, "the worker is not running")
         return Health(bool(ready), f"{len(ready)} of {len(self.replicas)} replicas ready")

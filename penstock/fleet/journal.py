@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import DeadlineExceeded, Overloaded
@@ -26,6 +27,7 @@ class Journal:
         "first",
         "fruitless",
         "heard",
+        "held",
         "on_trial",
         "output",
         "plain",
@@ -53,9 +55,10 @@ class Journal:
         self.failovers: list[Failover] = []
         self.refused: dict[str, Overloaded] = {}  # by the replica that had no room for it
         self.started = self.begun = self.heard = clock()  # it arrived; came to its replica; last heard of
+        self.held = 0.0  # how long it waited until there was a replica, before it was at any
         self.first: float | None = None  # first token
         self.prompt_scored = False  # the first chunk has been handed on
-        self.plain = False  # chunks are handed on as they are
+        self.plain = False  # chunks before the last are handed on as they are
 
     def next_request(self) -> GenerateRequest:
         """What the next replica is asked for: the request as it was, or the rest of it. Raises DeadlineExceeded."""
@@ -63,10 +66,11 @@ class Journal:
         self.begun = self.heard = now
         self.attempt += 1
         self.plain = False
+        deadline = None if request.deadline is None else self.remaining()
         if self.attempt == 1:
-            return request
+            return replace(request, deadline=deadline) if self.held else request
         self.engine_id = f"{request.id}.{self.attempt}"
-        params, deadline = request.params, self._remaining(now)
+        params = request.params
         if deadline is not None and deadline <= 0:
             raise DeadlineExceeded(f"the deadline passed after {len(self.output)} tokens")
         if self.prompt_scored and params.prompt_logprobs is not None:
@@ -80,13 +84,20 @@ class Journal:
             deadline=deadline,
         )
 
-    def _remaining(self, now: float) -> float | None:
+    def remaining(self) -> float:
+        """Seconds until its deadline; infinite without one."""
         deadline = self.request.deadline
-        return None if deadline is None else deadline - (now - self.started)
+        return inf if deadline is None else deadline - (self._clock() - self.started)
+
+    def waited(self) -> None:
+        """There is a replica for it now, as there was not when it came or when its own was lost."""
+        if not self.attempt:
+            self.held = self._clock() - self.started
 
     def hedged_request(self) -> GenerateRequest:
         """The same for a second replica, beside the first one."""
-        return replace(self.request, id=f"{self.engine_id}.hedge", deadline=self._remaining(self._clock()))
+        deadline = None if self.request.deadline is None else self.remaining()
+        return replace(self.request, id=f"{self.engine_id}.hedge", deadline=deadline)
 
     def hedge(self, replica: str, routing: str, engine_id: str, began: float) -> None:
         """The second replica was faster. It was asked at `began`."""
@@ -96,10 +107,15 @@ class Journal:
         self.replica, self.routing, self.engine_id = replica, routing, engine_id
         self.begun = began
 
-    def take(self, chunk: Chunk) -> Chunk:
-        """Note what a chunk brings and make it a chunk of the one stream that the client sees."""
+    def note(self, chunk: Chunk) -> Chunk:
+        """Note what a chunk brings. All there is to do where one is handed on as it is."""
         self.heard = self._clock()
         self.output += chunk.token_ids
+        return chunk
+
+    def take(self, chunk: Chunk) -> Chunk:
+        """Note what a chunk brings and make it a chunk of the one stream that the client sees."""
+        self.note(chunk)
         if not self.plain:
             self._adapt(chunk)
         if chunk.ledger is not None:
@@ -134,10 +150,10 @@ class Journal:
         request, objective = self.request, self.request.objective
         ledger.request_id = request.id
         ledger.replica, ledger.routing = self.replica, self.routing
-        if not self.failovers:
+        if not self.failovers and not self.held:
             return
-        ledger.failovers = self.failovers
-        earlier = ledger.failover
+        ledger.failovers, ledger.held = self.failovers, self.held
+        earlier = ledger.failover + ledger.held
         ledger.arrived -= earlier
         ledger.total += earlier
         if self.first is not None:

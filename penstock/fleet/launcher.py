@@ -7,7 +7,10 @@ import os
 import signal
 import socket
 import sys
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +19,7 @@ from penstock.core.errors import PenstockError, StartupError
 from penstock.core.request import GenerateRequest
 from penstock.worker.client import WorkerClient
 from penstock.worker.control import send_gateway
-from penstock.worker.protocol import Failed, Start, frame, read_control
+from penstock.worker.protocol import Failed, Prepared, Standby, Start, frame, read_control
 from penstock.worker.remote import prove_as_gateway
 
 _STOP_SECONDS = 10.0
@@ -44,6 +47,11 @@ class Instance(Protocol):
         """The id of its process where that is of this machine."""
         ...
 
+    @property
+    def start_seconds(self) -> Mapping[str, float]:
+        """How long the phases of its start took, where it was started for this and says so."""
+        ...
+
     def refusal(self, request: GenerateRequest) -> PenstockError | None:
         """Why this kind of engine cannot compute a request, whatever its load."""
         ...
@@ -60,9 +68,14 @@ class Instance(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts an engine, again and again if need be. `place` says to people where it runs."""
+    """Starts an engine, again and again if need be.
+
+    `place` says to people where it runs. `owns` tells whether the engine's process is started and ended by this
+    launcher, and not by somebody else.
+    """
 
     place: str
+    owns: bool
 
     async def launch(self) -> Instance:
         """Returns when the engine serves. Raises StartupError with the reason why it cannot."""
@@ -73,13 +86,17 @@ class LocalLauncher:
     """Each instance is a worker process of this machine."""
 
     place = "local process"
+    owns = True
 
-    def __init__(self, start: Start) -> None:
+    def __init__(self, start: Start, listener: socket.socket | None = None) -> None:
+        """`listener`: where the worker serves gateways on other machines, too, which have the secret in `start`."""
         self._start = start
+        # Makes the process. A warm pool puts its own in its place.
+        self.spawn: Callable[[Start], Awaitable[WorkerProcess]] = partial(WorkerProcess.spawn, listener=listener)
 
-    async def launch(self) -> Instance:
+    async def launch(self) -> LocalInstance:
         """There is no limit to the time a model may take to load; it ends with its process."""
-        worker = await WorkerProcess.spawn(self._start)
+        worker = await self.spawn(self._start)
         try:
             client = await WorkerClient.connect(worker.connect(), is_stopped=worker.is_stopped)
         except ConnectionError as error:
@@ -100,22 +117,50 @@ class WorkerProcess:
         self._oom_kills = _oom_kills()
 
     @classmethod
-    async def spawn(cls, start: Start) -> WorkerProcess:
+    async def spawn(cls, first: Start | Standby, listener: socket.socket | None = None) -> WorkerProcess:
+        """`first` is the first thing that it is told."""
         ours, theirs = socket.socketpair()
         with theirs:  # the process has its own of it
+            passed = [theirs.fileno(), *([] if listener is None else [listener.fileno()])]
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "penstock.worker.main",
-                str(theirs.fileno()),
+                *map(str, passed),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,
-                pass_fds=(theirs.fileno(),),
-                env=_environment(start.visible_devices),
+                pass_fds=passed,
+                env=_environment(),
                 start_new_session=True,
             )
-        ours.sendall(frame(start))
+        ours.sendall(frame(first))
         return cls(process, ours)
+
+    async def prepared(self) -> None:
+        """Returns when a standby is. Raises StartupError with the reason why it cannot be."""
+        loop = asyncio.get_running_loop()
+        heard = asyncio.Event()
+        loop.add_reader(self._control, heard.set)
+        try:
+            await heard.wait()
+        finally:
+            loop.remove_reader(self._control)
+        said = read_control(self._control)
+        if not isinstance(said, Prepared):
+            code = await self.reap(_EXIT_SECONDS)
+            raise StartupError(said.message if isinstance(said, Failed) else f"it ended with exit code {code}")
+
+    def begin(self, start: Start) -> bool:
+        """Tell a standby to load. False: it has gone."""
+        self._oom_kills = _oom_kills()
+        try:
+            self._control.sendall(frame(start))
+        except OSError:
+            return False
+        return True
+
+    async def ended(self) -> None:
+        await self._process.wait()
 
     @property
     def pid(self) -> int:
@@ -181,32 +226,39 @@ def _oom_kills() -> int | None:
         return None
 
 
-def _environment(visible_devices: str | None) -> dict[str, str]:
-    """The worker's: no secrets of the gateway, and its own share of the GPUs."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-    if visible_devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = visible_devices
-    return environment
+def _environment() -> dict[str, str]:
+    """The worker's: no secrets of the gateway."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
 
 
 class WorkerInstance:
     """A worker computes all requests that a gateway accepts."""
 
+    start_seconds: Mapping[str, float] = {}
+
     def refusal(self, request: GenerateRequest) -> PenstockError | None:
         return None
 
 
-class LocalInstance(WorkerInstance):
+class LaunchedInstance(WorkerInstance, ABC):
+    """A worker that this process has launched, and that other gateway processes can connect to as well."""
+
+    @abstractmethod
+    async def connect(self) -> socket.socket:
+        """Another connection, for another gateway process. Raises ConnectionError."""
+
+
+class LocalInstance(LaunchedInstance):
     def __init__(self, worker: WorkerProcess, client: WorkerClient) -> None:
         self._worker = worker
         self.engine = client
+        self.start_seconds = client.start_seconds
 
     @property
     def process(self) -> int:
         return self._worker.pid
 
-    def connect(self) -> socket.socket:
-        """Another connection, for another gateway process. Raises ConnectionError."""
+    async def connect(self) -> socket.socket:
         return self._worker.connect()
 
     async def lost(self) -> Loss:
@@ -228,29 +280,38 @@ class LocalInstance(WorkerInstance):
 class RemoteLauncher:
     """Connects to a worker that somebody runs on another machine (`penstock worker`). It starts and ends nothing."""
 
+    owns = False
+
     def __init__(self, host: str, port: int, secret: str) -> None:
         self._address = (host, port)
         self._secret = secret
         self.place = f"tcp://{host}:{port}"
 
     async def launch(self) -> Instance:
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                found = await loop.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
-                family, kind, protocol, _, address = found[0]
-                connection = socket.socket(family, kind, protocol)
-                connection.setblocking(False)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                try:
-                    await loop.sock_connect(connection, address)
-                    await prove_as_gateway(connection, self._secret)
-                except BaseException:
-                    connection.close()
-                    raise
-                return RemoteInstance(await WorkerClient.connect(connection, remote=True))
+                connection = await connect_over_network(*self._address, self._secret)
+                return RemoteInstance(await WorkerClient.connect(connection))
         except (OSError, TimeoutError) as error:
             raise StartupError(f"no worker answers at {self.place}: {error or 'timed out'}") from error
+
+
+async def connect_over_network(host: str, port: int, secret: str) -> socket.socket:
+    """A connection to a worker's port. Raises OSError, or WrongSecret."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(_CONNECT_SECONDS):
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        connection = socket.socket(family, kind, protocol)
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            await loop.sock_connect(connection, address)
+            await prove_as_gateway(connection, secret)
+        except BaseException:
+            connection.close()
+            raise
+    return connection
 
 
 class RemoteInstance(WorkerInstance):

@@ -11,8 +11,9 @@ from typing import Literal
 from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import PenstockError, StartupError
 from penstock.core.request import GenerateRequest
+from penstock.core.start_times import listed
 from penstock.fleet.failover import CircuitBreaker
-from penstock.fleet.launcher import Instance, Launcher, LocalLauncher, Loss
+from penstock.fleet.launcher import Instance, Launcher, Loss
 from penstock.worker.client import WorkerClient
 
 log = logging.getLogger(__name__)
@@ -26,14 +27,17 @@ _LAST_RETRY_SECONDS = 30.0
 class Replica:
     """`on_change` is called whenever its state changes, before anybody else can act on it."""
 
-    def __init__(self, name: str, launcher: Launcher, on_change: Callable[[Replica], None]) -> None:
+    def __init__(self, name: str, launcher: Launcher, on_change: Callable[[Replica], None], number: int = 0) -> None:
+        """`number` among the replicas of its model: decides its device."""
         self.name = name
-        self.place = launcher.place
+        self.number = number
         self.state: State = "starting"
         self.since = time.time()  # in this state
         self.detail = ""  # for people: why it is in this state
         self.restarts = 0
         self.useful = False  # whether this instance has given a token
+        self.launch_seconds = 0.0  # that its last start took
+        self.start_seconds: dict[str, float] = {}  # phases of that, as far as they are known, and the first token
         self.breaker = CircuitBreaker()
         self.loss: asyncio.Future[Loss]  # of this instance
         self._leaving = False
@@ -41,6 +45,10 @@ class Replica:
         self._instance: Instance | None = None
         self._on_change = on_change
         self._keeper: asyncio.Task[None] | None = None
+
+    @property
+    def place(self) -> str:
+        return self._launcher.place
 
     @property
     def engine(self) -> ServedEngine:
@@ -52,9 +60,9 @@ class Replica:
         return self._instance
 
     @property
-    def is_local(self) -> bool:
-        """Whether it is a process that was launched here."""
-        return isinstance(self._launcher, LocalLauncher)
+    def is_owned(self) -> bool:
+        """Whether its process is started and ended by this server."""
+        return self._launcher.owns
 
     @property
     def process(self) -> int | None:
@@ -69,7 +77,7 @@ class Replica:
 
     async def start(self) -> None:
         """Launch it and wait until it serves. Raises StartupError with the engine's own words."""
-        self._began(await self._launcher.launch())
+        self._began(await self._launch())
         self._keeper = asyncio.create_task(self._keep())
 
     def start_soon(self) -> None:
@@ -100,11 +108,26 @@ class Replica:
         while True:
             await asyncio.sleep(delay)
             try:
-                return await self._launcher.launch()
+                return await self._launch()
             except (StartupError, OSError) as error:
                 delay = min(_LAST_RETRY_SECONDS, 2 * delay or _FIRST_RETRY_SECONDS)
                 self.detail = str(error)
                 log.error("replica %s did not start: %s; next try in %.0f s", self.name, error, delay)
+
+    async def _launch(self) -> Instance:
+        began = time.monotonic()
+        instance = await self._launcher.launch()
+        phases, total = instance.start_seconds, time.monotonic() - began
+        self.launch_seconds, self.start_seconds = total, {}
+        if phases:
+            self.start_seconds = {"process": max(0.0, total - sum(phases.values())), **phases}
+            log.info("replica %s started in %.2f s: %s", self.name, total, listed(self.start_seconds))
+        return instance
+
+    def gave_first_token(self, seconds: float) -> None:
+        """`seconds` after its first request was sent there."""
+        self.useful = True
+        self.start_seconds["first_token"] = seconds
 
     def _began(self, instance: Instance) -> None:
         self._instance = instance

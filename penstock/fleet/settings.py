@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
 
+from penstock.autoscaling.settings import AutoscaleConfig
 from penstock.core.settings import check, check_choice
 from penstock.engine.settings import EngineConfig
+from penstock.fleet.ray.settings import ResourcesConfig
 from penstock.fleet.upstream.settings import UpstreamConfig
 
 _WORKER = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[\w.-]+):([0-9]{1,5})")
@@ -86,9 +88,12 @@ class ModelConfig:
     model: str | None = field(default=None, metadata={"expected": "a name or a path"})  # default: its key in `models`
     aliases: tuple[str, ...] = ()  # other names that clients may use
     replicas: int | None = None  # worker processes here; default: one, or none beside workers and upstreams
+    autoscale: AutoscaleConfig | None = None  # in place of `replicas`: as many as the load needs
+    standby: int = 0  # worker processes kept prepared: they serve in less than half a second when a replica is needed
     workers: tuple[str, ...] = ()  # on other machines, as tcp://HOST:PORT; see `penstock worker`
     upstreams: tuple[UpstreamConfig, ...] = ()  # other servers that have the same model
     devices: tuple[str, ...] = ()  # GPUs or MIG instances by id, for one replica after the other; default: all
+    resources: ResourcesConfig = field(default_factory=ResourcesConfig)  # of each replica on a Ray cluster
     engine: EngineConfig = field(default_factory=EngineConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     failover: FailoverConfig = field(default_factory=FailoverConfig)
@@ -103,6 +108,11 @@ class ModelConfig:
             self._check_virtual()
         check(self.model is None or bool(self.model), "model", "must be a name or a path")
         check(self.replicas is None or 0 <= self.replicas <= 1024, "replicas", "must be between 0 and 1024")
+        check(0 <= self.standby <= 64, "standby", "must be between 0 and 64")
+        if self.autoscale is not None:
+            check(self.replicas is None, "replicas", "must not be given beside autoscale, which has min_replicas")
+            fixed = self.workers or self.upstreams
+            check(not fixed, "autoscale", "must not be given beside workers and upstreams, whose number is fixed")
         for worker in self.workers:
             check(_WORKER.fullmatch(worker) is not None, "workers", f"must be as tcp://HOST:PORT, not {worker!r}")
         some = self.local_replicas or self.workers or self.upstreams
@@ -134,7 +144,16 @@ class ModelConfig:
         return named
 
     @property
+    def most_replicas(self) -> int:
+        """Worker processes here, at any time."""
+        return self.local_replicas if self.autoscale is None else self.autoscale.ceiling
+
+    @property
     def local_replicas(self) -> int:
+        """Worker processes here, to begin with. Of one that may have none, too: it shows that the model can be
+        served."""
+        if self.autoscale is not None:
+            return max(1, self.autoscale.min_replicas)
         if self.replicas is not None:
             return self.replicas
         return 0 if self.workers or self.upstreams else 1

@@ -15,7 +15,7 @@ from penstock.core.errors import StartupError, Unavailable
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.launcher import Instance, Launcher, LocalInstance, Loss, RemoteInstance
+from penstock.fleet.launcher import Instance, LaunchedInstance, Launcher, Loss, RemoteInstance
 from penstock.fleet.replica import Replica
 from penstock.worker.client import WorkerClient
 
@@ -32,8 +32,8 @@ class SharedFleet(Fleet):
         super().__init__(*arguments)
         self._streams: dict[str, int] = {}  # in flight, over all gateways
 
-    def _new(self, launcher: Launcher, name: str | None = None) -> Replica:
-        replica = super()._new(launcher, name)
+    def _new(self, launcher: Launcher, name: str | None = None, number: int | None = None) -> Replica:
+        replica = super()._new(launcher, name, number)
         for gateway in self.gateways():
             gateway.tell("join", self.model, replica.name)
         return replica
@@ -47,12 +47,14 @@ class SharedFleet(Fleet):
             gateway.tell("cut", replica.name)
 
     async def refresh(self) -> None:
-        """Ask every gateway what it has in flight."""
-        counts = await asyncio.gather(*(in_time(gateway.call("streams"), 0.0) for gateway in self.gateways()))
+        """Ask every gateway what it has in flight, and what it holds."""
+        calls = (in_time(gateway.call("streams", self.model), 0.0) for gateway in self.gateways())
+        answers = [answer for answer in await asyncio.gather(*calls) if answer is not None]
+        self.held = sum(held for held, _ in answers)
         self._streams = {}
-        for count in counts:
-            for name, streams in (count or {}).items():
-                self._streams[name] = self._streams.get(name, 0) + streams
+        for _, streams in answers:
+            for name, count in streams.items():
+                self._streams[name] = self._streams.get(name, 0) + count
 
     def streams(self, replica: Replica) -> int:
         return self._streams.get(replica.name, 0)
@@ -64,9 +66,9 @@ class SharedFleet(Fleet):
             if replica is None:
                 raise StartupError(f"replica {name} has been removed")
             instance, changed = replica.instance, self._changed
-            if replica.state in ("ready", "draining") and isinstance(instance, LocalInstance):
+            if replica.state in ("ready", "draining") and isinstance(instance, LaunchedInstance):
                 try:
-                    return instance.connect()
+                    return await instance.connect()
                 except ConnectionError:  # it has died, and nobody knows yet
                     pass
             await changed.wait()
@@ -85,6 +87,7 @@ class BrokeredLauncher:
     """In a gateway process: a worker that another process has launched."""
 
     place = "local process"
+    owns = False
 
     def __init__(self, channel: Channel, replica: str) -> None:
         self._channel = channel
@@ -136,8 +139,12 @@ def gateway_handlers(channel: Callable[[], Channel], fleets: Mapping[str, Fleet]
             fleet, replica = found
             await fleet.remove(replica, drain_seconds)
 
-    async def streams() -> dict[str, int]:
-        return {replica.name: fleet.streams(replica) for fleet in fleets.values() for replica in fleet.replicas}
+    async def streams(model: str) -> tuple[int, dict[str, int]]:
+        """Requests that are held, and those in flight by replica."""
+        fleet = fleets.get(model)
+        if fleet is None:
+            return 0, {}
+        return fleet.held, {replica.name: fleet.streams(replica) for replica in fleet.replicas}
 
     async def cut(name: str) -> None:
         if (found := find(name)) is not None:
@@ -167,7 +174,13 @@ def launcher_handlers(fleets: Mapping[str, SharedFleet], control: FleetControl) 
         await asyncio.gather(*(fleet.refresh() for fleet in fleets.values()))
         return await control.replicas()
 
+    async def wake(model: str) -> None:
+        if (start := fleets[model].wake) is not None:
+            start()
+
     return {
+        "wake": wake,
+        "autoscaling": control.autoscaling,
         "connect": connect,
         "loss": loss,
         "replicas": replicas,
@@ -186,6 +199,10 @@ class RemoteControl:
 
     async def replicas(self) -> list[Any]:
         found: list[Any] = await self._channel.call("replicas")
+        return found
+
+    async def autoscaling(self) -> list[Any]:
+        found: list[Any] = await self._channel.call("autoscaling")
         return found
 
     async def add(self, model: str, count: int) -> list[Any]:

@@ -14,20 +14,28 @@ _LARGEST = (
     "loaded_step_seconds",
     "usual_prompt_seconds",
 )
-_GAUGES = ("running", "waiting", "kv_blocks", "kv_blocks_used", "prefill_tokens_per_second", *_LARGEST)
+_MEANS = ("fixed_step_seconds", "stream_step_seconds", "context_token_seconds")
+_GAUGES = (
+    *("running", "waiting", "kv_blocks", "kv_blocks_used", "prefill_tokens", "prefill_tokens_per_second"),
+    *_LARGEST,
+    *_MEANS,
+)
 
 
 def combined(readings: Sequence[EngineStats]) -> EngineStats:
-    """What is counted adds up. Speeds are those of the slowest, since a request runs on one engine alone."""
+    """What is counted adds up. Speeds are those of the slowest, since a request runs on one engine alone; what a step
+    consists of is the mean, by which the capacity of all is counted."""
     known = [stats for stats in readings if stats.prefill_tokens_per_second]
     values = {
         field.name: sum(getattr(stats, field.name) for stats in readings)
         for field in fields(EngineStats)
-        if field.name not in _LARGEST
+        if field.name not in (*_LARGEST, *_MEANS)
     }
     values["prefill_tokens_per_second"] = min((stats.prefill_tokens_per_second for stats in known), default=0.0)
     for name in _LARGEST:
         values[name] = max(getattr(stats, name) for stats in readings)
+    for name in _MEANS:
+        values[name] = sum(getattr(stats, name) for stats in known) / len(known) if known else 0.0
     return EngineStats(**values)
 
 

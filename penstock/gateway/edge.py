@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.core.errors import NotFound, PenstockError, Unavailable
 from penstock.gateway.api.generation import Answer, Handler
@@ -23,7 +22,7 @@ from penstock.gateway.tenancy.auth import public
 from penstock.gateway.tenancy.keys import redacted
 from penstock.gateway.tenancy.tenants import OPEN, Tenant
 from penstock.observability.account import Account
-from penstock.observability.logging import log
+from penstock.observability.logging import log, log_line, quoted
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
 from penstock.observability.tracing import Tracing
@@ -176,32 +175,28 @@ def _error_for_client(request: Request, error: BaseException) -> PenstockError:
 def _log(
     request: Request, tenant: Tenant, status: int, why: str | None, seconds: float, account: Account | None
 ) -> None:
-    log(
-        logger,
-        logging.INFO,
-        "request",
-        method=request.method,
-        path=redacted(request.path),
-        status=status,
-        ms=seconds * 1000,
-        tenant=tenant.name or None,
-        **_log_fields(account),
-        id=redacted(request.id),
-        why=why and redacted(why),
-    )
+    """One line, put together by hand: it is the one log line that every request costs."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    path = quoted(redacted(request.path))
+    line = f"request method={quoted(request.method)} path={path} status={status} ms={seconds * 1000:.1f}"
+    if tenant.name:
+        line += f" tenant={quoted(tenant.name)}"
+    if account is not None:
+        line += _log_account(account)
+    line += f" id={quoted(redacted(request.id))}"
+    if why is not None:
+        line += f" why={quoted(redacted(why))}"
+    log_line(logger, logging.INFO, line)
 
 
-def _log_fields(account: Account | None) -> dict[str, Any]:
-    if account is None:
-        return {}
-    parts = account.choices[0].parts
-    return {
-        "model": account.model if account.why else None,
-        "class": account.objective,
-        "cache": account.choices[0].cache,
-        "first_ms": account.ttft and account.ttft * 1000,
-        "queued_ms": parts.queued * 1000,
-        "prompt": account.prompt_tokens,
-        "cached": account.cached_tokens,
-        "output": account.output_tokens,
-    }
+def _log_account(account: Account) -> str:
+    choice = account.choices[0]
+    line = f" model={quoted(account.model)}" if account.why else ""
+    line += f" class={quoted(account.objective)}"
+    if choice.cache is not None:
+        line += f" cache={quoted(choice.cache)}"
+    if account.ttft is not None:
+        line += f" first_ms={account.ttft * 1000:.1f}"
+    tokens = f"prompt={account.prompt_tokens} cached={account.cached_tokens} output={account.output_tokens}"
+    return f"{line} queued_ms={choice.parts.queued * 1000:.1f} {tokens}"

@@ -15,12 +15,15 @@ from penstock.core.ledger import Ledger
 class Parts(Struct, kw_only=True):
     prepare: float  # from arrival to submission: reading the body, template, tokenising, limits
     cascade: float = 0.0  # at a small model whose answer was not used
+    held: float = 0.0  # until there was a replica: none was running
     queued: float = 0.0
     prefill: float = 0.0
     decode: float = 0.0
     stalled: float = 0.0
     failover: float = 0.0  # at replicas that were lost, and until another one took over
-    answer: float = 0.0  # in place of the engine's five where it kept no ledger: answered from a cache, or never run
+    answer: float = (
+        0.0  # in place of those from `held` on where there is no ledger: answered from a cache, or never run
+    )
     relay: float = 0.0
 
 
@@ -70,6 +73,7 @@ def parts_of(total: float, prepare: float, answered: float, ledger: Ledger | Non
     return Parts(
         prepare=prepare,
         cascade=cascade,
+        held=ledger.held,
         queued=sum(ledger.queued.values()),
         prefill=sum(chunk.seconds for chunk in ledger.prefill),
         decode=ledger.decode,

@@ -74,7 +74,7 @@ def configure_logging(level: str = "info", stream: TextIO | None = None) -> None
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def _quoted(value: object) -> str:
+def quoted(value: object) -> str:
     """A value that cannot break the line or pass for another key, whatever a client put in it."""
     text = str(value)
     return text if _is_plain(text) else ascii(text)
@@ -92,8 +92,11 @@ def log(
             elif isinstance(value, int):
                 words.append(f"{key}={value}")
             elif value is not None:
-                words.append(f"{key}={_quoted(value)}")
-        text = " ".join(words)
-        trace = None if error is None else (type(error), error, error.__traceback__)
-        # not logger.log(): it walks the stack to find its caller, which costs more than all the rest
-        logger.handle(logger.makeRecord(logger.name, level, "", 0, text, (), trace))
+                words.append(f"{key}={quoted(value)}")
+        log_line(logger, level, " ".join(words), error)
+
+
+def log_line(logger: logging.Logger, level: int, line: str, error: BaseException | None = None) -> None:
+    """Not logger.log(): it walks the stack to find its caller, which costs more than all the rest."""
+    trace = None if error is None else (type(error), error, error.__traceback__)
+    logger.handle(logging.LogRecord(logger.name, level, "", 0, line, (), trace))

@@ -13,7 +13,12 @@ from prometheus_client.registry import Collector
 # Of workers, which every process sees as a whole; all other counters are each process's own.
 _SEEN_BY_ALL = ("penstock_engine_", "penstock_replica_restarts")
 _PER_OWN_TOKEN = "penstock_machine_cost_per_million_tokens"  # the machine's whole cost over each process's tokens
-_OWN_GAUGES = ("penstock_requests_in_flight", "penstock_replica_streams", "penstock_answer_cache_flights")
+_OWN_GAUGES = (
+    "penstock_requests_in_flight",
+    "penstock_held_requests",
+    "penstock_replica_streams",
+    "penstock_answer_cache_flights",
+)
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 

@@ -108,10 +108,13 @@ class Tracing:
             return
         engine = self._open(parent, "engine", submitted, _engine_attributes(ledger))
         below = self._trace.set_span_in_context(engine)
-        waited = submitted + _ns(sum(s for cause, s in ledger.queued.items() if cause != "preempted"))
+        placed = submitted + _ns(ledger.held)
+        waited = placed + _ns(sum(s for cause, s in ledger.queued.items() if cause != "preempted"))
         first = submitted + _ns(ledger.total if ledger.ttft is None else ledger.ttft)
         last = submitted + _ns(ledger.total)
-        self._add(below, "queue", submitted, waited, {f"penstock.queue.{c}_s": s for c, s in ledger.queued.items()})
+        if placed > submitted:
+            self._add(below, "held", submitted, placed)
+        self._add(below, "queue", placed, waited, {f"penstock.queue.{c}_s": s for c, s in ledger.queued.items()})
         self._prefill(below, ledger, waited, first)
         if ledger.decode_steps:
             self._add(

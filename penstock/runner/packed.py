@@ -61,9 +61,7 @@ def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progre
                 param="model",
             )
     else:
-        fingerprint = _fingerprint(checkpoint)
-        name = hashlib.sha256(f"{fingerprint}/{model.scheme}".encode()).hexdigest()[:24]
-        path = cache_folder() / "packed" / f"{name}.bin"
+        fingerprint, path = _fingerprint(checkpoint), packed_file(checkpoint, model.scheme)
         packed = _load_kept(model, path, fingerprint)
         if not packed:
             stream = host_weights(checkpoint, config)
@@ -82,6 +80,14 @@ def fill(model: NativeModel, checkpoint: Checkpoint, config: ModelConfig, progre
         time.monotonic() - began,
     )
     return path
+
+
+def packed_file(checkpoint: Checkpoint, scheme: Scheme) -> Path:
+    """Where its packed weights are, once they have been packed."""
+    if checkpoint.kind == "packed":
+        return checkpoint.path
+    name = hashlib.sha256(f"{_fingerprint(checkpoint)}/{scheme}".encode()).hexdigest()[:24]
+    return cache_folder() / "packed" / f"{name}.bin"
 
 
 def write_checkpoint(model: NativeModel, config: ModelConfig, folder: Path) -> None:

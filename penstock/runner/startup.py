@@ -17,6 +17,7 @@ from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus
 from penstock.core.onednn import cap_onednn
 from penstock.core.request import SamplingParams
+from penstock.core.start_times import StartTimes
 from penstock.engine.executor import LoadedExecutor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
@@ -52,6 +53,7 @@ class _Plan:
     max_model_len: int
     max_step_tokens: int
     progress: Progress | None
+    times: StartTimes
 
     @property
     def device(self) -> torch.device:
@@ -88,24 +90,36 @@ class _Plan:
         return KVDemand(bytes_per_block, self.engine.block_size, self.max_model_len, self.engine.max_seqs, reserve)
 
 
+def planned(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    device: Literal["cpu", "cuda"],
+    progress: Progress | None,
+    times: StartTimes,
+) -> _Plan:
+    model = read_config(checkpoint)
+    return _Plan(
+        checkpoint=checkpoint,
+        model=model,
+        engine=config,
+        device_kind=device,
+        max_model_len=_max_model_len(config, model),
+        max_step_tokens=config.max_step_tokens or (8192 if device == "cuda" else 256),
+        progress=progress,
+        times=times,
+    )
+
+
 def start(
-    model: str, config: EngineConfig, progress: Progress | None = None
+    model: str, config: EngineConfig, progress: Progress | None = None, times: StartTimes | None = None
 ) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
     """Load a model and return the two halves of an engine: who decides and who computes."""
     keep_compiled("torch")
     checkpoint = resolve(model)
-    model_config = read_config(checkpoint)
-    sampling = _sampling_defaults(checkpoint, model_config, config)
     device = _device(config, checkpoint)
-    plan = _Plan(
-        checkpoint=checkpoint,
-        model=model_config,
-        engine=config,
-        device_kind=device,
-        max_model_len=_max_model_len(config, model_config),
-        max_step_tokens=config.max_step_tokens or (8192 if device == "cuda" else 256),
-        progress=progress,
-    )
+    plan = planned(checkpoint, config, device, progress, times or StartTimes())
+    model_config = plan.model
+    sampling = _sampling_defaults(checkpoint, model_config, config)
     executor = _cuda_executor(plan) if device == "cuda" else _cpu_executor(plan)
     limits = SchedulerLimits(
         num_blocks=executor.num_blocks,
@@ -122,7 +136,7 @@ def start(
     )
     if limits.longest_sequence < plan.max_model_len:
         log.warning("requests are limited to %d tokens, all that the KV cache holds", limits.longest_sequence)
-    times = kept_step_times(
+    step_times = kept_step_times(
         plan.machine,
         checkpoint.name,
         config.quantization,
@@ -139,7 +153,7 @@ def start(
         sampling,
         block_size=limits.block_size,
     )
-    return Scheduler(limits, times), executor, info
+    return Scheduler(limits, step_times), executor, info
 
 
 def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> SamplingParams:
@@ -157,7 +171,7 @@ def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: Engin
 
 
 def _cpu_executor(plan: _Plan) -> LoadedExecutor:
-    scheme = _cpu_scheme(plan)
+    scheme = cpu_scheme(plan)
     if plan.engine.deterministic and (problem := _varies_on_cpu(scheme)):
         raise StartupError(problem, param="engine.deterministic")
     if scheme is not None:
@@ -186,7 +200,7 @@ def _varies_on_cpu(scheme: Scheme | None) -> str | None:
     return None
 
 
-def _cpu_scheme(plan: _Plan) -> Scheme | None:
+def cpu_scheme(plan: _Plan) -> Scheme | None:
     """How the native kernels should hold the weights; None for plain torch."""
     config = plan.engine
     if config.quantization == "fp8":
@@ -229,6 +243,7 @@ def _native_executor(plan: _Plan, scheme: Scheme) -> LoadedExecutor:
     from penstock.runner.packed import fill, native_model, usual_kv
     from penstock.runner.rows import HostRows
 
+    plan.times.ended("import")
     config, model = plan.engine, plan.model
     kv = usual_kv(scheme) if config.kv_dtype == "auto" else cast(KVFormat, config.kv_dtype)
     demand = plan.kv_demand(native_block_bytes(model, config.block_size, kv))
@@ -236,7 +251,9 @@ def _native_executor(plan: _Plan, scheme: Scheme) -> LoadedExecutor:
     network = native_model(
         model, scheme, block_size=config.block_size, num_blocks=num_blocks, threads=usable_cpus(), kv=kv
     )
+    plan.times.ended("kernels")
     fill(network, plan.checkpoint, model, plan.progress)
+    plan.times.ended("load")
     return NativeRunner(network, HostRows(config.max_seqs, plan.table_blocks, model.vocab_size))
 
 
@@ -247,13 +264,16 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     from penstock.runner.model_runner import ModelRunner
     from penstock.runner.row_state import RowState
 
+    plan.times.ended("import")
     config, spec = plan.engine, model.attention_spec
     demand = plan.kv_demand(torch_block_bytes(spec, config.block_size, plan.dtype))
     num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device, config.gpu_memory_share)
     attention = ReferenceAttention(spec, num_blocks, config.block_size, plan.dtype, plan.device)
     state = RowState(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)
     forward = TorchForward(model, attention, plan.device)
-    return ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
+    runner = ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
+    plan.times.ended("kernels")
+    return runner
 
 
 def _cuda_executor(plan: _Plan) -> LoadedExecutor:
@@ -280,7 +300,9 @@ def _cuda_executor(plan: _Plan) -> LoadedExecutor:
             "smaller model, or free the memory that other processes hold"
         ) from error
     if supports_fused(model, plan.model):
-        return fused_executor(plan, model)
+        runner = fused_executor(plan, model)
+        plan.times.ended("kernels")
+        return runner
     if config.deterministic:
         raise StartupError(_NOT_ON_TORCH, param="engine.deterministic")
     if config.quantization == "fp8" or config.kv_dtype == "fp8":
@@ -299,6 +321,7 @@ def _precision(plan: _Plan) -> str:
 def _load(plan: _Plan) -> CausalLM:
     from penstock.models.loader import load_model
 
+    plan.times.ended("import")
     began = time.monotonic()
     model = load_model(plan.checkpoint, plan.model, dtype=plan.dtype, device=plan.device, progress=plan.progress)
     log.info(
@@ -310,6 +333,7 @@ def _load(plan: _Plan) -> CausalLM:
         plan.device,
         time.monotonic() - began,
     )
+    plan.times.ended("load")
     return model
 
 
@@ -331,9 +355,7 @@ def _device(config: EngineConfig, checkpoint: Checkpoint) -> Literal["cpu", "cud
 
 def _cuda_available() -> bool:
     """Asks torch only where there is a driver, so that a machine without one never loads torch for this."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    if not has_cuda_driver():
         return False
     if not _installed("torch"):
         log.warning("running on the CPU; the GPU of this machine needs torch: pip install 'penstock[cuda]'")
@@ -341,6 +363,14 @@ def _cuda_available() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def has_cuda_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def _installed(package: str) -> bool:

@@ -126,7 +126,8 @@ class MemoryStore:
 
     def _refusal(self, claim: Claim, use: _Use, now: float) -> tuple[Limit | None, float, int]:
         """The limit, seconds to wait, and what is left of a budget."""
-        month_spent, day_spent = self._spent(claim.tenant, self.day()[:7]), self._spent(claim.tenant, self.day())
+        day = self.day()
+        month_spent, day_spent = self._spent(claim.tenant, day[:7]), self._spent(claim.tenant, day)
         reserved = self._reserved[claim.tenant]
         if not fits(claim, claim.budget_per_month, month_spent + reserved):
             wait = budget_wait(claim, "month", month_spent, self._wall_clock())

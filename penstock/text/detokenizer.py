@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from penstock.text.tokenizer import Tokenizer
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
-
 
 class IncrementalDetokenizer:
     """What `push` and `finish` return adds up to `tokenizer.decode` of all ids, however these are divided.
@@ -21,24 +19,28 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._strip_next = tokenizer.strips_first_space and not continues
-        self._utf8 = _Utf8Decoder("replace")
+        self._held = b""  # of a character that is not complete
 
     def push(self, token_ids: Iterable[int]) -> str:
         data = self._tokenizer.join_bytes(token_ids, skip_special_tokens=self._skip_special_tokens)
         if self._strip_next and data:
             data = data.removeprefix(b" ")
             self._strip_next = False
-        return self._utf8.decode(data)
+        if self._held:
+            data = self._held + data
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[used:]
+        return text
 
     def breaks(self, token_id: int) -> bool:
         """Whether the character held back, if any, can no longer be completed once this token follows."""
-        held = self._utf8.getstate()[0]
         follows = self._tokenizer.join_bytes((token_id,), skip_special_tokens=self._skip_special_tokens)[:1]
         try:
-            codecs.utf_8_decode(held + follows, "strict", False)
+            codecs.utf_8_decode(self._held + follows, "strict", False)
         except UnicodeDecodeError:
-            return bool(held)
+            return bool(self._held)
         return False
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")

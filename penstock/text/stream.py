@@ -46,6 +46,11 @@ class TextStream:
     def push(self, chunk: Chunk) -> TextDelta:
         if self.finish_reason is not None:
             return TextDelta("", [], self.finish_reason)
+        if chunk.finish_reason is None and self._stops is None:  # by far most chunks
+            text = self._detokenizer.push(chunk.token_ids)
+            self.output_tokens += len(chunk.token_ids)
+            self._parts.append(text)
+            return TextDelta(text, chunk.token_ids, None, chunk.logprobs)
         hidden = chunk.finish_reason is not None and self._ends_with_stop_token(chunk)
         if self._stops is not None:
             delta = self._until_stop(chunk, self._stops, hidden)
@@ -53,8 +58,7 @@ class TextStream:
             shown = chunk.token_ids[:-1] if hidden else chunk.token_ids
             delta = TextDelta(self._detokenizer.push(shown), chunk.token_ids, chunk.finish_reason)
             self.output_tokens += len(chunk.token_ids)
-            if chunk.finish_reason is not None:
-                delta.text += self._detokenizer.finish()
+            delta.text += self._detokenizer.finish()
         if hidden and delta.stop_matched is None and chunk.token_ids[-1] in self._params.stop_token_ids:
             delta.stop_matched = chunk.token_ids[-1]
         if chunk.logprobs is not None:

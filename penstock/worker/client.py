@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
@@ -105,7 +105,8 @@ class WorkerClient(asyncio.Protocol):
     A protocol rather than a pair of streams: each frame is handed out where it arrives, without a task to wake first.
     """
 
-    info: EngineInfo  # known once connected
+    info: EngineInfo  # these two: known once connected
+    start_seconds: Mapping[str, float]  # phases of the worker's start
     _transport: asyncio.Transport
 
     def __init__(self, *, remote: bool, is_stopped: Callable[[], bool]) -> None:
@@ -124,14 +125,15 @@ class WorkerClient(asyncio.Protocol):
 
     @classmethod
     async def connect(
-        cls, connection: socket.socket, *, remote: bool = False, is_stopped: Callable[[], bool] = lambda: False
+        cls, connection: socket.socket, *, is_stopped: Callable[[], bool] = lambda: False
     ) -> WorkerClient:
         """Returns when the worker serves. Raises ConnectionError if it goes away before.
 
-        `remote`: over a network, where the worker wants to hear from this side as well. `is_stopped` tells whether its
-        process is known to be stopped, so that less silence is enough.
+        Over a network the worker wants to hear from this side as well. `is_stopped` tells whether its process is known
+        to be stopped, so that less silence is enough.
         """
         loop = asyncio.get_running_loop()
+        remote = connection.family != socket.AF_UNIX
         connect = loop.create_connection if remote else loop.create_unix_connection
         _, client = await connect(lambda: cls(remote=remote, is_stopped=is_stopped), sock=connection)
         try:
@@ -216,7 +218,7 @@ class WorkerClient(asyncio.Protocol):
         elif self._greeted.done():
             raise ConnectionError("a worker greets once")
         else:
-            self.info, self.stats = message.info, message.stats
+            self.info, self.stats, self.start_seconds = message.info, message.stats, message.start_seconds
             self._greeted.set_result(None)
             self._listen()
 

@@ -1,8 +1,9 @@
-"""The worker process. Started by a launcher as `python -m penstock.worker.main CONTROL_FD`.
+"""The worker process. Started by a launcher as `python -m penstock.worker.main CONTROL_FD [LISTENER_FD]`.
 
 All else comes over that control socket: first what to load, then a socket for each gateway, which is greeted once the
 model is loaded. A worker that cannot load says why over the control socket. When that ends, the launcher is gone and
-the worker goes too, also in the middle of loading.
+the worker goes too, also in the middle of loading. A standby is told to prepare for a model before it is told to load.
+Gateways on other machines come over the listener, if there is one.
 """
 
 from __future__ import annotations
@@ -15,19 +16,24 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import PenstockError
+from penstock.core.machine import lower_priority, process_began
+from penstock.core.start_times import StartTimes
 from penstock.engine.calibration import calibrate
 from penstock.engine.executor import LoadedExecutor
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.observability.logging import configure_logging
 from penstock.worker.control import Control
-from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Start, frame, read_control
+from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Prepared, Standby, Start, frame, read_control
+from penstock.worker.protocol import Control as Message
+from penstock.worker.remote import LEASE_SECONDS, Port
 from penstock.worker.server import WorkerServer
 
 log = logging.getLogger(__name__)
@@ -42,41 +48,94 @@ class Gateways(Protocol):
         """Connect those that have come and those that will. `stop` is called when there will be none any more."""
 
 
+class Everywhere:
+    """Gateways come from several places."""
+
+    def __init__(self, *places: Gateways) -> None:
+        self._places = places
+
+    async def attach(self, server: WorkerServer, stop: Callable[[], None]) -> None:
+        for place in self._places:
+            await place.attach(server, stop)
+
+
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the gateway decides
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)  # a compiler started from here must not keep it open
-    wanted = read_control(connection)
+    times, wanted = StartTimes(process_began()), read_control(connection)
+    if isinstance(wanted, Standby):
+        wanted = _stand_by(wanted, connection)
+        times = StartTimes()
     if not isinstance(wanted, Start):
         return 1
     configure_logging(wanted.log_level)
+    if wanted.visible_devices is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = wanted.visible_devices  # read when CUDA is initialised, not imported
     control = Control(connection)
     try:
-        scheduler, executor, info = load(wanted)
+        scheduler, executor, info = load(wanted, times)
     except PenstockError as error:
         connection.sendall(frame(Failed(error.message)))
         return 1
-    asyncio.run(serve(scheduler, executor, info, control))
+    gateways: Gateways = control
+    if len(sys.argv) > 2:
+        listener = socket.socket(fileno=int(sys.argv[2]))
+        listener.set_inheritable(False)
+        gateways = Everywhere(control, Port(listener, wanted.secret, LEASE_SECONDS))
+    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds))
     return 0
 
 
-def load(wanted: Start) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
+def _stand_by(standby: Standby, connection: socket.socket) -> Message | None:
+    """Prepare, then wait without using the CPU for what to load. None: the launcher has gone."""
+    configure_logging(standby.log_level)
+    mapped: list[object] = []
+
+    def prepare() -> None:
+        """At low priority. On a thread, since a process cannot raise its own again."""
+        lower_priority()
+        from penstock.runner.standby import prepare_start
+
+        said: Message = Prepared()
+        try:
+            mapped.extend(prepare_start(standby.model, standby.engine))
+        except PenstockError as error:
+            said = Failed(error.message)
+        except Exception as error:
+            said = Failed(repr(error))
+        with suppress(OSError):  # the launcher has gone, which the main thread sees
+            connection.sendall(frame(said))
+
+    threading.Thread(target=prepare, name="prepare", daemon=True).start()
+    return read_control(connection)
+
+
+def load(wanted: Start, times: StartTimes) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
     """Load the model and, on a machine where it never ran, measure how fast it is."""
     from penstock.runner.progress import LoadProgress  # numpy, and torch where it is needed, from here on
     from penstock.runner.startup import start
 
-    scheduler, executor, info = start(wanted.model, wanted.engine, LoadProgress(sys.stderr))
+    scheduler, executor, info = start(wanted.model, wanted.engine, LoadProgress(sys.stderr), times)
     if not scheduler.times.measured:
         log.info("measuring how fast this machine is, once")
         calibrate(scheduler, executor)
+        times.ended("calibration")
     return scheduler, executor, info
 
 
-async def serve(scheduler: Scheduler, executor: LoadedExecutor, info: EngineInfo, gateways: Gateways) -> None:
-    """Run the engine for its gateways, until there will be none any more or SIGTERM comes."""
+async def serve(
+    scheduler: Scheduler,
+    executor: LoadedExecutor,
+    info: EngineInfo,
+    gateways: Gateways,
+    start_seconds: Mapping[str, float],
+) -> None:
+    """Run the engine for its gateways, until there will be none any more or SIGTERM comes. Gateways are told how long
+    the phases of the start took."""
     server, stopped = WorkerServer(), asyncio.Event()
     engine = server.engine = EngineLoop(scheduler, executor, server.emit)
-    server.info = info
+    server.info, server.start_seconds = info, start_seconds
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     gc.collect()
     gc.freeze()  # what was loaded stays; collecting garbage must not walk through it in the middle of a step

@@ -1,7 +1,8 @@
 """What crosses the sockets of a worker: frames of four length bytes and one MessagePack message.
 
-launcher → worker  Start once, then one byte with the descriptor of a socket for each gateway that connects
-worker → launcher  Failed, where it cannot serve
+launcher → worker  Standby first, if it is to be prepared only; Start once, then one byte with the descriptor of a
+                   socket for each gateway that connects
+worker → launcher  Prepared, after Standby; Failed, where it cannot serve
 
 gateway → worker   Submit, Abort; over a network also Alive four times a second
 worker → gateway   Hello once, then Chunks per step, PromptScores before the Chunks they belong to, Refused, and a
@@ -36,6 +37,19 @@ class Start(msgspec.Struct, tag="start", array_like=True):
     engine: EngineConfig
     log_level: str
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of the process; None: as the launcher's
+    secret: str = ""  # of the port that it listens at, where it was given one
+
+
+class Standby(msgspec.Struct, tag="standby", array_like=True):
+    """Prepare for a Start with this model and engine, and wait for it."""
+
+    model: str
+    engine: EngineConfig
+    log_level: str
+
+
+class Prepared(msgspec.Struct, tag="prepared", array_like=True):
+    """A Start would be fast now."""
 
 
 class Submit(msgspec.Struct, tag="submit", array_like=True):
@@ -53,6 +67,7 @@ class Alive(msgspec.Struct, tag="alive", array_like=True):
 class Hello(msgspec.Struct, tag="hello", array_like=True):
     info: EngineInfo
     stats: EngineStats
+    start_seconds: dict[str, float] = {}  # how long the phases of the worker's start took
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True):
@@ -83,7 +98,7 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
 
 ToWorker = Submit | Abort | Alive
 FromWorker = Hello | Chunks | PromptScores | Refused | Heartbeat
-Control = Start | Failed
+Control = Standby | Start | Prepared | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
@@ -117,9 +132,9 @@ def take_frames(buffer: bytearray, data: bytes) -> list[bytes]:
         data = bytes(buffer)
         buffer.clear()
     frames: list[bytes] = []
-    at, have = 0, len(data)
-    while have - at >= _LENGTH.size:
-        begin = at + _LENGTH.size
+    at, have, head = 0, len(data), _LENGTH.size
+    while have - at >= head:
+        begin = at + head
         end = begin + _length(data, at)
         if end > have:
             break
@@ -130,7 +145,7 @@ def take_frames(buffer: bytearray, data: bytes) -> list[bytes]:
     return frames
 
 
-def read_control(connection: socket.socket) -> Start | Failed | None:
+def read_control(connection: socket.socket) -> Control | None:
     """What the other end of a control socket says next; None if it has gone. Blocks, and reads not a byte more: the
     next one may carry a descriptor."""
     head = _read_exactly(connection, _LENGTH.size)

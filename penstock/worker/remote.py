@@ -22,6 +22,8 @@ SECRET = "PENSTOCK_WORKER_SECRET"  # the environment variable
 _NONCE = 32
 _MAC = 32
 _HANDSHAKE_SECONDS = 5.0
+_LOOK_SECONDS = 1.0
+LEASE_SECONDS = 10.0  # how long a worker that was launched for a gateway waits for it to connect again
 
 
 class WrongSecret(StartupError):
@@ -63,17 +65,30 @@ async def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 class Port:
-    """A worker's port, for gateways that have its secret."""
+    """A worker's port, for gateways that have its secret. With `lease_seconds` the worker ends when no gateway has been
+    connected for so long."""
 
-    def __init__(self, listener: socket.socket, secret: str) -> None:
+    def __init__(self, listener: socket.socket, secret: str, lease_seconds: float | None = None) -> None:
         self._listener = listener
         self._secret = secret
+        self._lease_seconds = lease_seconds
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def attach(self, server: WorkerServer, stop: Callable[[], None]) -> None:
         self._listener.listen()
         self._listener.setblocking(False)
         self._start(self._accept(server))
+        if self._lease_seconds is not None:
+            self._start(self._end_when_left(server, stop, self._lease_seconds))
+
+    async def _end_when_left(self, server: WorkerServer, stop: Callable[[], None], seconds: float) -> None:
+        """Time is counted in rounds of this loop: a process that was suspended must not take the gap for absence."""
+        alone = 0.0
+        while alone < seconds:
+            await asyncio.sleep(_LOOK_SECONDS)
+            alone = alone + _LOOK_SECONDS if server.is_left_alone else 0.0
+        log.warning("no gateway for %.0f s; this worker ends", alone)
+        stop()
 
     async def _accept(self, server: WorkerServer) -> None:
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import cast
 
 from penstock.core.engine import EngineInfo
@@ -31,6 +32,7 @@ class WorkerServer:
     info: EngineInfo
 
     def __init__(self) -> None:
+        self.start_seconds: Mapping[str, float] = {}
         self._asyncio = asyncio.get_running_loop()
         self._gateways: set[GatewayConnection] = set()
         self._owners: dict[str, GatewayConnection] = {}  # of the requests in progress
@@ -56,9 +58,14 @@ class WorkerServer:
         for gateway, own in by_gateway.items():
             gateway.write(frames_of(own))
 
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether no gateway is connected over a network."""
+        return not any(gateway.remote for gateway in self._gateways)
+
     def connected(self, gateway: GatewayConnection) -> None:
         self._gateways.add(gateway)
-        gateway.write(frame(Hello(self.info, self.engine.stats)))
+        gateway.write(frame(Hello(self.info, self.engine.stats, dict(self.start_seconds))))
 
     def submit(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
         try:
@@ -103,7 +110,7 @@ class GatewayConnection(asyncio.Protocol):
 
     def __init__(self, server: WorkerServer, *, remote: bool = False) -> None:
         self._server = server
-        self._remote = remote
+        self.remote = remote
         self._received = bytearray()
         self._heartbeats_missed = 0
         self.write = self._not_connected
@@ -128,7 +135,7 @@ class GatewayConnection(asyncio.Protocol):
                 self._server.abort(self, message.request_id)
 
     def tick(self, heartbeat: bytes) -> None:
-        self._heartbeats_missed += self._remote
+        self._heartbeats_missed += self.remote
         if self._heartbeats_missed > DEAD_AFTER_HEARTBEATS:
             self._transport.abort()
         else:

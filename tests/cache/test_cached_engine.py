@@ -14,6 +14,7 @@ from penstock.cache.answer import decode_answer, encode_answer
 from penstock.cache.build import open_cache
 from penstock.cache.engine import CachedEngine
 from penstock.cache.settings import CacheConfig
+from penstock.core.engine import ChunkStream
 from penstock.core.errors import DeadlineExceeded, EngineFailure, NotCached, Overloaded
 from penstock.core.request import CacheControl, Chunk, GenerateRequest, Objective, SamplingParams, choice_seed
 from penstock.settings import Settings
@@ -44,7 +45,7 @@ def gated(engine: ScriptedEngine, tokens_before: int = 3) -> Gate:
     return gate
 
 
-async def first_chunk(stream: AsyncGenerator[Chunk, None]) -> Chunk:
+async def first_chunk(stream: ChunkStream) -> Chunk:
     return await anext(stream)
 
 

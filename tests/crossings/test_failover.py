@@ -76,6 +76,14 @@ def chat(streamed: bool, **fields: Any) -> Ask:
     return Ask("chat", "/v1/chat/completions", body)
 
 
+def every_kind(streamed: bool) -> dict[str, Ask]:
+    asks = {name: completion(streamed, **fields) for name, fields in COMPLETIONS.items()}
+    asks |= {name: chat(streamed, **fields) for name, fields in CHATS.items()}
+    if not streamed:
+        asks["prompt_logprobs"] = completion(False, temperature=0, prompt_logprobs=1)
+    return asks
+
+
 async def ask(
     http: HttpClient, what: Ask, on_event: Callable[[int], None] = lambda event: None, cached: bool = False
 ) -> tuple[Stream, list[dict[str, Any]]]:
@@ -146,10 +154,7 @@ def choices_with(part: str, events: list[dict[str, Any]]) -> list[Any]:
 @pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "whole"])
 async def test_every_kind_of_request(server: Running, streamed: bool) -> None:
     """All at once, so that they share batches, and with all replicas killed."""
-    asks = {name: completion(streamed, **fields) for name, fields in COMPLETIONS.items()}
-    asks |= {name: chat(streamed, **fields) for name, fields in CHATS.items()}
-    if not streamed:
-        asks["prompt_logprobs"] = completion(False, temperature=0, prompt_logprobs=1)
+    asks = every_kind(streamed)
     async with server.clients() as (http, admin):
         (greedy, _) = await ask(http, asks["greedy"])
         text = greedy.choices[0].text

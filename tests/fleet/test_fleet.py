@@ -84,7 +84,7 @@ async def test_streams_come_out_whole_whatever_dies(replicas: int, seed: int) ->
 
         async def ask(number: int) -> None:
             def on_token(count: int) -> None:
-                if deaths.get(number, count) < count and not any(one.suspected for one in fleet._journals.values()):
+                if deaths.get(number, count) < count and not any(one.suspected for one in fleet.journals.values()):
                     del deaths[number]  # one blow at a time: those who took the last one have had a token since
                     draw.choice(launchers).worker.die()
 

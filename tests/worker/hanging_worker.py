@@ -47,7 +47,7 @@ def main() -> None:
         num_blocks=12, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=40, vocab_size=50, eos_ids=frozenset()
     )
     scheduler = Scheduler(limits, ImpatientTimes())
-    asyncio.run(serve(scheduler, HangingExecutor(), EngineInfo("m", 40, 50), control))
+    asyncio.run(serve(scheduler, HangingExecutor(), EngineInfo("m", 40, 50), control, {}))
 
 
 if __name__ == "__main__":

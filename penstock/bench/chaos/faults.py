@@ -78,7 +78,7 @@ class Admin:
 
 def breakable(replica: dict[str, Any], fault: str) -> bool:
     """A worker on another machine can only be cut off; another server not even that."""
-    return replica["process"] is not None or (fault == "cut" and replica["place"].startswith("tcp://"))
+    return replica["process"] is not None or (fault == "cut" and replica["place"].startswith(("tcp://", "ray node")))
 
 
 async def break_replicas(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from penstock.core.errors import PenstockError, StartupError, Unavailable
 from penstock.core.request import GenerateRequest
 from penstock.fleet.launcher import Instance, Loss
@@ -11,6 +13,8 @@ from penstock.text.tokenizer import Tokenizer
 
 
 class UpstreamLauncher:
+    owns = False
+
     def __init__(self, config: UpstreamConfig, tokenizer: Tokenizer) -> None:
         self._config = config
         self._tokenizer = tokenizer
@@ -25,6 +29,7 @@ class UpstreamLauncher:
 
 class UpstreamInstance:
     process = None
+    start_seconds: Mapping[str, float] = {}
 
     def __init__(self, engine: Upstream) -> None:
         self.engine = engine

@@ -11,7 +11,15 @@ import msgspec
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
-from penstock.gateway.api.fleet import Drain, FleetEndpoints, InjectedFault, NewReplicas, NewVersion, Replicas
+from penstock.gateway.api.fleet import (
+    Drain,
+    FleetEndpoints,
+    InjectedFault,
+    NewReplicas,
+    NewVersion,
+    Replicas,
+    WholeFleet,
+)
 from penstock.gateway.api.generation import Handler
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.status import StatusEndpoints
@@ -214,7 +222,7 @@ ENDPOINTS = (
         media=(JSON, CSV),
         parameters=_USAGE,
     ),
-    Endpoint("GET", "/admin/fleet", "admin", "All replicas", lambda h: h.fleet.replicas, Replicas),
+    Endpoint("GET", "/admin/fleet", "admin", "All replicas", lambda h: h.fleet.replicas, WholeFleet),
     Endpoint(
         "POST",
         "/admin/fleet",

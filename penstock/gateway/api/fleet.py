@@ -22,6 +22,8 @@ class Control(Protocol):
 
     def replicas(self) -> Awaitable[list[Any]]: ...
 
+    def autoscaling(self) -> Awaitable[list[Any]]: ...
+
     def add(self, model: str, count: int) -> Awaitable[list[Any]]: ...
 
     def remove(self, name: str, drain_seconds: float) -> Awaitable[Any]: ...
@@ -35,6 +37,9 @@ class NoFleet:
     """Of a gateway whose engines are not its own to start and stop."""
 
     async def replicas(self) -> list[Any]:
+        return []
+
+    async def autoscaling(self) -> list[Any]:
         return []
 
     async def add(self, model: str, count: int) -> list[Any]:
@@ -84,6 +89,10 @@ class Replicas(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
+class WholeFleet(Replicas):
+    autoscale: list[Any] = []  # the models whose replicas follow their load
+
+
 _new_replicas = msgspec.json.Decoder(NewReplicas)
 _drain = msgspec.json.Decoder(Drain)
 _new_version = msgspec.json.Decoder(NewVersion)
@@ -96,7 +105,8 @@ class FleetEndpoints:
         self.control = control
 
     async def replicas(self, request: Request, response: Response, tenant: Tenant) -> None:
-        await response.send(200, encode_json(Replicas(await self.control.replicas())))
+        replicas, autoscale = await self.control.replicas(), await self.control.autoscaling()
+        await response.send(200, encode_json(WholeFleet(replicas, autoscale=autoscale)))
 
     async def add(self, request: Request, response: Response, tenant: Tenant) -> None:
         body = await self.serving.read(request, _new_replicas)

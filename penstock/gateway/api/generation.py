@@ -198,7 +198,9 @@ class Generation:
         choice.submitted = time.monotonic()
         chunks = self.engine.submit(choice.request)
         push, trial = choice.stream.push, self.trial
+        observe_inter_token = self.metrics.inter_token.observe
         last: float | None = None
+        computed = True
         try:
             async for chunk in chunks:
                 if chunk.finish_reason is not None:
@@ -206,8 +208,9 @@ class Generation:
                 now = time.monotonic()
                 if last is None:
                     self._first_chunk(choice, chunk)
-                elif (count := len(chunk.token_ids)) and choice.computed:
-                    self.metrics.inter_token.observe((now - last) / count, count)
+                    computed = choice.computed
+                elif computed and (count := len(chunk.token_ids)):
+                    observe_inter_token((now - last) / count, count)
                 last = now
                 delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
                 if trial is not None:
@@ -218,12 +221,14 @@ class Generation:
                 if choice.first is None:
                     choice.first = time.monotonic()
                     self.metrics.first_token.observe(choice.first - self.context.arrived)
-                choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_matched
+                finished = delta.finish_reason
+                if finished is not None:
+                    choice.finish_reason, choice.stop_reason = finished, delta.stop_matched
                 if emit is not None:
                     await emit(choice, delta)
                 else:
                     choice.keep(delta)
-                if delta.finish_reason is not None:
+                if finished is not None:
                     return
             raise EngineFailure("the engine ended the stream without a finish reason")
         finally:

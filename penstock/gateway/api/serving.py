@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import cache
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -146,9 +148,19 @@ def check_values(body: SamplingFields) -> None:
     stray = body.stream_options is not None and not body.stream
     require(not stray, "stream_options", "is only allowed when stream is enabled")
     require(not (body.stream and body.prompt_logprobs is not None), "prompt_logprobs", "cannot be streamed")
-    for name, (values, otherwise) in SUPPORTED_VALUES.items():
-        if (value := getattr(body, name, None)) is not None:
-            require(value in values, name, otherwise)
+    names, read = _limited_fields(type(body))
+    given = read(body)
+    if given.count(None) < len(given):
+        for name, value in zip(names, given, strict=True):
+            values, otherwise = SUPPORTED_VALUES[name]
+            require(value is None or value in values, name, otherwise)
+
+
+@cache
+def _limited_fields(body: type[SamplingFields]) -> tuple[list[str], Callable[[SamplingFields], tuple[Any, ...]]]:
+    """Those of which only some values are supported, and what reads them all."""
+    names = [name for name in SUPPORTED_VALUES if name in body.__struct_fields__]
+    return names, attrgetter(*names)
 
 
 def _check_content_type(request: Request) -> None:

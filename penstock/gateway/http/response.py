@@ -86,9 +86,8 @@ class Response:
         """Nothing in a header comes from a client as it was, except ids of a form that cannot break a line."""
         self.status = status
         self.request.answered = True
-        lines = [_STATUS_LINES[status], _date.line(), b"x-request-id: ", self.request.id.encode(), b"\r\n"]
-        for name, value in (*self.headers.items(), *headers):
-            lines += (name, b": ", value, b"\r\n")
+        lines = [_STATUS_LINES[status], _date.line(), b"x-request-id: %b\r\n" % self.request.id.encode()]
+        lines += [b"%b: %b\r\n" % header for header in (*self.headers.items(), *headers)]
         lines.append(b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n")
         return b"".join(lines)
 

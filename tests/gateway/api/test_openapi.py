@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+import schemathesis.specs.openapi.schemas  # at its first use, beside another thread, compiling it may fail in 3.11
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error

@@ -1,0 +1,185 @@
+"""Talks to the Ray cluster for a gateway: `python -m penstock.fleet.ray.driver CHANNEL_FD`.
+
+A process of its own, because Ray ends a process that cannot reach the head of its cluster for a minute, and a gateway
+goes on serving then. It holds nothing that is needed later: actors are detached and named, and another driver finds
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayError
+
+from penstock import __version__
+from penstock.core.errors import StartupError
+from penstock.fleet.channel import Channel
+from penstock.fleet.ray import host
+from penstock.fleet.ray.reasons import AWAY, full, not_started, other_penstock, other_versions, unreachable
+
+NAMESPACE = "penstock"
+_CONNECT_SECONDS = 5.0
+_ANSWER_SECONDS = 20.0  # for a head that may be busy
+_STOP_SECONDS = 15.0
+_OBJECT_STORE = 80 * 2**20  # the least that Ray takes; nothing of ours is in it
+
+
+class Driver:
+    def __init__(self) -> None:
+        self._actors: dict[str, Any] = {}  # handles by name, of those launched by this process
+        self._starting: set[str] = set()
+
+    async def connect(self, address: str | None) -> None:
+        """Join the cluster at this address, or one that this machine belongs to, or start one here."""
+        try:
+            if address != "local":
+                try:
+                    return self._join(address or "auto")
+                except ConnectionError:
+                    if address is not None:
+                        raise
+            self._start_cluster()
+        except (RuntimeError, OSError, ValueError, RayError) as error:
+            mismatch = "Version mismatch" in str(error)
+            raise StartupError(other_versions(str(error)) if mismatch else unreachable(address, str(error))) from error
+
+    def _join(self, address: str) -> None:
+        name, _, port = address.rpartition(":")
+        if port.isdigit():  # Ray would try for minutes
+            socket.create_connection((name.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.WARNING)
+
+    def _start_cluster(self) -> None:
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        ray.init(
+            address="local",
+            namespace=NAMESPACE,
+            logging_level=logging.WARNING,
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE,
+            _system_config={"worker_niceness": 0},  # workers are servers, not background jobs
+        )
+
+    async def launch(
+        self, name: str, start: bytes, resources: Mapping[str, Any], wait_seconds: float
+    ) -> dict[str, Any]:
+        """Returns where the worker serves."""
+        needs = await self._needs(resources)
+        create = ray.remote(host.WorkerHost).options(
+            num_cpus=needs["CPU"],
+            num_gpus=needs["GPU"],
+            resources=resources["custom"],
+            name=name,
+            lifetime="detached",  # it outlives this process
+            max_restarts=0,  # the gateway's replica launches another one
+            scheduling_strategy="SPREAD",
+        )
+        self._starting.add(name)
+        try:
+            actor = self._actors[name] = await _ask(create.remote)
+            node = await self._placed(actor, needs, wait_seconds)
+            if node["penstock"] != __version__:
+                raise StartupError(other_penstock(node, __version__))
+            started: dict[str, Any] = await actor.start.remote(start, node["address"])
+            if "failed" in started:
+                raise StartupError(not_started(node["address"], started["failed"], started.get("missing")))
+            self._starting.discard(name)
+            return {"host": node["address"], **started}
+        except RayError as error:
+            await self.stop(name)
+            raise StartupError(f"Ray lost the worker while it was starting: {_last_line(error)}") from error
+        except BaseException:
+            await self.stop(name)
+            raise
+
+    async def _needs(self, resources: Mapping[str, Any]) -> dict[str, float]:
+        gpus = resources["gpus"]
+        if gpus is None:
+            gpus = 1.0 if resources["cuda"] or (await _ask(ray.cluster_resources)).get("GPU", 0) >= 1 else 0.0
+        return {"CPU": resources["cpus"], "GPU": gpus, **resources["custom"]}
+
+    async def _placed(self, actor: Any, needs: Mapping[str, float], seconds: float) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(seconds):
+                node: dict[str, Any] = await actor.node.remote()
+                return node
+        except TimeoutError:
+            free = await _ask(ray.available_resources)
+            nodes = await _ask(ray.nodes)
+            raise StartupError(full(needs, free, nodes, seconds)) from None
+
+    async def loss(self, name: str) -> tuple[str, bool]:
+        """Waits until the worker is gone, and says why. Requests run in the worker alone: if the actor is gone as well,
+        somebody has ended it, its node or the cluster."""
+        try:
+            actor = await self._find(name)
+            found: tuple[str, bool] = await actor.loss.remote()
+            return found
+        except (RayError, ValueError) as error:
+            return _last_line(error), True
+
+    async def stop(self, name: str) -> None:
+        """End the worker with its actor, if they are still there."""
+        with suppress(RayError, ValueError, StartupError):
+            actor = await self._find(name)
+            if name not in self._starting:
+                with suppress(RayError, TimeoutError):
+                    async with asyncio.timeout(_STOP_SECONDS):
+                        await actor.stop.remote()
+            await _ask(partial(ray.kill, actor))
+        self._actors.pop(name, None)
+        self._starting.discard(name)
+
+    async def _find(self, name: str) -> Any:
+        """Raises ValueError if there is none."""
+        return self._actors.get(name) or await _ask(partial(ray.get_actor, name))
+
+    async def stop_all(self) -> None:
+        await asyncio.gather(*map(self.stop, list(self._actors)))
+
+
+def _last_line(error: Exception) -> str:
+    """What Ray says in the end, after ids and addresses."""
+    return str(error).strip().splitlines()[-1][:300]
+
+
+async def _ask(question: Any) -> Any:
+    """The head's answer. While it is away Ray waits for it; this says so instead."""
+    try:
+        return await asyncio.wait_for(asyncio.to_thread(question), _ANSWER_SECONDS)
+    except TimeoutError:
+        raise StartupError(AWAY) from None
+
+
+async def serve(connection: socket.socket) -> None:
+    """Answer the gateway until it has gone. Its workers go with it."""
+    cloudpickle.register_pickle_by_value(host)
+    driver = Driver()
+    channel = Channel(
+        connection,
+        {"connect": driver.connect, "launch": driver.launch, "loss": driver.loss, "stop": driver.stop},
+    )
+    await channel.closed
+    await driver.stop_all()
+
+
+def main() -> int:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    asyncio.run(serve(connection))
+    ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
