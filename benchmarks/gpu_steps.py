@@ -25,7 +25,7 @@ from penstock.engine.settings import EngineConfig, Quantization
 from penstock.kernels import linear as linear_layers
 from penstock.kernels.hopper.decode import StreamConfig, stream_config
 from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows, shared_bytes
-from penstock.kernels.hopper.swiglu_gemm import Tiling
+from penstock.kernels.hopper.persistent_gemm import Tiling
 from penstock.runner import paged_attention
 from penstock.runner.cuda_runner import CudaRunner, _Kind
 from penstock.runner.fused_forward import _Dense

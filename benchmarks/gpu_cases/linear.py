@@ -24,8 +24,8 @@ from gpu_cases.case import (
 )
 from penstock.kernels.hopper.gemm import empty_deferred_norm, hopper_gemm
 from penstock.kernels.hopper.gemm_configs import tile_config
+from penstock.kernels.hopper.persistent_gemm import best_tiling, swiglu_gemm
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.hopper.swiglu_gemm import best_tiling, swiglu_gemm
 from penstock.kernels.triton.activation import silu_mul, silu_mul_reference
 from penstock.kernels.triton.gemm import (
     GemvConfig,
@@ -242,7 +242,7 @@ def deferred_norm_case(rows: int, width: int, depth: int) -> Case:
 
     def run(i: int) -> None:
         down, gate_up = pairs[i]
-        deferred = empty_deferred_norm(stream, first)
+        deferred = empty_deferred_norm(stream)
         hopper_gemm(stream, x, down, config=first, add=True, defers=(gain, deferred))
         hopper_gemm(out, deferred.values, gate_up, config=second, norm=(deferred.squares, 1e-5), gated=True)
 

@@ -135,6 +135,7 @@ def run(args: Namespace) -> int:
         max_step_tokens=args.max_step_tokens,
         kv_memory_gib=args.kv_memory_gib,
         kv_dtype=args.kv_dtype,
+        deterministic=args.deterministic,
         scheduling=plan.modes[0],
     )
     scheduler, executor, info = _start(args.model, config)

@@ -41,6 +41,7 @@ def _add_engine(kinds: Subparsers) -> None:
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
     parser.add_argument("--quantization", choices=get_args(Quantization), default="auto")
     parser.add_argument("--kv-dtype", choices=get_args(KVDtype), default="auto", help="of the KV cache")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits of a request in any batch")
     parser.add_argument("--max-model-len", type=positive_int, help="prompt plus output of one request")
     parser.add_argument("--max-seqs", type=positive_int, default=512, help="sequences in one step (default 512)")
     parser.add_argument("--max-step-tokens", type=positive_int, help="tokens in one step")

@@ -32,6 +32,7 @@ class EngineConfig:
     kv_dtype: KVDtype = "auto"  # of the KV cache; auto: int8 beside quantised weights on CPU, bf16 on CUDA
     block_size: int = 16
     prefix_caching: bool = True
+    deterministic: bool = False  # logits of a request have the same bits in any batch; on CPU they have without it
     scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored
     max_waiting: int = 4096  # requests queued in the engine; more are refused
     # For requests that do not set them: fields of `RECOMMENDED`; the others are as the model's authors recommend.

@@ -3,7 +3,7 @@
 A call includes what stands around the GEMM: the RMSNorm before it, and the SwiGLU epilogue or the residual addition
 after it. Few rows stream the weight through `triton/gemm.py`, on Hopper up to some hundred rows through
 `hopper/gemm.py`; these kernels fuse most of that. Many rows go to cuBLAS with separate kernels around it, and on Hopper
-the gate and up projections to `hopper/swiglu_gemm.py`.
+the gate and up projections to `hopper/persistent_gemm.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from penstock.kernels.hopper.gemm import DeferredNorm, HopperConfig, empty_deferred_norm, hopper_gemm
 from penstock.kernels.hopper.gemm_configs import hopper_config
-from penstock.kernels.hopper.swiglu_gemm import swiglu_gemm, swiglu_tiling
+from penstock.kernels.hopper.persistent_gemm import swiglu_gemm, swiglu_tiling
 from penstock.kernels.triton.activation import add_scaled, silu_mul
 from penstock.kernels.triton.gemm import GemvConfig, SkinnyConfig, SplitScratch, stream_gemm, stream_gemv
 from penstock.kernels.triton.gemm_configs import triton_config
@@ -142,7 +142,7 @@ def add_linear(
         if next_gain is None or scales is not None or residual.numel() > _MOST_DEFERRED:
             hopper_gemm(residual, inputs, weight, config=config, scales=both, add=True)
             return None
-        deferred = empty_deferred_norm(residual, config)
+        deferred = empty_deferred_norm(residual)
         hopper_gemm(residual, inputs, weight, config=config, add=True, defers=(next_gain, deferred))
         return deferred
     if isinstance(config, SkinnyConfig):

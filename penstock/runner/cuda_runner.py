@@ -149,7 +149,9 @@ class CudaRunner:
         rows = np.array(step.rows, dtype=np.int32)
         contexts = np.array(step.starts, dtype=np.int32) + 1
         flight.sampled = list(range(len(rows)))
-        shared, length = shared_prefix(self._state.tables_RM, rows, contexts, self._block_size)
+        shared, length = None, 0
+        if not self._forward.deterministic:
+            shared, length = shared_prefix(self._state.tables_RM, rows, contexts, self._block_size)
         sizes = self._sharing_sizes if length else self._sizes
         size = next(size for size in sizes if size >= len(rows))
         kind = _Kind(size, length > 0, self._forward.stacks(size, int(contexts.max())))
@@ -275,7 +277,7 @@ class CudaRunner:
         What does not fit beside the others runs again alone. Raises torch.OutOfMemoryError.
         """
         layers, decode, mixed = self._forward.distinct_layers, self._decode_body, self._mixed_steps
-        tasks: list[Callable[[], object]] = [self._forward.warm_up, self._warm_up_sampling]
+        tasks: list[Callable[[], object]] = [*self._forward.compile_tasks, self._warm_up_sampling]
         tasks += [partial(decode, kind, layers) for kind in self._kinds]
         tasks += [partial(mixed.compile, layout, self._state) for layout in mixed.layouts]
         self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32), None, 0)
@@ -338,6 +340,8 @@ class CudaRunner:
         """The largest first, so that smaller ones share its memory."""
         alone = [_Kind(1, stacked=True)] if self._forward.stacks(1, 1) else []
         sharing = [_Kind(size, shared=True) for size in reversed(self._sharing_sizes) if size >= MIN_SHARING]
+        if self._forward.deterministic:
+            sharing = []
         return [_Kind(size) for size in reversed(self._sizes)] + sharing + alone
 
     def _capture(self, kind: _Kind) -> None:

@@ -17,7 +17,7 @@ from penstock.kernels.attention_reference import torch_block_bytes
 from penstock.models.llama import Llama
 from penstock.quantization.fp8 import quantize_model
 from penstock.runner.cuda_runner import CudaRunner
-from penstock.runner.fused_forward import FusedForward
+from penstock.runner.fused_forward import FusedForward, deterministic_problem
 from penstock.runner.memory import GIB, kv_blocks
 from penstock.runner.row_state import RowState
 
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 
 def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
     config = plan.engine
+    problem = deterministic_problem(model, plan.model) if config.deterministic else None
+    if problem:
+        raise StartupError(f"deterministic: {problem}; set deterministic to false", param="engine.deterministic")
     if config.quantization == "fp8":
         quantize_model(model)
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else plan.dtype
@@ -67,6 +70,7 @@ def _with_smallest_cache(plan: Plan, model: Llama, kv_dtype: torch.dtype, free: 
             max_seqs=config.max_seqs,
             max_model_len=plan.max_model_len,
             kv_dtype=kv_dtype,
+            deterministic=config.deterministic,
         )
         return CudaRunner(
             forward,

@@ -12,7 +12,9 @@ T tokens, S sequences, C hidden size, H query heads, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeGuard
 
 import numpy as np
@@ -20,6 +22,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from penstock.kernels import batch_invariant
+from penstock.kernels.batch_invariant import LEAST_DEPTH
 from penstock.kernels.hopper.layers import (
     MOST_TOKENS,
     KVCache,
@@ -29,9 +33,9 @@ from penstock.kernels.hopper.layers import (
     fits,
     stack_layers,
 )
+from penstock.kernels.hopper.persistent_gemm import compile_swiglu_gemms
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.hopper.swiglu_gemm import compile_swiglu_gemms
-from penstock.kernels.linear import Deferred, add_linear, gated_linear, linear
+from penstock.kernels.linear import Deferred, QuantizedRows, add_linear, gated_linear, linear
 from penstock.kernels.triton.gemm import split_scratch
 from penstock.kernels.triton.moe import ExpertWeights, mix_experts
 from penstock.kernels.triton.norm import add_rms_norm
@@ -88,8 +92,13 @@ class FusedForward:
         max_seqs: int,
         max_model_len: int,
         kv_dtype: torch.dtype | None = None,
+        deterministic: bool = False,
     ) -> None:
-        """`kv_dtype` is that of the model, or float8_e4m3fn without scales: what is beyond 448 is stored as that."""
+        """`kv_dtype` is that of the model, or float8_e4m3fn without scales: what is beyond 448 is stored as that.
+
+        `deterministic`: the logits of a token have the same bits in any batch, for models that
+        `deterministic_problem` has nothing against.
+        """
         spec = model.attention_spec
         self._spec = spec
         self._eps = config.norm_eps
@@ -113,9 +122,17 @@ class FusedForward:
             dtype=model.embedding.dtype,
             kv_dtype=kv_dtype or model.embedding.dtype,
             device=self.device,
+            deterministic=deterministic,
         )
+        self.deterministic = deterministic
         self._splits = split_scratch(self.device)
-        self._stacked = self._stack(config) if is_hopper(self.device) else None
+        self._linear: Callable[..., torch.Tensor] = partial(linear, scratch=self._splits)
+        self._gated_linear: Callable[..., torch.Tensor | QuantizedRows] = partial(gated_linear, scratch=self._splits)
+        self._add_linear: Callable[..., Deferred | None] = partial(add_linear, scratch=self._splits)
+        if deterministic:
+            self._linear, self._add_linear = batch_invariant.linear, batch_invariant.add_linear
+            self._gated_linear = partial(batch_invariant.linear, gated=True)
+        self._stacked = self._stack(config) if is_hopper(self.device) and not deterministic else None
         self._experts = config.moe.num_experts if config.moe else 0
 
     def __call__(
@@ -139,16 +156,32 @@ class FusedForward:
         return to_device(values, self.device)
 
     def warm_up(self) -> None:
-        """Run a short prompt that writes nothing, so that the kernels of mixed steps are there, and load all others."""
+        """Run a short prompt that writes nothing, so that the kernels of mixed steps are there."""
         zeros = torch.zeros(256, dtype=torch.int32, device=self.device)
         ends = torch.tensor([0, 256], dtype=torch.int32, device=self.device)
         step = MixedStep(zeros, zeros - 1, zeros[None], ends, ends[1:], num_decodes=0, num_queries=256)
         x_TC = F.embedding(zeros, self.embedding)
         self.logits(self.hidden(x_TC, self.attention.attend_mixed(step), self.distinct_layers)[:1])
-        if is_hopper(self.device):
-            dense = [layer.mlp for layer in self._layers if isinstance(layer.mlp, _Dense)]
-            for fp8 in {mlp.gate_up.scales is not None for mlp in dense}:
-                compile_swiglu_gemms(fp8=fp8)
+
+    @property
+    def compile_tasks(self) -> list[Callable[[], object]]:
+        """Calls, in any order and at the same time, after which all kernels are there that no graph bucket needs."""
+        dense = next((layer for layer in self._layers if isinstance(layer.mlp, _Dense)), None)
+        if dense is None or not is_hopper(self.device):
+            return [self.warm_up]
+        assert isinstance(dense.mlp, _Dense)
+        gate_up = dense.mlp.gate_up
+        if not self.deterministic:
+            return [self.warm_up, partial(compile_swiglu_gemms, fp8=gate_up.scales is not None)]
+        compiled = batch_invariant.compile_for_many_rows
+        return [
+            self.warm_up,
+            partial(compiled, dense.qkv.weight),
+            partial(compiled, dense.qkv.weight, norm=True),
+            partial(compiled, dense.out.weight, add=True),
+            partial(compiled, dense.mlp.down.weight, add=True),
+            partial(compiled, gate_up.weight, gated=True, norm=True),
+        ]
 
     def clear_scratch(self) -> None:
         self._splits.arrivals.zero_()
@@ -184,19 +217,18 @@ class FusedForward:
 
     def hidden(self, x_TC: torch.Tensor, attend: Attend, layers: int | None = None) -> torch.Tensor:
         """From embeddings to the residual stream after the last layer; the final norm belongs to `logits`."""
-        splits = self._splits
         # Not shared by steps that are warmed up side by side: wrong counts would lead outside the tiles.
         counts_E = torch.zeros(self._experts, dtype=torch.int32, device=self.device) if self._experts else None
         deferred: Deferred | None = None
         used = self._layers[:layers]
         for number, layer in enumerate(used):
             norm, (qkv, out) = (layer.attention_norm, self._eps), (layer.qkv, layer.out)
-            projected = linear(x_TC, qkv.weight, splits, scales=qkv.scales, norm=norm, deferred=deferred)
+            projected = self._linear(x_TC, qkv.weight, scales=qkv.scales, norm=norm, deferred=deferred)
             if qkv.bias is not None:
                 projected.add_(qkv.bias)
             mixed = attend(number, projected).flatten(1)
             next_gain = layer.mlp_norm if isinstance(layer.mlp, _Dense) else None
-            deferred = add_linear(x_TC, mixed, out.weight, splits, scales=out.scales, next_gain=next_gain)
+            deferred = self._add_linear(x_TC, mixed, out.weight, scales=out.scales, next_gain=next_gain)
             following = used[number + 1].attention_norm if number + 1 < len(used) else None
             deferred = self._feed_forward(x_TC, layer, counts_E, deferred, following)
         return x_TC
@@ -213,14 +245,12 @@ class FusedForward:
         norm, mlp = (layer.mlp_norm, self._eps), layer.mlp
         if isinstance(mlp, _Dense):
             gate_up, down = mlp.gate_up, mlp.down
-            inner = gated_linear(
-                x_TC, gate_up.weight, self._splits, scales=gate_up.scales, norm=norm, deferred=deferred
-            )
-            return add_linear(x_TC, inner, down.weight, self._splits, scales=down.scales, next_gain=next_gain)
+            inner = self._gated_linear(x_TC, gate_up.weight, scales=gate_up.scales, norm=norm, deferred=deferred)
+            return self._add_linear(x_TC, inner, down.weight, scales=down.scales, next_gain=next_gain)
         assert counts_E is not None
         normed = add_rms_norm(x_TC, *norm)
         scores_TE = torch.empty((len(x_TC), len(mlp.router)), dtype=torch.float32, device=x_TC.device)
-        linear(normed, mlp.router, self._splits, out=scores_TE)
+        self._linear(normed, mlp.router, out=scores_TE)
         mix_experts(x_TC, normed, scores_TE, mlp.experts, counts_E)
         return None
 
@@ -228,7 +258,7 @@ class FusedForward:
         """In float32: rounded to bfloat16, likely tokens would tie."""
         if out is None:
             out = torch.empty((len(x_RC), len(self._head)), dtype=torch.float32, device=x_RC.device)
-        return linear(x_RC, self._head, self._splits, norm=(self._norm, self._eps), out=out)
+        return self._linear(x_RC, self._head, norm=(self._norm, self._eps), out=out)
 
     def _stack(self, config: ModelConfig) -> StackedLayers | None:
         """For the kernel that runs whole steps: dense layers, alike, without biases, weights in bfloat16 or fp8."""
@@ -274,6 +304,20 @@ class FusedForward:
 def supports_fused(model: CausalLM, config: ModelConfig) -> TypeGuard[Llama]:
     """Without biases in the places where the kernels fold other work in."""
     return isinstance(model, Llama) and not config.mlp_bias and not config.output_bias
+
+
+def deterministic_problem(model: Llama, config: ModelConfig) -> str | None:
+    """Why this model on this device cannot give every token the same bits in any batch; None if it can."""
+    if config.moe:
+        return "models with experts are not covered: their grouped GEMMs depend on the batch"
+    if not is_hopper(model.embedding.device):
+        return "needs a Hopper GPU (compute capability 9.0), whose GEMM kernels sum in a fixed order"
+    if model.embedding.dtype != torch.bfloat16:
+        return f"needs dtype bfloat16, not {str(model.embedding.dtype).removeprefix('torch.')}"
+    sizes = (config.hidden_size, config.intermediate_size, config.vocab_size, config.num_heads * config.head_dim)
+    if any(size % 16 for size in sizes) or min(sizes) < LEAST_DEPTH:
+        return f"needs sizes of layers and vocabulary that are multiples of 16 and at least {LEAST_DEPTH}"
+    return None
 
 
 def _projection(module: Linear) -> _Projection:

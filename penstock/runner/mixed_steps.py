@@ -53,6 +53,7 @@ class Layout:
         T, S, N = self.sizes[0], self.sizes[4], self.most_sampled
         real, padded = batch.num_decodes, self.decodes
         starts = np.full(S + 1, batch.query_starts[-1], dtype=np.int32)
+        starts[:real], starts[real:padded] = batch.query_starts[:real], real
         starts[padded : padded + len(batch.query_starts) - real] = batch.query_starts[real:]
 
         def by_sequence(values: npt.NDArray[np.int32], fill: int) -> npt.NDArray[np.int32]:

@@ -69,12 +69,20 @@ class PagedAttention:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
         device: torch.device,
+        deterministic: bool = False,
     ) -> None:
-        """`head_norms` are the gains of query and key heads of each layer that has them."""
+        """`head_norms` are the gains of query and key heads of each layer that has them.
+
+        `deterministic`: decode tokens take the kernel that prompts take, and its keys are divided by position, so that
+        a token's attention has the same bits in any batch, however its sequence was chunked.
+        """
+        self._deterministic = deterministic
+        self._one_each = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)  # query starts of a decode step
         self._spec = spec
         self._head_norms = head_norms
         self._eps = eps
         self._block_size = block_size
+        self._dtype = dtype
         self._kv_dtype = kv_dtype
         self._device = device
         self.cos_sin = _cos_sin(rotary, max_model_len, device)
@@ -102,6 +110,8 @@ class PagedAttention:
 
     def attend_mixed(self, step: MixedStep) -> Attend:
         """Attention of sequences that decode, then of those that compute several tokens."""
+        if self._deterministic:
+            return self._attend_invariant(step)
         decodes = step.num_decodes
         attend_decodes = self._divided(step.tables_SM[:decodes], step.contexts_S[:decodes]) if decodes else None
 
@@ -134,6 +144,12 @@ class PagedAttention:
     ) -> Attend:
         """Attention of sequences that all decode, with cascade attention where some share a prefix."""
         spec = self._spec
+        if self._deterministic:
+            size = len(contexts_S)
+            starts = self._one_each[: size + 1]
+            return self._attend_invariant(
+                MixedStep(inputs.positions_S, inputs.slots_S, inputs.tables_SM, starts, contexts_S, size, size)
+            )
         attend_parts = self._divided(inputs.tables_SM, contexts_S, prefix)
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -144,6 +160,30 @@ class PagedAttention:
             else:
                 attend_parts(layer, out_SHD, qkv, Rope(self.cos_sin, self._head_norms[layer], self._eps), None)
             return out_SHD
+
+        return attend
+
+    def _attend_invariant(self, step: MixedStep) -> Attend:
+        """Attention of all sequences alike, whether they decode or compute several tokens."""
+        spec, tokens = self._spec, len(step.positions_T)
+        # Padding is zero in all layers: nobody writes it.
+        out_THD = torch.zeros((tokens, spec.num_heads, spec.head_dim), dtype=self._dtype, device=self._device)
+
+        def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
+            prefill_attention(
+                out_THD,
+                self._turn(layer, qkv, step.positions_T, step.slots_T),
+                self.keys[layer],
+                self.values[layer],
+                step.tables_SM,
+                step.query_starts,
+                step.contexts_S,
+                num_queries=tokens,
+                scale=spec.scale,
+                window=spec.windows[layer],
+                invariant=True,
+            )
+            return out_THD
 
         return attend
 
@@ -191,6 +231,7 @@ class PagedAttention:
             self._spec.num_heads,
             norm_weights=self._head_norms[layer],
             eps=self._eps,
+            block_h=8 if self._deterministic else None,
         )
 
 

@@ -23,7 +23,7 @@ from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.settings import EngineConfig
 from penstock.engine.step_time import kept_step_times
-from penstock.kernels.native.bindings import KVFormat, Scheme
+from penstock.kernels.native.bindings import KVFormat, Scheme, isa
 from penstock.kernels.native.shape import native_block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config
 from penstock.runner.memory import KVDemand, kv_blocks
@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # the native CPU path does without torch: 0.2 GiB and a secon
 log = logging.getLogger(__name__)
 
 _TILE_ROWS = 128  # of attention of prompts on a GPU: queries times the heads that share their keys
+
+_NOT_ON_TORCH = "deterministic is not there for models that run on plain torch; set deterministic to false"
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -140,6 +142,7 @@ def start(
         config.quantization,
         config.dtype,
         config.kv_dtype,
+        *(["deterministic"] if config.deterministic else []),
         padded=executor.padded_tokens,
     )
     info = EngineInfo(
@@ -169,6 +172,8 @@ def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: Engin
 
 def _cpu_executor(plan: _Plan) -> LoadedExecutor:
     scheme = cpu_scheme(plan)
+    if plan.engine.deterministic and (problem := _varies_on_cpu(scheme)):
+        raise StartupError(problem, param="engine.deterministic")
     if scheme is not None:
         return _native_executor(plan, scheme)
     kind = plan.engine.kv_dtype
@@ -184,6 +189,15 @@ def _cpu_executor(plan: _Plan) -> LoadedExecutor:
 
     torch.set_num_threads(usable_cpus())
     return _torch_executor(plan, _load(plan))
+
+
+def _varies_on_cpu(scheme: Scheme | None) -> str | None:
+    """Why logits depend on the batch with weights in this scheme; None if they do not."""
+    if scheme is None:
+        return _NOT_ON_TORCH
+    if scheme == "none" and isa() == "amx":
+        return "deterministic needs int8 or int4: AMX sums bf16 weights in other orders for few rows than for many"
+    return None
 
 
 def cpu_scheme(plan: _Plan) -> Scheme | None:
@@ -289,6 +303,8 @@ def _cuda_executor(plan: _Plan) -> LoadedExecutor:
         runner = fused_executor(plan, model)
         plan.times.ended("kernels")
         return runner
+    if config.deterministic:
+        raise StartupError(_NOT_ON_TORCH, param="engine.deterministic")
     if config.quantization == "fp8" or config.kv_dtype == "fp8":
         raise StartupError("fp8 is not there for models with biases in their MLP", param="engine.quantization")
     return _torch_executor(plan, model)
@@ -298,7 +314,8 @@ def _precision(plan: _Plan) -> str:
     """Names everything but the weights that decides the logits; batches and instruction sets move them less."""
     native_runs = plan.device_kind == "cpu" and not unsupported_reason(plan.model, plan.engine.block_size)
     kind = f"{plan.device_kind}-{'native' if native_runs else 'torch'}"
-    return f"{kind}-{plan.dtype_name}-{plan.engine.quantization}-{plan.engine.kv_dtype}"
+    mode = "-deterministic" if plan.engine.deterministic else ""
+    return f"{kind}-{plan.dtype_name}-{plan.engine.quantization}-{plan.engine.kv_dtype}{mode}"
 
 
 def _load(plan: _Plan) -> CausalLM:

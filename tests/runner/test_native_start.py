@@ -14,6 +14,7 @@ from penstock.engine.settings import EngineConfig
 from penstock.kernels.native import bindings
 from penstock.models.config import read_config
 from penstock.models.host_weights import host_weights
+from penstock.runner import startup
 from penstock.runner.forward import TorchForward
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.native_runner import NativeRunner
@@ -108,6 +109,20 @@ def test_caches_that_do_not_exist_are_refused(settings: dict[str, str], message:
     with pytest.raises(StartupError, match=message) as refused:
         start("smollm2-135m", EngineConfig(**{**SMALL, **settings}))
     assert refused.value.param == "engine.kv_dtype"
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "float32"}, {"quantization": "none"}], ids=["torch", "bf16 with AMX"])
+def test_deterministic_is_refused_where_logits_depend_on_the_batch(
+    settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "isa", lambda: "amx")
+    with pytest.raises(StartupError, match=r"deterministic") as refused:
+        start("smollm2-135m", EngineConfig(deterministic=True, **{**SMALL, **settings}))
+    assert refused.value.param == "engine.deterministic"
+
+
+def test_deterministic_is_what_int8_is_anyway() -> None:
+    assert isinstance(executor_of(EngineConfig(deterministic=True, **SMALL)), NativeRunner)
 
 
 def test_int8_keeps_nearly_twice_the_tokens_in_the_same_memory(caplog: pytest.LogCaptureFixture) -> None:

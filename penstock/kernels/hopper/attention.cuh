@@ -296,12 +296,33 @@ struct Consumer {
         if (work.to * KEYS > work.context) clean_values(work.context - (work.to - 1) * KEYS);
     }
 
+    // A tile whose queries are all in the other warpgroup: this one takes its turns and computes nothing.
+    DEVICE void pass(const Work& work) {
+        for (int n = work.to - 1; n >= work.from; n--) {
+            wait_keys();
+            if (n < work.to - 1) {
+                sync_threads(TURN + group, 256);
+                arrive_threads(TURN + 1 - group, 256);
+            }
+            sync_threads(OWN + group, 128);  // no warp falls behind by a whole ring
+            release_keys();
+            wait_values();
+            sync_threads(OWN + group, 128);
+            release_values();
+        }
+    }
+
     // All tiles that there are. `finish` writes the results of one; its queries' place in shared memory is free then.
     template <typename Finish>
     DEVICE void consume(Finish finish) {
         while (true) {
             const Work& work = take();
             if (work.queries == 0) return;
+            if (work.queries * GROUP <= group * 64) {
+                pass(work);
+                release_queries(items++ % TILES_AHEAD);
+                continue;
+            }
             float sum[64] = {};
             u32 weights[32];
             Softmax state = NOTHING_SEEN;

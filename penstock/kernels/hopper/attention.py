@@ -18,6 +18,8 @@ _HALF = 64  # elements of a row of shared memory
 _THREADS = 384
 _SHARED = 6 * _ROWS * 256 + 512
 _SLOTS = 512  # pieces of tiles with many keys
+_MOST_SMS = 160  # each has a slot of its own for pieces that it computes in turn
+INVARIANT_RANGE = 8  # tiles of 128 keys that are summed apart, where results may not depend on the batch
 
 
 def suits_hopper(q_THD: torch.Tensor, k_cache: torch.Tensor, window: int = 0) -> bool:
@@ -40,10 +42,15 @@ def prefill_on_hopper(
     contexts_S: torch.Tensor,
     *,
     scale: float,
+    key_range: int = 0,
 ) -> None:
-    """The same as `prefill_attention` in Triton. Only one launch may run at a time: all share one scratch."""
+    """The same as `prefill_attention` in Triton. Only one launch may run at a time: all share one scratch.
+
+    `key_range`: 0, or tiles of keys that are summed apart in every sequence, so that a query has the same bits whatever
+    else is computed. Otherwise the keys are divided as the device is busy.
+    """
     S, H, K = len(contexts_S), q_THD.shape[1], k_cache.shape[1]
-    program.kernel("prefill.cu", "prefill", GROUP=H // K)(
+    program.kernel("prefill.cu", "prefill", GROUP=H // K, RANGE=key_range)(
         (_sm_count(),), _THREADS, _SHARED,
         *_maps(q_THD, k_cache, v_cache), out_THD, tables_SM, query_starts, contexts_S, *_scratch(),
         _SLOTS, S, K, scale * LOG2_E, out_THD.stride(0), tables_SM.stride(0),
@@ -109,6 +116,7 @@ def clear_counters(device: torch.device) -> None:
 
 def new_scratch(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Sums and states of pieces, and counters, which are zero between launches."""
-    sums = torch.empty((_SLOTS, _ROWS, 128), dtype=torch.float32, device=device)
-    states = torch.empty((_SLOTS, 2, 128, 4), dtype=torch.float32, device=device)
+    places = _SLOTS + _MOST_SMS
+    sums = torch.empty((places, _ROWS, 128), dtype=torch.float32, device=device)
+    states = torch.empty((places, 2, 128, 4), dtype=torch.float32, device=device)
     return sums, states, torch.zeros(2 + 2 * _SLOTS, dtype=torch.int32, device=device)

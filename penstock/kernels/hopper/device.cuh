@@ -266,6 +266,8 @@ DEVICE unsigned short pack_e4m3(float low, float high) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
     return out;
 }
+// Never fused with an addition.
+DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

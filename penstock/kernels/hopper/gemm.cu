@@ -13,10 +13,10 @@
 // SPLITS   CTAs along K                          WIDE   out is float32, else bfloat16
 // APPLIES_NORM  x has a deferred RMSNorm: it is not yet divided by its root mean square, and row_scales [slots, rows] are
 //               sums of its squares
-// DEFERS_NORM   (with ADD) defers the RMSNorm of out to the GEMM that reads it: deferred = out * gain, and its squares in as
-//               many slots as there are tiles, or two to a tile of 256
+// DEFERS_NORM   (with ADD) defers the RMSNorm of out to the GEMM that reads it: deferred = out * gain, and its squares
 #include "cluster.cuh"
 #include "common.cuh"
+#include "deferred_norm.cuh"
 #include "wgmma.cuh"
 
 constexpr int GROUPS = TILE == 64 ? 1 : 2;        // warpgroups that multiply
@@ -36,7 +36,6 @@ constexpr int SUMS_BYTES = ROWS * PITCH * 4;
 constexpr int RING_BYTES = STAGES * STAGE_BYTES > SUMS_BYTES ? STAGES * STAGE_BYTES : SUMS_BYTES;
 constexpr int WIDTH = GATED ? TILE / 2 : TILE;    // columns of out
 constexpr int QUADS = WIDTH / 4;
-constexpr int LANES = QUADS < 32 ? QUADS : 32;    // of a warp that finish the same row
 constexpr int ITEMS = ((ROWS + SPLITS - 1) / SPLITS * QUADS + THREADS - 1) / THREADS;
 constexpr int BATCH = ITEMS < 4 ? ITEMS : 4;
 
@@ -68,22 +67,6 @@ DEVICE float4 sum_over_ctas(const float* sums) {
         total.w += parts[block].w;
     }
     return total;
-}
-
-DEVICE float inverse_root(const float* squares, int rows, int slots, float per_channel, float eps) {
-    float total = 0.0f;
-#pragma unroll 16
-    for (int slot = 0; slot < slots; slot++) total += squares[slot * rows];
-    return rsqrtf(total * per_channel + eps);
-}
-
-// Stores four channels of a row times the gain of the deferred RMSNorm; returns the sum of their squares before that.
-DEVICE float defer_norm(bf16* deferred, uint2 values, const bf16* gain) {
-    const uint2 gains = *reinterpret_cast<const uint2*>(gain);
-    const float4 v = {low_bf16(values.x), high_bf16(values.x), low_bf16(values.y), high_bf16(values.y)};
-    *reinterpret_cast<uint2*>(deferred) = {pack_bf16(v.x * low_bf16(gains.x), v.y * high_bf16(gains.x)),
-                                         pack_bf16(v.z * low_bf16(gains.y), v.w * high_bf16(gains.y))};
-    return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
 }
 
 // Epilogue: which four channels of which row are an item of a thread.
@@ -267,9 +250,8 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
                     if (DEFERS_NORM) square = defer_norm(deferred + i64(at.row) * width + at.column, rounded, gain + at.column);
                 }
                 if (DEFERS_NORM) {
-#pragma unroll
-                    for (int other = 1; other < LANES; other *= 2) square += __shfl_xor_sync(0xffffffffu, square, other);
-                    if (real && lane % LANES == 0) squares[at.column / (LANES * 4) * all_rows + at.row] = square;
+                    square = sum_of_slot(square);
+                    if (real && lane % SLOT_LANES == 0) squares[at.column / SLOT * all_rows + at.row] = square;
                 }
             }
         }

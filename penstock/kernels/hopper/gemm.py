@@ -16,6 +16,7 @@ from penstock.kernels.hopper.tensor_map import alternating, tensor_map
 
 _ROWS = (16, 32, 64, 96, 128, 160, 192, 224, 256)  # compiled for
 STEP_BYTES = 128
+_SLOT = 64  # channels; as in deferred_norm.cuh
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class DeferredNorm:
     """A deferred RMSNorm of the residual stream: the GEMM that reads these rows divides by their root mean square."""
 
     values: torch.Tensor  # [T, C]: the residual stream times the gain
-    squares: torch.Tensor  # float32 [slots, T]: sums of squares of the residual stream, each slot over some channels
+    squares: torch.Tensor  # float32 [slots, T]: sums of squares of the residual stream, each over some channels
 
 
 def padded_rows(rows: int, row_blocks: int = 1) -> int:
@@ -46,12 +47,23 @@ def shared_bytes(config: HopperConfig, rows: int, gated: bool) -> int:
     return max(ring, rows * (laid + 4) * 4) + 16 * config.stages + 4 * rows
 
 
-def empty_deferred_norm(x: torch.Tensor, config: HopperConfig) -> DeferredNorm:
-    """Memory that a GEMM of that config fills, for the residual stream `x`."""
+def empty_deferred_norm(x: torch.Tensor) -> DeferredNorm:
+    """Memory that a GEMM fills, for the residual stream `x`."""
     rows, width = x.shape
-    slots = -(-width // min(config.tile, 128))
+    slots = -(-width // _SLOT)
     values = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     return DeferredNorm(values, torch.empty((slots, rows), dtype=torch.float32, device=x.device))
+
+
+def defer_norms(x: torch.Tensor, gain: torch.Tensor) -> DeferredNorm:
+    """Defer the RMSNorm of the rows `x` [T, C]; `x` stays as it is."""
+    rows, width = x.shape
+    norm = DeferredNorm(torch.empty_like(x), torch.empty((1, rows), dtype=torch.float32, device=x.device))
+    padded = -(-width // 1024) * 1024  # to whole CTAs
+    kernel("deferred_norm.cu", "defer_norms")(
+        (rows,), 256, padded // _SLOT * 4, x, gain, norm.values, norm.squares, width, padded, pdl=True
+    )
+    return norm
 
 
 def hopper_gemm(

@@ -6,6 +6,7 @@ on an H200, where a GEMM overlaps with the kernels before and after it; for a GE
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -38,12 +39,12 @@ def most_rows(n: int, k: int, itemsize: int) -> int:
         return 256
     if n * k >= 1 << 24:
         return 256 if n * k >= 1 << 25 else 224
-    return 512 if _divides_rows(n, k) else 160
+    return 512 if divides_rows(n, k) else 160
 
 
 def tile_config(n: int, k: int, itemsize: int, rows: int) -> HopperConfig:
     steps = -(-k * itemsize // STEP_BYTES)
-    if rows > 160 and _divides_rows(n, k):
+    if rows > 160 and divides_rows(n, k):
         return _divided_rows(n, steps, rows)
     tiles, padded = -(-n // 64), padded_rows(rows)
     if n >= _LOGITS:
@@ -52,16 +53,38 @@ def tile_config(n: int, k: int, itemsize: int, rows: int) -> HopperConfig:
         # Several CTAs per SM, one after the other; wide tiles read many rows less often.
         ring = _MOST if padded <= 128 else _WHOLE
         return _config(128 if padded <= 32 or padded > 192 else 256, 1, ring, steps, padded)
-    splits = 1
-    # More CTAs until all SMs have one, if that leaves each enough steps to be worth a CTA.
-    while splits < 8 and tiles * splits * 2 <= _SMS and steps >= splits * (8 if tiles * splits < 64 else 32):
-        splits *= 2
+    splits = _splits(tiles, steps)
     if splits == 1 and padded <= 96:
         return _wide(n, steps, padded)
     # A short GEMM should leave room for a CTA of the next one, which prefetches its weight meanwhile.
     short = padded <= 32 and splits < 4 and steps <= 16 * splits
     ring = _HALF if short else _MOST if itemsize == 1 and padded <= 96 else _WHOLE
     return _config(64, splits, ring, steps, padded)
+
+
+def _splits(tiles: int, steps: int) -> int:
+    """More CTAs until all SMs have one, if that leaves each enough steps to be worth a CTA."""
+    splits = 1
+    while splits < 8 and tiles * splits * 2 <= _SMS and steps >= splits * (8 if tiles * splits < 64 else 32):
+        splits *= 2
+    return splits
+
+
+def invariant_splits(n: int, k: int, itemsize: int) -> int:
+    """Parts of K that are summed apart, for any number of rows: that of few rows, where it matters most."""
+    return _splits(-(-n // 64), -(-k * itemsize // STEP_BYTES))
+
+
+def invariant_config(n: int, k: int, itemsize: int, rows: int) -> HopperConfig:
+    """As `tile_config`, but the splits, and so the order of every sum, depend on the weight alone."""
+    steps, splits = -(-k * itemsize // STEP_BYTES), invariant_splits(n, k, itemsize)
+    if 160 < rows <= 512 and divides_rows(n, k):
+        return _divided_rows(n, steps, rows, (splits,))
+    blocks = -(-rows // 256)
+    config = tile_config(n, k, itemsize, -(-rows // blocks))
+    if config.splits != splits or config.row_blocks > 1:
+        config = _config(64, splits, _WHOLE, steps, padded_rows(rows, blocks))
+    return replace(config, row_blocks=blocks)
 
 
 def _wide(n: int, steps: int, padded: int) -> HopperConfig:
@@ -78,16 +101,16 @@ def _wide(n: int, steps: int, padded: int) -> HopperConfig:
     return _config(128, 2, _WHOLE if short or padded < 96 else _MOST, steps, padded)
 
 
-def _divides_rows(n: int, k: int) -> bool:
+def divides_rows(n: int, k: int) -> bool:
     """Whether the weight is still in L2 when the next CTA reads it, and its tiles are few."""
     return n * k < 1 << 24 and n <= 64 * _SMS
 
 
 @cache
-def _divided_rows(n: int, steps: int, rows: int) -> HopperConfig:
+def _divided_rows(n: int, steps: int, rows: int, allowed: tuple[int, ...] = (1, 2)) -> HopperConfig:
     """The config whose CTAs read (and with split-K exchange) the fewest bytes, with one CTA per SM."""
     cheapest: tuple[float, HopperConfig] | None = None
-    for row_blocks, tile, splits in product(range(1, 9), (64, 128, 256), (1, 2)):
+    for row_blocks, tile, splits in product(range(1, 9), (64, 128, 256), allowed):
         if rows > 256 * row_blocks or -(-n // tile) * row_blocks * splits > _SMS:
             continue
         padded = padded_rows(rows, row_blocks)

@@ -2,15 +2,20 @@
 //
 // As many thread blocks as multiprocessors draw tiles from a counter. Where tiles are few, the keys of each are divided
 // into pieces of about equal length; the one that comes last adds the others to its own.
+//
+// RANGE: 0; or the keys of every tile are divided into pieces of so many tiles of keys, by their positions, and added up in
+// order, so that a query has the same bits whatever else is computed. Where that makes more pieces than there are slots,
+// a block takes all pieces of a tile one after the other.
 #include "attention.cuh"
 
 // Where pieces meet, in the order in which threads hold them.
 struct Scratch {
-    float4* sums;    // [slots, 2, 16, 128]
-    float4* states;  // [slots, 2, 128]: peak and total of both rows
+    float4* sums;    // [slots + blocks, 2, 16, 128]
+    float4* states;  // [slots + blocks, 2, 128]: peak and total of both rows
     int* counters;   // of pieces drawn, of blocks done, and [slots, 2] of pieces that arrived: zero between launches
 };
 constexpr int FEWEST_TILES = 4;
+constexpr int LENGTH = RANGE ? RANGE : 1;
 // What a piece costs beside its keys, in tiles of keys: if it is a whole tile, if it is joined with others, and if blocks
 // do several, so that those with the same keys do not read them at the same time.
 constexpr int STARTING = 1, JOINING = 6, LAGGING = 10;
@@ -65,7 +70,8 @@ DEVICE Place place_of(int number, int length, const int* starts, const int* cont
     int before = 0;
     for (int base = 0; base < sequences; base += 32) {
         const int s = min(base + lane, sequences - 1);
-        const int tiles = base + lane < sequences ? tiles_of(starts[s + 1] - starts[s]) : 0;
+        // A sequence without context pads a CUDA graph.
+        const int tiles = base + lane < sequences && contexts[s] ? tiles_of(starts[s + 1] - starts[s]) : 0;
         const int pieces = max((key_tiles_of(contexts[s]) + length - 1) / length, 1), own = tiles * heads * pieces;
         int end = own;  // of this sequence and of those before it
 #pragma unroll
@@ -84,53 +90,108 @@ DEVICE Place place_of(int number, int length, const int* starts, const int* cont
     return {0, 0, 0, 0, 0, before};
 }
 
+// Starts and contexts are read before the kernel ahead has ended: a step begins with them in their place.
 DEVICE void produce(Producer& producer, const int* starts, const int* contexts, int sequences, int heads, int slots,
                     int* counters) {
     const int lane = threadIdx.x % 32;
-    wait_for_previous();
-    const int length = piece_length(starts, contexts, sequences, heads, slots, lane);
-    const int total = place_of(1 << 30, length, starts, contexts, sequences, heads, lane).total;
+    int length = RANGE;
+    if (!RANGE) length = piece_length(starts, contexts, sequences, heads, slots, lane);
+    const auto find = [&](int number) { return place_of(number, length, starts, contexts, sequences, heads, lane); };
+    int total = find(1 << 30).total;
+    const bool in_turn = RANGE && total > slots;
+    if (in_turn) length = 1 << 20, total = find(1 << 30).total;
     const auto draw = [&] { return atomicAdd(&counters[0], 1) + int(gridDim.x); };
+    wait_for_previous();
     for (int drawn = blockIdx.x; drawn < total;) {
         const int number = total - 1 - drawn;  // late tiles first: they see most keys
-        const Place place = place_of(number, length, starts, contexts, sequences, heads, lane);
+        const Place place = find(number);
         const int begin = starts[place.sequence], count = starts[place.sequence + 1] - begin;
         const int skip = place.tile * BLOCK_Q, context = contexts[place.sequence], position = context - count + skip;
         const int queries = min(BLOCK_Q, count - skip), key_tiles = key_tiles_of(position + queries);
-        const int pieces = min(place.pieces, max(key_tiles / FEWEST_TILES, 1)), piece = place.piece;
-        const Work work = {begin + skip,
-                           queries,
-                           position,
-                           context,
-                           place.sequence,
-                           place.head,
-                           key_tiles * piece / pieces,
-                           key_tiles * (piece + 1) / pieces,
-                           piece,
-                           pieces,
-                           number - piece};
+        const int pieces = RANGE ? (key_tiles + LENGTH - 1) / LENGTH : min(place.pieces, max(key_tiles / FEWEST_TILES, 1));
+        const int last = in_turn ? pieces - 1 : place.piece;
         int next = 0;
-        if (piece < pieces)
-            producer.give(work, [&] { next = draw(); });
-        else if (elected())
-            next = draw();
+        for (int piece = place.piece; piece <= last && piece < pieces; piece++) {
+            const Work work = {begin + skip,
+                               queries,
+                               position,
+                               context,
+                               place.sequence,
+                               place.head,
+                               RANGE ? piece * RANGE : key_tiles * piece / pieces,
+                               RANGE ? min((piece + 1) * RANGE, key_tiles) : key_tiles * (piece + 1) / pieces,
+                               piece,
+                               pieces,
+                               in_turn ? slots + int(blockIdx.x) : number - piece};
+            producer.give(work, [&] {
+                if (piece == last) next = draw();
+            });
+        }
+        if (place.piece >= pieces && elected()) next = draw();
         drawn = sum_of_warp(next);
     }
     producer.end();
     if (lane == 0 && atomicAdd(&counters[1], 1) == int(gridDim.x) - 1) counters[0] = counters[1] = 0;
 }
 
-// Whether this piece is the last of its item; then the others are added to it.
+DEVICE void put(const float (&sum)[64], const Softmax& state, float4* sums, float4* states) {
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        sums[i * 128] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
+    *states = make_float4(state.peak[0], state.total[0], state.peak[1], state.total[1]);
+}
+// Whether a query is in one of the thread's rows.
+DEVICE bool has_query(const Consumer& consumer, const Work& work) {
+    return consumer.group * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4 < u32(work.queries * GROUP);
+}
+// Adds what was put there; with LATER as the second of both, and all rounding written down.
+template <bool LATER>
+DEVICE void add(float (&sum)[64], Softmax& state, const float4* sums, const float4* states, float scale) {
+    const float4 other = *states;
+    const float peaks[2] = {other.x, other.z}, totals[2] = {other.y, other.w};
+    float here[2] = {}, there[2] = {};
+    const auto joined = [&](float own, float part, int row) {
+        if (!RANGE) return own * here[row] + part * there[row];
+        return LATER ? fmaf(own, here[row], rounded_product(part, there[row]))
+                     : fmaf(part, there[row], rounded_product(own, here[row]));
+    };
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const float peak = fmaxf(state.peak[i], peaks[i]);
+        here[i] = exp2_approx(rounded_product(state.peak[i] - peak, scale));
+        there[i] = exp2_approx(rounded_product(peaks[i] - peak, scale));
+        state.peak[i] = peak;
+        state.total[i] = joined(state.total[i], totals[i], i);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const float4 part = sums[i * 128];
+        sum[4 * i] = joined(sum[4 * i], part.x, 0), sum[4 * i + 1] = joined(sum[4 * i + 1], part.y, 0);
+        sum[4 * i + 2] = joined(sum[4 * i + 2], part.z, 1), sum[4 * i + 3] = joined(sum[4 * i + 3], part.w, 1);
+    }
+}
+
+// The pieces of a tile that a block takes in turn: whether this is the last. Each thread reads what it wrote.
+DEVICE bool combine_in_turn(Consumer& consumer, const Work& work, float (&sum)[64], Softmax& state,
+                            const Scratch& scratch) {
+    const int slot = work.slot * 2 + consumer.group, thread = threadIdx.x % 128;
+    float4 *sums = scratch.sums + slot * 16 * 128 + thread, *states = scratch.states + slot * 128 + thread;
+    const bool real = has_query(consumer, work);
+    if (work.piece && real) add<false>(sum, state, sums, states, consumer.scale);
+    if (work.piece == work.pieces - 1) return true;
+    if (real) put(sum, state, sums, states);
+    return false;
+}
+
+// Whether this piece is the last of its item to come; then the others are added to it, or with RANGE all in order.
 DEVICE bool combine(Consumer& consumer, const Work& work, float (&sum)[64], Softmax& state, const Scratch& scratch) {
     const int group = consumer.group, thread = threadIdx.x % 128;
     const int slot = work.slot * 2 + group, mine = work.piece, pieces = work.pieces;
     int* arrivals = scratch.counters + 2 + slot;
     const auto sums = [&](int piece) { return scratch.sums + (slot + piece * 2) * 16 * 128 + thread; };
     const auto states = [&](int piece) { return scratch.states + (slot + piece * 2) * 128 + thread; };
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-        sums(mine)[i * 128] = make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]);
-    *states(mine) = make_float4(state.peak[0], state.total[0], state.peak[1], state.total[1]);
+    const bool real = has_query(consumer, work);
+    if (real) put(sum, state, sums(mine), states(mine));
     __threadfence();
     sync_threads(OWN + group, 128);
     if (thread == 0) consumer.shared.arrived[group] = atomicAdd(arrivals, 1);
@@ -138,28 +199,13 @@ DEVICE bool combine(Consumer& consumer, const Work& work, float (&sum)[64], Soft
     if (consumer.shared.arrived[group] != pieces - 1) return false;
     __threadfence();
     if (thread == 0) *arrivals = 0;
-    for (int piece = 0; piece < pieces; piece++) {
-        if (piece == mine) continue;
-        const float4 other = *states(piece);
-        const float peaks[2] = {other.x, other.z}, totals[2] = {other.y, other.w};
-        float here[2], there[2];
+    if (RANGE) {
+        state = NOTHING_SEEN;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const float peak = fmaxf(state.peak[i], peaks[i]);
-            here[i] = exp2_approx((state.peak[i] - peak) * consumer.scale);
-            there[i] = exp2_approx((peaks[i] - peak) * consumer.scale);
-            state.peak[i] = peak;
-            state.total[i] = state.total[i] * here[i] + totals[i] * there[i];
-        }
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const float4 part = sums(piece)[i * 128];
-            sum[4 * i] = sum[4 * i] * here[0] + part.x * there[0];
-            sum[4 * i + 1] = sum[4 * i + 1] * here[0] + part.y * there[0];
-            sum[4 * i + 2] = sum[4 * i + 2] * here[1] + part.z * there[1];
-            sum[4 * i + 3] = sum[4 * i + 3] * here[1] + part.w * there[1];
-        }
+        for (int i = 0; i < 64; i++) sum[i] = 0.0f;
     }
+    for (int piece = 0; real && piece < pieces; piece++)
+        if (RANGE || piece != mine) add<true>(sum, state, sums(piece), states(piece), consumer.scale);
     return true;
 }
 
@@ -205,8 +251,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     const auto finish = [&](Consumer& consumer, const Work& work, u32 slot, float (&sum)[64], Softmax& state) {
         complete_totals(state);
-        if (work.pieces == 1 || combine(consumer, work, sum, state, scratch))
-            write(consumer, work, slot, sum, state, out, stride_out);
+        const auto joins = [&] {
+            return RANGE && work.slot >= slots ? combine_in_turn(consumer, work, sum, state, scratch)
+                                               : combine(consumer, work, sum, state, scratch);
+        };
+        if (work.pieces == 1 || joins()) write(consumer, work, slot, sum, state, out, stride_out);
     };
     attend(shared, &values, tables, stride_table, scale, give_tiles, finish);
 }

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.hopper.attention import prefill_on_hopper, suits_hopper
+from penstock.kernels.hopper.attention import INVARIANT_RANGE, prefill_on_hopper, suits_hopper
 from penstock.kernels.triton.paged import LOG2_E, UNSEEN, attend, math_dtype
 
 
@@ -40,7 +40,7 @@ def _prefill_kernel(
     out, q, k_cache, v_cache, tables, query_starts, contexts, num_seqs, scale, window,
     stride_out, stride_q, stride_table, stride_block, stride_head, stride_token,
     GROUP: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # late tiles see the most keys: start them first
@@ -73,7 +73,7 @@ def _prefill_kernel(
     whole = 0
     if WINDOW:
         whole = tl.maximum(bottom - window + 1, 0) // BLOCK_N * BLOCK_N
-    else:
+    elif not INVARIANT:  # one loop for all tokens, compiled once, adds them in the same order for every query
         whole = (bottom + 1) // BLOCK_N * BLOCK_N  # every query of the tile sees all tokens before this
         acc, total, peak = attend(
             q_rows, acc, total, peak, k_head, v_head, table, 0, whole, last, window, scale, stride_block, stride_token,
@@ -116,19 +116,24 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     config: PrefillConfig | None = None,
+    invariant: bool = False,
 ) -> None:
     """Attend `num_queries` ragged queries; sequence s owns rows query_starts[s] to query_starts[s + 1] (int32, device).
 
     The rows may start anywhere in `q_THD`, so a slice of a mixed batch's offsets works. Keys must be in the cache.
+    `invariant`: the result of a query has the same bits, whatever else is computed and however its sequence is chunked.
     """
     if config is None and suits_hopper(q_THD, k_cache, window):
-        prefill_on_hopper(out_THD, q_THD, k_cache, v_cache, tables_SM, query_starts, contexts_S, scale=scale)
+        key_range = INVARIANT_RANGE if invariant else 0
+        prefill_on_hopper(
+            out_THD, q_THD, k_cache, v_cache, tables_SM, query_starts, contexts_S, scale=scale, key_range=key_range
+        )
         return
     H, D = q_THD.shape[1:]
     S = contexts_S.shape[0]
     K, B = k_cache.shape[1:3]
     group = H // K
-    config = config or prefill_config(num_queries, H, D * k_cache.itemsize)
+    config = config or prefill_config(0 if invariant else num_queries, H, D * k_cache.itemsize)
     rows = max(config.rows, triton.next_power_of_2(group))
     block_q = rows // group
     _prefill_kernel[K, num_queries // block_q + S](
@@ -136,6 +141,6 @@ def prefill_attention(
         out_THD.stride(0), q_THD.stride(0), tables_SM.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         GROUP=group, BLOCK_Q=block_q, ROWS=rows, D=D, D_PAD=triton.next_power_of_2(D),
-        BLOCK_SIZE=B, BLOCK_N=config.block_n, WINDOW=window > 0,
+        BLOCK_SIZE=B, BLOCK_N=config.block_n, WINDOW=window > 0, INVARIANT=invariant,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

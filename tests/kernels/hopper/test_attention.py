@@ -84,3 +84,33 @@ def test_queries_over_a_shared_prefix(shared: int) -> None:
     expected = paged_attention_reference(q, k, v, table.expand(sequences, -1), starts, [shared] * sequences, 0.09)
     joined = ((lse * math.log(2)).softmax(0)[..., None] * out).sum(0)
     torch.testing.assert_close(joined, expected, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("slots", [512, 20], ids=["pieces apart", "pieces in turn"])
+def test_a_query_has_the_same_bits_in_any_batch(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt at once, in chunks beside others, and token by token; pieces of keys are computed apart or in turn."""
+    torch.manual_seed(slots)
+    heads, scale, context, others = (4, 2), 0.09, 400, (130, 300)
+    blocks = -(-context // 16)
+    k, v = (torch.randn(3 * blocks, heads[1], 16, 128).bfloat16() for _ in range(2))
+    tables = torch.randperm(3 * blocks).to(torch.int32).view(3, blocks)
+    q = torch.randn(context, heads[0], 128).bfloat16()
+
+    def attend(chunks: list[tuple[int, int, int]]) -> list[torch.Tensor]:
+        """Of (row of the table, first query, end) each."""
+        starts = torch.tensor([0, *(end - first for _, first, end in chunks)]).cumsum(0).to(torch.int32)
+        queries = torch.cat([q[first:end] for _, first, end in chunks])
+        out, ends = torch.empty_like(queries), torch.tensor([end for _, _, end in chunks], dtype=torch.int32)
+        attention.prefill_on_hopper(
+            out, queries, k, v, tables[[row for row, _, _ in chunks]], starts, ends, scale=scale, key_range=1
+        )
+        return list(out.split([end - first for _, first, end in chunks]))
+
+    whole = attend([(0, 0, context)])[0]
+    expected = paged_attention_reference(q, k, v, tables[:1], [0, context], [context], scale)
+    torch.testing.assert_close(whole.float(), expected, atol=0.01, rtol=0.01)
+    monkeypatch.setattr(attention, "_SLOTS", slots)
+    for first, end in ((0, 70), (70, 129), (129, 300), (300, 400), (255, 256), (256, 257), (399, 400)):
+        beside = [(row + 1, others[row] - row - 1, others[row]) for row in range(2)]
+        found = attend([beside[0], (0, first, end), beside[1]])[1]
+        assert torch.equal(found, whole[first:end]), (first, end)

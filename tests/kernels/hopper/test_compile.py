@@ -10,6 +10,7 @@ from penstock.kernels.hopper import program
 
 # GEMMs: of 32 rows with a norm to defer, of 192 with a deferred norm to apply, the same in fp8, and logits.
 PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "APPLIES_NORM": 0, "DEFERS_NORM": 0}
+PERSISTENT = {"STAGES": 4, "FP8": 0, "GATED": 0, "ADD": 0, "APPLIES_NORM": 0, "SPLITS": 1, "EXACT": 0}
 LLAMA = {"HIDDEN": 4096, "INNER": 14336, "HEADS": 32, "KV_HEADS": 8, "HEAD_NORM": 0, "CTAS": 132, "IN_FLIGHT": 4}
 QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 1, "CTAS": 132, "IN_FLIGHT": 2}
 VARIANTS = [
@@ -17,15 +18,19 @@ VARIANTS = [
     ("activation.cu", {"WIDTH": 14336, "GATED": 0, "SCALED": 0}),
     ("decode.cu", {"GROUP": 4, "KV_HEADS": 8, "ROTARY": 128, "NORM": 0, "FP8": 1, "STAGES": 4}),
     ("decode.cu", {"GROUP": 2, "KV_HEADS": 8, "ROTARY": 128, "NORM": 1, "FP8": 0, "STAGES": 3}),
-    ("swiglu_gemm.cu", {"TILE": 256, "STAGES": 4, "COMMON_ROWS": 0, "FP8": 1}),
-    ("swiglu_gemm.cu", {"TILE": 224, "STAGES": 4, "COMMON_ROWS": 1, "FP8": 0}),
+    ("persistent_gemm.cu", PERSISTENT | {"TILE": 256, "COMMON_ROWS": 0, "FP8": 1, "GATED": 1}),
+    ("persistent_gemm.cu", PERSISTENT | {"TILE": 224, "COMMON_ROWS": 1, "GATED": 1}),
+    ("persistent_gemm.cu", PERSISTENT | {"TILE": 128, "COMMON_ROWS": 0, "ADD": 1, "SPLITS": 2, "EXACT": 1}),
+    ("persistent_gemm.cu", PERSISTENT | {"TILE": 256, "COMMON_ROWS": 0, "APPLIES_NORM": 1, "EXACT": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 32, "TILE": 64, "STAGES": 18, "SPLITS": 2, "ADD": 1, "DEFERS_NORM": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "APPLIES_NORM": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "FP8": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 64, "TILE": 128, "STAGES": 9, "SPLITS": 1, "WIDE": 1}),
     ("layers.cu", LLAMA | {"FP8": 1}),
     ("layers.cu", QWEN | {"FP8": 0}),
-    ("prefill.cu", {"GROUP": 4}),
+    ("prefill.cu", {"GROUP": 4, "RANGE": 0}),
+    ("prefill.cu", {"GROUP": 2, "RANGE": 8}),
+    ("deferred_norm.cu", {}),
 ]
 
 

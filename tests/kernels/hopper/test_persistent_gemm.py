@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.kernels.hopper import swiglu_gemm as module
-from penstock.kernels.hopper.swiglu_gemm import Tiling, best_tiling, shared_bytes, swiglu_gemm
+from penstock.kernels.hopper import persistent_gemm as module
+from penstock.kernels.hopper.persistent_gemm import Tiling, best_tiling, shared_bytes, swiglu_gemm
 from penstock.kernels.triton.gemm import linear_reference
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 from tests.kernels.hopper.gemm_inputs import draw_gemm_inputs
