@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ def test_for_programs(running: Running) -> None:
 
 def watch(running: Running, *arguments: str, output: int) -> subprocess.Popen[bytes]:
     asked = command("status", "--watch", "--interval", "0.1", "--url", running.server.url, *arguments)
-    return subprocess.Popen([*asked, "--api-key", running.admin], stdout=output)
+    # Under a shell that runs the tests in the background SIGINT is ignored, and children inherit that.
+    reset = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([*asked, "--api-key", running.admin], stdout=output, preexec_fn=reset)
 
 
 def test_watching_in_a_pipe(running: Running) -> None:

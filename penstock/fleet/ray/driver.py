@@ -25,7 +25,7 @@ from penstock import __version__
 from penstock.core.errors import StartupError
 from penstock.fleet.channel import Channel
 from penstock.fleet.ray import host
-from penstock.fleet.ray.reasons import AWAY, full, not_started, other_penstock, other_versions, unreachable
+from penstock.fleet.ray.reasons import AWAY, NEVER_RAN, full, not_started, other_penstock, other_versions, unreachable
 
 NAMESPACE = "penstock"
 _CONNECT_SECONDS = 5.0
@@ -86,10 +86,11 @@ class Driver:
             scheduling_strategy="SPREAD",
         )
         self._starting.add(name)
+        node: dict[str, Any] | None = None
         try:
             actor = self._actors[name] = await _ask(create.remote)
             async with asyncio.timeout(wait_seconds):
-                node: dict[str, Any] = await actor.node.remote()
+                node = await actor.node.remote()
             if node["penstock"] != __version__:
                 raise StartupError(other_penstock(node, __version__))
             started: dict[str, Any] = await actor.start.remote(start, node["address"])
@@ -102,7 +103,8 @@ class Driver:
             raise StartupError(await self._missing(needs, wait_seconds)) from None
         except RayError as error:
             await self.stop(name)
-            raise StartupError(f"Ray lost the worker while it was starting: {_last_line(error)}") from error
+            lost = f"Ray lost the worker while it was starting: {_last_line(error)}"
+            raise StartupError(lost, code=NEVER_RAN if node is None else None) from error
         except BaseException:
             await self.stop(name)
             raise

@@ -20,7 +20,7 @@ from penstock.fleet.build import NewLauncher
 from penstock.fleet.channel import Channel
 from penstock.fleet.launcher import Instance, LaunchedInstance, Launcher, Loss, connect_over_network
 from penstock.fleet.ray.host import machine
-from penstock.fleet.ray.reasons import AWAY
+from penstock.fleet.ray.reasons import AWAY, NEVER_RAN
 from penstock.fleet.ray.settings import RayConfig
 from penstock.fleet.settings import ModelConfig
 from penstock.worker.client import WorkerClient
@@ -28,6 +28,7 @@ from penstock.worker.protocol import Start
 
 _LOSS_SECONDS = 3.0  # how long the reason of a loss is waited for
 _STOP_SECONDS = 20.0
+_PLACEMENTS = 3  # attempts at one launch
 _CONNECT_SECONDS = 90.0  # to the cluster, or to start one
 _GREETING_SECONDS = 10.0
 
@@ -155,9 +156,7 @@ class RayLauncher:
             with suppress(OSError, PenstockError):
                 return await self._connect(placed)
             self.end_soon(placed)
-        name = f"penstock-{self._session}-{next(self._ids)}"
-        arguments = (name, msgspec.msgpack.encode(self._start), self._resources, self._cluster.wait_seconds)
-        placed = _Placed(name, **await self._cluster.call("launch", *arguments))
+        placed = await self._place()
         try:
             return await self._connect(placed)
         except BaseException as error:
@@ -165,6 +164,19 @@ class RayLauncher:
             if isinstance(error, OSError):
                 raise StartupError(str(error) or f"the worker on {self.place} does not answer") from error
             raise
+
+    async def _place(self) -> _Placed:
+        """Ray may cancel an actor that has not run yet, as around a restart of its head: then it is asked again."""
+        start = msgspec.msgpack.encode(self._start)
+        for attempt in range(1, _PLACEMENTS + 1):
+            name = f"penstock-{self._session}-{next(self._ids)}"
+            try:
+                found = await self._cluster.call("launch", name, start, self._resources, self._cluster.wait_seconds)
+                return _Placed(name, **found)
+            except StartupError as error:
+                if error.code != NEVER_RAN or attempt == _PLACEMENTS:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
 
     async def _connect(self, placed: _Placed) -> RayInstance:
         connection = await self.connect_to(placed)

@@ -10,6 +10,7 @@ AWAY = (
     "the head of the Ray cluster is away, or has been started anew without its nodes; start it (ray start --head), and "
     "Ray on each node where it has ended (ray start --address=HEAD:6379). Replicas that run go on"
 )
+NEVER_RAN = "ray_actor_never_ran"  # code of the error of a launch that Ray has cancelled before it began
 
 
 def full(
