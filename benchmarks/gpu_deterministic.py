@@ -5,7 +5,7 @@
 Operators: every GEMM of the model for 1 to 512 rows and some thousands, attention of a position as a prompt and as a
 decode token, norm and RoPE. A trace names the first operator of the first layer that differs between ways to compute
 one position. Requests: logits (as checksums of their bits) and tokens of the same requests alone, in batches, in small
-chunks, preempted, from the prefix cache, and resumed. Cost: workloads with the setting and without, by turns.
+chunks, preempted, from the prefix cache, and resumed. Cost: workloads with the setting and without, interleaved.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Recorder:
 
 
 def requests() -> list[GenerateRequest]:
-    """Greedy and drawn by turns."""
+    """Greedy and sampled, one after the other."""
     draw, made = random.Random(7), []
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50},

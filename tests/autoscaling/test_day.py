@@ -8,7 +8,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from autoscaling import clairvoyant_plan, day_of, learnt_times, planned, scaled
+from autoscaling import day_of
+from virtual_day import clairvoyant_plan, learnt_times, planned, scaled
 
 
 def test_a_night_is_served_with_little_more_than_it_needs() -> None:
