@@ -8,7 +8,7 @@ their size has one; those that score prompts launch their kernels without a grap
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, at_most_one_each
+from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, TokenMask, at_most_one_each
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.prefix import SharedPrefix, prefix_splits
 from penstock.kernels.triton.sampling import SamplingRows, argmax, sampling_scratch
@@ -131,6 +131,9 @@ class CudaRunner:
         flight.tokens = to_host(run(step, flight))
         done.record()
         return flight
+
+    def constrain(self, handle: _InFlight, masks: Mapping[int, TokenMask]) -> None:
+        raise NotImplementedError
 
     def collect(self, handle: _InFlight) -> StepResult:
         handle.done.synchronize()

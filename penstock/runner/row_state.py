@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.engine.executor import RowSetup
+from penstock.engine.executor import RowSetup, Step
 from penstock.runner.rows import Needs, Rows
 
 
@@ -37,6 +37,13 @@ class RowState(Rows):
             self.bias_RV[row] = 0
             bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < self._vocab_size}
             self.bias_RV[row, self._ids(list(bias))] = torch.tensor(list(bias.values()), device=self._device)
+
+    def apply(self, step: Step) -> None:
+        super().apply(step)
+        for row, tokens in step.forced:
+            if self.needs[row] & Needs.PENALTIES:
+                counted = torch.bincount(self._ids(tokens), minlength=self._vocab_size)
+                self.counts_RV[row] += counted.to(torch.int32)
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(tokens, dtype=torch.int64, device=self._device)

@@ -7,7 +7,7 @@ gives the same tokens whatever it is batched with and wherever it is resumed. N 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.engine.executor import TokenMask
 from penstock.runner.row_state import RowState
 from penstock.runner.rows import Needs
 from penstock.runner.transfer import to_device
@@ -47,6 +48,7 @@ def sample(
     rows: npt.NDArray[np.int32],
     positions: npt.NDArray[np.int32],
     choose: Choose | None = None,
+    masks: Mapping[int, TokenMask] | None = None,
 ) -> torch.Tensor:
     """Choose one token per row and remember it there. `greedy_N` is the argmax, which greedy rows take as it is."""
     device = logits_NV.device
@@ -54,7 +56,9 @@ def sample(
     rows_N = to_device(rows, device)
     tokens_N = greedy_N
     if needs.any():
-        tokens_N = _sample_unusual(logits_NV, greedy_N, state, rows, positions, needs, choose or choose_reference)
+        tokens_N = _sample_unusual(
+            logits_NV, greedy_N, state, rows, positions, needs, choose or choose_reference, masks or {}
+        )
         penalised = _only(needs, Needs.PENALTIES)
         if len(penalised):
             index = to_device(penalised, device)
@@ -71,9 +75,13 @@ def _sample_unusual(
     positions: npt.NDArray[np.int32],
     needs: npt.NDArray[np.uint8],
     choose: Choose,
+    masks: Mapping[int, TokenMask],
 ) -> torch.Tensor:
-    if (needs & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS)).any():
+    if (needs & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.GRAMMAR)).any():
         logits_NV = _adjust(logits_NV.clone(), state, rows, needs, positions)
+        for i, mask in masks.items():
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits_NV.shape[1]]
+            logits_NV[i, to_device(allowed, logits_NV.device) == 0] = float("-inf")
         tokens_N = logits_NV.argmax(-1)
     for which, filtered in ((_only(needs, Needs.RANDOM, Needs.FILTER), False), (_only(needs, Needs.FILTER), True)):
         if len(which):

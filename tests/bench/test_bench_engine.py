@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from penstock.bench.workloads import Job
 from penstock.cli.main import main
 from penstock.core.engine import EngineInfo
 from penstock.core.request import Objective
-from penstock.engine.executor import Step, StepResult
+from penstock.engine.executor import Step, StepResult, TokenMask
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.local import LocalEngine
 from penstock.engine.scheduler import Scheduler
@@ -47,6 +47,9 @@ class ConstantExecutor:
 
     def launch(self, step: Step) -> Step:
         return step
+
+    def constrain(self, handle: Step, masks: Mapping[int, TokenMask]) -> None:
+        pass
 
     def collect(self, handle: Step) -> StepResult:
         return StepResult([[7] * samples for samples in handle.samples])

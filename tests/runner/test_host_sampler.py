@@ -95,7 +95,7 @@ def test_the_same_tokens_as_torch(model: NativeModel) -> None:
         given = torch.from_numpy(logits.copy())
         expected = sampler.sample(given, given.argmax(-1), device, rows, positions).tolist()
         greedy = logits.argmax(axis=1).astype(np.int32)
-        assert host_sampler.sample(model.sample, logits, greedy, host, rows, positions).tolist() == expected
+        assert host_sampler.sample(model.sample, logits, greedy, host, rows, positions, {}).tolist() == expected
 
 
 def test_a_row_taken_over_forgets_what_was_counted() -> None:
@@ -107,7 +107,7 @@ def test_a_row_taken_over_forgets_what_was_counted() -> None:
     index, position = np.zeros(1, dtype=np.int32), np.full(1, 2, dtype=np.int32)
 
     def greedy() -> int:
-        return int(host_sampler.sample(model.sample, logits.copy(), np.array([7]), rows, index, position)[0])
+        return int(host_sampler.sample(model.sample, logits.copy(), np.array([7]), rows, index, position, {})[0])
 
     assert greedy() == 9
     rows.apply(Step(setups=[RowSetup(0, params, 0, (1,), 1, ())]))
