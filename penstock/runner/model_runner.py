@@ -12,7 +12,7 @@ from penstock.engine.executor import Step, StepResult, TokenMask, at_most_one_ea
 from penstock.runner import scoring
 from penstock.runner.batch import Ints, build_batch
 from penstock.runner.forward import Forward
-from penstock.runner.row_state import RowState
+from penstock.runner.row_state import TorchRows
 from penstock.runner.sampler import sample
 from penstock.runner.scoring import scored_rows as scored_rows
 
@@ -23,7 +23,7 @@ class ModelRunner:
     runs_ahead = False
     host_memory = None
 
-    def __init__(self, forward: Forward, state: RowState, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, forward: Forward, state: TorchRows, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.idle_seconds: float | None = None
         self._forward = forward
@@ -78,7 +78,7 @@ class ModelRunner:
         return result
 
 
-def scored_prompts(state: RowState, step: Step) -> list[tuple[int, Ints, torch.Tensor]]:
+def scored_prompts(state: TorchRows, step: Step) -> list[tuple[int, Ints, torch.Tensor]]:
     found = scoring.scored_prompts(state, step)
     return [(index, rows, torch.from_numpy(tokens).long()) for index, rows, tokens in found]
 

@@ -14,11 +14,20 @@ from penstock.runner.rows import Needs, Rows
 
 
 class RowState(Rows):
+    """What the forward pass reads and writes."""
+
     def __init__(self, rows: int, table_blocks: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(rows, table_blocks)
         self._vocab_size = vocab_size
         self._device = device
         self.last_token_R = torch.zeros(rows, dtype=torch.int64, device=device)
+
+
+class TorchRows(RowState):
+    """With what the sampler in plain torch needs."""
+
+    def __init__(self, rows: int, table_blocks: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(rows, table_blocks, vocab_size, device)
         # A vocabulary per row is large, so these exist only once a request needs them.
         self._counts_RV: torch.Tensor | None = None
         self._prompt_RV: torch.Tensor | None = None
