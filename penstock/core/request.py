@@ -191,8 +191,7 @@ def choice_seed(seed: int | None, choice: int) -> int:
     return (mixed ^ (mixed >> 31)) >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """Log-probability of one token under the unmodified model, with the most probable alternatives."""
 
     token_id: int

@@ -29,7 +29,8 @@ class SampledScores:
 
     def read(self, tokens: Sequence[int], asked: Sequence[int], widths: Sequence[int]) -> list[TokenLogprob]:
         """Of the sequences that asked, with so many alternatives each."""
-        own, top, top_tokens = self._own.tolist(), self._top.tolist(), self._top_tokens.tolist()
+        most = max(widths)
+        own, top, top_tokens = self._own.tolist(), self._top[:, :most].tolist(), self._top_tokens[:, :most].tolist()
         return [
             TokenLogprob(tokens[i], own[i], tuple(zip(top_tokens[i][:width], top[i][:width], strict=True)))
             for i, width in zip(asked, widths, strict=True)
