@@ -40,8 +40,8 @@ from penstock.quantization.fp8 import quantize_model
 from penstock.runner.batch import Batch, build_batch
 from penstock.runner.forward import Forward, TorchForward
 from penstock.runner.fused_forward import FusedForward, supports_fused
-from penstock.runner.row_state import RowState
-from penstock.runner.sampler import Draws, choose_reference
+from penstock.runner.row_state import RowState, TorchRows
+from penstock.runner.sampler import sample
 from penstock.runner.transfer import to_device
 
 DEVICE = torch.device("cuda")
@@ -107,7 +107,9 @@ class GraphPath:
         tokens, positions, slots, tables, contexts, rows = (to_device(array, forward.device) for array in arrays)
         if forward.stacks(len(tokens), int(batch.contexts_S.max())):
             logits = torch.empty((1, len(forward.embedding)), device=forward.device)
-            return logits, forward.decode_stacked(rows, contexts, tokens.long(), tables, logits)
+            chosen = torch.empty(1, dtype=torch.int64, device=forward.device)
+            forward.decode_stacked(rows, contexts, tokens.long(), tables, logits, chosen)
+            return logits, chosen
         inputs = DecodeInputs(torch.nn.functional.embedding(tokens, forward.embedding), positions, slots, tables)
         hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts))
         logits = forward.logits(hidden[rows.long()])
@@ -249,16 +251,24 @@ def compare_sampling(model: str) -> None:
 
     scheduler, executor, info = start(model, EngineConfig(max_seqs=32, max_model_len=1024, kv_memory_gib=8))
     assert isinstance(executor, CudaRunner)
-    draw, drawn, different = executor._choose, 0, 0
+    hooked: Any = executor
+    sample_step, drawn, different = executor._sample, 0, 0
+    rows, table_blocks = executor._state.tables_RM.shape
+    reference = TorchRows(rows, table_blocks, info.vocab_size, DEVICE)
 
-    def draw_twice(logits_NV: torch.Tensor, draws: Draws) -> torch.Tensor:
+    def sample_twice(flight: Any) -> None:
         nonlocal drawn, different
-        tokens = draw(logits_NV, draws)
-        drawn += len(tokens)
-        different += int((tokens != choose_reference(logits_NV, draws)).sum())
-        return tokens
+        count, step = len(flight.rows), flight.step
+        logits, greedy = executor._logits[:count].clone(), executor._tokens[:count].clone()
+        reference.apply(step)
+        sample_step(flight)
+        if count:
+            positions = np.array([step.starts[i] + step.counts[i] for i in flight.sampled], dtype=np.int32)
+            expected = sample(logits, greedy, reference, flight.rows, positions)
+            drawn += count
+            different += int((executor._tokens[:count] != expected).sum())
 
-    executor._choose = draw_twice  # type: ignore[method-assign]
+    hooked._sample = sample_twice
     outputs: dict[str, list[int]] = {}
 
     def take(chunks: list[Chunk]) -> None:
@@ -268,7 +278,8 @@ def compare_sampling(model: str) -> None:
     loop = EngineLoop(scheduler, executor, take)
     generator = np.random.default_rng(1)
     filters: list[dict[str, Any]] = [{}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.7}, {"min_p": 0.05}]
-    kinds = [*filters, {"temperature": 0.0}]
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+    kinds = [*filters, {"temperature": 0.0}, penalties, {"temperature": 0.0, **penalties}]
     for number in range(48):
         kind = {"temperature": 0.8, **kinds[number % len(kinds)]}
         prompt = generator.integers(1, min(info.vocab_size, 50_000), 5 + number).tolist()

@@ -96,12 +96,12 @@ class Recorder:
             self._owners.update({setup.row: setup.seed for setup in step.setups})
             return launch(step)
 
-        def sampling(
-            logits: torch.Tensor, greedy: torch.Tensor, rows: Any, positions: Any, flight: Any
-        ) -> torch.Tensor:
+        def sampling(flight: Any) -> None:
+            logits, step = runner._logits[: len(flight.rows)], flight.step
             sums = (logits.view(torch.int32).long() * self._weights).sum(-1)
-            self._kept.append(([(self._owners[int(r)], int(p)) for r, p in zip(rows, positions, strict=True)], sums))
-            return sample(logits, greedy, rows, positions, flight)
+            places = [(step.rows[i], step.starts[i] + step.counts[i]) for i in flight.sampled]
+            self._kept.append(([(self._owners[row], position) for row, position in places], sums))
+            sample(flight)
 
         hooked.launch, hooked._sample = launching, sampling
         self._hooked = hooked

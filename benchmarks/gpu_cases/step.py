@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from gpu_cases.case import BF16, COPY_BYTES, DEVICE, FP8, Case, Variant, randn, relative_error, sets_for, short
@@ -15,31 +16,35 @@ from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear import add_linear, gated_linear, gemm_config, linear
 from penstock.kernels.sampling_reference import sample_reference
 from penstock.kernels.triton import decode as decode
+from penstock.kernels.triton.argmax import argmax, argmax_scratch
 from penstock.kernels.triton.decode_plan import decode_parts, plan_decode
 from penstock.kernels.triton.gemm import linear_reference
 from penstock.kernels.triton.paged import paged_attention_reference
 from penstock.kernels.triton.rope import rope_and_cache, rope_reference
-from penstock.kernels.triton.sampling import SamplingRows, argmax, sample, sampling_scratch
+from penstock.kernels.triton.sampling import Sampled, SamplingInputs, SamplingRows, sample, sampling_scratch
+from penstock.kernels.triton.sampling_row import FILTER, RANDOM, ROW
 
 
 def sampling_case(rows: int, vocab: int, dtype: torch.dtype) -> Case:
     sets = min(4, sets_for(rows * vocab * dtype.itemsize))
     logits = [randn(rows, vocab, dtype=dtype, scale=3.0) for _ in range(sets)]
     work = sampling_scratch(rows, vocab, DEVICE)
+    greedy_work = argmax_scratch(rows, vocab, DEVICE)
     out = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    numbers = torch.arange(rows, dtype=torch.int32, device=DEVICE)
+    unused = torch.zeros((rows, vocab), dtype=torch.float32, device=DEVICE)
+    sampled = Sampled(out, unused[:, 0], unused, unused.int())
 
     def variant(label: str, top_k: int, top_p: float) -> Variant:
-        parameters = SamplingRows(
-            temperature=torch.full((rows,), 0.8, device=DEVICE),
-            seed=torch.arange(rows, device=DEVICE) * 7919,
-            position=torch.arange(rows, device=DEVICE),
-            top_k=torch.full((rows,), top_k, dtype=torch.int32, device=DEVICE),
-            top_p=torch.full((rows,), top_p, device=DEVICE),
-            min_p=torch.zeros(rows, device=DEVICE),
-        )
+        params = np.zeros(rows, dtype=ROW)
+        params["needs"] = RANDOM.value | (FILTER.value if top_k or top_p < 1 else 0)
+        params["temperature"], params["top_k"], params["top_p"] = 0.8, top_k, top_p
+        params["seed"] = np.arange(rows) * 7919
+        words = torch.from_numpy(params.view(np.int32).reshape(rows, -1)).to(DEVICE)
+        asked = SamplingRows(words, unused.short(), unused, unused.int(), out.clone())
 
         def run(i: int) -> None:
-            sample(logits[i], out, parameters, work, any_top_k=top_k > 0, any_top_p=top_p < 1, any_min_p=False)
+            sample(SamplingInputs(logits[i], numbers, numbers, numbers, unused.int()), asked, sampled, work)
 
         def mismatches() -> float:
             got = out[:8].tolist()
@@ -54,7 +59,7 @@ def sampling_case(rows: int, vocab: int, dtype: torch.dtype) -> Case:
         return float((logits[0].gather(1, out[:, None])[:, 0] != logits[0].amax(-1)).sum())
 
     variants = [
-        Variant("argmax", lambda i: argmax(logits[i], out, work), greedy_mismatches),
+        Variant("argmax", lambda i: argmax(logits[i], out, greedy_work), greedy_mismatches),
         Variant("* torch argmax", lambda i: logits[i].argmax(-1)),
         variant("plain", 0, 1.0),
         variant("top-k", 40, 1.0),
@@ -94,7 +99,7 @@ class _Decoder:
         self.slots = self.tables[:, -1] * self._BLOCK_SIZE + (context - 1) % self._BLOCK_SIZE
         self.parts = decode_parts(rows, self._KV_HEADS)
         self.work = decode.decode_scratch(rows, heads, self._KV_HEADS, self._HEAD_DIM, self.parts, DEVICE)
-        self.sampling = sampling_scratch(rows, vocab, DEVICE)
+        self.sampling = argmax_scratch(rows, vocab, DEVICE)
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=DEVICE)
         self.logits = torch.empty(rows, vocab, device=DEVICE)
 
@@ -152,7 +157,10 @@ class _Decoder:
         """In one persistent kernel, of one sequence."""
         row, last_tokens = torch.zeros_like(self.contexts), torch.zeros_like(self.tokens)
         cache = KVCache(self.keys, self.values, self.cos_sin, self._SCALE)
-        decode_step(self._stacked, cache, row, self.contexts, last_tokens, self.tables, self.logits, num_layers=layers)
+        decode_step(
+            self._stacked, cache, row, self.contexts, last_tokens, self.tables, self.logits, self.tokens,
+            num_layers=layers,
+        )  # fmt: skip
 
     def stacked_error(self) -> float:
         """Of the logits after two layers; rounding adds up over more."""

@@ -61,6 +61,15 @@ RANGES = {
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the output must match, for whoever compiles it beside the engine."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str  # the JSON of a schema, a regular expression, or a grammar in llguidance's dialect of Lark
+    after: tuple[int, ...] = ()  # tokens that end a part which may be anything, such as </think>; (): there is none
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to turn logits into tokens and when to stop. Valid by construction."""
 
@@ -81,6 +90,7 @@ class SamplingParams:
     n: int = 1  # fanned out into one GenerateRequest each, outside the engine
     logprobs: int | None = None  # alternatives beside each output token; None: off
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
@@ -181,8 +191,7 @@ def choice_seed(seed: int | None, choice: int) -> int:
     return (mixed ^ (mixed >> 31)) >> 1
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """Log-probability of one token under the unmodified model, with the most probable alternatives."""
 
     token_id: int

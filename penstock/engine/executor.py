@@ -8,11 +8,17 @@ sequence attends. Hence a block may be shared as soon as the step that fills it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from penstock.core.request import SamplingParams, TokenLogprob
+
+# Which tokens of the vocabulary may be sampled: bit t % 32 of word t // 32.
+TokenMask: TypeAlias = npt.NDArray[np.int32]
 
 SAMPLED = -1  # in Step.tokens: the token this row sampled last, which only the device knows yet
 
@@ -38,7 +44,9 @@ class Step:
     counts: list[int] = field(default_factory=list)  # how many tokens
     samples: list[int] = field(default_factory=list)  # of how many tokens, the last ones, the logits are sampled
     tokens: list[int] = field(default_factory=list)  # all sequences' tokens, one after the other; may be SAMPLED
+    constrained: list[int] = field(default_factory=list)  # sequences that may sample once `constrain` says what
     setups: list[RowSetup] = field(default_factory=list)
+    forced: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, output tokens that nobody sampled)
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, index in its table, block ids)
 
 
@@ -70,6 +78,14 @@ class Executor(Protocol):
         ...
 
     def launch(self, step: Step, /) -> Any: ...
+
+    def constrain(self, handle: Any, masks: Mapping[int, TokenMask], /) -> None:
+        """The tokens that the constrained sequences of a launched step may sample, by index; without a mask, any token.
+
+        Called once for each step with such sequences, before the next launch: a grammar knows what may follow only when
+        the token before it has been collected, by which time the logits are being computed.
+        """
+        ...
 
     def collect(self, handle: Any, /) -> StepResult: ...
 

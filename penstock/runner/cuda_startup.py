@@ -17,9 +17,9 @@ from penstock.kernels.attention_reference import torch_block_bytes
 from penstock.models.llama import Llama
 from penstock.quantization.fp8 import quantize_model
 from penstock.runner.cuda_runner import CudaRunner
+from penstock.runner.device_rows import DeviceRows
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
 from penstock.runner.memory import GIB, kv_blocks
-from penstock.runner.row_state import RowState
 
 if TYPE_CHECKING:
     from penstock.runner.startup import _Plan as Plan
@@ -74,7 +74,7 @@ def _with_smallest_cache(plan: Plan, model: Llama, kv_dtype: torch.dtype, free: 
         )
         return CudaRunner(
             forward,
-            RowState(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, plan.device),
+            DeviceRows(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, plan.device),
             block_size=config.block_size,
             vocab_size=plan.model.vocab_size,
             max_step_tokens=plan.max_step_tokens,
@@ -121,7 +121,7 @@ def _fits(runner: CudaRunner, tokens: int) -> bool:
 
 def _too_many_sequences(plan: Plan, free: int) -> StartupError:
     """A sequence takes its logits several times over: as they are, adjusted, in sampling's lists, as tables."""
-    each = 8 * 4 * plan.model.vocab_size
+    each = 5 * 4 * plan.model.vocab_size
     fitting = max(1, min(plan.engine.max_seqs // 2, int(free / 2 / each)))
     return StartupError(
         f"sampling for {plan.engine.max_seqs} sequences does not fit into the {free / GIB:.2f} GiB that the weights "

@@ -207,13 +207,14 @@ class FusedForward:
         last_token_R: torch.Tensor,
         tables_RM: torch.Tensor,
         logits: torch.Tensor,
+        chosen: torch.Tensor,
         layers: int | None = None,
-    ) -> torch.Tensor:
+    ) -> None:
         """A decode step of one sequence in one persistent kernel: its logits and the argmax, also put into its row."""
         attention, spec = self.attention, self._spec
         assert self._stacked is not None
         cache = KVCache(attention.keys, attention.values, attention.cos_sin, spec.scale, spec.windows[0])
-        return decode_step(self._stacked, cache, row, context, last_token_R, tables_RM, logits, num_layers=layers)
+        decode_step(self._stacked, cache, row, context, last_token_R, tables_RM, logits, chosen, num_layers=layers)
 
     def hidden(self, x_TC: torch.Tensor, attend: Attend, layers: int | None = None) -> torch.Tensor:
         """From embeddings to the residual stream after the last layer; the final norm belongs to `logits`."""

@@ -5,12 +5,13 @@ N sequences, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.executor import TokenMask
 from penstock.kernels.native.bindings import DRAW
 from penstock.runner.batch import Ints
 from penstock.runner.rows import HostRows, Needs
@@ -19,12 +20,23 @@ Floats = npt.NDArray[np.float32]
 Draw = Callable[[Floats, npt.NDArray[Any]], Ints]  # rows of logits, draws -> tokens
 
 
-def sample(draw: Draw, logits_NV: Floats, greedy_N: Ints, state: HostRows, rows_N: Ints, positions_N: Ints) -> Ints:
+def sample(
+    draw: Draw,
+    logits_NV: Floats,
+    greedy_N: Ints,
+    state: HostRows,
+    rows_N: Ints,
+    positions_N: Ints,
+    masks: Mapping[int, TokenMask],
+) -> Ints:
     """One token per row, counted there. May overwrite the logits; `greedy_N` is their argmax as it was."""
     needs_N = state.needs[rows_N]
     tokens_N = greedy_N.copy()
-    for i in np.flatnonzero(needs_N & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS)).tolist():
+    for i in np.flatnonzero(needs_N & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.GRAMMAR)).tolist():
         _adjust(logits_NV[i], state, int(rows_N[i]), int(positions_N[i]), int(needs_N[i]))
+        if i in masks:
+            allowed = np.unpackbits(masks[i].view(np.uint8), bitorder="little")[: logits_NV.shape[1]]
+            logits_NV[i][allowed == 0] = -np.inf
         tokens_N[i] = logits_NV[i].argmax()
     random = np.flatnonzero(needs_N & Needs.RANDOM)
     if len(random):

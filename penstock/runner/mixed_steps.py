@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from penstock.kernels.triton.sampling import SamplingScratch, argmax
+from penstock.kernels.triton.argmax import ArgmaxScratch, argmax
 from penstock.runner.batch import Batch
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.paged_attention import MixedStep
@@ -86,14 +86,17 @@ class MixedSteps:
         forward: FusedForward,
         tables: torch.Tensor,
         logits: torch.Tensor,
-        scratch: SamplingScratch,
+        tokens: torch.Tensor,
+        scratch: ArgmaxScratch,
         *,
         max_tokens: int,
     ) -> None:
-        """`tables` are the block tables of all rows, the last of which is spare; `logits` has a row per sequence."""
+        """`tables` are the block tables of all rows, the last of which is spare. `logits` [S, V] and `tokens` [S] are
+        where the results of the sequences that sample go."""
         self._forward = forward
         self._tables = tables
         self._logits = logits
+        self._sampled = tokens
         self._scratch = scratch
         self._max_seqs = len(logits)
         self._decodes = [size for size in _DECODES if size < self._max_seqs] + [self._max_seqs]
@@ -103,21 +106,19 @@ class MixedSteps:
         self._max_tokens = max_tokens
         largest = self._layout(self._max_seqs, self._max_seqs, max_tokens)
         self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
-        self._graphs: dict[Layout, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
 
-    def run(self, batch: Batch, state: RowState) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and greedy tokens of the sequences that sample, which are in their rows already."""
-        decodes, sampled = batch.num_decodes, len(batch.rows_N)
+    def run(self, batch: Batch, state: RowState) -> None:
+        """Logits and greedy tokens of the sequences that sample; the tokens go to their rows as well."""
+        decodes = batch.num_decodes
         layout = self._layout(decodes, len(batch.contexts_S) - decodes, len(batch.tokens_T))
         packed = torch.from_numpy(layout.pack(batch, spare=self._max_seqs))
         source = packed.pin_memory() if self._inputs.is_cuda else packed
         self._inputs[: len(packed)].copy_(source, non_blocking=True)
         if layout in self._graphs:
-            graph, chosen = self._graphs[layout]
-            graph.replay()
+            self._graphs[layout].replay()
         else:
-            chosen = self._body(layout, state)
-        return self._logits[:sampled], chosen[:sampled]
+            self._body(layout, state)
 
     def padded(self, tokens: int) -> int:
         return next((size for size in self._tokens if size >= tokens), -(-tokens // 256) * 256)
@@ -130,7 +131,7 @@ class MixedSteps:
         tokens = self.padded(max(tokens, decodes))
         return Layout(decodes, prompts, tokens, min(self._max_seqs, decodes + prompts))
 
-    def _body(self, layout: Layout, state: RowState, layers: int | None = None) -> torch.Tensor:
+    def _body(self, layout: Layout, state: RowState, layers: int | None = None) -> None:
         forward = self._forward
         tokens_T, rows_T, positions_T, slots_T, rows_S, contexts_S, starts, last_N, rows_N = layout.split(self._inputs)
         tokens_T = torch.where(tokens_T < 0, state.last_token_R[rows_T.long()].int(), tokens_T)
@@ -141,8 +142,7 @@ class MixedSteps:
             F.embedding(tokens_T, forward.embedding), forward.attention.attend_mixed(step), layers
         )
         logits_NV = forward.logits(hidden_TC[last_N.long()], self._logits[: layout.most_sampled])
-        chosen = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
-        return argmax(logits_NV, chosen, self._scratch, feed=(state.last_token_R, rows_N))
+        argmax(logits_NV, self._sampled, self._scratch, feed=(state.last_token_R, rows_N))
 
     @property
     def layouts(self) -> list[Layout]:
@@ -171,6 +171,6 @@ class MixedSteps:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                chosen = self._body(layout, state)
-            self._graphs[layout] = (graph, chosen)
+                self._body(layout, state)
+            self._graphs[layout] = graph
         return len(self._graphs)

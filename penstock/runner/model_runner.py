@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
 from penstock.core.request import TokenLogprob
-from penstock.engine.executor import Step, StepResult, at_most_one_each
+from penstock.engine.executor import Step, StepResult, TokenMask, at_most_one_each
 from penstock.runner import scoring
 from penstock.runner.batch import Ints, build_batch
 from penstock.runner.forward import Forward
-from penstock.runner.row_state import RowState
+from penstock.runner.row_state import TorchRows
 from penstock.runner.sampler import sample
 from penstock.runner.scoring import scored_rows as scored_rows
 
@@ -21,12 +23,13 @@ class ModelRunner:
     runs_ahead = False
     host_memory = None
 
-    def __init__(self, forward: Forward, state: RowState, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, forward: Forward, state: TorchRows, *, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.idle_seconds: float | None = None
         self._forward = forward
         self._state = state
         self._block_size = block_size
+        self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
 
     def enter_thread(self) -> None:
         """Nothing to prepare."""
@@ -36,6 +39,9 @@ class ModelRunner:
 
     def launch(self, step: Step) -> Step:
         return step
+
+    def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
+        self._masks = masks
 
     @torch.inference_mode()
     def collect(self, step: Step) -> StepResult:
@@ -48,7 +54,15 @@ class ModelRunner:
         sampling = len(batch.rows_N)
         if sampling:
             logits_NV = logits_RV[:sampling]
-            tokens_N = sample(logits_NV, greedy_R[:sampling], self._state, batch.rows_N, batch.next_positions_N)
+            masks, self._masks = self._masks, {}
+            tokens_N = sample(
+                logits_NV,
+                greedy_R[:sampling],
+                self._state,
+                batch.rows_N,
+                batch.next_positions_N,
+                masks={i: masks[s] for i, s in enumerate(batch.sampled_N.tolist()) if s in masks},
+            )
             result.tokens = at_most_one_each(step.samples, tokens_N.tolist())
             asked, widths = scored_rows(self._state, batch.rows_N)
             if asked:
@@ -64,7 +78,7 @@ class ModelRunner:
         return result
 
 
-def scored_prompts(state: RowState, step: Step) -> list[tuple[int, Ints, torch.Tensor]]:
+def scored_prompts(state: TorchRows, step: Step) -> list[tuple[int, Ints, torch.Tensor]]:
     found = scoring.scored_prompts(state, step)
     return [(index, rows, torch.from_numpy(tokens).long()) for index, rows, tokens in found]
 

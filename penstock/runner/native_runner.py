@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate, chain, compress
 
 import numpy as np
 
-from penstock.engine.executor import HostMemory, Step, StepResult, at_most_one_each
+from penstock.engine.executor import HostMemory, Step, StepResult, TokenMask, at_most_one_each
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.runner.host_sampler import Floats, sample
 from penstock.runner.rows import HostRows
@@ -28,6 +29,7 @@ class NativeRunner:
         self.num_blocks = model.num_blocks
         self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost
         self._state = state
+        self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
         self._rows = NativeRows(state.tables_RM, state.last_token_R)
 
     @property
@@ -42,6 +44,9 @@ class NativeRunner:
 
     def launch(self, step: Step) -> Step:
         return step
+
+    def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
+        self._masks = masks
 
     def collect(self, step: Step) -> StepResult:
         state, ended = self._state, self.model.call_ended
@@ -67,7 +72,8 @@ class NativeRunner:
         asked, widths = scored_rows(state, rows_N)
         logits_AV = logits_RV[asked]  # copies: sampling may overwrite the originals
         greedy_N = np.array(greedy_R[:sampling], dtype=np.int32)
-        tokens_N = sample(self.model.sample, logits_RV[:sampling], greedy_N, state, rows_N, positions_N)
+        masks, self._masks = {i: self._masks[s] for i, s in enumerate(sampled_N.tolist()) if s in self._masks}, {}
+        tokens_N = sample(self.model.sample, logits_RV[:sampling], greedy_N, state, rows_N, positions_N, masks)
         state.last_token_R[rows_N] = tokens_N
         result = StepResult(at_most_one_each(step.samples, tokens_N.tolist()))
         scores = score(logits_AV, tokens_N[asked], widths)

@@ -9,16 +9,25 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.engine.executor import RowSetup
+from penstock.engine.executor import RowSetup, Step
 from penstock.runner.rows import Needs, Rows
 
 
 class RowState(Rows):
+    """What the forward pass reads and writes."""
+
     def __init__(self, rows: int, table_blocks: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(rows, table_blocks)
         self._vocab_size = vocab_size
         self._device = device
         self.last_token_R = torch.zeros(rows, dtype=torch.int64, device=device)
+
+
+class TorchRows(RowState):
+    """With what the sampler in plain torch needs."""
+
+    def __init__(self, rows: int, table_blocks: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(rows, table_blocks, vocab_size, device)
         # A vocabulary per row is large, so these exist only once a request needs them.
         self._counts_RV: torch.Tensor | None = None
         self._prompt_RV: torch.Tensor | None = None
@@ -37,6 +46,13 @@ class RowState(Rows):
             self.bias_RV[row] = 0
             bias = {token: value for token, value in params.logit_bias.items() if 0 <= token < self._vocab_size}
             self.bias_RV[row, self._ids(list(bias))] = torch.tensor(list(bias.values()), device=self._device)
+
+    def apply(self, step: Step) -> None:
+        super().apply(step)
+        for row, tokens in step.forced:
+            if self.needs[row] & Needs.PENALTIES:
+                counted = torch.bincount(self._ids(tokens), minlength=self._vocab_size)
+                self.counts_RV[row] += counted.to(torch.int32)
 
     def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
         return torch.tensor(tokens, dtype=torch.int64, device=self._device)

@@ -26,6 +26,7 @@ class Needs(IntFlag):
     MIN_TOKENS = 16
     LOGPROBS = 32
     PROMPT_LOGPROBS = 64
+    GRAMMAR = 128
 
 
 def needs_of(params: SamplingParams) -> Needs:
@@ -44,6 +45,8 @@ def needs_of(params: SamplingParams) -> Needs:
         needs |= Needs.LOGPROBS
     if params.prompt_logprobs is not None:
         needs |= Needs.PROMPT_LOGPROBS
+    if params.grammar is not None:
+        needs |= Needs.GRAMMAR
     return needs
 
 
@@ -113,6 +116,13 @@ class HostRows(Rows):
             self._seen[setup.row] = dict.fromkeys(setup.tokens[: setup.prompt_len], 0)
             for token in setup.tokens[setup.prompt_len :]:
                 self.count(setup.row, token)
+
+    def apply(self, step: Step) -> None:
+        super().apply(step)
+        for row, tokens in step.forced:
+            if row in self._seen:
+                for token in tokens:
+                    self.count(row, token)
 
     def count(self, row: int, token: int) -> None:
         seen = self._seen[row]

@@ -7,7 +7,7 @@ gives the same tokens whatever it is batched with and wherever it is resumed. N 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.runner.row_state import RowState
+from penstock.engine.executor import TokenMask
+from penstock.runner.row_state import TorchRows
 from penstock.runner.rows import Needs
 from penstock.runner.transfer import to_device
 
@@ -37,16 +38,13 @@ class Draws:
     filtered: bool  # whether any of the last three is on
 
 
-Choose = Callable[[torch.Tensor, Draws], torch.Tensor]  # logits [N, V] -> tokens [N]
-
-
 def sample(
     logits_NV: torch.Tensor,
     greedy_N: torch.Tensor,
-    state: RowState,
+    state: TorchRows,
     rows: npt.NDArray[np.int32],
     positions: npt.NDArray[np.int32],
-    choose: Choose | None = None,
+    masks: Mapping[int, TokenMask] | None = None,
 ) -> torch.Tensor:
     """Choose one token per row and remember it there. `greedy_N` is the argmax, which greedy rows take as it is."""
     device = logits_NV.device
@@ -54,7 +52,7 @@ def sample(
     rows_N = to_device(rows, device)
     tokens_N = greedy_N
     if needs.any():
-        tokens_N = _sample_unusual(logits_NV, greedy_N, state, rows, positions, needs, choose or choose_reference)
+        tokens_N = _sample_unusual(logits_NV, greedy_N, state, rows, positions, needs, masks or {})
         penalised = _only(needs, Needs.PENALTIES)
         if len(penalised):
             index = to_device(penalised, device)
@@ -66,20 +64,23 @@ def sample(
 def _sample_unusual(
     logits_NV: torch.Tensor,
     tokens_N: torch.Tensor,
-    state: RowState,
+    state: TorchRows,
     rows: npt.NDArray[np.int32],
     positions: npt.NDArray[np.int32],
     needs: npt.NDArray[np.uint8],
-    choose: Choose,
+    masks: Mapping[int, TokenMask],
 ) -> torch.Tensor:
-    if (needs & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS)).any():
+    if (needs & (Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.GRAMMAR)).any():
         logits_NV = _adjust(logits_NV.clone(), state, rows, needs, positions)
+        for i, mask in masks.items():
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[: logits_NV.shape[1]]
+            logits_NV[i, to_device(allowed, logits_NV.device) == 0] = float("-inf")
         tokens_N = logits_NV.argmax(-1)
     for which, filtered in ((_only(needs, Needs.RANDOM, Needs.FILTER), False), (_only(needs, Needs.FILTER), True)):
         if len(which):
             index = to_device(which, logits_NV.device)
             draws = _draws(state, rows[which], positions[which], filtered, logits_NV.device)
-            tokens_N = tokens_N.index_copy(0, index, choose(logits_NV[index], draws))
+            tokens_N = tokens_N.index_copy(0, index, _choose(logits_NV[index], draws))
     return tokens_N
 
 
@@ -90,7 +91,7 @@ def _only(needs: npt.NDArray[np.uint8], has: Needs, lacks: Needs = Needs.NOTHING
 
 def _adjust(
     logits_NV: torch.Tensor,
-    state: RowState,
+    state: TorchRows,
     rows: npt.NDArray[np.int32],
     needs: npt.NDArray[np.uint8],
     positions: npt.NDArray[np.int32],
@@ -117,7 +118,7 @@ def _adjust(
 
 
 def _draws(
-    state: RowState,
+    state: TorchRows,
     rows: npt.NDArray[np.int32],
     positions: npt.NDArray[np.int32],
     filtered: bool,
@@ -137,7 +138,7 @@ def _draws(
     )
 
 
-def choose_reference(logits_NV: torch.Tensor, draws: Draws) -> torch.Tensor:
+def _choose(logits_NV: torch.Tensor, draws: Draws) -> torch.Tensor:
     scaled_NV = logits_NV / draws.temperature_N[:, None]
     if not draws.filtered:
         return (scaled_NV + gumbel(draws.seeds_N, draws.positions_N, scaled_NV.shape[-1])).argmax(-1)

@@ -262,14 +262,14 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     from penstock.kernels.attention_reference import ReferenceAttention, torch_block_bytes
     from penstock.runner.forward import TorchForward
     from penstock.runner.model_runner import ModelRunner
-    from penstock.runner.row_state import RowState
+    from penstock.runner.row_state import TorchRows
 
     plan.times.ended("import")
     config, spec = plan.engine, model.attention_spec
     demand = plan.kv_demand(torch_block_bytes(spec, config.block_size, plan.dtype))
     num_blocks = kv_blocks(demand, config.kv_memory_gib, plan.device, config.gpu_memory_share)
     attention = ReferenceAttention(spec, num_blocks, config.block_size, plan.dtype, plan.device)
-    state = RowState(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)
+    state = TorchRows(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)
     forward = TorchForward(model, attention, plan.device)
     runner = ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
     plan.times.ended("kernels")

@@ -16,5 +16,7 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """To be read once the stream has reached this point."""
+    if tensor.device.type != "cuda":
+        return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

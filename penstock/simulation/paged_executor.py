@@ -14,9 +14,9 @@ One request:
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult
+from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, TokenMask
 
 VOCAB = 50
 EOS = 7
@@ -98,6 +98,9 @@ class PagedExecutor:
 
     def _slot(self, row: int, position: int) -> int:
         return self._tables[row][position // self._block_size] * self._block_size + position % self._block_size
+
+    def constrain(self, handle: StepResult, masks: Mapping[int, TokenMask]) -> None:
+        """Not modelled."""
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle

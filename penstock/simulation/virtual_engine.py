@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.core.errors import Overloaded
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest
-from penstock.engine.executor import Step, StepResult
+from penstock.engine.executor import Step, StepResult, TokenMask
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import StepShape
@@ -81,6 +81,9 @@ class TimedExecutor:
         self._free = max(self._clock.now, self._free) + seconds
         self.busy_seconds += seconds
         return step, self._free
+
+    def constrain(self, handle: tuple[Step, float], masks: Mapping[int, TokenMask]) -> None:
+        """Whatever it may sample, it samples the same."""
 
     def collect(self, handle: tuple[Step, float]) -> StepResult:
         step, end = handle

@@ -28,8 +28,8 @@ from penstock.kernels import batch_invariant
 from penstock.kernels.hopper import attention, gemm, gemm_configs, persistent_gemm, program, tensor_map
 from penstock.kernels.triton import norm as norms
 from penstock.kernels.triton import prefill
+from penstock.kernels.triton.argmax import argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
-from penstock.kernels.triton.sampling import sampling_scratch
 from penstock.runner import fused_forward, mixed_steps
 from penstock.runner.cuda_startup import fused_executor
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
@@ -99,8 +99,9 @@ class Steps:
         self._forward = forward
         self._state = RowState(SEQS + 1, TABLE, VOCAB, CPU)
         self._tables = torch.zeros((SEQS + 1, TABLE), dtype=torch.int32)
-        scratch = sampling_scratch(SEQS, VOCAB, CPU)
-        self._mixed = MixedSteps(forward, self._tables, torch.empty((SEQS, VOCAB)), scratch, max_tokens=48)
+        self._logits, tokens = torch.empty((SEQS, VOCAB)), torch.empty(SEQS, dtype=torch.int64)
+        scratch = argmax_scratch(SEQS, VOCAB, CPU)
+        self._mixed = MixedSteps(forward, self._tables, self._logits, tokens, scratch, max_tokens=48)
         greedy = SamplingParams(temperature=0)
         places = [(row, 0, list(range(row * TABLE, (row + 1) * TABLE))) for row in range(SEQS)]
         setups = [RowSetup(row, greedy, 0, self.tokens[row], LENGTH, ()) for row in range(SEQS)]
@@ -122,7 +123,8 @@ class Steps:
         batch = build_batch(step, self._state, BLOCK)
         self._tables.copy_(torch.from_numpy(self._state.tables_RM))
         if batch.num_decodes < len(chunks):
-            return list(self._mixed.run(batch, self._state)[0].clone())
+            self._mixed.run(batch, self._state)
+            return list(self._logits[: len(chunks)].clone())
         for row, first, _ in chunks:
             self._state.last_token_R[row] = self.tokens[row][first]
         rows = torch.from_numpy(np.append(batch.rows_T, SEQS).astype(np.int32))  # and one of padding

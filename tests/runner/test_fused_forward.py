@@ -23,12 +23,12 @@ from penstock.models.loader import load_model
 from penstock.runner.batch import Batch
 from penstock.runner.forward import Forward, TorchForward
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.row_state import RowState
+from penstock.runner.row_state import RowState, TorchRows
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
+from penstock.kernels.triton.argmax import argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs, gather_decode_inputs_reference
-from penstock.kernels.triton.sampling import sampling_scratch
 from penstock.runner import mixed_steps
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.mixed_steps import MixedSteps
@@ -95,7 +95,7 @@ def generate(forward: Forward, block_size: int, num_blocks: int) -> dict[str, li
         max_model_len=128,
         vocab_size=64,
     )
-    state = RowState(MAX_SEQS + 1, 128 // block_size, 64, CPU)
+    state = TorchRows(MAX_SEQS + 1, 128 // block_size, 64, CPU)
     outputs: dict[str, list[int]] = {}
 
     def take(chunks: list[Chunk]) -> None:
@@ -122,13 +122,9 @@ class GraphPath:
         self._block_size = block_size
         self._tables = torch.zeros((MAX_SEQS + 1, 128 // block_size), dtype=torch.int32)
         vocab = SIZES["vocab_size"]
-        self._mixed = MixedSteps(
-            forward,
-            self._tables,
-            torch.empty((MAX_SEQS, vocab)),
-            sampling_scratch(MAX_SEQS, vocab, CPU),
-            max_tokens=STEP_TOKENS,
-        )
+        self._logits, self._tokens = torch.empty((MAX_SEQS, vocab)), torch.empty(MAX_SEQS, dtype=torch.int64)
+        scratch = argmax_scratch(MAX_SEQS, vocab, CPU)
+        self._mixed = MixedSteps(forward, self._tables, self._logits, self._tokens, scratch, max_tokens=STEP_TOKENS)
         self.steps = self.mixed_steps = 0
 
     def __call__(
@@ -137,7 +133,8 @@ class GraphPath:
         if batch.num_decodes < len(batch.contexts_S):
             self.mixed_steps += 1
             self._tables.copy_(torch.from_numpy(state.tables_RM))
-            return self._mixed.run(batch, state)
+            self._mixed.run(batch, state)
+            return self._logits[: len(logit_rows)], self._tokens[: len(logit_rows)]
         self.steps += 1
         rows, contexts, tables = map(torch.from_numpy, (batch.rows_T, batch.contexts_S, state.tables_RM))
         inputs = gather_decode_inputs(

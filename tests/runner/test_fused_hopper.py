@@ -170,8 +170,8 @@ def test_a_step_in_one_launch(launched: set[str], tmp_path: Path, monkeypatch: p
     slots = tables[1:, 36 // BLOCK] * BLOCK + 36 % BLOCK
     inputs = DecodeInputs(fused.embedding[last_token[1:]], context - 1, slots, tables[1:])
     expected = fused.logits(fused.hidden(inputs.x_SC, fused.attention.attend_decode(inputs, context)))
-    logits = torch.empty(1, 64)
-    chosen = fused.decode_stacked(row, context, last_token, tables, logits)
+    logits, chosen = torch.empty(1, 64), torch.empty(1, dtype=torch.int64)
+    fused.decode_stacked(row, context, last_token, tables, logits, chosen)
     assert (logits - expected).norm() < 0.02 * expected.norm()
     assert chosen.tolist() == last_token[1:].tolist() == logits.argmax(-1).tolist()
     assert "layers.cu" in launched

@@ -17,7 +17,7 @@ from penstock.kernels.native import bindings
 from penstock.kernels.native.model import NativeModel
 from penstock.runner import host_sampler, sampler, scoring
 from penstock.runner.model_runner import score as torch_score
-from penstock.runner.row_state import RowState
+from penstock.runner.row_state import TorchRows
 from penstock.runner.rows import HostRows
 
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=str(bindings.unavailable_reason()))
@@ -84,7 +84,7 @@ def setups() -> Step:
 def test_the_same_tokens_as_torch(model: NativeModel) -> None:
     """Over steps that count their own output; logits are peaked in one half of the steps and flat in the other."""
     rows = np.arange(len(PARAMS), dtype=np.int32)
-    host, device = HostRows(len(PARAMS), 1, VOCAB), RowState(len(PARAMS), 1, VOCAB, torch.device("cpu"))
+    host, device = HostRows(len(PARAMS), 1, VOCAB), TorchRows(len(PARAMS), 1, VOCAB, torch.device("cpu"))
     host.apply(setups())
     device.apply(setups())
     rng = np.random.default_rng(1)
@@ -95,7 +95,7 @@ def test_the_same_tokens_as_torch(model: NativeModel) -> None:
         given = torch.from_numpy(logits.copy())
         expected = sampler.sample(given, given.argmax(-1), device, rows, positions).tolist()
         greedy = logits.argmax(axis=1).astype(np.int32)
-        assert host_sampler.sample(model.sample, logits, greedy, host, rows, positions).tolist() == expected
+        assert host_sampler.sample(model.sample, logits, greedy, host, rows, positions, {}).tolist() == expected
 
 
 def test_a_row_taken_over_forgets_what_was_counted() -> None:
@@ -107,7 +107,7 @@ def test_a_row_taken_over_forgets_what_was_counted() -> None:
     index, position = np.zeros(1, dtype=np.int32), np.full(1, 2, dtype=np.int32)
 
     def greedy() -> int:
-        return int(host_sampler.sample(model.sample, logits.copy(), np.array([7]), rows, index, position)[0])
+        return int(host_sampler.sample(model.sample, logits.copy(), np.array([7]), rows, index, position, {})[0])
 
     assert greedy() == 9
     rows.apply(Step(setups=[RowSetup(0, params, 0, (1,), 1, ())]))

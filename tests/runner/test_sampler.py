@@ -10,20 +10,20 @@ import torch
 
 from penstock.core.request import SamplingParams
 from penstock.engine.executor import RowSetup, Step
-from penstock.runner.row_state import RowState
+from penstock.runner.row_state import TorchRows
 from penstock.runner.sampler import gumbel, gumbel_of, philox, sample
 
 VOCAB = 3001  # odd, and over the number of candidates looked at first
 
 
-def state_with(*rows: SamplingParams, tokens: tuple[int, ...] = (), prompt_len: int = 0, seed: int = 5) -> RowState:
-    state = RowState(len(rows), 1, VOCAB, torch.device("cpu"))
+def state_with(*rows: SamplingParams, tokens: tuple[int, ...] = (), prompt_len: int = 0, seed: int = 5) -> TorchRows:
+    state = TorchRows(len(rows), 1, VOCAB, torch.device("cpu"))
     setups = [RowSetup(i, params, seed + i, tokens, prompt_len, ()) for i, params in enumerate(rows)]
     state.apply(Step(setups=setups))
     return state
 
 
-def draw(state: RowState, logits: torch.Tensor, positions: list[int]) -> list[int]:
+def draw(state: TorchRows, logits: torch.Tensor, positions: list[int]) -> list[int]:
     """One token for each row of logits; all from row 0 of the state if it has only one."""
     rows = np.arange(len(logits), dtype=np.int32) % len(state.needs)
     return sample(logits, logits.argmax(-1), state, rows, np.array(positions, dtype=np.int32)).tolist()
@@ -125,7 +125,7 @@ def test_penalties_and_bias() -> None:
 
 
 def test_min_tokens_forbids_stop_ids_until_reached() -> None:
-    state = RowState(1, 1, VOCAB, torch.device("cpu"))
+    state = TorchRows(1, 1, VOCAB, torch.device("cpu"))
     state.apply(Step(setups=[RowSetup(0, SamplingParams(temperature=0, min_tokens=2), 0, (1, 2), 2, (50, 60))]))
     logits = torch.zeros(1, VOCAB)
     logits[0, 50], logits[0, 60], logits[0, 70] = 9, 8, 7

@@ -6,10 +6,10 @@ import asyncio
 import socket
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from penstock.core.engine import EngineInfo
-from penstock.engine.executor import Step, StepResult
+from penstock.engine.executor import Step, StepResult, TokenMask
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import StepShape, StepTimes
@@ -31,6 +31,9 @@ class HangingExecutor:
 
     def launch(self, step: Step) -> None:
         threading.Event().wait()
+
+    def constrain(self, handle: None, masks: Mapping[int, TokenMask]) -> None:
+        raise AssertionError("no step is launched")
 
     def collect(self, handle: None) -> StepResult:
         raise AssertionError("no step ends")

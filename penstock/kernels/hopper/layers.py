@@ -120,15 +120,15 @@ def decode_step(
     last_token_R: torch.Tensor,
     tables_RM: torch.Tensor,
     logits: torch.Tensor,
+    chosen: torch.Tensor,
     *,
     num_layers: int | None = None,
-) -> torch.Tensor:
-    """From the last token of a row to `logits` [1, vocabulary] and the argmax, which goes to the row as well.
+) -> None:
+    """From the last token of a row to `logits` [1, vocabulary] and their argmax, `chosen`, also put into the row.
 
     `row` and `context` (int32 [1]) are read on the device. A context of 0 is padding: nothing is written to the cache.
     """
     shape = layers.shape
-    chosen = torch.empty(1, dtype=torch.int64, device=logits.device)
     run = kernel(
         "layers.cu",
         "layers",
@@ -169,4 +169,3 @@ def decode_step(
         logits,
         chosen,
     )
-    return chosen

@@ -1,10 +1,18 @@
-"""Sampling kernels for CUDA (temperature, top-k, top-p, min-p, argmax) that do not sort the vocabulary.
+"""Sampling on a GPU: one token per row in two kernels, whatever each row asks for of bias, penalties, forbidden stop
+tokens, grammar mask, temperature, top-k, top-p, min-p and log-probabilities. Nothing depends on the host, so a CUDA
+graph can hold them.
 
-`kernels/sampling_reference.py` defines what they compute. Thresholds of top-k and top-p are found digit by digit in the
-order-preserving integer form of the logits: each pass counts (or sums the weight of) the tokens at or above the 15
-candidates of the next hexadecimal digit. The passes read a short list: tokens far below the maximum are left out of it
-where the rest provably holds the threshold. Passes and chunks depend on the vocabulary alone, so a row samples the
-same token in any batch.
+`kernels/sampling_reference.py` defines what they compute: the kept token with the largest logit / temperature + noise.
+`_score_kernel` adjusts the logits of 2,048 tokens and takes, of each span of 64 tokens, the best score, its token and
+the largest logit. `choose_kernel` (`choosing.py`) has a program per row, which works on the spans. It does not sort:
+
+- Top-p: the token with the best score is the one to sample if it is kept, which the mass of the tokens above it tells.
+  If it is not kept, no token below it is, and its span is scored again without those. The first one is kept as often as
+  top-p says, and each that is not takes a share of the rest away with it, so few are looked at.
+- Top-k: at least k tokens reach the k-th largest of the spans' largest logits. So the spans that reach it hold the top
+  k; their tokens are listed, and searched for the k-th largest. Likewise for min-p, where few spans reach it.
+
+Programs and their loops depend on the vocabulary alone, so a row samples the same token in any batch.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -16,384 +24,177 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.choosing import choose_kernel
 from penstock.kernels.triton.overlap import overlaps_launches
+from penstock.kernels.triton.sampling_row import (
+    ADJUST,
+    BIAS,
+    FILTER,
+    FREQUENCY,
+    GRAMMAR,
+    LOGPROBS,
+    MIN_END,
+    MIN_TOKENS,
+    MOST_COUNTED,
+    NO_TOKEN,
+    PENALTIES,
+    PRESENCE,
+    RANDOM,
+    REPETITION,
+    TEMPERATURE,
+    WORDS,
+    bits_of,
+    mass_of,
+    noise,
+    read_float,
+    read_seed,
+)  # fmt: skip
 
-_CHUNK = 8192  # tokens per program
-_BLOCK = 2048
-_LOWEST = tl.constexpr(-2147483648)
-_DEPTH = tl.constexpr(10.0)  # tokens this far below the maximum, in units of temperature, rarely matter
+MOST_ALTERNATIVES = 20  # beside each token in its log-probabilities
 
-
-@triton.jit
-def _ordered(x):
-    """int32 whose signed order is that of the float32."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _max_kernel(peaks, logits, vocab, stride, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """peaks[row, chunk]: the largest logit of a chunk."""
-    row = tl.program_id(0).to(tl.int64)
-    begin = tl.program_id(1) * CHUNK
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    for base in range(begin, begin + CHUNK, BLOCK):
-        tokens = base + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf"))
-        best = tl.maximum(best, x.to(tl.float32))
-    tl.store(peaks + row * tl.num_programs(1) + tl.program_id(1), tl.max(best, 0))
-
-
-@triton.jit
-def _row_peak(peaks, row, num_chunks, CHUNKS: tl.constexpr):
-    chunks = tl.arange(0, CHUNKS)
-    return tl.max(tl.load(peaks + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")), 0)
-
-
-@triton.jit
-def _row_sum(values, row, num_chunks, CHUNKS: tl.constexpr):
-    chunks = tl.arange(0, CHUNKS)
-    return tl.sum(tl.load(values + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0), 0)
+_CHUNK = 2048  # tokens per program of the first kernel
+_SPAN = 64
+_TILE = 8192  # tokens that the second kernel looks at at a time
+_SPANS_AT_ONCE = 32  # whose tokens it lists at a time
+_LISTED_AT_ONCE = 2048
 
 
 @triton.jit
-def _weigh_kernel(
-    masses, near_masses, near_counts, logits, peaks, temperatures, vocab, stride,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+def _score_kernel(
+    adjusted, span_scores, span_tokens, span_peaks, masses, raw_span_peaks, raw_masses, logits, rows, positions,
+    mask_of, row_params, seen, biases, stops, masks, vocab, stride, mask_words,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Per chunk: softmax weight of all tokens, weight and number of those near the maximum."""
-    row = tl.program_id(0).to(tl.int64)
-    num_chunks = tl.num_programs(1)
-    peak = _row_peak(peaks, row, num_chunks, CHUNKS)
-    inverse = 1.0 / tl.maximum(tl.load(temperatures + row), 1e-6)
-    begin = tl.program_id(1) * CHUNK
-    mass = tl.zeros([BLOCK], tl.float32)
-    near_mass = tl.zeros([BLOCK], tl.float32)
-    near_count = tl.zeros([BLOCK], tl.float32)
-    for base in range(begin, begin + CHUNK, BLOCK):
-        tokens = base + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-        depth = (x - peak) * inverse
-        weight = tl.exp(depth)
-        mass += weight
-        near_mass += tl.where(depth >= -_DEPTH, weight, 0.0)
-        near_count += (depth >= -_DEPTH).to(tl.float32)
-    at = row * num_chunks + tl.program_id(1)
-    tl.store(masses + at, tl.sum(mass, 0))
-    tl.store(near_masses + at, tl.sum(near_mass, 0))
-    tl.store(near_counts + at, tl.sum(near_count, 0))
-
-
-@triton.jit
-def _list_kernel(
-    listed, lengths, masses, near_masses, near_counts, logits, peaks, temperatures, top_ks, top_ps, vocab, stride,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """listed[row, chunk]: the logits near the maximum, in order; all logits where those do not reach the threshold."""
-    row = tl.program_id(0).to(tl.int64)
+    index = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    num_chunks = tl.num_programs(1)
-    peak = _row_peak(peaks, row, num_chunks, CHUNKS)
-    inverse = 1.0 / tl.maximum(tl.load(temperatures + row), 1e-6)
-    top_k = tl.load(top_ks + row)
-    if top_k > 0:
-        near = _row_sum(near_counts, row, num_chunks, CHUNKS) >= top_k
-    else:
-        wanted = tl.load(top_ps + row) * _row_sum(masses, row, num_chunks, CHUNKS)
-        near = _row_sum(near_masses, row, num_chunks, CHUNKS) >= wanted
-    deepest = tl.where(near, -_DEPTH, float("-inf"))
-    into = listed + (row * num_chunks + chunk) * CHUNK
-    length = 0
-    for base in range(chunk * CHUNK, (chunk + 1) * CHUNK, BLOCK):
-        tokens = base + tl.arange(0, BLOCK)
-        x = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-        kept = (tokens < vocab) & ((x - peak) * inverse >= deepest)
-        places = length + tl.cumsum(kept.to(tl.int32), 0) - 1
-        tl.store(into + places, x, mask=kept)
-        length += tl.sum(kept.to(tl.int32), 0)
-    tl.store(lengths + row * num_chunks + chunk, length)
-
-
-@triton.jit
-def _refine(
-    prefixes, sums, first_sums, masses, targets, floors, row, num_chunks, shift,
-    CHUNKS: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """Append to the row's prefix the largest digit whose tokens still reach the target."""
-    digits = tl.arange(0, 16)
-    chunks = tl.arange(0, CHUNKS)
-    real = chunks < num_chunks
-    at = (row * num_chunks + chunks) * 16
-    reached = tl.sum(tl.load(sums + at[:, None] + digits[None, :], mask=real[:, None], other=0.0), 0)
-    target = tl.load(targets + row).to(tl.float32)
-    if WEIGHTED:  # a share of what top-k left, all of which is listed, or of everything
-        within = tl.sum(tl.load(first_sums + at, mask=real, other=0.0), 0)
-        everything = _row_sum(masses, row, num_chunks, CHUNKS)
-        target *= tl.where(tl.load(floors + row) > _LOWEST, within, everything)
-    digit = tl.sum(((reached >= target) & (digits > 0)).to(tl.int32), 0)
-    return tl.load(prefixes + row) + (digit << shift)
-
-
-@triton.jit
-def _count_kernel(
-    sums, listed, lengths, prefixes, old_prefixes, old_sums, first_sums, masses, targets, floors, peaks, temperatures,
-    shift,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FIRST: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """sums[row, chunk, d]: count or softmax weight of the tokens at or above the prefix with digit d appended."""
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    num_chunks = tl.num_programs(1)
-    if FIRST:
-        prefix = _LOWEST + tl.zeros([], tl.int32)
-    else:
-        prefix = _refine(
-            old_prefixes, old_sums, first_sums, masses, targets, floors, row, num_chunks, shift + 4, CHUNKS, WEIGHTED
-        )
-    if chunk == 0:
-        tl.store(prefixes + row, prefix)
-    if WEIGHTED:
-        peak = _row_peak(peaks, row, num_chunks, CHUNKS)
-        inverse = 1.0 / tl.maximum(tl.load(temperatures + row), 1e-6)
-        floor = tl.load(floors + row)
-    digits = tl.arange(0, 16)
-    candidates = prefix + (digits << shift)
-    acc = tl.zeros([BLOCK, 16], tl.float32)
-    length = tl.load(lengths + row * num_chunks + chunk)
-    begin = listed + (row * num_chunks + chunk) * CHUNK
-    for base in range(0, length, BLOCK):
-        places = base + tl.arange(0, BLOCK)
-        x = tl.load(begin + places, mask=places < length, other=float("-inf"))
-        keys = _ordered(x)
-        weight = (places < length).to(tl.float32)
-        if WEIGHTED:
-            weight = tl.where(keys >= floor, tl.exp((x - peak) * inverse), 0.0)
-        acc += tl.where(keys[:, None] >= candidates[None, :], weight[:, None], 0.0)
-    tl.store(sums + (row * num_chunks + chunk) * 16 + digits, tl.sum(acc, 0))
-
-
-@triton.jit
-def _threshold_kernel(
-    thresholds, prefixes, sums, first_sums, masses, targets, floors, num_chunks, shift,
-    CHUNKS: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    """The last digit; rows whose filter is off keep the threshold they came with."""
-    row = tl.program_id(0).to(tl.int64)
-    threshold = _refine(prefixes, sums, first_sums, masses, targets, floors, row, num_chunks, shift, CHUNKS, WEIGHTED)
-    target = tl.load(targets + row)
-    before = _LOWEST + tl.zeros([], tl.int32)
-    if WEIGHTED:
-        before = tl.load(floors + row)
-        on = target < 1
-    else:
-        on = target > 0
-    tl.store(thresholds + row, tl.where(on, tl.maximum(threshold, before), before))
-
-
-@triton.jit(do_not_specialize_on_alignment=["places"])
-def _sample_kernel(
-    out, last_tokens, places, best_scores, best_tokens, arrivals, logits, temperatures, seeds, positions, min_ps,
-    thresholds, peaks, vocab, stride,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr, RANDOM: tl.constexpr, FILTERED: tl.constexpr,
-    FEED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    num_chunks = tl.num_programs(1)
-    chunks = tl.arange(0, CHUNKS)
-    lanes = tl.arange(0, BLOCK)
-    begin = chunk * CHUNK
     if PDL:
         tl.extra.cuda.gdc_wait()
-    temperature = 0.0
-    if RANDOM:
-        temperature = tl.load(temperatures + row)
-        seed = tl.load(seeds + row)
-        position = tl.load(positions + row).to(tl.uint32)
-    if FILTERED:
-        threshold = tl.load(thresholds + row)
-        peak = _row_peak(peaks, row, num_chunks, CHUNKS)
-        unlikely = peak + temperature * tl.log(tl.load(min_ps + row))  # -inf when min_p is 0
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    chosen = begin + lanes
-    for base in range(begin, begin + CHUNK, BLOCK):
-        tokens = base + lanes
-        x = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-        score = x
-        if RANDOM:  # noqa: SIM102  one is known when compiling
-            if temperature > 0:
-                groups = (base // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-                zeros = groups * 0
-                a, b, c, d = tl.philox(seed, groups, zeros + position, zeros, zeros)
-                words = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-                uniform = ((words >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
-                score = x / temperature - tl.log(-tl.log(uniform))
-                if FILTERED:
-                    score = tl.where((_ordered(x) >= threshold) & (x >= unlikely), score, float("-inf"))
-        better = score > best
-        best = tl.where(better, score, best)
-        chosen = tl.where(better, tokens, chosen)
-    top = tl.max(best, 0)
-    at = row * num_chunks
-    tl.store(best_scores + at + chunk, top)
-    tl.store(best_tokens + at + chunk, tl.min(tl.where(best == top, chosen, 0x7FFFFFFF), 0))
-    tl.debug_barrier()  # the chunk's result precedes its arrival
-    if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == num_chunks - 1:
-        tl.store(arrivals + row, 0)
-        real = chunks < num_chunks
-        scores = tl.load(best_scores + at + chunks, mask=real, other=float("-inf"), cache_modifier=".cg")
-        tokens = tl.load(best_tokens + at + chunks, mask=real, other=0x7FFFFFFF, cache_modifier=".cg")
-        winner = tl.min(tl.where(scores == tl.max(scores, 0), tokens, 0x7FFFFFFF), 0)
-        tl.store(out + row, winner.to(out.dtype.element_ty))
-        if FEED:
-            tl.store(last_tokens + tl.load(places + row), winner.to(last_tokens.dtype.element_ty))
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingScratch:
-    """Work space for up to as many rows as it was made for; all sampling of a stream may share it.
-
-    `listed` is the large one: four bytes for each logit.
-    """
-
-    listed: torch.Tensor  # float32 [S * chunks * CHUNK]
-    lengths: torch.Tensor  # int32 [S * chunks]
-    masses: torch.Tensor  # float32 [3, S * chunks]: of all tokens, of those near the maximum, and their number
-    sums: torch.Tensor  # float32 [passes, S * chunks * 16]
-    prefixes: torch.Tensor  # int32 [passes, S]
-    thresholds: torch.Tensor  # int32 [2, S]
-    peaks: torch.Tensor  # float32 [S * chunks]
-    scores: torch.Tensor  # float32 [S * chunks]
-    tokens: torch.Tensor  # int32 [S * chunks]
-    arrivals: torch.Tensor  # int32 [S], zero between launches
-
-
-def sampling_scratch(num_rows: int, vocab: int, device: torch.device) -> SamplingScratch:
-    cells = num_rows * triton.cdiv(vocab, _CHUNK)
-
-    def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    return SamplingScratch(
-        listed=torch.empty(cells * _CHUNK, dtype=torch.float32, device=device),
-        lengths=make(cells, dtype=torch.int32),
-        masses=make(3, cells),
-        sums=make(8, cells * 16),
-        prefixes=make(8, num_rows, dtype=torch.int32),
-        thresholds=make(2, num_rows, dtype=torch.int32),
-        peaks=make(cells),
-        scores=make(cells),
-        tokens=make(cells, dtype=torch.int32),
-        arrivals=make(num_rows, dtype=torch.int32),
-    )
+    row = tl.load(rows + index).to(tl.int64)
+    words = row_params + row * WORDS
+    needs = tl.load(words)
+    if needs == 0:
+        return
+    base = chunk * CHUNK
+    tokens = base + tl.arange(0, CHUNK)
+    real = tokens < vocab
+    x = tl.load(logits + index * stride + tokens, mask=real, other=float("-inf"))
+    spans = (index * tl.num_programs(1) + chunk) * (CHUNK // SPAN) + tl.arange(0, CHUNK // SPAN)
+    at = index * tl.num_programs(1) + chunk
+    if needs & LOGPROBS:
+        tl.store(raw_span_peaks + spans, tl.max(tl.reshape(x, [CHUNK // SPAN, SPAN]), 1))
+        tl.store(raw_masses + at, mass_of(x, tl.max(x, 0), 1.0))
+    position = tl.load(positions + index)
+    if needs & ADJUST:
+        if needs & BIAS:
+            x += tl.load(biases + row * vocab + tokens, mask=real, other=0.0)
+        if needs & PENALTIES:
+            known = tl.load(seen + row * vocab + tokens, mask=real, other=0).to(tl.int32)
+            count = (known & MOST_COUNTED).to(tl.float32)
+            repetition = read_float(words, REPETITION)
+            penalised = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
+            x = tl.where(known != 0, penalised, x)
+            x -= read_float(words, FREQUENCY) * count
+            x -= tl.where(count > 0, read_float(words, PRESENCE), 0.0)
+        if needs & MIN_TOKENS:
+            early = position < tl.load(words + MIN_END)
+            forbidden = bits_of(stops + row * mask_words, tokens, real & early)
+            x = tl.where(forbidden != 0, float("-inf"), x)
+        if needs & GRAMMAR:
+            mask = tl.load(mask_of + index).to(tl.int64)
+            if mask >= 0:
+                x = tl.where(bits_of(masks + mask * mask_words, tokens, real) != 0, x, float("-inf"))
+        tl.store(adjusted + index * vocab + tokens, x, mask=real)
+    score = x
+    if needs & RANDOM:
+        temperature = read_float(words, TEMPERATURE)
+        score = x / temperature + noise(read_seed(words), position.to(tl.uint32), base, CHUNK)
+        if needs & FILTER:
+            tl.store(span_peaks + spans, tl.max(tl.reshape(x, [CHUNK // SPAN, SPAN]), 1))
+            tl.store(masses + at, mass_of(x, tl.max(x, 0), 1.0 / temperature))
+    score = tl.reshape(score, [CHUNK // SPAN, SPAN])
+    best = tl.max(score, 1)
+    chosen = tl.where(score == best[:, None], tl.reshape(tokens, [CHUNK // SPAN, SPAN]), NO_TOKEN)
+    tl.store(span_scores + spans, best)
+    tl.store(span_tokens + spans, tl.min(chosen, 1))
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Parameters of each row, on the device. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off."""
+    """What the rows ask for, on the device. R rows, V vocabulary, W = V / 32 rounded up."""
 
-    temperature: torch.Tensor  # float32
-    seed: torch.Tensor  # int64
-    position: torch.Tensor  # int32 or int64
-    top_k: torch.Tensor  # int32
-    top_p: torch.Tensor  # float32
-    min_p: torch.Tensor  # float32
-
-
-def argmax(
-    logits: torch.Tensor,
-    out: torch.Tensor,
-    scratch: SamplingScratch,
-    feed: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Greedy tokens of [S, V] logits; the lowest token wins a tie.
-
-    `feed` is (last tokens of all rows [R], rows [S]): the token of each goes to its row as well.
-    """
-    _launch_sample(logits, out, scratch, None, filtered=False, feed=feed)
-    return out
+    params: torch.Tensor  # int32 [R, words of ROW]
+    seen: torch.Tensor  # int16 [R, V]: how often each token was sampled, plus IN_PROMPT
+    biases: torch.Tensor  # float32 [R, V]
+    stops: torch.Tensor  # int32 [R, W]: a bit for each stop token
+    last_tokens: torch.Tensor  # int64 [R]: what was sampled last
 
 
-def sample(
-    logits: torch.Tensor,
-    out: torch.Tensor,
-    rows: SamplingRows,
-    scratch: SamplingScratch,
-    *,
-    any_top_k: bool,
-    any_top_p: bool,
-    any_min_p: bool,
-) -> torch.Tensor:
-    """Sample each row of [S, V] logits. The flags say which filters any row uses; passes nobody needs are skipped."""
-    filtered = any_top_k or any_top_p or any_min_p
-    if filtered:
-        _prepare(logits, rows, scratch, lists=any_top_k or any_top_p)
-        if any_top_k:
-            _search(logits, rows.top_k, rows, scratch, weighted=False)
-        if any_top_p:
-            _search(logits, rows.top_p, rows, scratch, weighted=True)
-        else:
-            scratch.thresholds[1].copy_(scratch.thresholds[0])
-    _launch_sample(logits, out, scratch, rows, filtered)
-    return out
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """Which sequences to sample for. S sequences."""
+
+    logits: torch.Tensor  # float32 [S, V]
+    rows: torch.Tensor  # int32 [S]
+    positions: torch.Tensor  # int32 [S]: where the sampled token will stand
+    mask_of: torch.Tensor  # int32 [S]: which of the masks; -1: any token
+    masks: torch.Tensor  # int32 [S, W]: a bit for each token that the grammar allows
 
 
-def _prepare(logits: torch.Tensor, rows: SamplingRows, scratch: SamplingScratch, lists: bool) -> None:
-    S, V = logits.shape
-    chunks = triton.cdiv(V, _CHUNK)
-    shape = {"CHUNK": _CHUNK, "BLOCK": _BLOCK, "num_warps": 4}
-    scratch.thresholds.fill_(_LOWEST.value)
-    _max_kernel[S, chunks](scratch.peaks, logits, V, logits.stride(0), **shape)
-    if not lists:
-        return
-    shape["CHUNKS"] = triton.next_power_of_2(chunks)
-    _weigh_kernel[S, chunks](*scratch.masses, logits, scratch.peaks, rows.temperature, V, logits.stride(0), **shape)
-    _list_kernel[S, chunks](
-        scratch.listed, scratch.lengths, *scratch.masses, logits, scratch.peaks, rows.temperature, rows.top_k,
-        rows.top_p, V, logits.stride(0), **shape,
-    )  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Results. Rows that ask for nothing keep the token that is there."""
+
+    tokens: torch.Tensor  # int64 [S]
+    logprobs: torch.Tensor  # float32 [S], of the tokens under the unmodified logits, where asked for
+    top_logprobs: torch.Tensor  # float32 [S, MOST_ALTERNATIVES]
+    top_tokens: torch.Tensor  # int32 [S, MOST_ALTERNATIVES]
 
 
-def _search(
-    logits: torch.Tensor, targets: torch.Tensor, rows: SamplingRows, scratch: SamplingScratch, weighted: bool
-) -> None:
-    """Threshold of top-k into scratch.thresholds[0], or of top-p within it into scratch.thresholds[1]."""
-    S, V = logits.shape
+@dataclass(frozen=True, slots=True)
+class SamplingScratch:
+    """Work space for up to S rows; all sampling of a stream may share it."""
+
+    adjusted: torch.Tensor  # float32 [S * V]
+    listed: torch.Tensor  # int32 [S * V]
+    spans: torch.Tensor  # float32 [3, S * spans]: best scores, largest logits, largest unmodified logits
+    span_tokens: torch.Tensor  # int32 [2, S * spans]: of the best scores; of the spans that are listed
+    masses: torch.Tensor  # float32 [2, S * chunks]: with temperature, and unmodified
+
+
+def sampling_scratch(num_rows: int, vocab: int, device: torch.device) -> SamplingScratch:
+    chunks = num_rows * triton.cdiv(vocab, _CHUNK)
+    spans = chunks * (_CHUNK // _SPAN)
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return SamplingScratch(
+        adjusted=make(num_rows * vocab),
+        listed=make(num_rows * vocab, dtype=torch.int32),
+        spans=make(3, spans),
+        span_tokens=make(2, spans, dtype=torch.int32),
+        masses=make(2, chunks),
+    )
+
+
+def sample(inputs: SamplingInputs, rows: SamplingRows, out: Sampled, scratch: SamplingScratch) -> None:
+    """Sample for all sequences that ask for more than the greedy token; the token goes to its row as well."""
+    S, V = inputs.logits.shape
     chunks = triton.cdiv(V, _CHUNK)
     padded = triton.next_power_of_2(chunks)
-    passes = 8 if logits.dtype == torch.float32 else 4  # 16-bit logits have four digits
-    floors = scratch.thresholds[0]
-    for i in range(passes):
-        before = max(i - 1, 0)
-        _count_kernel[S, chunks](
-            scratch.sums[i], scratch.listed, scratch.lengths, scratch.prefixes[i], scratch.prefixes[before],
-            scratch.sums[before], scratch.sums[0], scratch.masses[0], targets, floors, scratch.peaks, rows.temperature,
-            28 - 4 * i,
-            CHUNK=_CHUNK, BLOCK=512, CHUNKS=padded, FIRST=i == 0, WEIGHTED=weighted, num_warps=8,
-        )  # fmt: skip
-    _threshold_kernel[(S,)](
-        scratch.thresholds[int(weighted)], scratch.prefixes[passes - 1], scratch.sums[passes - 1], scratch.sums[0],
-        scratch.masses[0], targets, floors, chunks, 32 - 4 * passes, CHUNKS=padded, WEIGHTED=weighted, num_warps=1,
+    spans = (scratch.spans[0], scratch.span_tokens[0], scratch.spans[1], scratch.masses[0])
+    raw = (scratch.spans[2], scratch.masses[1])
+    of_rows = (inputs.logits, inputs.rows, inputs.positions)
+    stride, pdl = inputs.logits.stride(0), overlaps_launches()
+    # Products are rounded before they are subtracted, as in the reference.
+    common = {"SPAN": _SPAN, "PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
+    _score_kernel[S, chunks](
+        scratch.adjusted, *spans, *raw, *of_rows, inputs.mask_of, rows.params, rows.seen, rows.biases, rows.stops,
+        inputs.masks, V, stride, rows.stops.shape[1], CHUNK=_CHUNK, num_warps=4, **common,
     )  # fmt: skip
-
-
-def _launch_sample(
-    logits: torch.Tensor,
-    out: torch.Tensor,
-    scratch: SamplingScratch,
-    rows: SamplingRows | None,
-    filtered: bool,
-    feed: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> None:
-    S, V = logits.shape
-    chunks = triton.cdiv(V, _CHUNK)
-    unused = scratch.scores
-    last_tokens, places = feed or (out, out)
-    pdl = overlaps_launches()
-    _sample_kernel[S, chunks](
-        out, last_tokens, places, scratch.scores, scratch.tokens, scratch.arrivals, logits,
-        rows.temperature if rows else unused, rows.seed if rows else unused, rows.position if rows else unused,
-        rows.min_p if rows else unused, scratch.thresholds[1], scratch.peaks, V, logits.stride(0),
-        CHUNK=_CHUNK, BLOCK=_BLOCK, CHUNKS=triton.next_power_of_2(chunks), RANDOM=rows is not None, FILTERED=filtered,
-        FEED=feed is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    choose_kernel[(S,)](
+        out.tokens, rows.last_tokens, out.logprobs, out.top_logprobs, out.top_tokens, scratch.listed,
+        scratch.span_tokens[1], scratch.adjusted, *spans, *raw, *of_rows, rows.params, rows.seen, V, stride, chunks,
+        SPANS=padded * (_CHUNK // _SPAN), CHUNKS=padded, TILE=_TILE, SPANS_AT_ONCE=_SPANS_AT_ONCE,
+        LISTED_AT_ONCE=_LISTED_AT_ONCE, MOST_ALTERNATIVES=MOST_ALTERNATIVES, num_warps=16, **common,
     )  # fmt: skip

@@ -113,9 +113,9 @@ def test_layers(emulated: None, shape: LayerShape, cases: list[tuple[int, int]])
         cache = KVCache(k_cache, v_cache, cos_sin, SCALE, window)
         expected, wide_k, wide_v = reference(stacked, layers, cache, int(last_token[1]), tables[1:], context)
         k_cache[:, -1], v_cache[:, -1] = torch.nan, torch.nan  # another request's
-        logits = torch.full((1, VOCAB), torch.nan)
+        logits, chosen = torch.full((1, VOCAB), torch.nan), torch.empty(1, dtype=torch.int64)
         row, length = torch.tensor([1, context], dtype=torch.int32).split(1)
-        chosen = decode_step(stacked, cache, row, length, last_token, tables, logits)
+        decode_step(stacked, cache, row, length, last_token, tables, logits, chosen)
         for actual, wanted in ((logits, expected), (k_cache[:, :-1], wide_k), (v_cache[:, :-1], wide_v)):
             assert float((actual.float() - wanted).norm() / wanted.norm()) < 1e-2
         assert chosen.tolist() == logits.argmax(-1).tolist() == last_token[1:].tolist()
@@ -130,7 +130,8 @@ def test_padding_writes_nothing(emulated: None) -> None:
     tables, zero = torch.zeros((1, 2), dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     cache = KVCache(caches[0], caches[1], torch.ones((16, D)), SCALE)
     last_token = torch.tensor([5])
-    decode_step(stacked, cache, zero, zero, last_token, tables, torch.empty(1, len(weight)))
+    chosen = torch.empty(1, dtype=torch.int64)
+    decode_step(stacked, cache, zero, zero, last_token, tables, torch.empty(1, len(weight)), chosen)
     assert all(bool((cache == 7).all()) for cache in caches)
     assert last_token.tolist() == [0]  # of equal logits, the first
 

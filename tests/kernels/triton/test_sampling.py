@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.kernels.sampling_reference import philox4x32, sample_reference
-from penstock.kernels.triton.sampling import SamplingRows, argmax, sample, sampling_scratch
+from penstock.kernels.triton import sampling_row
+from penstock.kernels.triton.sampling import (
+    MOST_ALTERNATIVES,
+    Sampled,
+    SamplingInputs,
+    SamplingRows,
+    sample,
+    sampling_scratch,
+)
+from penstock.kernels.triton.sampling_row import ROW
+from penstock.runner.rows import Needs
 
-VOCAB = 9001  # two chunks, the second ragged
+VOCAB = 4999  # three chunks, the last one ragged
+WORDS = -(-VOCAB // 32)
+POSITION = 77
 
 
 def test_philox_known_answers() -> None:
@@ -24,22 +37,46 @@ def test_philox_known_answers() -> None:
     ]
 
 
-def test_argmax_takes_the_lowest_of_tied_tokens() -> None:
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-    logits[0, [8999, 8500, 4100, 4096]] = 50.0
-    logits[1, 9000] = 50.0
-    logits[2] = float("-inf")
-    out = argmax(logits, torch.empty(3, dtype=torch.int64), sampling_scratch(3, VOCAB, logits.device))
-    assert out.tolist() == [4096, 9000, 0]
+def test_kernels_know_the_bits_of_needs() -> None:
+    for need in Needs:
+        if need not in (Needs.NOTHING, Needs.PROMPT_LOGPROBS):
+            assert getattr(sampling_row, str(need.name)).value == need.value
+    changing = Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.GRAMMAR
+    assert changing.value == sampling_row.ADJUST.value
 
 
-def test_argmax_feeds_tokens_back_to_their_rows() -> None:
-    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
-    last_tokens, rows = torch.full((6,), -1), torch.tensor([4, 0, 5], dtype=torch.int32)
-    scratch = sampling_scratch(3, VOCAB, logits.device)
-    out = argmax(logits, torch.empty(3, dtype=torch.int64), scratch, feed=(last_tokens, rows))
-    assert out.tolist() == logits.argmax(-1).tolist()
-    assert last_tokens.tolist() == [out[1], -1, -1, -1, out[0], out[2]]
+def run(logits: torch.Tensor, params: np.ndarray) -> Sampled:
+    """All rows at one position, without tables or masks."""
+    count = len(params)
+    rows = SamplingRows(
+        params=torch.from_numpy(params.view(np.int32).reshape(count, -1)),
+        seen=torch.zeros((count, VOCAB), dtype=torch.int16),
+        biases=torch.zeros((count, VOCAB)),
+        stops=torch.zeros((count, WORDS), dtype=torch.int32),
+        last_tokens=torch.full((count,), -1),
+    )
+    numbers, none = torch.arange(count, dtype=torch.int32), torch.full((count,), -1, dtype=torch.int32)
+    positions = torch.full((count,), POSITION, dtype=torch.int32)
+    out = Sampled(
+        tokens=torch.full((count,), -1),
+        logprobs=torch.zeros(count),
+        top_logprobs=torch.zeros((count, MOST_ALTERNATIVES)),
+        top_tokens=torch.zeros((count, MOST_ALTERNATIVES), dtype=torch.int32),
+    )
+    inputs = SamplingInputs(logits, numbers, positions, none, torch.zeros((1, WORDS), dtype=torch.int32))
+    sample(inputs, rows, out, sampling_scratch(count, VOCAB, logits.device))
+    assert rows.last_tokens.tolist() == out.tokens.tolist()
+    return out
+
+
+def asked(*cases: tuple[float, int, float, float]) -> np.ndarray:
+    params = np.zeros(len(cases), dtype=ROW)
+    for number, (temperature, top_k, top_p, min_p) in enumerate(cases):
+        filters = Needs.FILTER if top_k or top_p < 1 or min_p else Needs.NOTHING
+        needs = (Needs.RANDOM | filters) if temperature else Needs.LOGPROBS
+        seed = (1 << 63) - 1 - number if number % 2 else number  # both words of the key
+        params[number] = (needs.value, temperature, top_k, top_p, min_p, seed, 1.0, 0.0, 0.0, 0, 0)
+    return params
 
 
 CASES = [  # temperature, top_k, top_p, min_p
@@ -49,68 +86,55 @@ CASES = [  # temperature, top_k, top_p, min_p
     (1.5, 0, 0.6, 0.0),
     (1.3, 40, 0.8, 0.0),
     (2.0, 0, 1.0, 0.05),
+    (2.0, 0, 1.0, 0.95),  # few tokens are left
     (3.0, 1, 1.0, 0.0),
     (2.0, 0, 0.01, 0.0),
-    (0.1, 400, 0.999, 0.0),  # the 400th is far below the maximum
+    (0.1, 400, 0.999, 0.0),  # more than there are spans
+    (1.0, 300, 0.9, 0.1),
+    (1.0, 0, 0.9, 0.01),
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sample(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(4)
-    logits = (torch.randn(len(CASES), VOCAB, generator=generator) * 3).to(dtype)
-    columns = list(zip(*CASES, strict=True))
-    seeds = [(1 << 63) - 1 - i if i % 2 == 0 else i for i in range(len(CASES))]  # both words of the key
-    scratch = sampling_scratch(len(CASES), VOCAB, logits.device)
-    position = 77
-    rows = SamplingRows(
-        temperature=torch.tensor(columns[0]),
-        seed=torch.tensor(seeds),
-        position=torch.full((len(CASES),), position),
-        top_k=torch.tensor(columns[1], dtype=torch.int32),
-        top_p=torch.tensor(columns[2]),
-        min_p=torch.tensor(columns[3]),
-    )
-    out = torch.empty(len(CASES), dtype=torch.int64)
-    sample(logits, out, rows, scratch, any_top_k=True, any_top_p=True, any_min_p=True)
-    expected = [sample_reference(logits[i].float(), int(rows.seed[i]), position, *CASES[i]) for i in range(len(CASES))]
-    assert out.tolist() == expected
+@pytest.mark.parametrize("scale", [0.01, 3.0, 12.0])  # from flat to peaked
+def test_sample(scale: float) -> None:
+    logits = torch.randn(len(CASES), VOCAB, generator=torch.Generator().manual_seed(4)) * scale
+    params = asked(*CASES)
+    expected = [sample_reference(logits[i], int(params["seed"][i]), POSITION, *case) for i, case in enumerate(CASES)]
+    assert run(logits, params).tokens.tolist() == expected
+
+
+def test_ties() -> None:
+    """Of equal logits all or none are kept, and the lowest greedy token is taken."""
+    logits = torch.zeros(4, VOCAB)
+    logits[:, 4000:4010] = 2.0
+    cases = [(0.0, 0, 1.0, 0.0), (1.0, 3, 1.0, 0.0), (1.0, 0, 0.001, 0.0), (1.0, 0, 1.0, 0.9)]
+    params = asked(*cases)
+    found = run(logits, params).tokens.tolist()
+    assert found == [sample_reference(logits[i], int(params["seed"][i]), POSITION, *c) for i, c in enumerate(cases)]
+    assert found[0] == 4000
+    assert set(found) <= set(range(4000, 4010))
 
 
 def test_top_p_reaches_far_below_the_maximum() -> None:
-    """One token has 87% of the mass and 9,000 equal ones share the rest, each e**-11 as likely."""
+    """One token has 92% of the mass and 5,000 equal ones share the rest, each e**-11 as likely."""
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(7)) * 1e-3
     logits[:, 5] = 11.0
-    rows = SamplingRows(
-        temperature=torch.ones(8),
-        seed=torch.arange(8) + 24,
-        position=torch.arange(8),
-        top_k=torch.zeros(8, dtype=torch.int32),
-        top_p=torch.full((8,), 0.98),
-        min_p=torch.zeros(8),
-    )
-    out = torch.empty(8, dtype=torch.int64)
-    scratch = sampling_scratch(8, VOCAB, logits.device)
-    sample(logits, out, rows, scratch, any_top_k=False, any_top_p=True, any_min_p=False)
-    expected = [sample_reference(logits[i], i + 24, i, 1.0, 0, 0.98, 0.0) for i in range(8)]
-    assert out.tolist() == expected
+    params = asked(*[(1.0, 0, 0.98, 0.0)] * 8)
+    params["seed"] = np.arange(8) + 24
+    expected = [sample_reference(logits[i], i + 24, POSITION, 1.0, 0, 0.98, 0.0) for i in range(8)]
+    assert run(logits, params).tokens.tolist() == expected
     assert set(expected) != {5}
 
 
-def test_flags_skip_only_filters_that_are_off() -> None:
-    logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(6))
-    rows = SamplingRows(
-        temperature=torch.tensor([1.0, 1.0]),
-        seed=torch.tensor([1, 2]),
-        position=torch.tensor([3, 4]),
-        top_k=torch.tensor([3, 0], dtype=torch.int32),
-        top_p=torch.ones(2),
-        min_p=torch.zeros(2),
-    )
-    scratch = sampling_scratch(2, VOCAB, logits.device)
-    flags = {"any_top_k": True, "any_top_p": False, "any_min_p": False}
-    out = sample(logits, torch.empty(2, dtype=torch.int64), rows, scratch, **flags)
-    assert out.tolist() == [
-        sample_reference(logits[0], 1, 3, 1.0, 3, 1.0, 0.0),
-        sample_reference(logits[1], 2, 4, 1.0, 0, 1.0, 0.0),
-    ]
+def test_rows_that_ask_for_nothing_keep_their_token() -> None:
+    params = asked((1.0, 0, 1.0, 0.0))
+    params["needs"] = 0
+    assert run(torch.zeros(1, VOCAB), params).tokens.tolist() == [-1]
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
+def test_logits_that_are_no_numbers_end_in_some_token(broken: float) -> None:
+    logits = torch.full((4, VOCAB), broken)
+    cases = [(1.0, 0, 1.0, 0.0), (1.0, 40, 0.9, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
+    tokens = run(logits, asked(*cases)).tokens
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()

@@ -1,0 +1,100 @@
+"""Rows of a GPU with all that sampling reads: a step samples without the host.
+
+R rows, V vocabulary, W = V / 32 rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.engine.executor import RowSetup, Step
+from penstock.kernels.triton.sampling import SamplingRows
+from penstock.kernels.triton.sampling_row import IN_PROMPT, ROW
+from penstock.runner.row_state import RowState
+from penstock.runner.rows import Needs
+from penstock.runner.transfer import to_device
+
+
+class DeviceRows(RowState):
+    """What a row asks for is sent when a sequence takes it; tokens are counted where they are sampled."""
+
+    def __init__(self, rows: int, table_blocks: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(rows, table_blocks, vocab_size, device)
+        self.mask_words = -(-vocab_size // 32)
+
+        def zeros(width: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros((rows, width), dtype=dtype, device=device)
+
+        self.sampling = SamplingRows(
+            params=zeros(ROW.itemsize // 4, torch.int32),
+            seen=zeros(vocab_size, torch.int16),
+            biases=zeros(vocab_size, torch.float32),
+            stops=zeros(self.mask_words, torch.int32),
+            last_tokens=self.last_token_R,
+        )
+        self._sent_needs = np.zeros(rows, dtype=np.uint8)  # as the device knows them
+
+    def apply(self, step: Step) -> None:
+        super().apply(step)
+        changed = [setup for setup in step.setups if self.needs[setup.row] or self._sent_needs[setup.row]]
+        if changed:
+            self._send(changed)
+        for row, tokens in step.forced:
+            if self.needs[row] & Needs.PENALTIES:
+                self._count(row, tokens)
+
+    def _send(self, setups: Sequence[RowSetup]) -> None:
+        rows = np.array([setup.row for setup in setups])
+        params = np.array([self._packed(setup) for setup in setups], dtype=ROW)
+        words = params.view(np.int32).reshape(len(rows), -1)
+        self.sampling.params[to_device(rows, self._device)] = to_device(words, self._device)
+        self._sent_needs[rows] = self.needs[rows]
+        for setup in setups:
+            self._fill_tables(setup, Needs(int(self.needs[setup.row])))
+
+    def _packed(self, setup: RowSetup) -> tuple[float, ...]:
+        """In the order of `ROW`."""
+        params = setup.params
+        return (
+            self.needs[setup.row],
+            params.temperature,
+            params.top_k if params.top_k < self._vocab_size else 0,
+            params.top_p,
+            params.min_p,
+            setup.seed & 0xFFFFFFFFFFFFFFFF,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            setup.prompt_len + params.min_tokens,
+            params.logprobs or 0,
+        )
+
+    def _fill_tables(self, setup: RowSetup, needs: Needs) -> None:
+        row, sampling = setup.row, self.sampling
+        if needs & Needs.PENALTIES:
+            sampling.seen[row] = 0
+            sampling.seen[row, self._ids(setup.tokens[: setup.prompt_len])] = IN_PROMPT
+            self._count(row, setup.tokens[setup.prompt_len :])
+        if needs & Needs.BIAS:
+            bias = {token: value for token, value in setup.params.logit_bias.items() if 0 <= token < self._vocab_size}
+            values = np.array(list(bias.values()), dtype=np.float32)
+            sampling.biases[row] = 0
+            sampling.biases[row, self._ids(list(bias))] = to_device(values, self._device)
+        if needs & Needs.MIN_TOKENS:
+            bits = np.zeros(32 * self.mask_words, dtype=np.uint8)
+            bits[list(setup.stop_ids)] = 1
+            sampling.stops[row] = to_device(np.packbits(bits, bitorder="little").view(np.int32), self._device)
+
+    def _count(self, row: int, tokens: Sequence[int]) -> None:
+        """Tokens of the output that were not sampled in this row."""
+        found, counts = np.unique(np.array(tokens, dtype=np.int64), return_counts=True)
+        if len(found):
+            self.sampling.seen[row, to_device(found, self._device)] += to_device(counts.astype(np.int16), self._device)
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        ids: npt.NDArray[np.int64] = np.array(tokens, dtype=np.int64)
+        return to_device(ids, self._device)
