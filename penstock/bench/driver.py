@@ -7,13 +7,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.bench.measure import Timeline
 from penstock.bench.progress import Progress
 from penstock.bench.workloads import Job
 from penstock.core.errors import EngineFailure, Overloaded
-from penstock.core.request import Chunk, GenerateRequest, Objective, SamplingParams
+from penstock.core.request import Chunk, GenerateRequest, Objective
 from penstock.engine.executor import Executor
 from penstock.engine.local import LocalEngine
 from penstock.engine.loop import EngineLoop
@@ -33,7 +33,7 @@ def take_chunk(timeline: Timeline, chunk: Chunk, now: float) -> None:
 
 
 def make_request(job: Job, request_id: str, salt: str, objective: Objective | None = None) -> GenerateRequest:
-    params = SamplingParams(temperature=0.0, max_tokens=job.output_len, ignore_eos=True)
+    params = replace(job.sampling, max_tokens=job.output_len, ignore_eos=True)
     objective = objective or Objective()
     return GenerateRequest(request_id, job.prompt, params, cache_salt=salt, objective=objective, tenant=job.tenant)
 

@@ -31,10 +31,19 @@ CLOSED_SEEDS, OPEN_SEEDS = 3, 1
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run a workload, of several that are compared."""
+
+    mode: Scheduling
+    sampling: str
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What the command line asks for."""
 
     modes: list[Scheduling]
+    sampling: list[str]
     bases: list[Workload | str]  # a mix by its name
     arrivals: ArrivalPlan
     workloads: list[Workload]
@@ -52,7 +61,16 @@ class Plan:
         workloads = arrivals.workloads(bases)
         if arrivals.trace and any(job.content is not None for job in workloads[0].jobs(0)):
             raise InvalidRequest("a trace with texts needs a tokenizer: use bench serve", param="trace")
-        return cls(args.scheduling, bases, arrivals, workloads, args.seeds, args.targets)
+        return cls(args.scheduling, args.sampling, bases, arrivals, workloads, args.seeds, args.targets)
+
+    @property
+    def variants(self) -> list[Variant]:
+        return [Variant(mode, sampling) for mode in self.modes for sampling in self.sampling]
+
+    def name(self, variant: Variant) -> str:
+        """What tells a variant from the others."""
+        parts = [variant.mode] * (len(self.modes) > 1) + [variant.sampling] * (len(self.sampling) > 1)
+        return " ".join(parts)
 
 
 @dataclass(slots=True)
@@ -68,7 +86,7 @@ class EngineBench:
         for workload in self.plan.workloads:
             kind = workload.name.partition("@")[0]
             if kind not in warm:
-                self.engine.warm_up(workload)
+                self._warm_up(workload)
                 warm.add(kind)
             results += self._measure(workload)
         return results
@@ -80,45 +98,52 @@ class EngineBench:
         attainment = self.plan.arrivals.attainment
         assert attainment is not None
         for base in self.plan.bases:
-            self.engine.warm_up(self.plan.arrivals.workload(base, self.plan.arrivals.rates[0]))
-            for mode in self.plan.modes:
+            self._warm_up(self.plan.arrivals.workload(base, self.plan.arrivals.rates[0]))
+            for variant in self.plan.variants:
                 name = base if isinstance(base, str) else base.name
-                found[f"{name} {mode}"], probed = self._find_capacity(base, mode, attainment)
+                label = f"{name} {self.plan.name(variant) or variant.mode}"
+                found[label], probed = self._find_capacity(base, variant, attainment)
                 results += probed
         return results, found
 
+    def _warm_up(self, workload: Workload) -> None:
+        for sampling in self.plan.sampling:
+            self.engine.warm_up(replace(workload, sampling=sampling))
+
     def _find_capacity(
-        self, base: Workload | str, mode: Scheduling, attainment: float
+        self, base: Workload | str, variant: Variant, attainment: float
     ) -> tuple[float | None, list[Result]]:
         arrivals = self.plan.arrivals
         search = CapacitySearch(arrivals.rates[0], arrivals.probes)
         results = []
         while (rate := search.next_rate()) is not None:
-            workload = arrivals.workload(base, rate)
-            run = self.engine.measure(mode, workload, seed=0, attainment=attainment)
+            workload = replace(arrivals.workload(base, rate), sampling=variant.sampling)
+            run = self.engine.measure(variant.mode, workload, seed=0, attainment=attainment)
             search.record(rate, held=not run.stopped_early and (run.summary.share_met or 0.0) >= attainment)
-            announce(f"{workload.name} {mode}", workload.metric, run.summary, run.stopped_early)
-            results.append(self._result(workload, mode, [run]))
+            announce(f"{workload.name} {variant.mode}", workload.metric, run.summary, run.stopped_early)
+            results.append(self._result(workload, variant, [run]))
         return search.held, results
 
     def _measure(self, workload: Workload) -> list[Result]:
-        """Seed by seed with every way of scheduling, in alternating order so that a drifting machine favours none."""
-        runs: dict[Scheduling, list[Run]] = {mode: [] for mode in self.plan.modes}
+        """Seed by seed in every variant, in alternating order so that a drifting machine favours none."""
+        runs: dict[Variant, list[Run]] = {variant: [] for variant in self.plan.variants}
         for seed in range(self.plan.seeds or (CLOSED_SEEDS if workload.rate is None else OPEN_SEEDS)):
-            for mode in self.plan.modes[:: -1 if seed % 2 else 1]:
-                runs[mode].append(self.engine.measure(mode, workload, seed))
-                announce(f"{workload.name} {mode} seed {seed}", workload.metric, runs[mode][-1].summary)
-        return [self._result(workload, mode, runs[mode]) for mode in self.plan.modes]
+            for variant in self.plan.variants[:: -1 if seed % 2 else 1]:
+                run = self.engine.measure(variant.mode, replace(workload, sampling=variant.sampling), seed)
+                runs[variant].append(run)
+                name = self.plan.name(variant) or variant.mode
+                announce(f"{workload.name} {name} seed {seed}", workload.metric, run.summary)
+        return [self._result(workload, variant, runs[variant]) for variant in self.plan.variants]
 
-    def _result(self, workload: Workload, mode: Scheduling, runs: list[Run]) -> Result:
+    def _result(self, workload: Workload, variant: Variant, runs: list[Run]) -> Result:
         """A closed loop shows what the engine can do: its best run counts. Of an open one every request counts."""
         best = reduce(partial(better_run, workload.metric), runs) if workload.rate is None else pooled(runs)
         target = None
-        if self.plan.targets and self.plan.arrivals.usual_objectives:
+        if self.plan.targets and self.plan.arrivals.usual_objectives and variant.sampling == "greedy":
             target = find_target(self.engine.info.model, self.precision, workload.name, self.device)
         values = [run.summary.figure(workload.metric) for run in runs]
-        label = workload.name if len(self.plan.modes) == 1 else f"{workload.name} {mode}"
-        detail = {"scheduling": mode, "values": values, **best.detail()}
+        label = f"{workload.name} {self.plan.name(variant)}".strip()
+        detail = {"scheduling": variant.mode, "sampling": variant.sampling, "values": values, **best.detail()}
         return Result(workload, best.summary, target, detail, label, best.timelines)
 
 

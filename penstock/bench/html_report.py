@@ -131,7 +131,7 @@ def spoken_ms(value: float) -> str:
 
 def _group(result: Result) -> str:
     """Results that differ by their rate alone belong to one curve."""
-    return " ".join([result.workload.name.partition("@")[0], result.detail.get("scheduling", "")]).strip()
+    return " ".join([result.workload.name.partition("@")[0], result.variant]).strip()
 
 
 def _plots(results: Sequence[Result]) -> str:

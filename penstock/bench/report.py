@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,8 +35,13 @@ class Result:
     summary: Summary
     target: Target | None
     detail: dict[str, Any]
-    label: str  # the workload's name, and what tells it from others of that name
+    label: str  # the workload's name, and its variant where there are several
     timelines: Sequence[Timeline] = ()
+
+    @property
+    def variant(self) -> str:
+        """How it was scheduled and sampled, as far as results of the same workload differ in that."""
+        return self.label.removeprefix(self.workload.name).strip()
 
     @property
     def value(self) -> float | None:
@@ -233,13 +239,13 @@ def steps_table(results: Sequence[Result]) -> str:
 
 
 def comparisons(results: Sequence[Result]) -> list[str]:
-    """Each result against the first of the same workload, which was scheduled in another way."""
+    """Each result against the first of the same workload, which was scheduled or sampled in another way."""
     first: dict[str, Result] = {}
     lines = []
     for result in results:
         base = first.setdefault(result.workload.name, result)
-        if base is not result and base.detail.get("scheduling") != result.detail.get("scheduling"):
-            against = f"{result.workload.name}: {result.detail['scheduling']} against {base.detail['scheduling']}:"
+        if base.variant != result.variant:
+            against = f"{result.workload.name}: {result.variant} against {base.variant}:"
             lines.append(f"{against} {'; '.join(_compare(base, result))}")
     return lines
 
@@ -251,7 +257,8 @@ def _compare(base: Result, result: Result) -> list[str]:
         line += f", {result.value / base.value:.3f}x"
     if metric != "share_met":
         ratios = [b / a for a, b in zip(base.detail["values"], result.detail["values"], strict=True) if a and b]
-        return [f"{line}; by seed " + " ".join(f"{ratio:.3f}x" for ratio in ratios)]
+        by_seed = " ".join(f"{ratio:.3f}x" for ratio in ratios)
+        return [f"{line}; by seed {by_seed}, median {statistics.median(ratios):.3f}x" if ratios else line]
     lines = [line]
     for name, found in result.summary.classes.items():
         old = base.summary.classes[name]

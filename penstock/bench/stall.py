@@ -39,10 +39,9 @@ def worst_stall(results: Sequence[Result]) -> tuple[WorstStall, Sequence[Timelin
 
 
 def stall_section(results: Sequence[Result]) -> str:
-    """Only of open loops: in a closed one everything starts at once. Of several ways to schedule, the last."""
+    """Only of open loops: in a closed one everything starts at once. Of several variants, the last."""
     opened = [result for result in results if result.workload.rate is not None]
-    mode = opened[-1].detail.get("scheduling") if opened else None
-    found = worst_stall([result for result in opened if result.detail.get("scheduling") == mode])
+    found = worst_stall([result for result in opened if result.variant == opened[-1].variant])
     if found is None:
         return ""
     stall, timelines = found

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from penstock.bench.sampling import GREEDY, sampling_of
 from penstock.core.errors import InvalidRequest
-from penstock.core.request import Objective
+from penstock.core.request import Objective, SamplingParams
 
 Metric = Literal["ms_per_token", "decode_tok_s", "prompt_tok_s", "output_tok_s", "share_met"]
 
@@ -30,6 +31,7 @@ class Job:
     kind: str = ""  # its class, which has an objective
     tenant: str = ""
     content: str | list[dict[str, Any]] | None = None  # text or messages to send as they are, in place of the ids
+    sampling: SamplingParams = GREEDY  # how many tokens it may generate is `output_len`
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +120,14 @@ class Workload:
     clients: int | None = None  # requests in flight; None: all of them at once
     rate: float | None = None  # arrivals a second of an open loop: requests come at their time, whatever has finished
     objectives: Mapping[str, Objective] = field(default_factory=dict)  # by kind of job
+    sampling: str = "greedy"
 
     def jobs(self, seed: int, vocab: int = VOCAB) -> list[Job]:
         jobs = self.generate(Source(seed, vocab))
         if not jobs:
             raise InvalidRequest("seconds is too short for a single arrival at this rate", param="seconds")
-        return jobs
+        sampling = sampling_of(self.sampling, len(jobs))
+        return [replace(job, sampling=params) for job, params in zip(jobs, sampling, strict=True)]
 
     def endless(self, seed: int, vocab: int = VOCAB) -> Iterator[Job]:
         """The jobs of this seed, then fresh ones of the same shape for ever."""
@@ -137,6 +141,7 @@ class Workload:
 _TABLE: list[tuple[str, str, Metric, Callable[[Source], list[Job]], int | None]] = [
     ("single", "1 x 128 in, 256 out", "ms_per_token", lambda s: s.uniform(1, 128, 256), None),
     ("batch32", "32 x 128 in, 256 out", "output_tok_s", lambda s: s.uniform(32, 128, 256), None),
+    ("batch128", "128 x 128 in, 256 out", "output_tok_s", lambda s: s.uniform(128, 128, 256), None),
     ("throughput", "1024 x 512 in, 256 out", "output_tok_s", lambda s: s.uniform(1024, 512, 256), None),
     ("mixed", "256 x 100-1024 in, 100-1024 out", "output_tok_s", lambda s: s.mixed(256, 100, 1024), None),
     ("prefix", "256 x (2048 shared + 64) in, 64 out", "output_tok_s", lambda s: s.shared(256, 2048, 64, 64), None),

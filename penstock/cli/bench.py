@@ -36,6 +36,13 @@ def _add_engine(kinds: Subparsers) -> None:
         metavar="MODE[,MODE]",
         help="deadline, fcfs, or both interleaved to compare them (default deadline)",
     )
+    parser.add_argument(
+        "--sampling",
+        type=sampling_kinds,
+        default=["greedy"],
+        metavar="KIND[,KIND...]",
+        help=f"{_sampling_help()}, or several interleaved to compare them with the first (default greedy)",
+    )
     _add_open_loop(parser)
     parser.add_argument("--device", choices=get_args(Device), default="auto")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
@@ -119,6 +126,12 @@ def _workloads_help() -> str:
     return f"NAME[,NAME...]: {', '.join(WORKLOADS)}; {', '.join(MIXES)} (arrivals at a rate, with latency objectives)"
 
 
+def _sampling_help() -> str:
+    from penstock.bench.sampling import SAMPLING
+
+    return ", ".join(SAMPLING)
+
+
 def rates(text: str) -> list[float]:
     return [positive_float(part) for part in text.split(",")]
 
@@ -142,6 +155,15 @@ def scheduling_modes(text: str) -> list[str]:
     if not set(modes) <= set(get_args(Scheduling)) or len(set(modes)) < len(modes):
         raise argparse.ArgumentTypeError(f"{text} is not {' or '.join(get_args(Scheduling))}, or both once")
     return modes
+
+
+def sampling_kinds(text: str) -> list[str]:
+    from penstock.bench.sampling import SAMPLING
+
+    kinds = text.split(",")
+    if not set(kinds) <= set(SAMPLING) or len(set(kinds)) < len(kinds):
+        raise argparse.ArgumentTypeError(f"{text} is not one of {', '.join(SAMPLING)}, or several of them once each")
+    return kinds
 
 
 def positive_int(text: str) -> int:

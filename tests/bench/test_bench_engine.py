@@ -4,13 +4,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock.bench.driver import ClosedLoop, OpenLoop
-from penstock.bench.workloads import Job
+from penstock.bench.driver import ClosedLoop, OpenLoop, make_request
+from penstock.bench.sampling import SAMPLING
+from penstock.bench.workloads import WORKLOADS, Job
 from penstock.cli.main import main
 from penstock.core.engine import EngineInfo
 from penstock.core.request import Objective
@@ -115,6 +117,25 @@ def test_open_loop_end_to_end_with_both_ways_of_scheduling(tiny_model: Path, tmp
     assert deadline["share_met_admitted"] == 1
     assert deadline["retry_after_s"]["p50"] > 0
     assert "cpu_prefill@30 deadline" in (tmp_path / "report.html").read_text()
+
+
+def test_kinds_of_sampling_are_compared_with_the_first(tiny_model: Path, tmp_path: Path) -> None:
+    options = ["--model", f"dummy:{tiny_model}", "--workload", "cpu_clients8", "--seeds", "1", "--device", "cpu"]
+    options += ["--sampling", "greedy,mixed", "--json", str(tmp_path / "report.json")]
+    command = [sys.executable, "-c", WITHOUT_SERVER_PACKAGES, "bench", "engine", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "cpu_clients8: mixed against greedy: " in done.stdout
+    greedy, mixed = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert (greedy["sampling"], mixed["sampling"]) == ("greedy", "mixed")
+    assert greedy["output_tokens"] == mixed["output_tokens"] == 16 * 128
+
+
+def test_a_mixed_batch_holds_every_kind_of_sampling() -> None:
+    jobs = replace(WORKLOADS["cpu_clients8"], sampling="mixed").jobs(0)
+    assert all(params in [job.sampling for job in jobs[:8]] for kind in SAMPLING.values() for params in kind)
+    request = make_request(jobs[2], "id", "")
+    assert request.params == replace(jobs[2].sampling, max_tokens=128, ignore_eos=True)
 
 
 def test_closed_loop_keeps_its_number_of_requests_in_flight() -> None:

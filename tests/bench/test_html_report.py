@@ -79,7 +79,7 @@ FACTS = {"model": "m", "precision": "int8", "capacity": {"slo_mix": None}, "atta
 
 def test_the_page_is_whole_and_loads_nothing() -> None:
     refused = Timeline(0.0, finished=0.01, kind="short", objective=Objective("short", 0.2), refused=True, retry_after=2)
-    runs = [result(mix_workload("slo_mix", rate, 60), [*stalled_run(), refused], f"run at {rate}") for rate in (2, 40)]
+    runs = [result(mix_workload("slo_mix", rate, 60), [*stalled_run(), refused], f"slo_mix@{rate}") for rate in (2, 40)]
     runs.append(result(uniform_workload(8, 8, 1, 1), [timeline(0, 0.1, [], "", "x")], "closed"))
     text = render("engine", runs, FACTS)
     page = Page(text)
@@ -90,7 +90,7 @@ def test_the_page_is_whole_and_loads_nothing() -> None:
     assert not [value for name, value in page.attributes if name in ("src", "href")]
     assert "nan" not in text
     assert "inf" not in re.sub(r"\binfo\w*", "", text)
-    for expected in ("run at 2", "run at 40", "no rate tried holds 99.0%", "waited 400 ms for token 3 of 4"):
+    for expected in ("slo_mix@2", "slo_mix@40", "no rate tried holds 99.0%", "waited 400 ms for token 3 of 4"):
         assert expected in seen
     numbers = [float(value) for name, value in page.attributes if name in ("x", "y", "cx", "cy", "x1", "x2")]
     assert min(numbers) >= 0
