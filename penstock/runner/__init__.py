@@ -5,9 +5,10 @@ model_runner.py  the executor in plain torch; forward.py is its part that runs t
 cuda_runner.py   the executor on a GPU, by CUDA graphs; fused_forward.py is its part that runs the model, mixed_steps.py
                  has the graphs of steps with prompts
 batch.py         a step as arrays
-rows.py          what is remembered of each running sequence; row_state.py keeps part of it on a device
-sampler.py       logits to tokens; host_sampler.py without torch
-scoring.py       log-probabilities
+rows.py          what is remembered of each running sequence; host_rows.py adds what the native sampler needs,
+                 row_state.py what a device needs
+sampler.py       logits to tokens, in torch
+scoring.py       who asks for log-probabilities
 packed.py        weights quantised and packed for the native kernels
 memory.py        how many KV blocks fit
 startup.py       from a model's name to an engine's two halves

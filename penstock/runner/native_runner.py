@@ -1,17 +1,17 @@
-"""The executor on the CPU, without torch: one native call computes a step, one more samples if rows ask for it."""
+"""The executor on the CPU, without torch: one native call computes a step and samples."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate, chain, compress
+from itertools import accumulate, chain, compress, count, repeat
+from typing import TypeAlias
 
-import numpy as np
-
-from penstock.engine.executor import HostMemory, Step, StepResult, TokenMask, at_most_one_each
+from penstock.engine.executor import SAMPLED, HostMemory, Step, StepResult, TokenMask, at_most_one_each
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
-from penstock.runner.host_sampler import Floats, sample
-from penstock.runner.rows import HostRows
-from penstock.runner.scoring import score, scored_prompts, scored_rows
+from penstock.runner.host_rows import HostRows
+from penstock.runner.scoring import scored_prompts
+
+Prompt: TypeAlias = tuple[int, list[int], list[int]]  # sequence, its tokens in the step, the prompt tokens that follow
 
 
 class NativeRunner:
@@ -30,7 +30,7 @@ class NativeRunner:
         self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost
         self._state = state
         self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
-        self._rows = NativeRows(state.tables_RM, state.last_token_R)
+        self._rows = NativeRows(state.tables_RM, state.last_token_R, state.sampling)
 
     @property
     def host_memory(self) -> HostMemory:
@@ -51,45 +51,34 @@ class NativeRunner:
     def collect(self, step: Step) -> StepResult:
         state, ended = self._state, self.model.call_ended
         state.apply(step)
-        if state.demanding.isdisjoint(step.rows):
-            _, tokens_N = self._forward(step, _last_tokens(step), logits=False)
-            result = StepResult(at_most_one_each(step.samples, tokens_N))
-        else:
-            result = self._demanding(step)
+        wanted = [end - 1 for end in compress(accumulate(step.counts), step.samples)]  # last tokens of who samples
+        sampling, targets, scores = len(wanted), [], not state.scored.isdisjoint(step.rows)
+        prompts = [(i, rows.tolist(), ids.tolist()) for i, rows, ids in scored_prompts(state, step)] if scores else []
+        if prompts:
+            targets = [*repeat(SAMPLED, sampling), *chain.from_iterable(ids for _, _, ids in prompts)]
+            wanted += chain.from_iterable(rows for _, rows, _ in prompts)
+        masks, self._masks = _by_sample(step, self._masks) if self._masks else {}, {}
+        native = NativeStep(step.tokens, step.rows, step.starts, step.counts, wanted, targets, masks)
+        _, tokens = self.model.forward(native, self._rows, logits=False)
+        result = StepResult(at_most_one_each(step.samples, tokens[:sampling]))
+        if scores:
+            self._score(step, tokens, prompts, result)
         if not step.setups:  # all that it computes was at hand when the last step ended
             self.idle_seconds = (self.idle_seconds or 0.0) + self.model.call_began - ended
         return result
 
-    def _demanding(self, step: Step) -> StepResult:
-        """A step with rows that want more than the greedy token: sampling, penalties or log-probabilities."""
-        state, last_N = self._state, _last_tokens(step)
-        scored, sampling = scored_prompts(state, step), len(last_N)
-        prompt_rows = chain.from_iterable(rows.tolist() for _, rows, _ in scored)
-        logits_RV, greedy_R = self._forward(step, [*last_N, *prompt_rows], logits=True)
-        sampled_N = np.flatnonzero(step.samples)
-        rows_N = np.array(step.rows, dtype=np.int32)[sampled_N]
-        positions_N = np.add(step.starts, step.counts, dtype=np.int32)[sampled_N]  # where the sampled token will stand
-        asked, widths = scored_rows(state, rows_N)
-        logits_AV = logits_RV[asked]  # copies: sampling may overwrite the originals
-        greedy_N = np.array(greedy_R[:sampling], dtype=np.int32)
-        masks, self._masks = {i: self._masks[s] for i, s in enumerate(sampled_N.tolist()) if s in self._masks}, {}
-        tokens_N = sample(self.model.sample, logits_RV[:sampling], greedy_N, state, rows_N, positions_N, masks)
-        state.last_token_R[rows_N] = tokens_N
-        result = StepResult(at_most_one_each(step.samples, tokens_N.tolist()))
-        scores = score(logits_AV, tokens_N[asked], widths)
-        result.logprobs = {index: [one] for index, one in zip(sampled_N[asked].tolist(), scores, strict=True)}
-        first = sampling
-        for index, rows, tokens in scored:
+    def _score(self, step: Step, tokens: list[int], prompts: list[Prompt], result: StepResult) -> None:
+        state, scores, at = self._state, self.model.scores, count()
+        for index in compress(count(), step.samples):
+            i, row = next(at), step.rows[index]
+            if row in state.scored and (width := state.params(row).logprobs) is not None:
+                result.logprobs[index] = [scores.read(i, tokens[i], width)]
+        for index, _, ids in prompts:
             width = state.params(step.rows[index]).prompt_logprobs or 0
-            result.prompt_logprobs[index] = score(logits_RV[first : first + len(rows)], tokens, [width] * len(rows))
-            first += len(rows)
-        return result
-
-    def _forward(self, step: Step, logit_rows: list[int], *, logits: bool) -> tuple[Floats, list[int]]:
-        native = NativeStep(step.tokens, step.rows, step.starts, step.counts, logit_rows)
-        return self.model.forward(native, self._rows, logits=logits)
+            result.prompt_logprobs[index] = [scores.read(next(at), token, width) for token in ids]
 
 
-def _last_tokens(step: Step) -> list[int]:
-    """Where in the step's tokens the last one of each sequence stands that samples."""
-    return [end - 1 for end in compress(accumulate(step.counts), step.samples)]
+def _by_sample(step: Step, masks: Mapping[int, TokenMask]) -> dict[int, TokenMask]:
+    """Masks by the number of the sequence among those that sample."""
+    sampling = enumerate(compress(count(), step.samples))
+    return {i: masks[index] for i, index in sampling if index in masks}

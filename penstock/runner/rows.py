@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from enum import IntFlag
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.core.request import SamplingParams
 from penstock.engine.executor import RowSetup, Step
@@ -95,46 +94,3 @@ class Rows:
         setup = self._setups[row]
         assert setup is not None, "a row is used before it was set up"
         return setup
-
-
-class HostRows(Rows):
-    """Everything on the host: for a model that computes there."""
-
-    def __init__(self, rows: int, table_blocks: int, vocab_size: int) -> None:
-        super().__init__(rows, table_blocks)
-        self._vocab_size = vocab_size
-        self.last_token_R = np.zeros(rows, dtype=np.int32)
-        self.demanding: set[int] = set()  # rows that need more than the greedy token
-        # Of rows with penalties: how often each token was sampled; 0 for those that are only in the prompt.
-        self._seen: dict[int, dict[int, int]] = {}
-
-    def _set_up(self, setup: RowSetup) -> None:
-        super()._set_up(setup)
-        (self.demanding.add if self.needs[setup.row] else self.demanding.discard)(setup.row)
-        self._seen.pop(setup.row, None)
-        if self.needs[setup.row] & Needs.PENALTIES:
-            self._seen[setup.row] = dict.fromkeys(setup.tokens[: setup.prompt_len], 0)
-            for token in setup.tokens[setup.prompt_len :]:
-                self.count(setup.row, token)
-
-    def apply(self, step: Step) -> None:
-        super().apply(step)
-        for row, tokens in step.forced:
-            if row in self._seen:
-                for token in tokens:
-                    self.count(row, token)
-
-    def count(self, row: int, token: int) -> None:
-        seen = self._seen[row]
-        seen[token] = seen.get(token, 0) + 1
-
-    def seen(self, row: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-        """The tokens of a row's prompt and output, and how often each was sampled."""
-        seen = self._seen[row]
-        tokens = np.fromiter(seen.keys(), dtype=np.int64, count=len(seen))
-        return tokens, np.fromiter(seen.values(), dtype=np.float32, count=len(seen))
-
-    def bias(self, row: int) -> tuple[list[int], list[float]]:
-        bias = self.params(row).logit_bias
-        tokens = [token for token in bias if 0 <= token < self._vocab_size]
-        return tokens, [bias[token] for token in tokens]

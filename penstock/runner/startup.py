@@ -239,9 +239,9 @@ def _packed_scheme(plan: _Plan, problem: str | None) -> Scheme:
 
 
 def _native_executor(plan: _Plan, scheme: Scheme) -> LoadedExecutor:
+    from penstock.runner.host_rows import HostRows
     from penstock.runner.native_runner import NativeRunner
     from penstock.runner.packed import fill, native_model, usual_kv
-    from penstock.runner.rows import HostRows
 
     plan.times.ended("import")
     config, model = plan.engine, plan.model

@@ -197,9 +197,19 @@ PENSTOCK_API const char* penstock_model_forward(Model* model, const Step* step) 
     }
 }
 
-PENSTOCK_API void penstock_model_sample(Model* model, const float* logits, const Draw* draws, int32_t count,
-                                        int32_t* tokens) {
-    model->sample(logits, draws, count, tokens);
+PENSTOCK_API SamplingRows* penstock_sampling_new(int32_t rows, int32_t vocab) { return new SamplingRows(rows, vocab); }
+PENSTOCK_API void penstock_sampling_free(SamplingRows* sampling) { delete sampling; }
+
+PENSTOCK_API void penstock_sampling_set(SamplingRows* sampling, int32_t row, const RowParams* params) {
+    sampling->rows[row] = SamplingRow(*params, sampling->vocab);
+}
+
+PENSTOCK_API void penstock_sampling_count(SamplingRows* sampling, int32_t row, const int32_t* tokens, int32_t count) {
+    for (int i = 0; i < count; i++) sampling->rows[row].count(tokens[i]);
+}
+
+PENSTOCK_API void penstock_model_sample(Model* model, SamplingRows* sampling, const SampleCall* call) {
+    model->sample(*sampling, *call);
 }
 
 PENSTOCK_API void penstock_model_pin_caller(Model* model) { model->pin_caller(); }

@@ -46,23 +46,32 @@ class CStep(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "num_rows", "table_width", "num_logits")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "rows", "starts", "counts", "logit_rows")),
-        *((name, ctypes.c_void_p) for name in ("tables", "last_tokens", "logits", "argmax")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "rows", "starts", "counts", "logit_rows", "targets")),
+        *((name, ctypes.c_void_p) for name in ("masks", "tables", "last_tokens", "sampling", "logits", "sampled")),
+        ("scores", ctypes.c_void_p),
     ]
 
 
-# struct Draw of model.h: the sampling parameters of one row of logits.
-DRAW = np.dtype(
-    [
-        ("seed", np.int64),
-        ("row", np.int32),
-        ("position", np.int32),
-        ("top_k", np.int32),
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
+class CRowParams(ctypes.Structure):
+    """struct RowParams of sampling_rows.h."""
+
+    _fields_ = [
+        ("seed", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("temperature", "top_p", "min_p")),
+        *((name, ctypes.c_float) for name in ("repetition", "presence", "frequency")),
+        *((name, ctypes.c_int32) for name in ("top_k", "logprobs", "prompt_logprobs", "min_tokens", "prompt_len")),
+        *((name, ctypes.c_int32) for name in ("num_biases", "num_stop_ids", "num_tokens")),
+        *((name, ctypes.c_void_p) for name in ("bias_tokens", "biases", "stop_ids", "tokens")),
     ]
-)
+
+
+class CSampleCall(ctypes.Structure):
+    """struct SampleCall of model.h."""
+
+    _fields_ = [
+        ("count", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("logits", "rows", "positions", "targets", "masks", "tokens", "scores")),
+    ]
 
 
 @cache
@@ -86,7 +95,11 @@ def _load() -> ctypes.CDLL | str:
         "penstock_model_free": (None, [pointer]),
         "penstock_model_set": (message, [pointer, i32, i32, pointer, i64, i64]),
         "penstock_model_forward": (message, [pointer, pointer]),
-        "penstock_model_sample": (None, [pointer, pointer, pointer, i32, pointer]),
+        "penstock_model_sample": (None, [pointer, pointer, pointer]),
+        "penstock_sampling_new": (pointer, [i32, i32]),
+        "penstock_sampling_free": (None, [pointer]),
+        "penstock_sampling_set": (None, [pointer, i32, pointer]),
+        "penstock_sampling_count": (None, [pointer, i32, pointer, i32]),
         "penstock_model_pin_caller": (None, [pointer]),
         "penstock_model_weights": (pointer, [pointer]),
         "penstock_model_weight_bytes": (ctypes.c_uint64, [pointer]),

@@ -128,6 +128,12 @@ struct AttentionBuffers {
     int32_t heads;
 };
 
+constexpr int SAMPLING_BLOCK = 32;  // logits of which sampling knows the largest; one word of a token mask
+
+struct Masses {
+    double above_low, above_high;
+};
+
 struct Kernels {
     const char* name;
     void (*gemm)(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out);
@@ -140,10 +146,13 @@ struct Kernels {
     void (*attend)(const Cache& cache, int kv_head, const AttentionTask& task, const AttentionBuffers& buffers);
     void (*merge_partials)(const float* partials, int count, int heads, int head_dim, float* out);
     float (*dot_bf16)(const float* x, const uint16_t* w, int width);
-    float (*scale_logits)(const float* logits, int n, float temperature, float* out);
-    float (*total_mass)(const float* v, int n, float peak);
-    int (*at_least)(const float* v, int n, float threshold, int32_t* out);
-    int32_t (*draw)(const float* v, int n, uint64_t seed, uint32_t position);
+    // Of n logits and the largest of each block of them, in sampling.h.
+    float (*block_maxima)(const float* logits, int n, float* maxima);
+    void (*mask_logits)(float* logits, int n, const int32_t* mask);
+    int (*count_above)(const float* logits, const float* maxima, int n, float limit, int enough);
+    Masses (*masses)(const float* logits, const float* maxima, int n, float low, float high, float peak, float scale);
+    int32_t (*draw)(const float* logits, const float* maxima, int n, float limit, float temperature, uint64_t seed,
+                    uint32_t position);
 };
 
 extern const Kernels portable_kernels;

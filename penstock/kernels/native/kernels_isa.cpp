@@ -43,8 +43,9 @@ extern const penstock::Kernels penstock::PENSTOCK_JOIN(PENSTOCK_ISA, _kernels) =
     PENSTOCK_ISA::attend,
     PENSTOCK_ISA::merge_partials,
     PENSTOCK_ISA::dot_bf16,
-    PENSTOCK_ISA::scale_logits,
-    PENSTOCK_ISA::total_mass,
-    PENSTOCK_ISA::at_least,
+    PENSTOCK_ISA::block_maxima,
+    PENSTOCK_ISA::mask_logits,
+    PENSTOCK_ISA::count_above,
+    PENSTOCK_ISA::masses,
     PENSTOCK_ISA::draw,
 };

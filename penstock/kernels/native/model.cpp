@@ -121,6 +121,9 @@ std::string Model::check(const Step& s) const {
     if (s.num_tokens < 1) return "tokens must not be empty";
     if (outside(s.rows, s.num_sequences, s.num_rows)) return "rows must be rows of the tables";
     if (outside(s.logit_rows, s.num_logits, s.num_tokens)) return "logit_rows must be indices of tokens";
+    if (s.sampling && int(s.sampling->rows.size()) != s.num_rows) return "sampling must have a row for each table";
+    if (s.targets && std::any_of(s.targets, s.targets + s.num_logits, [&](int32_t t) { return t >= spec_.vocab; }))
+        return "targets holds an id outside the vocabulary";
     int64_t at = 0;
     for (int i = 0; i < s.num_sequences; i++) {
         const int64_t count = s.counts[i], context = s.starts[i] + count;
@@ -147,6 +150,7 @@ void Model::expand(const Step& s) {
     b.positions.resize(s.num_tokens);
     b.slots.resize(s.num_tokens);
     b.last_of.assign(s.num_tokens, -1);
+    b.rows.resize(s.num_tokens);
     for (int i = 0; i < s.num_sequences; i++) {
         const int first = b.first.back();
         const int32_t* table = s.tables + size_t(s.rows[i]) * s.table_width;
@@ -154,6 +158,7 @@ void Model::expand(const Step& s) {
             const int position = s.starts[i] + t;
             if (b.tokens[first + t] == SAMPLED) b.tokens[first + t] = s.last_tokens[s.rows[i]];
             b.positions[first + t] = position;
+            b.rows[first + t] = s.rows[i];
             b.slots[first + t] = table[position / spec_.block_size] * spec_.block_size + position % spec_.block_size;
         }
         b.first.push_back(first + s.counts[i]);
@@ -249,9 +254,22 @@ std::string Model::forward(const Step& step) {
     plan_attention();
     peaks_.resize(size_t(step.num_logits) * head_.num_panels());
     row_logits_.resize(size_t(pool_.size()) * spec_.vocab);
+    sampling_scratch_.resize(pool_.size());
+    Step computed = step;
+    if (!step.logits && needs_logits(step)) {
+        const size_t bytes = size_t(step.num_logits) * spec_.vocab * sizeof(float);
+        if (bytes > logits_.size()) logits_ = Region(bytes);
+        computed.logits = reinterpret_cast<float*>(logits_.data());
+    }
     for (WorkCounter& counter : counters_) counter.reset();
-    pool_.run([&](int thread) { run(step, thread); });
+    pool_.run([&](int thread) { run(computed, thread); });
     return "";
+}
+
+bool Model::needs_logits(const Step& s) const {
+    for (int i = 0; s.sampling && i < s.num_logits; i++)
+        if (s.mask(i) || s.target(i) != SAMPLED || s.sampling->rows[batch_.rows[s.logit_rows[i]]].demanding()) return true;
+    return false;
 }
 
 // A thread that comes late, because the system had given its core to someone else, finds phases done and skips them.
@@ -300,10 +318,16 @@ void Model::run(const Step& step, int thread) {
     }
     multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, size_t(spec_.vocab), peaks_.data()}, thread, number,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
-    by_rows(number, step.num_logits, [&](int row) {
+    phase(number, step.num_logits, [&](int row) {
         const int token = step.logit_rows[row];
-        step.argmax[row] = choose(step, row, thread);
-        if (batch_.last_of[token] >= 0) step.last_tokens[batch_.last_of[token]] = step.argmax[row];
+        int32_t& sampled = step.sampled[row] = choose(step, row, thread);
+        if (step.sampling && step.logits) {
+            float* logits = step.logits + size_t(row) * spec_.vocab;
+            const int position = batch_.positions[token] + 1;
+            const Choice choice{logits, sampled, position, step.target(row), step.mask(row), step.scores + row};
+            sampled = sample_row(choice, step.sampling->rows[batch_.rows[token]], thread);
+        }
+        if (batch_.last_of[token] >= 0) step.last_tokens[batch_.last_of[token]] = sampled;
     });
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "sampling_rows.h"
 #include "threadpool.h"
 
 namespace penstock {
@@ -37,13 +38,18 @@ struct Step {
     const int32_t* tokens;                   // [num_tokens]; SAMPLED: the last token of the sequence's row
     const int32_t *rows, *starts, *counts;   // [num_sequences]: row, first position and number of tokens
     const int32_t* logit_rows;               // [num_logits]: indices of the tokens whose logits are wanted
+    const int32_t* targets;                  // [num_logits]: SAMPLED, or a token that is to be scored; null: SAMPLED
+    const int32_t* const* masks;             // [num_logits]: one bit per token that may be sampled, or null; or null
     const int32_t* tables;                   // [num_rows, table_width]
-    int32_t* last_tokens;                    // [num_rows]: set to the argmax after a sequence's last token
-    float* logits;                           // [num_logits, vocab]; null: only the argmax is wanted
-    int32_t* argmax;                         // [num_logits]
-};
+    int32_t* last_tokens;                    // [num_rows]: set to what is sampled after a sequence's last token
+    SamplingRows* sampling;                  // what the rows ask for; null: the argmax of all logits
+    float* logits;                           // [num_logits, vocab]; null: they are not wanted
+    int32_t* sampled;                        // [num_logits]
+    Score* scores;                           // [num_logits]: of those whose rows ask for it
 
-constexpr int32_t SAMPLED = -1;
+    int32_t target(int i) const { return targets ? targets[i] : SAMPLED; }
+    const int32_t* mask(int i) const { return masks ? masks[i] : nullptr; }
+};
 
 // What follows from a step, token by token and sequence by sequence.
 struct Batch {
@@ -51,13 +57,27 @@ struct Batch {
     std::vector<int32_t> first, contexts;           // [num_sequences + 1]: first token; [num_sequences]: tokens after it
     std::vector<const int32_t*> tables;             // [num_sequences]
     std::vector<int32_t> last_of;                   // [num_tokens]: the row of which this is the last token, or -1
+    std::vector<int32_t> rows;                      // [num_tokens]
 };
 
-// The sampling parameters of one row of logits; top_k 0, top_p 1 and min_p 0 are off.
-struct Draw {
-    int64_t seed;
-    int32_t row, position, top_k;
-    float temperature, top_p, min_p;
+// One row of logits that is to be sampled or scored.
+struct Choice {
+    float* logits;        // may be changed
+    int32_t argmax;
+    int32_t position;     // where the token will stand
+    int32_t target;
+    const int32_t* mask;  // or null
+    Score* score;
+};
+
+// Sampling by itself, for tests: rows of logits, and for each what a step would know.
+struct SampleCall {
+    int32_t count;
+    float* logits;
+    const int32_t *rows, *positions, *targets;
+    const int32_t* const* masks;
+    int32_t* tokens;
+    Score* scores;
 };
 
 // Zeroed memory in huge pages where the system grants them: a weight stream then misses the TLB 512 times less.
@@ -90,8 +110,7 @@ class Model {
     std::string set_tensor(Tensor kind, int layer, const float* data, int64_t rows, int64_t columns);
     std::string forward(const Step& step);
 
-    // One token per draw, from rows of logits that may have been changed since a step wrote them.
-    void sample(const float* logits, const Draw* draws, int count, int32_t* tokens);
+    void sample(SamplingRows& rows, const SampleCall& call);
 
     uint8_t* weights() const { return weights_.data(); }
     size_t weight_bytes() const { return weights_.size(); }
@@ -123,6 +142,8 @@ class Model {
 
     void run(const Step& step, int thread);
     int choose(const Step& step, int row, int thread);
+    bool needs_logits(const Step& step) const;
+    int32_t sample_row(const Choice& choice, SamplingRow& row, int thread);
     void embed(int token);
     void normalize(const float* weight, Scheme scheme, int row, int to);
     void copy_row(const Activations& x, int row, int to, int width);
@@ -158,8 +179,11 @@ class Model {
     std::vector<WorkCounter> counters_;
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]
     std::vector<float> row_logits_;             // per thread: of one row
-    std::vector<std::vector<float>> scaled_;    // per thread: logits over temperature
-    std::vector<std::vector<int32_t>> likely_;  // per thread: candidates
+    Region logits_;                             // of rows that ask for more than their argmax
+    struct SamplingScratch {
+        std::vector<float> maxima, logits;
+    };
+    std::vector<SamplingScratch> sampling_scratch_;  // per thread
 };
 
 }  // namespace penstock

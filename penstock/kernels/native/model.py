@@ -10,10 +10,9 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ from penstock.kernels.native.balancing import EXACT_NORM, balanced
 from penstock.kernels.native.bindings import (
     KV_FORMATS,
     SCHEMES,
+    CSampleCall,
     CSpec,
     CStep,
     Floats,
@@ -33,6 +33,7 @@ from penstock.kernels.native.bindings import (
     library,
 )
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, untied
+from penstock.kernels.native.sampling import NativeSampling, Scores
 from penstock.kernels.native.shape import ModelShape, native_block_bytes, tensor_shapes, unsupported_reason
 from penstock.quantization.rotation import hadamard_block, split_name
 
@@ -112,22 +113,36 @@ class NativeStep:
     starts: Sequence[int]  # position of its first token
     counts: Sequence[int]  # of its tokens
     logit_rows: Sequence[int]  # indices of the tokens whose logits are wanted
+    targets: Sequence[int] = ()  # an entry per logit row: a token to score, or -1 to sample one; (): all are sampled
+    masks: Mapping[int, Ints] = field(default_factory=dict)  # by logit row: one bit per token that may be sampled
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogits:
+    """What a step would know of rows of logits that are sampled; a list has an entry for each."""
+
+    rows: Sequence[int]  # in NativeSampling
+    positions: Sequence[int]  # where the token will stand
+    targets: Sequence[int] = ()
+    masks: Mapping[int, Ints] = field(default_factory=dict)
 
 
 class NativeRows:
-    """Block tables and last tokens, int32 [R, M] and [R], in memory that stays where it is.
+    """Block tables and last tokens, int32 [R, M] and [R], in memory that stays where it is, and how rows are sampled.
 
-    A step reads both, and where it computes the logits of a sequence's last token, it leaves the argmax there.
+    A step reads them, and where it computes the logits of a sequence's last token, it leaves what it sampled there: the
+    argmax, if `sampling` is None.
     """
 
-    def __init__(self, tables_RM: Ints, last_token_R: Ints) -> None:
+    def __init__(self, tables_RM: Ints, last_token_R: Ints, sampling: NativeSampling | None = None) -> None:
         if tables_RM.ndim != 2 or len(tables_RM) != len(last_token_R):
             raise EngineFailure("native rows: there must be one last token for each table")
         if not all(a.dtype == np.int32 and a.flags.c_contiguous for a in (tables_RM, last_token_R)):
             raise EngineFailure("native rows: tables and last tokens must be contiguous int32")
         self.tables_RM, self.last_token_R = tables_RM, last_token_R
         self.shape = tables_RM.shape
-        self.addresses = (tables_RM.ctypes.data, last_token_R.ctypes.data)
+        self.sampling = sampling
+        self.addresses = (tables_RM.ctypes.data, last_token_R.ctypes.data, sampling and sampling.address)
 
 
 class NativeModel:
@@ -150,6 +165,7 @@ class NativeModel:
         self._library = library()
         self._handle: int | None = None
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
+        self.scores = Scores(config.vocab_size)  # of the last step
         self.config, self.scheme = config, scheme
         self.block_size, self.num_blocks = block_size, num_blocks
         self.block_bytes = native_block_bytes(config, block_size, kv)
@@ -308,22 +324,28 @@ class NativeModel:
         return self._logits[:rows]
 
     def forward(self, step: NativeStep, rows: NativeRows, *, logits: bool = True) -> tuple[Floats, list[int]]:
-        """Logits of the wanted rows, [R, V], valid until the next call, and the token of the largest in each.
+        """Logits of the wanted rows, [R, V], valid until the next call, and the token sampled from each.
 
-        Without `logits` only the latter are computed, and there are none of the former.
+        Without `logits` there are only the latter. Logits of rows that want more than the argmax may have been changed.
         """
         sequences, wanted = len(step.rows), len(step.logit_rows)
         if not sequences == len(step.starts) == len(step.counts):
             raise EngineFailure("native step: rows, starts and counts must describe the same sequences")
         out = self._logits_buffer(wanted if logits else 0)
-        inputs = (step.tokens, step.rows, step.starts, step.counts, step.logit_rows)
+        if step.targets and len(step.targets) != wanted:
+            raise EngineFailure("native step: targets must describe all logit rows")
+        inputs = (step.tokens, step.rows, step.starts, step.counts, step.logit_rows, step.targets)
         # All lists in one array, with room for the answer. No numpy: in caches that a step has swept it is slow.
         values = array("i", [*chain.from_iterable(inputs), *repeat(0, wanted)])
         begin, size = values.buffer_info()[0], values.itemsize
-        *inputs_at, argmax_at = [begin + size * end for end in accumulate(map(len, inputs), initial=0)]
+        *inputs_at, targets_at, sampled_at = [begin + size * end for end in accumulate(map(len, inputs), initial=0)]
+        masks = self._mask_addresses(step.masks, wanted) if step.masks else None
+        masks_at = masks.buffer_info()[0] if masks else None
         logits_at = out.ctypes.data if logits else None
+        scores_at = self.scores.reserve(wanted)
         sizes = (len(step.tokens), sequences, *rows.shape, wanted)
-        call = CStep(*sizes, *inputs_at, *rows.addresses, logits_at, argmax_at)
+        optional_at = (targets_at if step.targets else None, masks_at)
+        call = CStep(*sizes, *inputs_at, *optional_at, *rows.addresses, logits_at, sampled_at, scores_at)
         self.call_began = time.perf_counter()
         problem = self._library.penstock_model_forward(self._handle, ctypes.byref(call))
         self.call_ended = time.perf_counter()
@@ -331,14 +353,24 @@ class NativeModel:
             raise EngineFailure(f"native step: {problem.decode()}")
         return out, values[len(values) - wanted :].tolist()
 
-    def sample(self, logits: Floats, draws: npt.NDArray[Any]) -> Ints:
-        """One token per draw; `draws` has the fields of DRAW."""
+    def sample(self, logits: Floats, sampling: NativeSampling, step: SampledLogits) -> list[int]:
+        """Sampling by itself, for tests: one token per row of logits [N, V], which may be changed."""
         if not (logits.flags.c_contiguous and logits.shape[1:] == (self.config.vocab_size,)):
             raise EngineFailure("native sampling: logits must be contiguous rows over the vocabulary")
-        if len(draws) and not 0 <= draws["row"].min() <= draws["row"].max() < len(logits):
-            raise EngineFailure("native sampling: a draw names a row that does not exist")
-        tokens = np.empty(len(draws), dtype=np.int32)
-        self._library.penstock_model_sample(
-            self._handle, logits.ctypes.data, draws.ctypes.data, len(draws), tokens.ctypes.data
-        )
-        return tokens
+        inputs = [array("i", values) for values in (step.rows, step.positions, step.targets or repeat(-1, len(logits)))]
+        if any(len(values) != len(logits) for values in inputs):
+            raise EngineFailure("native sampling: there must be one row, position and target for each row of logits")
+        if not all(0 <= row < sampling.rows for row in step.rows):
+            raise EngineFailure("native sampling: rows must be rows of the sampling state")
+        masks, tokens = self._mask_addresses(step.masks, len(logits)), array("i", bytes(4 * len(logits)))
+        arrays = [values.buffer_info()[0] for values in (*inputs, masks, tokens)]
+        call = CSampleCall(len(logits), logits.ctypes.data, *arrays, self.scores.reserve(len(logits)))
+        self._library.penstock_model_sample(self._handle, sampling.address, ctypes.byref(call))
+        return tokens.tolist()
+
+    def _mask_addresses(self, masks: Mapping[int, Ints], count: int) -> array[int]:
+        """Where the mask of each row of logits is, 0 for none."""
+        for mask in masks.values():
+            if mask.dtype != np.int32 or not mask.flags.c_contiguous or 32 * mask.size < self.config.vocab_size:
+                raise EngineFailure("native step: a token mask must be contiguous int32 with a bit for every token")
+        return array("Q", [masks[i].ctypes.data if i in masks else 0 for i in range(count)])

@@ -1,5 +1,11 @@
-// Drawing tokens: which ones may be drawn, and the draw among few. runner/sampler.py is the same in plain torch.
+// Sampling: one row of logits to a token, and log-probabilities. kernels/sampling_reference.py is the same in plain torch.
+//
+// Which tokens top-k, top-p and min-p keep is a matter of a threshold, and no sort is needed to find it. The k-th largest
+// logit is found by bisection. For top-p a token is drawn first: it is among the kept if those with larger logits hold
+// less than top-p. If it is not, neither are those below it, and another one is drawn among those above. What is left
+// of the probability halves each time on average.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "model.h"
@@ -8,81 +14,173 @@ namespace penstock {
 
 namespace {
 
-uint32_t philox_word(uint64_t seed, uint32_t position, uint32_t token) {
-    uint32_t c[4] = {token / 4, position, 0, 0}, key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-    for (int round = 0; round < 10; round++) {
-        const uint64_t product0 = uint64_t(c[0]) * 0xD2511F53u, product1 = uint64_t(c[2]) * 0xCD9E8D57u;
-        const uint32_t next[4] = {uint32_t(product1 >> 32) ^ c[1] ^ key0, uint32_t(product1),
-                                  uint32_t(product0 >> 32) ^ c[3] ^ key1, uint32_t(product0)};
-        std::copy(next, next + 4, c);
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
-    }
-    return c[token % 4];
+// Floats as integers of the same order.
+int32_t ordered(float f) {
+    const int32_t bits = std::bit_cast<int32_t>(f);
+    return bits ^ (bits >> 31 & 0x7fffffff);
 }
 
-float gumbel(const Draw& draw, int32_t token) {
-    const uint32_t word = philox_word(uint64_t(draw.seed), uint32_t(draw.position), uint32_t(token));
-    return -std::log(-std::log((float(word >> 9) + 0.5f) * 0x1p-23f));
-}
+float from_ordered(int32_t i) { return std::bit_cast<float>(i ^ (i >> 31 & 0x7fffffff)); }
 
-// Puts the tokens that top-k, top-p and min-p leave at the front of `likely`, in descending order; returns how many.
-int filter(const Kernels& kernels, const Draw& draw, const float* v, int n, float peak, int32_t* likely) {
-    const double total = kernels.total_mass(v, n, peak);
-    const float farthest = draw.min_p > 0 ? -std::log(draw.min_p) : INFINITY;
-    // With both, top-p is taken of what top-k leaves, renormalised, so all of top-k must be seen.
-    const bool both = draw.top_k > 0 && draw.top_p < 1;
-    const float needed = both ? INFINITY : farthest;
-    const auto mass = [&](int32_t token) { return std::exp(double(v[token]) - peak); };
-    int count = 0;
-    // Sorting a vocabulary is slow; what is kept nearly always lies close to the peak.
-    for (float distance = 4;; distance = distance < 64 ? 2 * distance : INFINITY) {
-        count = kernels.at_least(v, n, peak - std::min(distance, needed), likely);
-        if (distance >= needed || distance == INFINITY || (draw.top_k > 0 && count >= draw.top_k)) break;
-        double reached = 0;
-        for (int i = 0; i < count; i++) reached += mass(likely[i]);
-        if (draw.top_p < 1 && !both && reached >= draw.top_p * total) break;
+float next_below(float f) { return std::nextafter(f, -INFINITY); }
+
+// A row of logits with the largest of each run of SAMPLING_BLOCK, by which passes over it skip what is too small.
+struct Row {
+    const Kernels& kernels;
+    const float* logits;
+    int n;
+    float* maxima;
+    float peak;
+
+    Row(const Kernels& kernels, const float* logits, int n, std::vector<float>& scratch)
+        : kernels(kernels), logits(logits), n(n) {
+        scratch.resize(round_up((n + SAMPLING_BLOCK - 1) / SAMPLING_BLOCK, 16));
+        maxima = scratch.data();
+        peak = kernels.block_maxima(logits, n, maxima);
     }
-    std::sort(likely, likely + count, [&](int32_t a, int32_t b) { return v[a] != v[b] ? v[a] > v[b] : a < b; });
-    const int limit = draw.top_k > 0 ? std::min(draw.top_k, n) : n;
-    double within = both ? 0 : total;
-    for (int i = 0; both && i < std::min(count, limit); i++) within += mass(likely[i]);
-    double before = 0;
-    int kept = 0;
-    for (; kept < std::min(count, limit); kept++) {
-        if (kept > 0 && (!(before < draw.top_p * within) || v[likely[kept]] < peak - farthest)) break;
-        before += mass(likely[kept]);
+
+    int32_t argmax() const {
+        int32_t token = 0;
+        while (token + SAMPLING_BLOCK < n && maxima[token / SAMPLING_BLOCK] != peak) token += SAMPLING_BLOCK;
+        while (token + 1 < n && logits[token] != peak) token++;
+        return peak > -INFINITY ? token : 0;
     }
-    return kept;
-}
+
+    // The sums of e^((logit - peak) / temperature) over logits above two limits.
+    Masses masses(float low, float high, double temperature) const {
+        return kernels.masses(logits, maxima, n, low, high, peak, float(1 / temperature));
+    }
+
+    // -inf where fewer than k tokens are possible.
+    float kth_largest(int k) const {
+        int64_t low = ordered(-INFINITY), high = ordered(peak);  // fewer than k are above high
+        if (kernels.count_above(logits, maxima, n, -INFINITY, k) < k) return -INFINITY;
+        while (high - low > 1) {
+            const int64_t middle = (low + high) >> 1;
+            const bool few = kernels.count_above(logits, maxima, n, from_ordered(int32_t(middle)), k) < k;
+            (few ? high : low) = middle;
+        }
+        return from_ordered(int32_t(high));
+    }
+
+    int32_t draw(const RowParams& p, int position) const {
+        if (!(peak > -INFINITY)) return 0;
+        float floor = -INFINITY;  // what is drawn is above it
+        if (p.min_p > 0) {
+            const double limit = peak + p.temperature * std::log(p.min_p);
+            const float nearest = float(limit);
+            floor = nearest < limit ? nearest : next_below(nearest);
+        }
+        // With both, top-p is taken of what top-k leaves, renormalised.
+        const float below_top_k = p.top_k > 0 && p.top_k < n ? next_below(kth_largest(p.top_k)) : -INFINITY;
+        floor = std::max(floor, below_top_k);
+        for (double enough = -1;;) {
+            const int32_t token =
+                kernels.draw(logits, maxima, n, floor, float(p.temperature), uint64_t(p.seed), uint32_t(position));
+            const float logit = logits[token];
+            if (p.top_p >= 1 || logit >= peak) return token;
+            const Masses found = masses(enough < 0 ? below_top_k : logit, logit, p.temperature);
+            if (enough < 0) enough = p.top_p * found.above_low;
+            if (!(found.above_high >= enough)) return token;
+            floor = logit;
+        }
+    }
+
+    // The most probable tokens; returns what is to be subtracted from a logit to make it a log-probability.
+    float score(int count, Score& out) const {
+        const float total = peak + float(std::log(masses(-INFINITY, INFINITY, 1).above_low));
+        if (count == 0) return total;
+        const float smallest = kth_largest(std::min(count, n));
+        std::vector<int32_t> found;
+        for (int first = 0; first < n; first += SAMPLING_BLOCK)
+            if (maxima[first / SAMPLING_BLOCK] >= smallest)
+                for (int i = first; i < std::min(n, first + SAMPLING_BLOCK); i++)
+                    if (logits[i] >= smallest) found.push_back(i);
+        std::stable_sort(found.begin(), found.end(), [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
+        for (int i = 0; i < std::min(count, int(found.size())); i++) {
+            out.tokens[i] = found[i];
+            out.logprobs[i] = logits[found[i]] - total;
+        }
+        return total;
+    }
+};
 
 }  // namespace
 
-void Model::sample(const float* logits, const Draw* draws, int count, int32_t* tokens) {
+SamplingRow::SamplingRow(const RowParams& params, int vocab) : params_(params) {
+    const auto exists = [&](int32_t token) { return token >= 0 && token < vocab; };
+    for (int i = 0; i < params.num_biases; i++)
+        if (exists(params.bias_tokens[i])) biases_.push_back({params.bias_tokens[i], params.biases[i]});
+    std::copy_if(params.stop_ids, params.stop_ids + params.num_stop_ids, std::back_inserter(stop_ids_), exists);
+    if (!penalises()) return;
+    std::vector<int32_t> tokens(params.tokens, params.tokens + params.num_tokens);
+    std::sort(tokens.begin(), tokens.end());
+    tokens.erase(std::unique(tokens.begin(), tokens.end()), tokens.end());
+    for (int32_t token : tokens)
+        if (exists(token)) seen_.push_back({token, 0});
+    for (int i = params.prompt_len; i < params.num_tokens; i++) count(params.tokens[i]);
+}
+
+bool SamplingRow::demanding() const {
+    return params_.temperature > 0 || params_.logprobs >= 0 || penalises() || !biases_.empty() || params_.min_tokens > 0;
+}
+
+void SamplingRow::change_logits(float* logits, int position) const {
+    for (const Bias& bias : biases_) logits[bias.token] += bias.value;
+    for (const Seen& seen : seen_) {
+        float& logit = logits[seen.token];
+        logit = logit > 0 ? logit / params_.repetition : logit * params_.repetition;
+        logit = logit - params_.frequency * float(seen.count) - (seen.count > 0 ? params_.presence : 0.f);
+    }
+    if (forbids(position))
+        for (int32_t token : stop_ids_) logits[token] = -INFINITY;
+}
+
+void SamplingRow::count(int32_t token) {
+    if (!penalises()) return;
+    const auto at = std::lower_bound(seen_.begin(), seen_.end(), token,
+                                     [](const Seen& seen, int32_t wanted) { return seen.token < wanted; });
+    if (at != seen_.end() && at->token == token)
+        at->count++;
+    else
+        seen_.insert(at, {token, 1});
+}
+
+int32_t Model::sample_row(const Choice& choice, SamplingRow& row, int thread) {
     const int n = spec_.vocab;
-    scaled_.resize(pool_.size());
-    likely_.resize(pool_.size());
+    SamplingScratch& scratch = sampling_scratch_[thread];
+    const bool samples = choice.target == SAMPLED;
+    const int alternatives = samples ? row.params().logprobs : row.params().prompt_logprobs;
+    float total = 0.f;
+    if (alternatives >= 0) total = Row(*kernels_, choice.logits, n, scratch.maxima).score(alternatives, *choice.score);
+    int32_t token = samples ? choice.argmax : choice.target;
+    const bool changes = samples && (choice.mask || row.changes_logits(choice.position));
+    if (changes || (samples && row.params().temperature > 0)) {
+        float* logits = choice.logits;
+        if (changes && alternatives >= 0) {  // the score needs the logits as they were
+            scratch.logits.assign(logits, logits + n);
+            logits = scratch.logits.data();
+        }
+        if (changes) row.change_logits(logits, choice.position);
+        if (choice.mask) kernels_->mask_logits(logits, n, choice.mask);
+        const Row changed(*kernels_, logits, n, scratch.maxima);
+        token = row.params().temperature > 0 ? changed.draw(row.params(), choice.position) : changed.argmax();
+    }
+    if (samples) row.count(token);
+    if (alternatives >= 0) choice.score->logprob = choice.logits[token] - total;
+    return token;
+}
+
+void Model::sample(SamplingRows& rows, const SampleCall& call) {
+    const int n = spec_.vocab;
+    sampling_scratch_.resize(pool_.size());
     WorkCounter counter;
     pool_.run([&](int thread) {
-        std::vector<float>& scaled = scaled_[thread];
-        std::vector<int32_t>& likely = likely_[thread];
-        scaled.resize(n);
-        for (int i; (i = counter.take()) < count;) {
-            const Draw& draw = draws[i];
-            const float peak = kernels_->scale_logits(logits + size_t(draw.row) * n, n, draw.temperature, scaled.data());
-            if (draw.top_k == 0 && draw.top_p >= 1 && draw.min_p <= 0) {
-                tokens[i] = kernels_->draw(scaled.data(), n, uint64_t(draw.seed), uint32_t(draw.position));
-                continue;
-            }
-            likely.resize(n);
-            const int kept = filter(*kernels_, draw, scaled.data(), n, peak, likely.data());
-            float best = -INFINITY;
-            tokens[i] = likely[0];
-            for (int j = 0; j < kept; j++)
-                if (const float score = scaled[likely[j]] + gumbel(draw, likely[j]); score > best) {
-                    best = score;
-                    tokens[i] = likely[j];
-                }
+        for (int i; (i = counter.take()) < call.count;) {
+            float* logits = call.logits + size_t(i) * n;
+            const int32_t argmax = int32_t(std::max_element(logits, logits + n) - logits);
+            const Choice choice{logits, argmax, call.positions[i], call.targets[i], call.masks[i], call.scores + i};
+            call.tokens[i] = sample_row(choice, rows.rows[call.rows[i]], thread);
         }
     });
 }

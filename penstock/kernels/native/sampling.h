@@ -1,4 +1,4 @@
-// The vector part of sampling. The noise of a token is word token % 4 of Philox4x32-10 with the seed as key and
+// The vector part of sampling: passes over a row of logits. The noise of a token is word token % 4 of Philox4x32-10 with the seed as key and
 // (token / 4, position, 0, 0) as counter; word x gives u = (x / 512 + 0.5) / 2^23 and the noise -log(-log(u)).
 #pragma once
 
@@ -62,92 +62,152 @@ PENSTOCK_INLINE V interleave(V a, V b) {
     }
 }
 
-// The noise of tokens 32 g … 32 g + 31.
-PENSTOCK_INLINE void gumbel(uint64_t seed, uint32_t position, int g, f32x16 (&noise)[2]) {
+// u of tokens 32 g … 32 g + 31.
+PENSTOCK_INLINE void uniform_of(uint64_t seed, uint32_t position, int g, f32x16 (&uniform)[2]) {
     alignas(64) static constexpr uint64_t NUMBERS[8] = {0, 1, 2, 3, 4, 5, 6, 7};
     u64x8 c0 = load<u64x8>(NUMBERS) + uint64_t(8 * g), c1 = u64x8{} + uint64_t(position), c2 = {}, c3 = {};
     uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
 #pragma GCC unroll 10
-    for (int round = 0; round < 10; round++) {
+    for (int round = 0; round < 10; round++) {  // only the lower halves of the lanes matter until the end
         const u64x8 product0 = multiply_low(c0, 0xD2511F53u), product1 = multiply_low(c2, 0xCD9E8D57u);
         c0 = (product1 >> 32) ^ c1 ^ uint64_t(key0);
-        c1 = product1 & 0xffffffffu;
+        c1 = product1;
         c2 = (product0 >> 32) ^ c3 ^ uint64_t(key1);
-        c3 = product0 & 0xffffffffu;
+        c3 = product0;
         key0 += 0x9E3779B9u;
         key1 += 0xBB67AE85u;
     }
-    const u64x8 first = c0 | c1 << 32, second = c2 | c3 << 32;
+    const u64x8 first = (c0 & 0xffffffffu) | c1 << 32, second = (c2 & 0xffffffffu) | c3 << 32;
     const u64x8 words[2] = {interleave<false>(first, second), interleave<true>(first, second)};
-    for (int half = 0; half < 2; half++) {
-        const f32x16 uniform = (to_float((i32x16)((u32x16)words[half] >> 9)) + 0.5f) * 0x1p-23f;
-        noise[half] = -log(-log(uniform));
-    }
+    for (int half = 0; half < 2; half++)
+        uniform[half] = (to_float((i32x16)((u32x16)words[half] >> 9)) + 0.5f) * 0x1p-23f;
 }
 
-// out = logits / temperature; returns the largest.
-static float scale_logits(const float* logits, int n, float temperature, float* out) {
-    f32x16 top = splat(-__builtin_inff());
-    int i = 0;
-    for (; i + 16 <= n; i += 16) {
-        const f32x16 v = load<f32x16>(logits + i) / temperature;
-        store(out + i, v);
-        top = vmax(top, v);
-    }
-    float peak = maximum(top);
-    for (; i < n; i++) {
-        out[i] = logits[i] / temperature;
-        if (out[i] > peak) peak = out[i];
-    }
-    return peak;
+// 16 logits from i on, of which there are n.
+PENSTOCK_INLINE f32x16 logits_at(const float* logits, int n, int i) {
+    if (n - i >= 16) return load<f32x16>(logits + i);
+    float some[16];
+    for (int j = 0; j < 16; j++) some[j] = i + j < n ? logits[i + j] : -__builtin_inff();
+    return load<f32x16>(some);
 }
 
-// The sum of e^(v - peak).
-static float total_mass(const float* v, int n, float peak) {
-    constexpr float LOG2_E = 1.44269504f;
-    f32x16 total = {};
-    int i = 0;
-    for (; i + 16 <= n; i += 16) total += exp2((load<f32x16>(v + i) - peak) * LOG2_E);
-    float sums = sum(total);
-    for (; i < n; i++) sums += exp2(splat((v[i] - peak) * LOG2_E))[0];
-    return sums;
-}
-
-// Indices of the values that reach a threshold, in order; returns how many.
-static int at_least(const float* v, int n, float threshold, int32_t* out) {
-    int count = 0, i = 0;
-    for (; i + 16 <= n; i += 16) {
-        if (maximum(load<f32x16>(v + i)) < threshold) continue;
-        for (int j = i; j < i + 16; j++)
-            if (v[j] >= threshold) out[count++] = j;
+// Largest of each block; returns the largest of all. Maxima are padded to whole vectors.
+static float block_maxima(const float* logits, int n, float* maxima) {
+    f32x16 peak = splat(-__builtin_inff());
+    for (int first = 0; first < n; first += 16 * SAMPLING_BLOCK) {
+        float tops[16];
+        for (int b = 0; b < 16; b++) {
+            const int i = first + b * SAMPLING_BLOCK;
+            tops[b] = maximum(vmax(logits_at(logits, n, i), logits_at(logits, n, i + 16)));
+        }
+        const f32x16 found = load<f32x16>(tops);
+        store(maxima + first / SAMPLING_BLOCK, found);
+        peak = vmax(peak, found);
     }
-    for (; i < n; i++)
-        if (v[i] >= threshold) out[count++] = i;
-    return count;
+    return maximum(peak);
 }
 
-// The token of the largest v + noise.
-static int32_t draw(const float* v, int n, uint64_t seed, uint32_t position) {
-    const i32x16 lanes = lane_numbers();
-    f32x16 best = splat(-__builtin_inff());
-    i32x16 index = {};
+// -inf for tokens whose bit is not set.
+static void mask_logits(float* logits, int n, const int32_t* mask) {
+    const f32x16 nothing = splat(-__builtin_inff());
+    alignas(64) static constexpr int32_t BITS[32] = {
+        1 << 0,  1 << 1,  1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,  1 << 8,  1 << 9,  1 << 10,
+        1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20, 1 << 21,
+        1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30, int32_t(1u << 31)};
     for (int i = 0; i < n; i += 32) {
-        f32x16 noise[2];
-        gumbel(seed, position, i / 32, noise);
-        for (int half = 0; half < 2; half++) {
-            const int first = i + 16 * half, left = n - first;
-            f32x16 score = splat(-__builtin_inff());
-            if (left >= 16) {
-                score = load<f32x16>(v + first) + noise[half];
-            } else {
-                float scores[16];
-                store(scores, score);
-                for (int j = 0; j < left; j++) scores[j] = v[first + j] + noise[half][j];
-                score = load<f32x16>(scores);
+        const int32_t word = mask[i / 32];
+        if (word == -1) continue;
+        if (i + 32 > n) {
+            for (int j = i; j < n; j++)
+                if (!(uint32_t(word) >> (j - i) & 1)) logits[j] = -__builtin_inff();
+            return;
+        }
+        for (int half = 0; half < 32; half += 16) {
+            const i32x16 allowed = (load<i32x16>(BITS + half) & word) == 0;
+            store(logits + i + half, select(allowed, nothing, load<f32x16>(logits + i + half)));
+        }
+    }
+}
+
+// Calls use(i, 16 logits) for the logits from i on, of blocks that have one above the limit. After each 16 blocks it asks
+// whether to go on.
+template <class Use, class More>
+PENSTOCK_INLINE void above(const float* logits, const float* maxima, int n, float limit, Use use, More more) {
+    for (int first = 0; first < n; first += 16 * SAMPLING_BLOCK) {
+        const float* tops = maxima + first / SAMPLING_BLOCK;
+        if (!any_above(load<f32x16>(tops), limit)) continue;
+        for (int b = 0; b < 16; b++) {
+            if (!(tops[b] > limit)) continue;
+            const int i = first + b * SAMPLING_BLOCK;
+            use(logits_at(logits, n, i));
+            use(logits_at(logits, n, i + 16));
+        }
+        if (!more()) return;
+    }
+}
+
+// How many are above the limit; where that is enough, at least as many.
+static int count_above(const float* logits, const float* maxima, int n, float limit, int enough) {
+    f32x16 count = {};
+    above(
+        logits, maxima, n, limit, [&](f32x16 v) { count += select(v > limit, splat(1.f), f32x16{}); },
+        [&] { return sum(count) < float(enough); });
+    return int(sum(count));
+}
+
+// The sums of e^(scale (logit - peak)) over logits above two limits.
+static Masses masses(const float* logits, const float* maxima, int n, float low, float high, float peak, float scale) {
+    const float factor = scale * 1.44269504f;
+    f32x16 above_low = {}, above_high = {};
+    Masses total = {};
+    above(
+        logits, maxima, n, low,
+        [&](f32x16 v) {
+            const f32x16 mass = exp2((v - peak) * factor);
+            above_low += select(v > low, mass, f32x16{});
+            above_high += select(v > high, mass, f32x16{});
+        },
+        [&] {
+            total.above_low += sum(above_low);
+            total.above_high += sum(above_high);
+            above_low = above_high = f32x16{};
+            return true;
+        });
+    return total;
+}
+
+// The token of the largest logit / temperature + noise among logits above the limit, of which there must be one. Where no
+// u of a block is large enough to beat the best so far even with the block's largest logit, its logarithms are left out.
+static int32_t draw(const float* logits, const float* maxima, int n, float limit, float temperature, uint64_t seed,
+                    uint32_t position) {
+    constexpr float LOG2_E = 1.44269504f, ERROR = 1e-5f;  // far more than that of exp2
+    const i32x16 lanes = lane_numbers();
+    const f32x16 nothing = splat(-__builtin_inff());
+    f32x16 best = nothing;
+    i32x16 index = {};
+    for (int first = 0; first < n; first += 16 * SAMPLING_BLOCK) {
+        const f32x16 tops = load<f32x16>(maxima + first / SAMPLING_BLOCK);
+        if (!any_above(tops, limit)) continue;
+        float needed[16] = {};
+        if (const float reached = maximum(best); reached > -__builtin_inff()) {
+            const f32x16 ahead = (tops / temperature - reached) * LOG2_E;
+            const f32x16 bounded = select(ahead > 30.f, splat(30.f), ahead);
+            store(needed, exp2(exp2(bounded) * -LOG2_E) - ERROR);
+        }
+        for (int b = 0; b < 16; b++) {
+            if (!(tops[b] > limit)) continue;
+            const int block = first / SAMPLING_BLOCK + b;
+            f32x16 uniform[2];
+            uniform_of(seed, position, block, uniform);
+            if (!any_above(vmax(uniform[0], uniform[1]), needed[b])) continue;
+            for (int half = 0; half < 2; half++) {
+                const int i = block * SAMPLING_BLOCK + 16 * half;
+                const f32x16 v = logits_at(logits, n, i);
+                const f32x16 score = select(v > limit, v / temperature - log(-log(uniform[half])), nothing);
+                const i32x16 better = score > best;
+                best = select(better, score, best);
+                index = select(better, lanes + i, index);
             }
-            const i32x16 better = score > best;
-            best = select(better, score, best);
-            index = select(better, lanes + first, index);
         }
     }
     return index_of_best(best, index);

@@ -19,6 +19,27 @@ std::vector<float> noise(size_t n) {
     return values;
 }
 
+// Rows that ask for everything, one of them with a token mask, and one that is only scored.
+bool sampled_well(Model& model, std::vector<float> logits, int vocab) {
+    const std::vector<int32_t> seen = {1, 5, 5, 202}, bias_tokens = {0, 202, 999}, targets = {SAMPLED, SAMPLED, 7};
+    const std::vector<float> biases = {1.f, -2.f, 3.f};
+    const std::vector<int32_t> bits(7, 0x55555555), rows = {0, 1, 1}, positions = {4, 5, 6};
+    const std::vector<const int32_t*> masks = {nullptr, bits.data(), nullptr};
+    SamplingRows sampling(2, vocab);
+    for (int row = 0; row < 2; row++) {
+        const RowParams params{77, row ? 0.7 : 0., 0.8, 0.01, 1.2f, 0.5f, 0.1f, row * 20, 5, 20, 3, 2, 3, 1, 4,
+                               bias_tokens.data(), biases.data(), seen.data(), seen.data()};
+        sampling.rows[row] = SamplingRow(params, vocab);
+    }
+    std::vector<int32_t> tokens(3);
+    std::vector<Score> scores(3);
+    model.sample(sampling, {3, logits.data(), rows.data(), positions.data(), targets.data(), masks.data(), tokens.data(),
+                            scores.data()});
+    for (int i = 0; i < 3; i++)
+        if (tokens[i] < 0 || tokens[i] >= vocab || !(scores[i].logprob <= 0)) return false;
+    return tokens[1] % 2 == 0 && tokens[2] == 7;
+}
+
 // Two sequences, one of 70 tokens prefilled in two chunks beside one that decodes, then both decode; odd widths leave
 // ragged panels.
 int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int kv_heads, int threads) {
@@ -54,23 +75,19 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
         const std::vector<int32_t> sequences = {0, 1}, starts = {first, step}, lengths = {count, 1};
         std::vector<float> logits(rows.size() * vocab);
         std::vector<int32_t> argmax(rows.size());
-        const Step call{tokens,          2,           2,           5,           int32_t(rows.size()), ids.data(), sequences.data(),
-                        starts.data(), lengths.data(), rows.data(), tables.data(), last.data(), logits.data(), argmax.data()};
+        const Step call{tokens,      2,              2,           5,
+                        int32_t(rows.size()), ids.data(), sequences.data(), starts.data(),
+                        lengths.data(), rows.data(), nullptr, nullptr,
+                        tables.data(), last.data(), nullptr, logits.data(), argmax.data(), nullptr};
         if (!model.forward(call).empty()) return 2;
         for (float v : logits)
             if (!std::isfinite(v)) return 3;
-        std::vector<Draw> draws;
-        for (int32_t row = 0; row < int32_t(rows.size()); row++)
-            draws.push_back({row * 77, row, step, row % 3 * 5, 0.7f, row % 2 ? 0.8f : 1.f, row % 5 == 4 ? 0.1f : 0.f});
-        std::vector<int32_t> drawn(draws.size(), -1);
-        model.sample(logits.data(), draws.data(), int(draws.size()), drawn.data());
-        for (int32_t token : drawn)
-            if (token < 0 || token >= vocab) return 4;
+        if (!sampled_well(model, logits, vocab)) return 4;
         Step greedy = call;
         greedy.logits = nullptr;
         last = {0, vocab - 1};
         std::vector<int32_t> again(rows.size());
-        greedy.argmax = again.data();
+        greedy.sampled = again.data();
         if (!model.forward(greedy).empty()) return 5;
         // Near ties of an int8 head are settled by the embedding, which here is noise of its own.
         if (!int8 && again != argmax) return 6;

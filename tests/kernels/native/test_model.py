@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -217,14 +217,17 @@ def test_the_argmax_needs_no_logits(isa: str, rows: int) -> None:
         ("counts", [3], "make up all tokens"),
         ("counts", [0], "make up all tokens"),
         ("logit_rows", [2], "indices of tokens"),
+        ("targets", [VOCAB], "outside the vocabulary"),
+        ("targets", [1, 2], "all logit rows"),
     ],
 )
 def test_a_step_that_would_leave_its_memory_is_refused(field: str, value: list[int], message: str) -> None:
     runner = empty(shape(reference("llama")))
     rows = NativeRows(np.array([[1], [128]], dtype=np.int32), np.array([VOCAB, 0], dtype=np.int32))
     good = NativeStep([1, 2], rows=[0], starts=[0], counts=[2], logit_rows=[1])
+    changed: dict[str, Any] = {field: value}
     with pytest.raises(EngineFailure, match=message):
-        runner.forward(replace(good, **{field: value}), rows)
+        runner.forward(replace(good, **changed), rows)
 
 
 def test_a_step_takes_the_token_its_row_chose_last() -> None:
