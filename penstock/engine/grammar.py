@@ -58,7 +58,7 @@ class Grammars(Protocol):
         ...
 
     def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32], /) -> None:
-        """Write what may follow for each into its row of `masks`, on all cores and without holding the GIL."""
+        """Write what may follow for each into its row of `masks`."""
         ...
 
 
