@@ -1,4 +1,4 @@
-"""Structured output on the CPU: whether everything that comes out is valid, what masks take, and what it costs or gains.
+"""Structured output on the CPU: whether all that comes out is valid, what masks take, and what it costs or gains.
 
     python benchmarks/structured.py valid [--count 1000]   # the built-in model at temperature 1 as a fuzzer
     python benchmarks/structured.py speed [--rounds 5]     # tokens per second, kinds by turns

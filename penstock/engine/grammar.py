@@ -171,6 +171,8 @@ class Masks:
         if asked:
             self._grammars.fill([matcher for _, matcher in asked], self._buffer)
         for sequence, matcher in asked:
-            if matcher.error:
-                failures.append((sequence.request.id, InvalidRequest(f"the grammar cannot go on: {matcher.error}")))
+            if problem := matcher.error:
+                grammar = sequence.request.params.grammar
+                error = InvalidRequest(f"the output cannot go on: {problem}", param=grammar and grammar.param)
+                failures.append((sequence.request.id, error))
         return masks, failures
