@@ -119,6 +119,11 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_ids)}))
 
+    def serialized(self) -> str:
+        """As the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes[token_id]
 
