@@ -56,6 +56,14 @@ class ChatTemplate:
             param = "chat_template_kwargs" if template_kwargs else "messages"
             raise InvalidRequest(f"the model's chat template failed: {error}", param=param) from error
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it describes tools to the model itself. One that does not compile says nothing of them."""
+        try:
+            return self._compiled.knows_tools
+        except InvalidRequest:
+            return True
+
     def _conversation(self, messages: list[Message], tools: list[Message]) -> list[Message]:
         template = self._compiled
         conversation = normalize(messages, keep_parts=template.reads_parts, keep_developer=template.knows_developer)

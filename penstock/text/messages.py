@@ -34,6 +34,8 @@ def normalize(messages: list[Message], *, keep_parts: bool, keep_developer: bool
             raise InvalidRequest(f"{where}.role must be a string such as 'user'", param=f"{where}.role")
         result = {**message, "content": _content(message, f"{where}.content", keep_parts)}
         result.pop("refusal", None)
+        if (reasoning := result.pop("reasoning", None)) is not None:
+            result.setdefault("reasoning_content", reasoning)
         if role == "developer" and not keep_developer:  # what newer clients call the system message
             result["role"] = "system"
         if message.get("tool_calls"):

@@ -34,7 +34,6 @@ SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "is not supported"),
     "suffix": ((), "is not supported"),
     "modalities": (([], ["text"]), 'must be ["text"]: other outputs are not supported'),
-    "tool_choice": (("none", "auto"), 'must be "none" or "auto": a call cannot be forced'),
     "skip_special_tokens": ((True,), "must be true: special tokens are not part of the text"),
     "include_stop_str_in_output": ((False,), "must be false: the text ends before the stop string"),
     "use_beam_search": ((False,), "must be false: beam search is not supported"),
@@ -79,6 +78,7 @@ class Message(Struct, kw_only=True, omit_defaults=True):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # another name of it
     refusal: str | None = None
 
 
@@ -118,7 +118,6 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     use_beam_search: Limited = None
 
     metadata: Ignored = None
-    parallel_tool_calls: Ignored = None
     prediction: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
@@ -136,6 +135,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # false: one call at most
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
@@ -147,7 +148,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     function_call: Limited = None
     modalities: Limited = None
     moderation: Limited = None
-    tool_choice: Limited = None
     web_search_options: Limited = None
 
 
@@ -190,11 +190,16 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models that reason
     ledger: Account | UnsetType = UNSET  # when the request asks for it
 
 
@@ -234,17 +239,33 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptTokenLogprob] | None]
 StopReason: TypeAlias = str | int | None  # the stop string or stop token that ended it
 
 
+ChatFinishReason: TypeAlias = FinishReason | Literal["tool_calls"]
+
+
+class FunctionText(Struct):
+    name: str
+    arguments: str  # JSON, unless the model wrote something else
+
+
+class MessageToolCall(Struct):
+    id: str
+    function: FunctionText
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Struct):
     role: str
-    content: str
+    content: str | None  # null beside tool calls alone
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: StopReason
     token_ids: TokenIds | UnsetType = UNSET
 
@@ -261,16 +282,32 @@ class ChatCompletion(Struct, kw_only=True):
     service_tier: str | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """The first one of a call has its id, type and name."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct, omit_defaults=True):
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: TokenIds | UnsetType = UNSET
 
@@ -324,6 +361,8 @@ class ModelCard(Struct):
     max_model_len: int
     sampling_defaults: dict[str, float]  # of requests that do not say
     classes: dict[str, ClassCard]
+    tool_parser: str | None  # the format of its tool calls, and of its reasoning
+    reasoning_parser: str | None
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 
