@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import InvalidRequest, StartupError
-from penstock.text.messages import Message, as_parts, normalize, spell_out_tools
+from penstock.text.messages import Message, as_parts, normalize, shape_calls, spell_out_tools
 
 if TYPE_CHECKING:
     from penstock.text.template_sandbox import CompiledTemplate
@@ -69,6 +69,9 @@ class ChatTemplate:
         conversation = normalize(messages, keep_parts=template.reads_parts, keep_developer=template.knows_developer)
         if not template.knows_tools:
             conversation = spell_out_tools(conversation, tools)
+        elif any(message.get("tool_calls") for message in conversation):
+            long_ids, text, objects = template.call_shape
+            conversation = [shape_calls(m, long_ids=long_ids, text=text, objects=objects) for m in conversation]
         return conversation if template.reads_strings else [as_parts(message) for message in conversation]
 
     @cached_property

@@ -74,12 +74,12 @@ class OutputForm:
             source = calls.only_calls(spell, self.one_call, self._lead)
         elif content is None:
             source = calls.calls_in_text(spell)
-        elif content.kind == "json_schema":
+        elif content.kind == "json_schema" and calls.marker:
             source = calls.calls_or(content.source, spell, self.one_call, self._lead)
         else:
             raise InvalidRequest(
-                "beside tools the answer can be constrained by a JSON schema only, not by a regular expression or a "
-                "grammar: use response_format, or tool_choice none",
+                "beside tools the answer can be constrained by a JSON schema only, and not by that either where this "
+                "model's calls are JSON without a mark: set tool_choice to none or required, or leave the format out",
                 param="tools",
             )
         return Grammar("lark", source)

@@ -31,7 +31,8 @@ Read = tuple[str, list[tuple[str, str]]]
 def read(name: ToolFormatName, pieces: list[str], most_calls: int | None = None) -> Read:
     """Content, and the calls by name and arguments."""
     parser = FORMATS[name].parser(FUNCTIONS, most_calls)
-    content, calls = "", []
+    content = ""
+    calls: list[list[str]] = []
     for text, deltas in [*(parser.feed(piece) for piece in pieces), parser.finish()]:
         content += text
         for delta in deltas:
@@ -169,7 +170,8 @@ def random_json(rng: random.Random, depth: int = 0) -> Any:
 
 def random_text(rng: random.Random, name: ToolFormatName) -> str:
     """Calls, words and pieces of both, in any order and with anything missing."""
-    cases = [text for known, text, *_ in [*GOOD, *CUT, *BAD] if known == name]
+    cases = [text for known, text, _ in [*GOOD, *CUT] if known == name]
+    cases += [text for known, text in BAD if known == name]
     arguments = json.dumps({"v": random_json(rng)}, ensure_ascii=rng.random() < 0.5)
     whole = {
         "hermes": hermes("weather", arguments),
