@@ -225,11 +225,11 @@ def _deltas(delta: TextDelta, always: bool) -> list[ChatDelta]:
     deltas = []
     if delta.reasoning:
         deltas.append(ChatDelta(reasoning_content=delta.reasoning))
-    if delta.text or (always and not delta.reasoning and not delta.calls):
+    if delta.text:
         deltas.append(ChatDelta(content=delta.text))
     if delta.calls:
         deltas.append(ChatDelta(tool_calls=_call_deltas(delta.calls)))
-    return deltas
+    return deltas or [ChatDelta()] * always
 
 
 def _call_deltas(calls: Sequence[CallDelta]) -> list[ToolCallDelta]:

@@ -98,7 +98,7 @@ class Matcher:
         matcher = self._matcher(self._vocabulary, grammar.source)
         assert not matcher.get_error(), matcher.get_error()
         ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 class _Vocabulary:
