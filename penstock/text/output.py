@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.request import Grammar, SamplingParams
-from penstock.text.reasoning import CLOSE, OPEN, ReasoningParser, Start
+from penstock.core.request import Grammar, ReasoningStart, SamplingParams
+from penstock.text.reasoning import CLOSE, ReasoningParser
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_calls.formats import FORMATS, ToolFormatName
 from penstock.text.tool_calls.grammar import literal
@@ -25,21 +25,18 @@ class OutputForm:
     functions: tuple[Function, ...] = ()
     choice: ToolChoice = "auto"
     one_call: bool = False
-    reasoning: Start | None = None  # None: the model has none
+    reasoning: ReasoningStart | None = None  # None: the model has none
 
     def tool_parser(self) -> ToolParser | None:
         if self.tools is None:
             return None
         return FORMATS[self.tools].parser(self.functions, 1 if self.one_call else None)
 
-    def reasoning_parser(self) -> ReasoningParser | None:
-        return None if self.reasoning is None else ReasoningParser(self.reasoning)
-
     def markers(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Special tokens that are part of the text which the parsers read."""
         texts = FORMATS[self.tools].parser.markers if self.tools is not None else ()
         if self.reasoning is not None:
-            texts = (*texts, OPEN, CLOSE)
+            texts = (*texts, *ReasoningParser.markers)
         return frozenset(token for text in texts if (token := tokenizer.token_id(text)) is not None)
 
     @property
@@ -62,7 +59,9 @@ class OutputForm:
                     'after its reasoning: turn that off (chat_template_kwargs {"enable_thinking": false})'
                 )
             grammar = replace(grammar, after=(end,))
-        return params if grammar is params.grammar else replace(params, grammar=grammar)
+        if grammar is params.grammar and self.reasoning is None:
+            return params
+        return replace(params, grammar=grammar, reasoning=self.reasoning)
 
     def _tool_grammar(self, name: ToolFormatName, content: Grammar | None, tokenizer: Tokenizer) -> Grammar:
         spell = _spelling(tokenizer)

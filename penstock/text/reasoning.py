@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
+from penstock.core.request import ReasoningStart
 from penstock.text.tool_calls.parser import possible_beginning
 
 OPEN, CLOSE = "<think>", "</think>"
 
 ReasoningFormatName = Literal["think"]
-# Where a prompt leaves the model: within its reasoning, after it, or free to begin with it.
-Start = Literal["open", "closed", "free"]
 
 
 def find_reasoning(template: str) -> ReasoningFormatName | None:
     return "think" if CLOSE in template or OPEN in template else None
 
 
-def start_after(prompt: str) -> Start:
+def start_after(prompt: str) -> ReasoningStart:
     """Templates open the reasoning for models that always think, and open and close it where they are not to."""
     end = prompt.rstrip()
     if end.endswith(OPEN):
@@ -29,7 +28,9 @@ class ReasoningParser:
     """Reads text as it arrives, and how it is divided changes nothing. White space at the edges of the reasoning and
     before the answer is dropped."""
 
-    def __init__(self, start: Start) -> None:
+    markers = (OPEN, CLOSE)  # texts that may be special tokens
+
+    def __init__(self, start: ReasoningStart) -> None:
         self._state = start
         self._text = ""  # not yet known to be part of the reasoning, or of the answer
         self._space = ""  # of the reasoning: dropped if it ends here

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from penstock.core.request import Chunk, FinishReason, SamplingParams, TokenLogprob
 from penstock.text.detokenizer import IncrementalDetokenizer
 from penstock.text.output import OutputForm
+from penstock.text.reasoning import ReasoningParser
 from penstock.text.stop import StopStrings
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_calls.parser import CallDelta
 
-PLAIN = OutputForm()
 IN_REASONING = -1  # in place of where a token begins in the answer
 
 
@@ -51,12 +51,12 @@ class TextStream:
     still arrive add nothing. Stop strings are not looked for in the reasoning, which is no part of the answer."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, form: OutputForm | None = None) -> None:
-        form = form or PLAIN
+        form = form or OutputForm(reasoning=params.reasoning)
         self._tokenizer = tokenizer
         self._params = params
         self._detokenizer = IncrementalDetokenizer(tokenizer, continues=True, keep=form.markers(tokenizer))
         self._stops = StopStrings(params.stop) if params.stop else None
-        self._reasoning = form.reasoning_parser()
+        self._reasoning = None if params.reasoning is None else ReasoningParser(params.reasoning)
         self._tools = form.tool_parser()
         self._plain = self._stops is None and self._reasoning is None and self._tools is None
         self._parts: list[str] = []

@@ -83,12 +83,14 @@ def shown_tools(body: ChatRequest) -> list[dict[str, Any]] | None:
     return None if body.tool_choice == "none" else body.tools
 
 
-def read_form(body: ChatRequest, text: ModelText, prompt: str) -> tuple[str, OutputForm]:
-    """How to read the answer to a rendered prompt, and that prompt.
+def read_form(body: ChatRequest, text: ModelText, prompt: str) -> tuple[str, OutputForm | None]:
+    """A rendered prompt and how to read the answer to it; None: as text.
 
     Where the answer is constrained it must be certain whether the model reasons first. A template that leaves that open
     belongs to a model that does, unless it is told not to, so the reasoning is opened in the prompt.
     """
+    if not body.tools and body.tool_choice is None and text.reasoning is None:
+        return prompt, None
     choice, functions = _chosen(body.tool_choice, functions_of(body.tools))
     forced = choice in ("required", "named")
     if forced and text.tools is None:

@@ -15,8 +15,6 @@ from penstock.text.tool_calls.parser import Function
 
 Spell = Callable[[str], str]  # a marker as a grammar has it: one token of the vocabulary, or a literal text
 
-# One spelling of each value: what is certain need not be sampled, and no answer consists of blanks.
-JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 ANYTHING = "/(.|\\n)*/"
 
@@ -57,7 +55,7 @@ def literal(text: str) -> str:
 
 
 def json_rule(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_STYLE})}"
+    return f"%json {json.dumps(schema)}"
 
 
 def arguments_schema(function: Function) -> dict[str, Any]:

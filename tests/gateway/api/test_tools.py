@@ -285,6 +285,15 @@ def test_stop_strings_and_logprobs_in_reasoning(qwen: Gateway) -> None:
         assert spelled == "<think>\nI could stop here.\n</think>\n\nI say stop", "of the last token the space is shown"
 
 
+def test_a_cache_looks_for_stop_strings_where_the_answer_is(tokenizer: Tokenizer) -> None:
+    with of_family(tokenizer, "hermes", cached=True) as gateway:
+        gateway.answers("<think>\nI could stop here.\n</think>\n\nI say stop here.")
+        for _ in range(2):
+            message = ask(gateway, stop=["stop"], temperature=0).choices[0].message
+            assert (message.reasoning_content, message.content) == ("I could stop here.", "I say ")
+        assert len(gateway.engine.requests) == 1
+
+
 def test_calls_after_reasoning_are_constrained_after_it(qwen: Gateway) -> None:
     """The template leaves it to the model to think; where the answer is constrained, it is told to."""
     qwen.answers(f"I need the weather.\n</think>\n\n{CALLED}")

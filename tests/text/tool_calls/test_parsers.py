@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from penstock.text.reasoning import ReasoningParser, Start
+from penstock.core.request import ReasoningStart
+from penstock.text.reasoning import ReasoningParser
 from penstock.text.tool_calls.formats import FORMATS, ToolFormatName
 from penstock.text.tool_calls.parser import Function
 
@@ -216,7 +217,7 @@ def test_random_arguments_arrive_as_they_were_written() -> None:
 
 # ---------------------------------------------------------------- reasoning
 
-THOUGHTS: list[tuple[Start, str, str, str]] = [
+THOUGHTS: list[tuple[ReasoningStart, str, str, str]] = [
     ("free", "<think>\nOkay, so\n\n6 < 7\n</think>\n\nYes.", "Okay, so\n\n6 < 7", "Yes."),
     ("free", " \n<think>x</think>y", "x", "y"),
     ("free", " No thoughts <think> here.", "", " No thoughts <think> here."),
@@ -228,14 +229,14 @@ THOUGHTS: list[tuple[Start, str, str, str]] = [
 ]
 
 
-def split(start: Start, pieces: list[str]) -> tuple[str, str]:
+def split(start: ReasoningStart, pieces: list[str]) -> tuple[str, str]:
     parser = ReasoningParser(start)
     parts = [*(parser.feed(piece) for piece in pieces), parser.finish()]
     return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
 
 
 @pytest.mark.parametrize(("start", "text", "reasoning", "answer"), THOUGHTS)
-def test_reasoning_is_separated_however_it_comes(start: Start, text: str, reasoning: str, answer: str) -> None:
+def test_reasoning_is_separated_however_it_comes(start: ReasoningStart, text: str, reasoning: str, answer: str) -> None:
     rng = random.Random(13)
     for pieces in ([text], list(text), *(divided(rng, text) for _ in range(50))):
         assert split(start, pieces) == (reasoning, answer)
