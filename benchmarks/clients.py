@@ -78,7 +78,9 @@ def openai_round_trip(url: str, model: str) -> str:
     tools: Any = [openai.pydantic_function_tool(GetWeather)]
     asked = client.chat.completions.create(model=model, messages=messages, tools=tools, tool_choice="required")
     message = asked.choices[0].message
-    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls or []]
+    results: list[Any] = [
+        {"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls or []
+    ]
     done = client.chat.completions.create(
         model=model, messages=[*messages, message, *results], tools=tools, tool_choice="none", max_tokens=40
     )

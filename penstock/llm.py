@@ -28,6 +28,7 @@ from penstock.core.request import (
 )
 from penstock.engine.local import LocalEngine
 from penstock.engine.settings import EngineConfig
+from penstock.grammar.compiler import LLGuidance
 from penstock.runner.progress import LoadProgress, TokenProgress
 from penstock.runner.startup import start
 from penstock.text.chat_template import ChatTemplate
@@ -65,7 +66,8 @@ class LLM:
         self._template = ChatTemplate(self.tokenizer.chat_template)
         config = EngineConfig(**{"max_waiting": sys.maxsize, **engine})  # a library's caller may queue at will
         scheduler, executor, info = start(model, config, LoadProgress(sys.stderr))
-        self.engine = LocalEngine(scheduler, executor, info)
+        grammars = LLGuidance(lambda: self.tokenizer, info.vocab_size, scheduler.limits.eos_ids)
+        self.engine = LocalEngine(scheduler, executor, info, grammars)
 
     @property
     def sampling_defaults(self) -> SamplingParams:

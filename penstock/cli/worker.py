@@ -37,6 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from penstock.gateway.http.listener import bind
+    from penstock.grammar.compiler import grammars_of
     from penstock.observability.logging import configure_logging
     from penstock.worker.main import load, serve
     from penstock.worker.protocol import Start
@@ -62,5 +63,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"Penstock computes {info.model} at tcp://{host}:{port}", flush=True)
     log.info("started: %s", listed(times.seconds))
     gateways = Port(listener, secret)
-    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, settings.server.drain_seconds))
+    grammars = grammars_of(settings.model, scheduler.limits)
+    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, settings.server.drain_seconds, grammars))
     return 0

@@ -65,6 +65,7 @@ class Ledger:
     cached_tokens: int = 0
     missed_tokens: dict[MissCause, int] = field(default_factory=dict)  # with cached_tokens: the whole prompt
     output_tokens: int = 0
+    forced_tokens: int = 0  # of the output: those that its grammar forced and nobody sampled
     preemptions: int = 0
     recomputed_tokens: int = 0
     met_ttft: bool | None = None  # None: nothing was promised

@@ -18,6 +18,7 @@ ReasoningStart = Literal["open", "closed", "free"]
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
+MAX_GRAMMAR_BYTES = 128 * 1024
 # What a model's authors may recommend, and settings override, for requests that do not say.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -68,8 +69,13 @@ class Grammar:
     """What the output must match, for whoever compiles it beside the engine."""
 
     kind: Literal["json_schema", "regex", "lark"]
-    source: str  # the JSON of a schema, a regular expression, or a grammar in llguidance's dialect of Lark
+    source: str  # the JSON of a schema, a regular expression, or a grammar: GBNF, or llguidance's dialect of Lark
     after: tuple[int, ...] = ()  # tokens that end a part which may be anything, such as </think>; (): there is none
+    param: str = "grammar"  # what the request calls it, for errors
+
+    def __post_init__(self) -> None:
+        size = len(self.source.encode(errors="replace"))
+        _require(size <= MAX_GRAMMAR_BYTES, self.param, f"must have at most {MAX_GRAMMAR_BYTES // 1024} KiB")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import math
 from penstock.core.request import GenerateRequest, Objective
 from penstock.engine.bookkeeping import open_ledger
 from penstock.engine.fairness import TenantCounter
+from penstock.engine.grammar import Matcher, constraint_of
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.sequence import Sequence
 
@@ -19,13 +20,20 @@ def objective_of(request: GenerateRequest, limits: SchedulerLimits) -> Objective
 
 
 def sequence_of(
-    request: GenerateRequest, number: int, counter: TenantCounter, limits: SchedulerLimits, now: float
+    request: GenerateRequest,
+    number: int,
+    counter: TenantCounter,
+    limits: SchedulerLimits,
+    now: float,
+    matcher: Matcher | None = None,
 ) -> Sequence:
     """`number` counts arrivals. Its due time is now, and all its tokens are to be computed."""
     params, objective = request.params, objective_of(request, limits)
     max_new = limits.longest_sequence if params.max_tokens is None else params.max_tokens
     max_len = min(len(request.prompt) + max_new, limits.longest_sequence)
-    tokens = [*request.prompt, *request.output]
+    given = len(request.prompt) + len(request.output)
+    constraint = constraint_of(request, matcher, max_len)
+    tokens = [*request.prompt, *request.output, *(constraint.unsent if constraint is not None else ())]
     return Sequence(
         request=request,
         order=(objective.rank, request.priority, number),
@@ -34,7 +42,7 @@ def sequence_of(
         stop_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_ids),
         tokens=tokens,
         prompt_len=len(request.prompt),
-        given=len(tokens),
+        given=given,
         counter=counter,
         ledger=open_ledger(request),
         due=now,
@@ -45,4 +53,5 @@ def sequence_of(
         to_compute=len(tokens),
         prompt_logprobs=None if params.prompt_logprobs is None or request.output else [None],
         mark=now,
+        constraint=constraint,
     )

@@ -157,6 +157,8 @@ def close_ledger(sequence: Sequence, reason: FinishReason, now: float) -> Ledger
     ledger, objective = sequence.ledger, sequence.request.objective
     ledger.total = now - sequence.arrival
     ledger.output_tokens = sequence.outputs
+    if sequence.constraint is not None:
+        ledger.forced_tokens = sequence.constraint.jumped
     if sequence.first_token is not None:
         ledger.ttft = sequence.first_token - sequence.arrival
     if objective.ttft is not None and reason != "abort":

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.core.engine import EngineStats, Health
-from penstock.core.errors import EngineFailure, PenstockError, Unavailable
+from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.request import Chunk, FinishReason, GenerateRequest
 from penstock.engine.executor import Executor
+from penstock.engine.grammar import Grammars, Masks
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
 
@@ -36,6 +37,7 @@ class EngineLoop:
         scheduler: Scheduler,
         executor: Executor,
         emit: Callable[[list[Chunk]], None],
+        grammars: Grammars | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -43,6 +45,9 @@ class EngineLoop:
         self._scheduler = scheduler
         self._executor = executor
         self._emit = emit
+        self.grammars = grammars
+        limits = scheduler.limits
+        self._masks = None if grammars is None else Masks(grammars, limits.max_seqs, limits.vocab_size)
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -55,10 +60,15 @@ class EngineLoop:
     def submit(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest for what could never run, Overloaded for what could not keep its objective."""
         self._scheduler.limits.check(request)
+        matcher = None
+        if (grammar := request.params.grammar) is not None:
+            if self.grammars is None:
+                raise InvalidRequest("this engine has no grammars", param=grammar.param)
+            matcher = self.grammars.matcher(grammar)
         with self._lock:
             if not self._busy:
                 self._last_progress = self._clock()
-            self._scheduler.add(request, self._clock())
+            self._scheduler.add(request, self._clock(), matcher)
         self._wake.set()
 
     def abort(self, request_id: str) -> None:
@@ -105,11 +115,14 @@ class EngineLoop:
             if planned is not None:
                 self._in_flight = (planned, self._executor.launch(planned.step))
             if not self._executor.runs_ahead:
+                chunks += self._constrain()
                 previous, self._in_flight = self._in_flight, None
             if previous is not None:
                 result = self._executor.collect(previous[1])
                 with self._lock:
                     chunks += self._scheduler.complete(previous[0], result, self._clock())
+            if self._in_flight is not None:
+                chunks += self._constrain()  # after the step before it: that decides what may follow
             if chunks:
                 self._emit(chunks)
         except Exception:
@@ -123,6 +136,18 @@ class EngineLoop:
         self._last_progress = self._clock()
         self.turns += 1
         return True
+
+    def _constrain(self) -> list[Chunk]:
+        """Tell the executor what the sequences with a grammar may sample in the step just launched. Returns the last
+        chunks of requests whose grammars cannot go on."""
+        if self._in_flight is None or not self._in_flight[0].step.constrained or self._masks is None:
+            return []
+        planned, handle = self._in_flight
+        masks, failures = self._masks.of(planned)
+        self._executor.constrain(handle, masks)
+        with self._lock:
+            ended = [self._scheduler.end(name, "error", error, self._clock()) for name, error in failures]
+        return [chunk for chunk in ended if chunk is not None]
 
     def _wait_to_plan(self) -> None:
         """Until the step under way is nearly done, so that whoever arrives meanwhile is in the next one."""

@@ -10,9 +10,11 @@ from penstock.engine.forecast import needed_share, step_limit
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
+from penstock.engine.urgency import WaitingQueue
 
 # Scoring a prompt takes logits at every position; this many at a time bounds the memory of tokens times vocabulary.
 _SCORED_TOKENS = 256
+_PACED_PROMPTS = 64  # with more prompts than this at hand there is no point in asking how fast they must be computed
 
 
 class Pacing:
@@ -25,10 +27,21 @@ class Pacing:
         longest = self._times.plan_within(min((s.itl for s in streams), default=math.inf))
         return min(longest, self._times.pace(decodes)) if any(s.paced for s in streams) else longest
 
-    def step_limit(self, longest: float, ttft: float, shape: StepShape, prompts: list[Sequence], now: float) -> float:
-        """Seconds that a step may take: `longest` as far as its streams go, in time for the tightest `ttft` promised,
-        and no longer than these prompts need where all of them have an objective."""
-        share = math.inf
+    def step_limit(
+        self,
+        streams: list[Sequence],
+        shape: StepShape,
+        ttft: float,
+        begun: list[Sequence],
+        waiting: WaitingQueue,
+        now: float,
+    ) -> float:
+        """Seconds that a step of this shape may take: not too long for its streams, in time for the tightest `ttft`
+        promised, and no longer than the prompts begun and waiting need where all of them have an objective."""
+        longest, share = self.longest_step(streams, shape), math.inf
+        if longest == ttft == math.inf:
+            return math.inf
+        prompts = [*begun, *waiting] if len(waiting) <= _PACED_PROMPTS else []
         if prompts and all(s.promised for s in prompts):
             share = needed_share(sorted((s.due, remaining_seconds(s, self._times)) for s in prompts), now)
         return step_limit(longest, ttft, self._times.base_seconds(shape), share)

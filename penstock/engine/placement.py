@@ -72,6 +72,8 @@ class Placement:
         sequence.computed = len(hits) * self._limits.block_size
         sequence.row = self._free_rows.pop()
         request, params = sequence.request, sequence.request.params
+        if sequence.constraint is not None:
+            sequence.constraint.uncounted = []  # the setup has all its tokens
         if sequence.prompt_logprobs is None and params.prompt_logprobs is not None:
             params = replace(params, prompt_logprobs=None)  # they were sent with the output that it came with
         self._setups.append(

@@ -62,6 +62,19 @@ class PlannedStep:
         samples = int(sequence.sampling and end == len(tokens) + sequence.pending)
         step.samples.append(samples)
         sequence.pending += samples
+        if samples and sequence.first_token is not None:
+            sequence.counter.charge(OUTPUT_TOKEN_COST - 1)
+
+    def constrain(self) -> None:
+        """Last of all: say which sequences must wait for what their grammars allow, and what those forced before."""
+        step = self.step
+        for index, sequence in enumerate(self.sequences):
+            if (constraint := sequence.constraint) is not None:
+                if step.samples[index]:
+                    step.constrained.append(index)
+                if constraint.uncounted:
+                    step.forced.append((sequence.row, constraint.uncounted))
+                    constraint.uncounted = []
 
 
 class StepsInFlight:

@@ -23,6 +23,7 @@ from penstock.engine.admission import Admission, Load, remaining_seconds
 from penstock.engine.arrival import objective_of, sequence_of
 from penstock.engine.executor import StepResult
 from penstock.engine.fairness import TenantCounters
+from penstock.engine.grammar import Matcher
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.placement import Placement
@@ -34,7 +35,6 @@ from penstock.engine.urgency import Ranking, WaitingQueue, demote_if_late, patie
 _ORDER = attrgetter("order")
 
 _ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smaller
-_PACED_PROMPTS = 64  # with more prompts than this at hand there is no point in asking how fast they must be computed
 
 
 class Scheduler:
@@ -59,7 +59,7 @@ class Scheduler:
 
     # -- requests in and out -----------------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest, now: float) -> None:
+    def add(self, request: GenerateRequest, now: float, matcher: Matcher | None = None) -> None:
         """Raises Overloaded for work whose objective cannot be met, and when too much is waiting already."""
         limits = self.limits
         if len(self.waiting) >= limits.max_waiting and not request.resumed:
@@ -67,7 +67,7 @@ class Scheduler:
             raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=self._queue_seconds())
         objective = objective_of(request, limits)
         counter = self._tenants.enter("" if limits.fcfs else request.tenant, request.weight)
-        sequence = sequence_of(request, self._arrivals, counter, limits, now)
+        sequence = sequence_of(request, self._arrivals, counter, limits, now, matcher)
         if not limits.fcfs:
             sequence.to_compute -= len(self._placement.cached_blocks(sequence)) * limits.block_size
             sequence.due += objective.ttft or patience(remaining_seconds(sequence, self.times))
@@ -200,7 +200,10 @@ class Scheduler:
     def _fill(self, planned: PlannedStep, prompts: list[Sequence], ranking: Ranking, *, admit: bool) -> None:
         """Give what is left of the step to prompts, running or waiting, in order of urgency."""
         budget = self.limits.max_step_tokens - len(planned.sequences)
-        limit = self._step_limit(planned, prompts, ranking.now)
+        limit = math.inf
+        if prompts or self.waiting:
+            ttft = self._admission.tightest_ttft(ranking.now)
+            limit = self._pacing.step_limit(planned.sequences, planned.shape, ttft, prompts, self.waiting, ranking.now)
         planned.limited = limit < math.inf
         missing, seats = self._placement.missing_blocks, self._placement.has_free_row
         reserved = self._placement.reserved(self.running) if admit and self.waiting and seats else 0
@@ -236,16 +239,6 @@ class Scheduler:
             reserved += missing(sequence, sequence.known)
             budget -= count
 
-    def _step_limit(self, planned: PlannedStep, prompts: list[Sequence], now: float) -> float:
-        """Seconds that this step may take."""
-        if not (prompts or self.waiting):
-            return math.inf
-        longest, ttft = self._pacing.longest_step(planned.sequences, planned.shape), self._admission.tightest_ttft(now)
-        if longest == ttft == math.inf:
-            return math.inf
-        paced = [*prompts, *self.waiting] if len(self.waiting) <= _PACED_PROMPTS else []
-        return self._pacing.step_limit(longest, ttft, planned.shape, paced, now)
-
     def _admit(self, sequence: Sequence, hits: list[int], now: float) -> None:
         self.waiting.remove(sequence)
         self._clock.leave(sequence, now)
@@ -272,6 +265,7 @@ class Scheduler:
 
     def _finished(self, planned: PlannedStep) -> PlannedStep:
         step = planned.step
+        planned.constrain()
         self._placement.write_into(step)
         self.counters.steps += 1
         self.counters.batch_tokens += len(step.tokens)
@@ -298,7 +292,9 @@ class Scheduler:
                 skip = known - (step.starts[index] + 1)
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[index][skip:])
             samples = all_samples[index]
-            if samples:
+            if samples and (constraint := sequence.constraint) is not None and constraint.void:
+                constraint.void -= 1
+            elif samples:
                 chunks.append(self._append(sequence, samples, result, index, now))
             elif not sequence.sampling and step.starts[index] + step.counts[index] == sequence.given:
                 chunks.append(self._prefilled(sequence, now))
@@ -311,9 +307,12 @@ class Scheduler:
         tokens, sampled = sequence.tokens, result.tokens[index]
         tokens += sampled
         sequence.pending -= samples
-        reason = None
-        if samples != 1 or sampled[0] in sequence.stop_ids or len(tokens) >= sequence.max_len:
-            reason = sequence.cut(sampled, samples)
+        reason, constraint = None, sequence.constraint
+        if samples != 1 or sampled[0] in sequence.stop_ids or len(tokens) >= sequence.max_len or constraint is not None:
+            try:
+                reason = sequence.cut(sampled, samples)
+            except PenstockError as error:
+                return self._fail(sequence, "error", error, now)
             self.counters.output_tokens += len(sampled) - 1
         if sequence.row >= 0 and len(tokens) // self.limits.block_size > sequence.shared:
             self._placement.share_full_blocks(sequence)
@@ -322,6 +321,8 @@ class Scheduler:
             self._first_chunk(sequence, chunk, now)
         elif now - sequence.last_token > sequence.itl:
             sequence.late_tokens += 1
+        if constraint is not None:  # a reader is waiting for what follows the forced tokens
+            sequence.due, sequence.promised = now, False
         sequence.last_token = now
         if result.logprobs and index in result.logprobs:
             chunk.logprobs = result.logprobs[index]
@@ -345,6 +346,9 @@ class Scheduler:
         chunk.cached_tokens = sequence.ledger.cached_tokens
         chunk.queue_seconds = (sequence.started or sequence.arrival) - sequence.arrival
         chunk.prompt_logprobs = sequence.prompt_logprobs
+        if (constraint := sequence.constraint) is not None:
+            chunk.token_ids[:0] = constraint.unsent
+            self.counters.output_tokens += len(constraint.unsent)
 
     def fail(self, steps: Iterable[PlannedStep], error: PenstockError, now: float) -> list[Chunk]:
         """These steps were lost and cache contents with them: their sequences end, all others start over."""

@@ -15,6 +15,7 @@ from penstock.core.block_hashes import extend_block_hashes
 from penstock.core.ledger import Ledger
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
 from penstock.engine.fairness import TenantCounter
+from penstock.engine.grammar import Constraint, follow
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,7 @@ class Sequence:
     mark: float = 0.0  # up to here its time is in the ledger
     first_token: float | None = None
     last_token: float = 0.0
+    constraint: Constraint | None = None  # what its output must match
     late_tokens: int = 0  # that came later after the one before than the objective says
     stalls: dict[str, list[float]] = field(default_factory=dict)  # by the request at fault: seconds, steps
 
@@ -65,9 +67,12 @@ class Sequence:
         if self.row >= 0:
             self.computed -= samples - len(sampled)  # tokens that were proposed and rejected
         first = len(self.tokens) - len(sampled)
+        complete = False
+        if self.constraint is not None and not (self._stops(sampled[-1], len(self.tokens))):
+            complete = follow(self, self.constraint, sampled)
         for taken, token in enumerate(sampled, start=1):
             end = first + taken
-            if token in self.stop_ids and end - self.prompt_len >= self.request.params.min_tokens:
+            if self._stops(token, end) or (complete and taken == len(sampled)):
                 reason: FinishReason = "stop"
             elif end >= self.max_len:
                 reason = "length"
@@ -76,6 +81,10 @@ class Sequence:
             del self.tokens[end:], sampled[taken:]
             return reason
         return None
+
+    def _stops(self, token: int, end: int) -> bool:
+        """Whether a token at this end of the output ends it."""
+        return token in self.stop_ids and end - self.prompt_len >= self.request.params.min_tokens
 
     def block_hashes(self, block_size: int, blocks: int) -> list[bytes]:
         """Hashes of the first `blocks` full blocks, extended as tokens become known."""

@@ -56,7 +56,8 @@ class OutputForm:
             if end is None:
                 raise InvalidRequest(
                     f"this model's vocabulary has no token {CLOSE}, so its answer cannot be constrained "
-                    'after its reasoning: turn that off (chat_template_kwargs {"enable_thinking": false})'
+                    'after its reasoning: turn that off (chat_template_kwargs {"enable_thinking": false})',
+                    param=grammar.param,
                 )
             grammar = replace(grammar, after=(end,))
         if grammar is params.grammar and self.reasoning is None:
@@ -81,7 +82,7 @@ class OutputForm:
                 "model's calls are JSON without a mark: set tool_choice to none or required, or leave the format out",
                 param="tools",
             )
-        return Grammar("lark", source)
+        return Grammar("lark", source, param="tools")
 
     @property
     def _lead(self) -> str:

@@ -126,6 +126,11 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
+    def serialized(self) -> str:
+        """As the text of a tokenizer.json."""
+        text: str = self._backend.to_str()
+        return text
+
     def token_bytes(self, token_id: int) -> bytes:
         return self._bytes[token_id]
 

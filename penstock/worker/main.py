@@ -27,8 +27,10 @@ from penstock.core.machine import lower_priority, process_began
 from penstock.core.start_times import StartTimes
 from penstock.engine.calibration import calibrate
 from penstock.engine.executor import LoadedExecutor
+from penstock.engine.grammar import Grammars
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
+from penstock.grammar.compiler import grammars_of
 from penstock.observability.logging import configure_logging
 from penstock.worker.control import Control
 from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Prepared, Standby, Start, frame, read_control
@@ -83,7 +85,8 @@ def main() -> int:
         listener = socket.socket(fileno=int(sys.argv[2]))
         listener.set_inheritable(False)
         gateways = Everywhere(control, Port(listener, wanted.secret, LEASE_SECONDS))
-    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds))
+    grammars = grammars_of(wanted.model, scheduler.limits)
+    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, grammars=grammars))
     return 0
 
 
@@ -131,11 +134,12 @@ async def serve(
     gateways: Gateways,
     start_seconds: Mapping[str, float],
     drain_seconds: float = 0.0,
+    grammars: Grammars | None = None,
 ) -> None:
     """Run the engine for its gateways, until there will be none any more or SIGTERM comes. Gateways are told how long
     the phases of the start took. Requests that are under way at SIGTERM may take `drain_seconds` more."""
     server, stopped = WorkerServer(), asyncio.Event()
-    engine = server.engine = EngineLoop(scheduler, executor, server.emit)
+    engine = server.engine = EngineLoop(scheduler, executor, server.emit, grammars)
     server.info, server.start_seconds = info, start_seconds
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     gc.collect()

@@ -8,8 +8,9 @@ from contextlib import suppress
 from typing import cast
 
 from penstock.core.engine import EngineInfo
-from penstock.core.errors import Failure, PenstockError
-from penstock.core.request import Chunk, GenerateRequest
+from penstock.core.errors import Failure, PenstockError, Unavailable
+from penstock.core.request import Chunk, GenerateRequest, Grammar, failed
+from penstock.engine.grammar import Grammars
 from penstock.engine.loop import EngineLoop
 from penstock.worker.protocol import (
     DEAD_AFTER_HEARTBEATS,
@@ -38,6 +39,7 @@ class WorkerServer:
         self._asyncio = asyncio.get_running_loop()
         self._gateways: set[GatewayConnection] = set()
         self._owners: dict[str, GatewayConnection] = {}  # of the requests in progress
+        self._compiling: dict[str, asyncio.Task[None]] = {}  # their grammars, before they are submitted
         self._idle = asyncio.Event()  # set when the last request ends
         self._draining = False
         self._heartbeats = asyncio.create_task(self._send_heartbeats())
@@ -61,8 +63,7 @@ class WorkerServer:
                 by_gateway[gateway] = [chunk]
         for gateway, own in by_gateway.items():
             gateway.write(frames_of(own))
-        if not owners:
-            self._idle.set()
+        self._idle_if_done()
 
     @property
     def is_left_alone(self) -> bool:
@@ -80,14 +81,48 @@ class WorkerServer:
         try:
             if request.id in self._owners:
                 raise PenstockError(f"request id {request.id!r} is in use")
-            self.engine.submit(request)
+            if request.params.grammar is not None and self.engine.grammars is not None:
+                self._compile_first(gateway, request, request.params.grammar, self.engine.grammars)
+            else:
+                self.engine.submit(request)
         except PenstockError as error:
             gateway.write(frame(Refused(request.id, Failure.of(error))))
         else:
             self._owners[request.id] = gateway
 
+    def _compile_first(
+        self, gateway: GatewayConnection, request: GenerateRequest, grammar: Grammar, grammars: Grammars
+    ) -> None:
+        """Compile its grammar on another thread, then submit it, unless it was aborted meanwhile."""
+        compiling = asyncio.create_task(asyncio.to_thread(grammars.compile, grammar))
+        self._compiling[request.id] = compiling
+
+        def compiled(done: asyncio.Task[None]) -> None:
+            del self._compiling[request.id]
+            if self._owners.get(request.id) is not gateway:
+                return
+            if done.cancelled():
+                aborted = Unavailable("the request was aborted", code="aborted")
+                self._emit([failed(request.id, "abort", aborted, None)])
+                return
+            try:
+                done.result()
+                self.engine.submit(request)
+            except PenstockError as error:
+                del self._owners[request.id]
+                gateway.write(frame(Refused(request.id, Failure.of(error))))
+                self._idle_if_done()
+
+        compiling.add_done_callback(compiled)
+
     def abort(self, gateway: GatewayConnection, request_id: str) -> None:
         if self._owners.get(request_id) is gateway:
+            self._abort(request_id)
+
+    def _abort(self, request_id: str) -> None:
+        if request_id in self._compiling:
+            self._compiling[request_id].cancel()
+        else:
             self.engine.abort(request_id)
 
     def disconnected(self, gateway: GatewayConnection) -> None:
@@ -95,7 +130,10 @@ class WorkerServer:
         self._gateways.discard(gateway)
         for request_id in [request_id for request_id, owner in self._owners.items() if owner is gateway]:
             del self._owners[request_id]
-            self.engine.abort(request_id)
+            self._abort(request_id)
+        self._idle_if_done()
+
+    def _idle_if_done(self) -> None:
         if not self._owners:
             self._idle.set()
 

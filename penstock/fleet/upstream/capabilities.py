@@ -24,6 +24,7 @@ class Capabilities:
     seed: bool  # the same seed gives the same text twice
     continuation: bool  # it goes on exactly where another engine stopped, by token ids or by text
     params: frozenset[str]  # of SamplingParams, those that it knows
+    grammars: frozenset[str] = frozenset()  # kinds that it enforces
 
     def overridden(self, settings: CapabilitySettings) -> Capabilities:
         stated = {field.name: getattr(settings, field.name) for field in fields(settings)}
@@ -38,6 +39,11 @@ class Capabilities:
             return InvalidRequest("logprobs cannot be had from this upstream", param="logprobs")
         if params.prompt_logprobs is not None:
             return InvalidRequest("prompt_logprobs cannot be had from an upstream", param="prompt_logprobs")
+        if (grammar := params.grammar) is not None:
+            if grammar.kind not in self.grammars or grammar.after:
+                return InvalidRequest(f"{grammar.param} is not enforced by this upstream", param=grammar.param)
+            if request.output:
+                return Unavailable("this upstream cannot go on in the middle of a grammar", code="continuation")
         for name in OPTIONAL_PARAMS:
             if name not in self.params and getattr(params, name) != getattr(_NEUTRAL, name):
                 if name == "stop_token_ids" and self.token_ids_out:

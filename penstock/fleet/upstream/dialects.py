@@ -7,6 +7,7 @@ and llama.cpp have defaults of their own for requests that do not say.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,13 @@ from penstock.core.request import GenerateRequest, SamplingParams
 _NEUTRAL = SamplingParams()
 _OPENAI = ("temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
 _EXTENDED = (*_OPENAI, "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids")
+
+
+_STRUCTURED: Mapping[str, tuple[str, ...]] = {
+    "json_schema": ("structured_outputs", "json"),
+    "regex": ("structured_outputs", "regex"),
+    "lark": ("structured_outputs", "grammar"),
+}
 
 
 def _same(*names: str) -> dict[str, str]:
@@ -38,6 +46,9 @@ class Dialect:
     seeds: int = 2**63  # how many there are
     cache_salt: bool = False  # prefixes can be kept apart
     penalty_window: str = ""  # field for how many of the last tokens penalties count
+    # Where the kinds of grammar that it knows go: the field, or an object and its field.
+    grammars: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    schemas_as_text: bool = False  # the JSON of a schema is sent as a string
 
     def without_token_ids(self) -> Dialect:
         """For servers that give ids which mean other tokens here."""
@@ -63,6 +74,12 @@ class Dialect:
             body["cache_salt"] = _digest(request.prefix_scope, request.cache_salt)
         if self.penalty_window:
             body[self.penalty_window] = max_model_len
+        if (grammar := params.grammar) is not None and grammar.kind in self.grammars:
+            parsed = grammar.kind == "json_schema" and not self.schemas_as_text
+            value: Any = json.loads(grammar.source) if parsed else grammar.source
+            for name in reversed(self.grammars[grammar.kind]):
+                value = {name: value}
+            body |= value
         return body
 
     def _seed(self, request: GenerateRequest) -> int | None:
@@ -79,14 +96,23 @@ DIALECTS: Mapping[str, Dialect] = {
         constants={"return_token_ids": True},
         with_logprobs={"return_tokens_as_token_ids": True},
         cache_salt=True,
+        grammars=_STRUCTURED,
     ),
     "penstock": Dialect(
         _same(*_EXTENDED),
         constants={"return_token_ids": True},
         with_logprobs={"return_tokens_as_token_ids": True},
         cache_salt=True,
+        grammars=_STRUCTURED,
     ),
-    "sglang": Dialect(_same(*_EXTENDED), constants={"return_token_ids": True}, all_tokens=-1, cache_salt=True),
+    "sglang": Dialect(
+        _same(*_EXTENDED),
+        constants={"return_token_ids": True},
+        all_tokens=-1,
+        cache_salt=True,
+        grammars={"json_schema": ("json_schema",), "regex": ("regex",)},
+        schemas_as_text=True,
+    ),
     "tensorrt-llm": Dialect(_same(*_EXTENDED)),
     # Verbose answers have the ids of the tokens that complete a character.
     "llama.cpp": Dialect(
@@ -95,6 +121,7 @@ DIALECTS: Mapping[str, Dialect] = {
         least_logprobs=1,
         seeds=2**32 - 1,  # the last one means: random
         penalty_window="repeat_last_n",
+        grammars={"json_schema": ("json_schema",)},
     ),
     "tgi": Dialect(
         _same("temperature", "top_p", "frequency_penalty", "repetition_penalty", "seed"), neutral_sent=False

@@ -20,6 +20,7 @@ from penstock.fleet.upstream.probing import (
     Ask,
     Prompt,
     continues_text,
+    heeds_grammar,
     heeds_seed,
     text_of,
 )
@@ -75,6 +76,7 @@ class OpenAIProtocol:
             seed="seed" in dialect.fields and await heeds_seed(ask, prompt),
             continuation=by_ids or await continues_text(ask),
             params=frozenset(dialect.fields),
+            grammars=frozenset(dialect.grammars if dialect.grammars and await heeds_grammar(ask, prompt) else ()),
         )
         path = self._config.health_path or ("/health" if (await http.get("/health")).status == 200 else MODELS)
         return Found(server, model, max_model_len, path, dialect, found.overridden(self._config.capabilities))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable
 
 from penstock.core.errors import InvalidRequest
-from penstock.core.request import SamplingParams
+from penstock.core.request import Grammar, SamplingParams
 from penstock.fleet.upstream.protocol import Piece
 
 TRIAL_PROMPT = "Once upon a time there was a small house by the river, and in it"
 TRIAL_TOKENS = 8
 GREEDY = SamplingParams(temperature=0.0)
+_CONSTRAINED = SamplingParams(temperature=0.0, grammar=Grammar("json_schema", '{"const":"zq"}'))
 _SEEDED = SamplingParams(temperature=1.0, seed=20_240_229)
 
 Prompt = str | list[int]
@@ -24,6 +25,14 @@ def text_of(pieces: Iterable[Piece]) -> str:
 async def heeds_seed(ask: Ask, prompt: Prompt) -> bool:
     try:
         return text_of(await ask(prompt, _SEEDED)) == text_of(await ask(prompt, _SEEDED))
+    except InvalidRequest:
+        return False
+
+
+async def heeds_grammar(ask: Ask, prompt: Prompt) -> bool:
+    """Whether a schema is enforced. Servers ignore what they do not know, as older versions do."""
+    try:
+        return text_of(await ask(prompt, _CONSTRAINED)).strip() == '"zq"'
     except InvalidRequest:
         return False
 

@@ -65,9 +65,6 @@ class ChatReader(TextReader[ChatRequest]):
             raise terms.bounds[largest].too_long("messages")
 
     def check(self, asked: ChatRequest) -> None:
-        if asked.response_format is not None:
-            kind = asked.response_format.type
-            require(kind == "text", "response_format", f'of type {kind[:40]!r} is not supported; only "text" is')
         top = asked.top_logprobs
         require(not top or bool(asked.logprobs), "top_logprobs", "needs logprobs to be true")
         RANGES["logprobs"].check("top_logprobs", top)

@@ -20,10 +20,7 @@ LONGEST_NAME = 64
 
 # What to do instead of what other servers call by these names.
 _INSTEAD = {
-    "structured output is not supported": (
-        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"),
-        *("structured_outputs", "grammar", "json_schema", "regex"),
-    ),
+    "use response_format or structured_outputs": ("grammar", "json_schema", "regex", "guided_whitespace_pattern"),
     "send it to /v1/chat/completions": ("messages",),
     "send messages, or the prompt to /v1/completions": ("prompt",),
     "beam search is not supported": ("length_penalty", "num_beams"),

@@ -19,6 +19,7 @@ Ignored: TypeAlias = Any
 Limited: TypeAlias = Any
 TokenIds: TypeAlias = list[int]
 Int32: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Choices: TypeAlias = Annotated[list[str], Meta(min_length=1, max_length=10_000)]
 StopString: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 MAX_TOKEN_LIST = 1024  # stop_token_ids, and the tokens of logit_bias
@@ -49,9 +50,28 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: Ignored = None
 
 
+class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
+    """`strict` changes nothing: every schema is enforced, or refused."""
+
+    schema: dict[str, Any] | bool | None = None
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Struct, forbid_unknown_fields=True):
-    type: str
-    json_schema: Any = None
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True):
+    """vLLM's words for what the output must match; one of them."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class ContentPart(Struct, omit_defaults=True):
@@ -111,12 +131,19 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:17" instead of text
     priority: Int32 | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
     deadline_ms: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_MS)] | None = None
 
     skip_special_tokens: Limited = None
     include_stop_str_in_output: Limited = None
     use_beam_search: Limited = None
 
+    guided_decoding_backend: Ignored = None
     metadata: Ignored = None
     prediction: Ignored = None
     prompt_cache_key: Ignored = None
@@ -137,7 +164,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -9,6 +9,7 @@ from penstock.core.engine import EngineInfo
 from penstock.core.errors import ContextTooLong
 from penstock.core.request import Range, SamplingParams
 from penstock.gateway.api.openai_types import SamplingFields
+from penstock.gateway.api.structured import grammar_of
 from penstock.gateway.errors import require
 from penstock.gateway.settings import TenantConfig
 
@@ -45,7 +46,10 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
-    return replace(params, logit_bias=_logit_bias(body.logit_bias, info.vocab_size)) if body.logit_bias else params
+    if body.logit_bias:
+        params = replace(params, logit_bias=_logit_bias(body.logit_bias, info.vocab_size))
+    grammar = grammar_of(body)
+    return params if grammar is None else replace(params, grammar=grammar)
 
 
 def _top_k(value: int, vocab_size: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.api.openai_types import ChatRequest
 from penstock.gateway.api.reading import ModelText
+from penstock.gateway.api.structured import grammar_of
 from penstock.gateway.errors import require
 from penstock.text.output import OutputForm
 from penstock.text.reasoning import OPEN, start_after
@@ -106,10 +107,6 @@ def read_form(body: ChatRequest, text: ModelText, prompt: str) -> tuple[str, Out
         one_call=choice == "named" or body.parallel_tool_calls is False,
         reasoning=None if text.reasoning is None else start_after(prompt),
     )
-    if form.reasoning == "free" and (form.constrains or _constrains_content(body)):
+    if form.reasoning == "free" and (form.constrains or grammar_of(body) is not None):
         return f"{prompt}{OPEN}\n", replace(form, reasoning="open")
     return prompt, form
-
-
-def _constrains_content(body: ChatRequest) -> bool:
-    return body.response_format is not None and body.response_format.type != "text"

@@ -32,7 +32,7 @@ def http(tokenizer: Tokenizer) -> Iterator[httpx.Client]:
     [
         (CHAT, {"temprature": 0}, "temprature", "; did you mean temperature?"),
         (CHAT, {"max_token": None}, "max_token", "; did you mean max_tokens?"),
-        (CHAT, {"guided_json": {}}, "guided_json", "; structured output is not supported"),
+        (CHAT, {"regex": "a"}, "regex", "; use response_format or structured_outputs"),
         (CHAT, {"max_new_tokens": 5}, "max_new_tokens", "; use max_tokens"),
         (CHAT, {"xyzzy": 5}, "xyzzy", ""),
         (CHAT, {"y" * 10_000: 5}, "y" * 64 + "…", ""),

@@ -1,0 +1,173 @@
+"""Grammars as the engine sees them: which tokens an output may go on with, and which it must go on with.
+
+The library that knows stands behind `Grammars`; `Constraint` is what a sequence keeps of it. Tokens that the grammar
+forces are appended at once, without sampling them (jump-forward): the next step computes them as a chunk, like a piece
+of a prompt. Where a step that samples for the sequence is under way already, its sample is void: it may only sample the
+first forced token, so that the device counts it, and the result is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.request import GenerateRequest, Grammar
+from penstock.engine.executor import TokenMask
+
+if TYPE_CHECKING:
+    from penstock.engine.planned_step import PlannedStep
+    from penstock.engine.sequence import Sequence as EngineSequence
+
+
+class Matcher(Protocol):
+    """Where one output is in its grammar. Used by one thread at a time."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the output is complete and nothing may follow but an end token."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the output cannot go on; empty while it can."""
+        ...
+
+    def consume(self, tokens: list[int], /) -> None:
+        """The output went on with these. Raises EngineFailure for tokens that the grammar does not allow here."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow, as the tokenizer would split their text; may be fewer than there are."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiled grammars of one model, shared by its requests. May be used from several threads."""
+
+    def compile(self, grammar: Grammar, /) -> None:
+        """Make `matcher` fast for this grammar. Raises InvalidRequest for one that cannot be compiled."""
+        ...
+
+    def matcher(self, grammar: Grammar, /) -> Matcher:
+        """At the beginning of an output."""
+        ...
+
+    def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32], /) -> None:
+        """Write what may follow for each into its row of `masks`, on all cores and without holding the GIL."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Constraint:
+    """The grammar of one sequence."""
+
+    matcher: Matcher
+    jumps: bool = True  # False: forced tokens are sampled one by one, because their logits are asked for
+    ahead: list[int] = field(
+        default_factory=list
+    )  # forced tokens that the matcher knows and that are yet to be sampled
+    unsent: list[int] = field(default_factory=list)  # forced before the first sampled token, which is sent with them
+    uncounted: list[int] = field(default_factory=list)  # appended, and the sequence's row does not know of them yet
+    void: int = 0  # samples of launched steps that are to be ignored
+    void_token: int = 0  # which these may sample
+    jumped: int = 0  # tokens that were appended without sampling them
+
+    def follow(self, tokens: Iterable[int]) -> None:
+        """These were sampled, or came with the request."""
+        for token in tokens:
+            if self.ahead and self.ahead[0] == token:
+                del self.ahead[0]
+                continue
+            if self.ahead:
+                raise InvalidRequest("output does not match the grammar", param="output")
+            self.matcher.consume([token])
+            while forced := self.matcher.forced():
+                self.matcher.consume(forced)
+                self.ahead += forced
+
+    def jump(self, most: int) -> list[int]:
+        """Forced tokens to append now, at most so many."""
+        taken, self.ahead = (self.ahead[:most], self.ahead[most:]) if self.jumps else ([], self.ahead)
+        self.jumped += len(taken)
+        return taken
+
+    @property
+    def ended(self) -> bool:
+        return not self.ahead and self.matcher.ended
+
+    @property
+    def only(self) -> int | None:
+        """The one token that the next sample may be; None: the matcher says which."""
+        if self.void:
+            return self.void_token
+        return self.ahead[0] if self.ahead else None
+
+
+def constraint_of(request: GenerateRequest, matcher: Matcher | None, max_len: int) -> Constraint | None:
+    """Of a request that arrives, with what is forced before its first sample. One token at least is sampled."""
+    if matcher is None:
+        return None
+    params = request.params
+    found = Constraint(matcher, jumps=params.logprobs is None and params.prompt_logprobs is None)
+    while forced := matcher.forced():
+        matcher.consume(forced)
+        found.ahead += forced
+    found.follow(request.output)
+    room = max_len - len(request.prompt) - len(request.output) - 1
+    found.unsent = found.jump(max(0, min(room, len(found.ahead) - matcher.ended)))
+    return found
+
+
+def follow(sequence: EngineSequence, constraint: Constraint, sampled: list[int]) -> bool:
+    """Append what the grammar forces after sampled tokens, the last ones of the sequence, to both lists. Returns
+    whether the output is complete."""
+    constraint.follow(sampled)
+    forced = constraint.jump(len(constraint.ahead))
+    if forced:
+        sequence.tokens += forced
+        sampled += forced
+        if sequence.pending:
+            constraint.void, constraint.void_token = sequence.pending, forced[0]
+            sequence.pending = 0
+        if sequence.row >= 0:
+            constraint.uncounted += forced[constraint.void :]
+    return constraint.ended
+
+
+class Masks:
+    """Which tokens the constrained sequences of a launched step may sample. One buffer, overwritten by every step."""
+
+    def __init__(self, grammars: Grammars, rows: int, vocab_size: int) -> None:
+        self._grammars = grammars
+        self._buffer = np.zeros((rows, -(-vocab_size // 32)), np.int32)
+
+    def of(self, planned: PlannedStep) -> tuple[dict[int, TokenMask], list[tuple[str, PenstockError]]]:
+        """By index in the step; and the requests that cannot go on, with the reason."""
+        masks: dict[int, TokenMask] = {}
+        failures: list[tuple[str, PenstockError]] = []
+        asked: list[tuple[EngineSequence, Matcher]] = []
+        free = len(self._buffer)
+        for index in planned.step.constrained:
+            sequence = planned.sequences[index]
+            constraint = sequence.constraint
+            if sequence.finished is not None or constraint is None:
+                continue
+            if (only := constraint.only) is None:
+                masks[index] = self._buffer[len(asked)]
+                asked.append((sequence, constraint.matcher))
+            else:
+                free -= 1  # from the other end
+                row = masks[index] = self._buffer[free]
+                row[:] = 0
+                row.view(np.uint32)[only // 32] = 1 << only % 32
+        if asked:
+            self._grammars.fill([matcher for _, matcher in asked], self._buffer)
+        for sequence, matcher in asked:
+            if matcher.error:
+                failures.append((sequence.request.id, InvalidRequest(f"the grammar cannot go on: {matcher.error}")))
+        return masks, failures

@@ -1,0 +1,1 @@
+"""Structured output: what a request's output must match, compiled and followed by llguidance."""

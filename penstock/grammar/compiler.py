@@ -1,0 +1,168 @@
+"""Grammars compiled by llguidance: once each, within limits, and shared by all requests that ask for the same.
+
+Nobody has to trust a grammar that comes with a request. Its source is short, llguidance counts what it builds and gives
+up at a limit, and the compiler's recursion, which follows chains of `$ref`, has a stack for the longest chain that fits
+into a source.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.checkpoint.source import resolve
+from penstock.core.errors import InvalidRequest
+from penstock.core.machine import usable_cpus
+from penstock.core.request import Grammar
+from penstock.engine.limits import SchedulerLimits
+from penstock.grammar.matcher import LLGuidanceMatcher, first_line
+from penstock.grammar.schema import JSON_OPTIONS, checked_lark, checked_schema
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
+
+MAX_COMPILED = 128
+MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is about proportional
+STACK_BYTES = 256 * 2**20  # reserved, not used: a chain of 5,000 $ref, the longest that fits into a source, takes 14 MB
+MAX_THREADS = 8
+
+# Fuel is a unit of llguidance: about 50,000 a millisecond when compiling, 14,000 when computing a mask.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """What llguidance knows of a tokenizer. Made with the first grammar: it takes a fraction of a second."""
+
+    tokens: Any  # llguidance.LLTokenizer
+    executor: Any  # llguidance.LLExecutor
+    free: npt.NDArray[np.int32]  # all tokens but those that end an output
+
+
+class LLGuidance:
+    """The grammars of one model."""
+
+    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, eos_ids: Collection[int]) -> None:
+        self._load = load
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
+        self._bytes = 0
+
+    def compile(self, grammar: Grammar) -> None:
+        self._prototype(grammar)
+
+    def matcher(self, grammar: Grammar) -> LLGuidanceMatcher:
+        return LLGuidanceMatcher(self._prototype(grammar).deep_copy(), grammar.after)
+
+    def fill(self, matchers: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
+        vocabulary = self._ready()
+        rows = [(matcher.state, row) for row, matcher in enumerate(matchers) if not matcher.free]
+        for row, matcher in enumerate(matchers):
+            if matcher.free:
+                masks[row] = vocabulary.free
+        if rows:
+            vocabulary.executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
+
+    def _prototype(self, grammar: Grammar) -> Any:
+        """A matcher at the beginning of an output, to copy."""
+        key = grammar.kind, grammar.source
+        with self._lock:
+            if (found := self._compiled.get(key)) is not None:
+                self._compiled.move_to_end(key)
+                return found
+        made = _on_deep_stack(lambda: self._make(grammar))
+        with self._lock:
+            if key not in self._compiled:
+                self._compiled[key] = made
+                self._bytes += len(grammar.source)
+            while len(self._compiled) > MAX_COMPILED or self._bytes > MAX_COMPILED_BYTES:
+                (_, source), _ = self._compiled.popitem(last=False)
+                self._bytes -= len(source)
+        return made
+
+    def _make(self, grammar: Grammar) -> Any:
+        param = grammar.param
+        try:
+            from llguidance import LLMatcher, LLParserLimits
+            from llguidance.gbnf_to_lark import any_to_lark
+        except ImportError:
+            problem = "structured output needs llguidance: pip install 'penstock[serve]'"
+            raise InvalidRequest(problem, param=param) from None
+        try:
+            if grammar.kind == "json_schema":
+                source = LLMatcher.grammar_from_json_schema(checked_schema(grammar.source), overrides=JSON_OPTIONS)
+            elif grammar.kind == "regex":
+                source = LLMatcher.grammar_from_regex(grammar.source)
+            else:
+                source = LLMatcher.grammar_from_lark(checked_lark(any_to_lark(grammar.source)))
+        except Exception as error:  # what any_to_lark raises is the base class itself
+            raise InvalidRequest(f"{param}: {error}", param=param) from None
+        matcher = LLMatcher(self._ready().tokens, source, log_level=0, limits=LLParserLimits(**LIMITS))
+        warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
+        if not matcher.is_error() and not warnings:
+            matcher.compute_bitmask()  # what goes wrong here would go wrong for every request
+        if matcher.is_error() or warnings:
+            problem = first_line(matcher.get_error()) if matcher.is_error() else "; ".join(warnings)
+            raise InvalidRequest(f"{param} cannot be enforced: {problem}", param=param)
+        return matcher
+
+    def _ready(self) -> _Vocabulary:
+        with self._loading:
+            if self._vocabulary is None:
+                from llguidance import LLExecutor, LLTokenizer
+
+                tokenizer = self._load()
+                tokens = LLTokenizer(tokenizer.serialized(), n_vocab=self._vocab_size, eos_token=self._eos_ids)
+                free = np.full(-(-self._vocab_size // 32), -1, np.int32)
+                for token in self._eos_ids:
+                    free.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+                self._vocabulary = _Vocabulary(tokens, LLExecutor(min(usable_cpus(), MAX_THREADS)), free)
+            return self._vocabulary
+
+
+def grammars_of(model: str, limits: SchedulerLimits) -> LLGuidance:
+    """Of a model that an engine runs within these limits. Its tokenizer is loaded with the first grammar."""
+    return LLGuidance(lambda: load_tokenizer(resolve(model)), limits.vocab_size, limits.eos_ids)
+
+
+def _on_deep_stack(work: Callable[[], Any]) -> Any:
+    """Run on a thread that has a stack for the deepest recursion of the compiler."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append((work(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name="grammar", daemon=True)
+    with _stack_size:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    made, error = outcome[0]
+    if error is not None:
+        raise error
+    return made
+
+
+_stack_size = threading.Lock()  # of threads that are started next: one setting for the process
