@@ -78,11 +78,10 @@ def openai_round_trip(url: str, model: str) -> str:
     tools: Any = [openai.pydantic_function_tool(GetWeather)]
     asked = client.chat.completions.create(model=model, messages=messages, tools=tools, tool_choice="required")
     message = asked.choices[0].message
-    results: list[Any] = [
-        {"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls or []
-    ]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls or []]
+    messages += [message, *results]
     done = client.chat.completions.create(
-        model=model, messages=[*messages, message, *results], tools=tools, tool_choice="none", max_tokens=40
+        model=model, messages=messages, tools=tools, tool_choice="none", max_tokens=40
     )
     assert done.choices[0].message.content
     return f"{len(results)} results sent back, an answer of {len(done.choices[0].message.content)} characters"
@@ -155,7 +154,6 @@ CHECKS: dict[str, Check] = {
     "langchain-openai: `with_structured_output`, JSON schema": _langchain_structured("json_schema"),
     "instructor: `Mode.TOOLS`": _instructor("TOOLS"),
     "instructor: `Mode.JSON_SCHEMA`": _instructor("JSON_SCHEMA"),
-    "instructor: `Mode.JSON`": _instructor("JSON"),
 }
 
 
@@ -165,7 +163,8 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2-135m")
     args = parser.parse_args()
     packages = ", ".join(f"{name} {version(name)}" for name in ("openai", "langchain-openai", "instructor"))
-    print(f"# Clients\n\nWhat `benchmarks/clients.py` saw: {packages}, as they are, with {args.model}.\n")
+    print(f"# Clients\n\nWhat `benchmarks/clients.py` saw: {packages}, as they are, with {args.model}.")
+    print("Answers are those of a very small model: what counts is that they have the form that was asked for.\n")
     print("| client | outcome |\n|---|---|")
     failed = 0
     for name, check in CHECKS.items():

@@ -1,4 +1,7 @@
-"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3, and templates without tools."""
+"""`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen2.5, Qwen3, and templates without tools.
+
+Some models, such as SmolLM2-1.7B, put a JSON array of calls between the tags.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,16 @@ class HermesParser(ToolParser):
         found = self._say_until(OPEN, CLOSE) if self._closes else self._say_until(OPEN)
         self._closes = self._closes and found is None
         if found == OPEN:
-            self._skipped = OPEN
+            self._skipped, self._in_array = OPEN, False
             return self._go(self._before_call)
         return found is not None
 
     def _before_call(self) -> bool:
         self._skipped += self._skip_space()
+        if self._text.startswith("[") and not self._in_array:
+            self._in_array = True
+            self._skipped += self._take(1)
+            return True
         if self._text:
             self._call = JsonCall(self._begin, self._add)
             return self._go(self._in_call)
@@ -40,8 +47,19 @@ class HermesParser(ToolParser):
             self._say(self._skipped + call.raw)
         if call.done or call.bad:
             self._closes = call.begun
-            return self._go(self._in_text)
+            return self._go(self._after_item if self._in_array and call.done else self._in_text)
         return False
+
+    def _after_item(self) -> bool:
+        self._skip_space()
+        if not self._text:
+            return False
+        if self._text[0] == ",":
+            self._skipped = self._take(1)
+            return self._go(self._before_call)
+        if self._text[0] == "]":
+            self._take(1)
+        return self._go(self._in_text)
 
     def _end(self) -> None:
         if self._state == self._before_call:
