@@ -193,7 +193,9 @@ def _engine(ledger: dict[str, Any]) -> Iterable[RenderableType]:
     yield from _prefill(ledger["prefill"])
     if ledger["decode_steps"]:
         each = ledger["decode"] / ledger["decode_steps"]
-        yield f"Decode: {ledger['output_tokens']} tokens in {ledger['decode_steps']} steps of {duration(each)}."
+        forced = f" ({ledger['forced_tokens']} forced by the grammar)" if ledger["forced_tokens"] else ""
+        steps = f"in {ledger['decode_steps']} steps of {duration(each)}"
+        yield f"Decode: {ledger['output_tokens']} tokens{forced} {steps}."
     if ledger["stalled"] > 0:
         by = [
             f"{duration(stall['seconds'])} by {stall['request_id'] or 'others'} ({stall['steps']} steps)"

@@ -32,14 +32,15 @@ def sequence_of(
     max_new = limits.longest_sequence if params.max_tokens is None else params.max_tokens
     max_len = min(len(request.prompt) + max_new, limits.longest_sequence)
     given = len(request.prompt) + len(request.output)
-    constraint = constraint_of(request, matcher, max_len)
+    stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_ids)
+    constraint = constraint_of(request, matcher, stop_ids, max_len)
     tokens = [*request.prompt, *request.output, *(constraint.unsent if constraint is not None else ())]
     return Sequence(
         request=request,
         order=(objective.rank, request.priority, number),
         arrival=now,
         max_len=max_len,
-        stop_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_ids),
+        stop_ids=stop_ids,
         tokens=tokens,
         prompt_len=len(request.prompt),
         given=given,

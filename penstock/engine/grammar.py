@@ -8,7 +8,7 @@ first forced token, so that the device counts it, and the result is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -108,7 +108,9 @@ class Constraint:
         return self.ahead[0] if self.ahead else None
 
 
-def constraint_of(request: GenerateRequest, matcher: Matcher | None, max_len: int) -> Constraint | None:
+def constraint_of(
+    request: GenerateRequest, matcher: Matcher | None, stop_ids: Container[int], max_len: int
+) -> Constraint | None:
     """Of a request that arrives, with what is forced before its first sample. One token at least is sampled."""
     if matcher is None:
         return None
@@ -119,7 +121,8 @@ def constraint_of(request: GenerateRequest, matcher: Matcher | None, max_len: in
         found.ahead += forced
     found.follow(request.output)
     room = max_len - len(request.prompt) - len(request.output) - 1
-    found.unsent = found.jump(max(0, min(room, len(found.ahead) - matcher.ended)))
+    stop = next((at for at, token in enumerate(found.ahead) if token in stop_ids), room)
+    found.unsent = found.jump(max(0, min(room, stop, len(found.ahead) - matcher.ended)))
     return found
 
 

@@ -321,7 +321,7 @@ class Scheduler:
             self._first_chunk(sequence, chunk, now)
         elif now - sequence.last_token > sequence.itl:
             sequence.late_tokens += 1
-        if constraint is not None:  # a reader is waiting for what follows the forced tokens
+        if constraint is not None and sequence.row >= 0:  # a reader is waiting for what follows the forced tokens
             sequence.due, sequence.promised = now, False
         sequence.last_token = now
         if result.logprobs and index in result.logprobs:

@@ -21,7 +21,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.machine import usable_cpus
 from penstock.core.request import Grammar
 from penstock.engine.limits import SchedulerLimits
-from penstock.grammar.matcher import LLGuidanceMatcher, first_line
+from penstock.grammar.matcher import LLGuidanceMatcher, one_line
 from penstock.grammar.schema import JSON_OPTIONS, checked_lark, checked_schema
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -118,7 +118,7 @@ class LLGuidance:
         if not matcher.is_error() and not warnings:
             matcher.compute_bitmask()  # what goes wrong here would go wrong for every request
         if matcher.is_error() or warnings:
-            problem = first_line(matcher.get_error()) if matcher.is_error() else "; ".join(warnings)
+            problem = one_line(matcher.get_error()) if matcher.is_error() else "; ".join(warnings)
             raise InvalidRequest(f"{param} cannot be enforced: {problem}", param=param)
         return matcher
 

@@ -24,7 +24,7 @@ class LLGuidanceMatcher:
 
     @property
     def error(self) -> str:
-        return first_line(self.state.get_error()) if self.state.is_error() else ""
+        return one_line(self.state.get_error()) if self.state.is_error() else ""
 
     def consume(self, tokens: list[int]) -> None:
         for number, token in enumerate(tokens) if self.free else ():
@@ -43,6 +43,6 @@ class LLGuidanceMatcher:
         return forced
 
 
-def first_line(message: str) -> str:
-    """Of an error of llguidance, which may quote the grammar after it."""
-    return message.split("\n", 1)[0][:300]
+def one_line(message: str) -> str:
+    """An error of llguidance, which may be drawn below a line of the grammar."""
+    return " ".join(message.removesuffix("<non-verbose/>").split())[:300]

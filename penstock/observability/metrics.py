@@ -119,6 +119,7 @@ class GatewayMetrics(Collector):
         self.missed_tokens: Counter[str] = Counter()  # by cause
         self.objectives: Counter[tuple[str, str, str, bool]] = Counter()  # by (model, class, ttft or gap, met)
         self.recomputed_tokens = 0
+        self.forced_tokens = 0
         self.registry = CollectorRegistry(auto_describe=False)
         self.registry.register(self)
 
@@ -137,6 +138,7 @@ class GatewayMetrics(Collector):
             for reason, tokens in ledger.missed_tokens.items():
                 self.missed_tokens[reason] += tokens
             self.recomputed_tokens += ledger.recomputed_tokens
+            self.forced_tokens += ledger.forced_tokens
             for objective, met in (("ttft", ledger.met_ttft), ("gap", ledger.met_gap)):
                 if met is not None:
                     self.objectives[account.model, name, objective, met] += 1
@@ -220,6 +222,9 @@ class GatewayMetrics(Collector):
         yield objectives
         yield CounterMetricFamily(
             "penstock_recomputed_tokens", "Tokens computed again after a preemption", self.recomputed_tokens
+        )
+        yield CounterMetricFamily(
+            "penstock_forced_tokens", "Output tokens that a grammar forced and nobody sampled", self.forced_tokens
         )
 
     def _collect_engines(self) -> Iterator[Metric]:

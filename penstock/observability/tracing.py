@@ -179,6 +179,7 @@ def _engine_attributes(ledger: Ledger) -> Attributes:
         "penstock.preemptions": ledger.preemptions,
         "penstock.recomputed_tokens": ledger.recomputed_tokens,
         "penstock.cached_tokens": ledger.cached_tokens,
+        "penstock.forced_tokens": ledger.forced_tokens or None,
         "penstock.predicted_ttft_s": ledger.predicted_ttft,
         "penstock.met_ttft": ledger.met_ttft,
         "penstock.met_gap": ledger.met_gap,

@@ -16,16 +16,24 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 
+import numpy as np
+
 from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, TokenMask
 
 VOCAB = 50
 EOS = 7
 
 
-def next_token(context: Sequence[int], prompt_len: int, seed: int, forbidden: Collection[int] = ()) -> int:
+def next_token(
+    context: Sequence[int],
+    prompt_len: int,
+    seed: int,
+    forbidden: Collection[int] = (),
+    allowed: Collection[int] = range(VOCAB),
+) -> int:
     """Depends on what is prompt and what is output too, as penalties do."""
-    draw = random.Random(hash((tuple(context), prompt_len, seed)))
-    while (token := draw.randrange(VOCAB)) in forbidden:
+    draw, choices = random.Random(hash((tuple(context), prompt_len, seed))), set(allowed).difference(forbidden)
+    while (token := draw.randrange(VOCAB)) not in choices and choices:
         pass
     return token
 
@@ -54,6 +62,8 @@ class PagedExecutor:
         self._tables: dict[int, dict[int, int]] = {}
         self._setups: dict[int, RowSetup] = {}
         self._last: dict[int, int] = {}
+        self._outputs: dict[int, list[int]] = {}  # of each row, as a device that counts them for penalties knows them
+        self._launched = Step()
         self.fail_next = False
 
     def padded_tokens(self, tokens: int) -> int:
@@ -68,6 +78,9 @@ class PagedExecutor:
         for setup in step.setups:
             self._setups[setup.row] = setup
             self._tables[setup.row] = {}
+            self._outputs[setup.row] = list(setup.tokens[setup.prompt_len :])
+        for row, tokens in step.forced:
+            self._outputs[row] += tokens
         for row, index, blocks in step.blocks:
             for offset, block in enumerate(blocks):
                 self._tables[row][index + offset] = block
@@ -80,16 +93,21 @@ class PagedExecutor:
                 written.add(slot)
                 self._slots[slot] = self._last[row] if token == SAMPLED else token
             offset += count
-        ends = (start + count for start, count in zip(step.starts, step.counts, strict=True))
-        return StepResult([self._sample(*one) for one in zip(step.rows, ends, step.samples, strict=True)])
+        self._launched, waiting = step, set(step.constrained)
+        return StepResult([[] if i in waiting else self._sample(i) for i in range(len(step.rows))])
 
-    def _sample(self, row: int, end: int, samples: int) -> list[int]:
+    def _sample(self, index: int, allowed: Collection[int] = range(VOCAB)) -> list[int]:
         """After each of the last `samples` tokens, as long as the token that follows is the one that was sampled."""
-        setup, sampled = self._setups[row], []
+        step = self._launched
+        row, samples = step.rows[index], step.samples[index]
+        setup, sampled, end = self._setups[row], list[int](), step.starts[index] + step.counts[index]
         context = [self._slots[self._slot(row, position)] for position in range(end)] if samples else []
         for length in range(end - samples + 1, end + 1):
             early = length - setup.prompt_len < setup.params.min_tokens
-            token = next_token(context[:length], setup.prompt_len, setup.seed, setup.stop_ids if early else ())
+            forbidden = setup.stop_ids if early else ()
+            token = next_token(context[:length], setup.prompt_len, setup.seed, forbidden, allowed)
+            assert self._outputs[row] == context[setup.prompt_len : length], "penalties would count other tokens"
+            self._outputs[row].append(token)
             sampled.append(token)
             self._last[row] = token
             if length < end and context[length] != token:
@@ -100,7 +118,12 @@ class PagedExecutor:
         return self._tables[row][position // self._block_size] * self._block_size + position % self._block_size
 
     def constrain(self, handle: StepResult, masks: Mapping[int, TokenMask]) -> None:
-        """Not modelled."""
+        for index in self._launched.constrained:
+            allowed: Collection[int] = range(VOCAB)
+            if index in masks:
+                bits = np.unpackbits(masks[index].view(np.uint8), bitorder="little")
+                allowed = np.flatnonzero(bits).tolist()
+            handle.tokens[index] = self._sample(index, allowed)
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle

@@ -54,6 +54,7 @@ def ledger_of(request: GenerateRequest, seconds: float, output_tokens: int) -> L
         output_tokens=output_tokens,
         preemptions=1,
         recomputed_tokens=5,
+        forced_tokens=1,
         met_ttft=False,
         met_gap=True,
     )

@@ -19,11 +19,12 @@ from penstock.core.errors import (
     Unavailable,
 )
 from penstock.core.ledger import Ledger
-from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.core.request import Chunk, GenerateRequest, Grammar, SamplingParams
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
+from tests.engine.toy_grammar import ToyGrammars, constrained_output
 
 
 def limits(**changes: Any) -> SchedulerLimits:
@@ -55,7 +56,7 @@ class Harness:
         self.limits = bounds
         self.scheduler = Scheduler(bounds)
         self.executor = PagedExecutor(bounds.num_blocks, bounds.block_size, runs_ahead=runs_ahead)
-        self.loop = EngineLoop(self.scheduler, self.executor, self._take)
+        self.loop = EngineLoop(self.scheduler, self.executor, self._take, ToyGrammars())
         self.requests: dict[str, GenerateRequest] = {}
         self.outcomes: dict[str, Outcome] = {}
 
@@ -74,6 +75,7 @@ class Harness:
             max_tokens=max_tokens,
             min_tokens=options.pop("min_tokens", 0),
             ignore_eos=options.pop("ignore_eos", False),
+            grammar=Grammar("regex", source) if (source := options.pop("grammar", "")) else None,
         )
         request = GenerateRequest(f"r{len(self.requests)}", prompt, params, **options)
         self.loop.submit(request)
@@ -86,7 +88,10 @@ class Harness:
         params, room = request.params, self.limits.longest_sequence - len(request.prompt)
         stop = frozenset() if params.ignore_eos else frozenset({EOS})
         most = room if params.max_tokens is None else min(params.max_tokens, room)
-        output = expected_output(request.prompt, request.seed, most, stop, params.min_tokens)
+        if (grammar := params.grammar) is not None:
+            output = constrained_output(request.prompt, request.seed, most, stop, params.min_tokens, grammar.source)
+        else:
+            output = expected_output(request.prompt, request.seed, most, stop, params.min_tokens)
         assert output[: len(request.output)] == list(request.output), "carried output that no engine gave"
         return output[len(request.output) :]
 
@@ -125,6 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
         scope=st.sampled_from(["", "a", "b"]),
         common=st.sampled_from([0, 0, 5, 8]),
         ignore_eos=st.booleans(),
+        grammar=st.sampled_from(["", "", "6", "9 1 2 3", "1 5", "4 2 2 2 2", "30"]),
     )
     def submit(
         self,
@@ -139,11 +145,16 @@ class EngineMachine(RuleBasedStateMachine):
         scope: str,
         common: int,
         ignore_eos: bool,
+        grammar: str,
     ) -> str:
         prompt, least = [*range(shared), *own], min(min_tokens, max_tokens)
         stop = frozenset() if ignore_eos else frozenset({EOS})
         room = self.harness.limits.longest_sequence - len(prompt)
-        output = expected_output(prompt, seed, min(max_tokens, room), stop, least)
+        most = min(max_tokens, room)
+        if grammar:
+            output = constrained_output(prompt, seed, most, stop, least, grammar)[:-1]
+        else:
+            output = expected_output(prompt, seed, most, stop, least)
         if output and output[-1] in stop and len(output) >= least:
             output.pop()  # what it ends with is never carried: it would not be resumed
         return self.harness.submit(
@@ -157,6 +168,7 @@ class EngineMachine(RuleBasedStateMachine):
             prefix_scope=scope,
             common_tokens=min(common, shared),
             ignore_eos=ignore_eos,
+            grammar=grammar,
         )
 
     @rule(target=live, request_id=consumes(live))

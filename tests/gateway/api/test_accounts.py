@@ -232,6 +232,7 @@ def test_metrics_sum_up_the_ledgers(gateway: Gateway) -> None:
     assert samples["penstock_objectives_total", name, "false", account["model"], "ttft"] == 1
     assert samples["penstock_objectives_total", name, "true", account["model"], "gap"] == 1
     assert samples["penstock_recomputed_tokens_total",] == 5
+    assert samples["penstock_forced_tokens_total",] == 1
 
 
 def test_explain_in_the_terminal(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,85 @@
+"""A grammar over the vocabulary of `PagedExecutor`: many of its tokens force others, and it ends by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.errors import EngineFailure, InvalidRequest
+from penstock.core.request import Grammar
+from penstock.simulation.paged_executor import EOS, VOCAB, next_token
+
+ACCEPTED_FROM = 3  # tokens: from then on an end is allowed
+
+
+class ToyMatcher:
+    """The source says after how many tokens nothing may follow, and which ones are forced at the beginning."""
+
+    def __init__(self, source: str) -> None:
+        self.length, *self.ahead = map(int, source.split())
+        self.taken: list[int] = []
+        self.error = ""
+
+    @property
+    def ended(self) -> bool:
+        return not self.ahead and len(self.taken) >= self.length
+
+    @property
+    def allowed(self) -> list[int]:
+        if self.ahead:
+            return self.ahead[:1]
+        if self.ended:
+            return [EOS]
+        return [t for t in range(VOCAB) if t % 2 and (t != EOS or len(self.taken) >= ACCEPTED_FROM)]
+
+    def consume(self, tokens: list[int]) -> None:
+        for token in tokens:
+            if token not in self.allowed:
+                raise EngineFailure("the output left its grammar")
+            if token == EOS:
+                self.length = len(self.taken)
+            elif self.ahead:
+                del self.ahead[0]
+            elif token % 3 == 0:
+                self.ahead = [t for t in range(token + 1, token + 1 + token % 5) if t < VOCAB and t != EOS]
+            self.taken.append(token)
+
+    def forced(self) -> list[int]:
+        return self.ahead[:2]
+
+
+class ToyGrammars:
+    """The source "hopeless" is of a grammar that allows nothing; "broken" cannot be compiled."""
+
+    def compile(self, grammar: Grammar) -> None:
+        if grammar.source == "broken":
+            raise InvalidRequest("no", param=grammar.param)
+
+    def matcher(self, grammar: Grammar) -> ToyMatcher:
+        self.compile(grammar)
+        return ToyMatcher("10" if grammar.source == "hopeless" else grammar.source)
+
+    def fill(self, matchers: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
+        for row, matcher in enumerate(matchers):
+            bits = np.zeros(masks.shape[1] * 32, np.uint8)
+            bits[matcher.allowed] = 1
+            masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def constrained_output(
+    prompt: Sequence[int], seed: int, max_tokens: int, stop: frozenset[int], min_tokens: int, source: str
+) -> list[int]:
+    """A token at a time, as if nothing were forced."""
+    matcher, output = ToyMatcher(source), list[int]()
+    while len(output) < max_tokens and not matcher.ended:
+        forbidden = stop if len(output) < min_tokens else ()
+        allowed = matcher.allowed
+        token = next_token([*prompt, *output], len(prompt), seed, forbidden if len(allowed) > 1 else (), allowed)
+        output.append(token)
+        if token in stop and len(output) >= min_tokens:
+            break
+        matcher.consume([token])
+    return output

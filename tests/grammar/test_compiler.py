@@ -1,0 +1,253 @@
+"""Grammars compiled by llguidance for the built-in model's vocabulary."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from penstock.bench.schemas import SCHEMAS, compact, instances_with_faults
+from penstock.checkpoint.source import resolve
+from penstock.core.errors import EngineFailure, InvalidRequest
+from penstock.core.request import MAX_GRAMMAR_BYTES, Grammar
+from penstock.grammar import compiler
+from penstock.grammar.compiler import LLGuidance
+from penstock.grammar.matcher import LLGuidanceMatcher
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
+
+Validator = jsonschema.Draft202012Validator
+STRING = re.compile(r'"(\\.|[^"\\])*"')
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve("smollm2-135m"))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> LLGuidance:
+    return LLGuidance(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+
+
+def schema(source: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(source))
+
+
+def allowed(grammars: LLGuidance, matcher: LLGuidanceMatcher, vocab_size: int) -> list[int]:
+    masks = np.zeros((1, -(-vocab_size // 32)), np.int32)
+    grammars.fill([matcher], masks)
+    return np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()
+
+
+def accepts(grammars: LLGuidance, grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
+    matcher = grammars.matcher(grammar)
+    try:
+        matcher.consume(tokenizer.encode(text, add_special_tokens=False))
+    except EngineFailure:
+        return False
+    return matcher.ended or tokenizer.eos_ids[0] in allowed(grammars, matcher, tokenizer.vocab_size)
+
+
+def walk(grammars: LLGuidance, grammar: Grammar, tokenizer: Tokenizer, draw: random.Random) -> str | None:
+    """The text of random choices among the allowed tokens; None for one that became too long."""
+    matcher, tokens = grammars.matcher(grammar), list[int]()
+    quote = tokenizer.encode('"', add_special_tokens=False)[0]
+    while len(tokens) < 200:
+        if forced := matcher.forced():
+            tokens += forced
+            matcher.consume(forced)
+        if matcher.ended:
+            return tokenizer.decode(tokens)
+        choices = allowed(grammars, matcher, tokenizer.vocab_size)
+        token = quote if quote in choices and draw.random() < 0.4 else draw.choice(choices)
+        if token in tokenizer.eos_ids:
+            return tokenizer.decode(tokens)
+        tokens.append(token)
+        matcher.consume([token])
+    return None
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_jsonschema_says(grammars: LLGuidance, tokenizer: Tokenizer, name: str) -> None:
+    """Outputs are valid, and what is not valid cannot come out."""
+    draw, grammar = random.Random(name), schema(SCHEMAS[name])
+    judge = Validator(SCHEMAS[name], format_checker=Validator.FORMAT_CHECKER)
+    for _ in range(4):
+        if (text := walk(grammars, grammar, tokenizer, draw)) is None:
+            continue
+        judge.validate(json.loads(text))
+        assert not re.search(r"\s", STRING.sub("", text)), "blanks between the parts"
+        faults = instances_with_faults(json.loads(text))
+        for fault in draw.sample(faults, min(10, len(faults))):
+            if accepts(grammars, grammar, tokenizer, compact(fault)):
+                judge.validate(fault)
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"if": {"type": "string"}, "then": {"minLength": 3}}, "if"),
+        ({"type": "object", "dependentSchemas": {"a": {"required": ["b"]}}}, "dependentSchemas"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, "propertyNames"),
+        ({"type": "array", "contains": {"type": "integer"}}, "contains"),
+        ({"type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+        ({"type": "string", "format": "frobnicate"}, "frobnicate"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"$ref": "http://example.com/x"}, "example.com"),
+        ({"$ref": "#/$defs/none"}, "none"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "nsatisfiable"),
+        ({"type": "spaghetti"}, "spaghetti"),
+        ({"properties": {"a": {"x": {"uniqueItems": True}, "type": "array", "uniqueItems": True}}}, "uniqueItems"),
+        ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "x-guidance"),
+        ({"$ref": "#"}, "cannot be enforced"),
+        (False, "object"),
+        ([], "object"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(grammars: LLGuidance, source: Any, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=word) as caught:
+        grammars.compile(Grammar("json_schema", json.dumps(source), param="response_format"))
+    assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("json_schema", "{"),
+        Grammar("json_schema", '{"maximum": NaN}'),
+        Grammar("json_schema", '{"maximum": 1e999}'),
+        Grammar("regex", "("),
+        Grammar("regex", "(?=a)"),
+        Grammar("lark", ""),
+        Grammar("lark", "garbage"),
+        Grammar("lark", "start: undefined"),
+        Grammar("lark", 'start: %json {"type": "array", "uniqueItems": true}'),
+        Grammar("lark", 'start: %json {"type": "array", "uniqueItems": true, "x-guidance": {"lenient": true}}'),
+        Grammar("lark", "start: start"),
+    ],
+    ids=lambda grammar: grammar.source,
+)
+def test_no_grammar(grammars: LLGuidance, grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequest):
+        grammars.compile(grammar)
+
+
+def _refs(links: int, wrapped: bool = False) -> dict[str, Any]:
+    def link(number: int) -> dict[str, Any]:
+        ref = {"$ref": f"#/$defs/{number}"}
+        return {"allOf": [ref]} if wrapped else ref
+
+    return {"$ref": "#/$defs/0", "$defs": {**{str(i): link(i + 1) for i in range(links)}, str(links): {}}}
+
+
+def _doubling(levels: int) -> dict[str, Any]:
+    level = {f"a{i}": {"properties": {k: {"$ref": f"#/$defs/a{i + 1}"} for k in "lr"}} for i in range(levels)}
+    return {"$ref": "#/$defs/a0", "$defs": {**level, f"a{levels}": {"type": "string"}}}
+
+
+def _conflicts(count: int) -> dict[str, Any]:
+    def one(i: int) -> dict[str, Any]:
+        return {"anyOf": [{"properties": {f"p{i}{j}": {"const": j}}, "required": [f"p{i}{j}"]} for j in range(4)]}
+
+    return {"allOf": [one(i) for i in range(count)]}
+
+
+BOMBS = {
+    "multiple": schema({"type": "integer", "multipleOf": 99_999_989}),
+    "multiples": schema({"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}),
+    "multiple in Lark": Grammar("lark", 'start: %json {"type": "integer", "multiple\\u004ff": 99999989}'),
+    "references": schema(_refs(3500)),
+    "wrapped references": schema(_refs(2500, wrapped=True)),
+    "doubling references": schema(_doubling(30)),
+    "nested": Grammar("json_schema", '{"items":' * 10_000 + "{}" + "}" * 10_000),
+    "conflicts": schema(_conflicts(12)),
+    "properties": schema({"properties": {f"p{i}": {"type": "string"} for i in range(3000)}}),
+    "enumeration": schema({"enum": [f"value {i * 7919}" for i in range(6000)]}),
+    "items": schema({"type": "array", "items": {"type": "string"}, "minItems": 10**6}),
+    "repetitions": Grammar("regex", "((a{1,1000}){1,1000}){1,1000}"),
+    "repetition": Grammar("regex", "a{1,1000000}"),
+    "stars": Grammar("regex", "(.*a){30}.*.*.*.*.*.*.*.*x.{500}y"),
+    "states": Grammar("regex", "(a|b)*a(a|b){2000}"),
+    "parentheses": Grammar("regex", "(" * 30_000 + "a" + ")*" * 30_000),
+    "rules in parentheses": Grammar("lark", "start: " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "GBNF in parentheses": Grammar("lark", "root ::= " + "(" * 50_000 + '"a"' + ")" * 50_000),
+    "ambiguous": Grammar("lark", 'start: s\ns: s s | "a" | '),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_bounded(grammars: LLGuidance, tokenizer: Tokenizer, name: str) -> None:
+    """Each is refused, or runs: a few tokens of output, or an error of that output alone."""
+    try:
+        matcher = grammars.matcher(BOMBS[name])
+    except InvalidRequest:
+        return
+    draw = random.Random(name)
+    for _ in range(10):
+        choices = [t for t in allowed(grammars, matcher, tokenizer.vocab_size) if t not in tokenizer.eos_ids]
+        if matcher.error or not choices:
+            return
+        matcher.consume([draw.choice(choices)])
+        matcher.consume(matcher.forced())
+
+
+def test_sources_are_limited() -> None:
+    with pytest.raises(InvalidRequest, match="128 KiB"):
+        Grammar("regex", "ä" * (MAX_GRAMMAR_BYTES // 2 + 1))
+
+
+def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, own = list[str](), LLGuidance(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    make = own._make
+
+    def counted(grammar: Grammar) -> Any:
+        made.append(grammar.source)
+        return make(grammar)
+
+    monkeypatch.setattr(own, "_make", counted)
+    monkeypatch.setattr(compiler, "MAX_COMPILED", 3)
+    for source in ("a", "b", "a", "a", "c", "d", "a", "b"):  # a is used throughout; b is not, and goes
+        own.compile(Grammar("regex", source, param=source))
+    assert made == ["a", "b", "c", "d", "b"]
+    monkeypatch.setattr(compiler, "MAX_COMPILED_BYTES", 10)
+    own.compile(Grammar("regex", "x" * 9))
+    assert list(own._compiled) == [("regex", "b"), ("regex", "x" * 9)]
+
+
+def test_free_until_the_tokens_that_end_it(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
+    """Such as </think>: anything may come before, but no end."""
+    marker = tuple(tokenizer.encode("</think>", add_special_tokens=False))
+    matcher = grammars.matcher(Grammar("regex", "yes|no", after=marker))
+    free = allowed(grammars, matcher, tokenizer.vocab_size)
+    assert len(free) == tokenizer.vocab_size - len(tokenizer.eos_ids)
+    assert not set(free) & set(tokenizer.eos_ids)
+    matcher.consume(tokenizer.encode("yes maybe <", add_special_tokens=False))
+    matcher.consume([*marker[:-1], marker[0]])
+    assert matcher.free
+    assert matcher.forced() == []
+    yes = tokenizer.encode("yes", add_special_tokens=False)
+    matcher.consume([*marker, *yes[:1]])
+    assert not matcher.free
+    assert matcher.ended == (len(yes) == 1)
+    with pytest.raises(EngineFailure):
+        grammars.matcher(Grammar("regex", "yes|no", after=marker)).consume([*marker, marker[0]])
+
+
+def test_gbnf_and_lark(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
+    gbnf = Grammar("lark", 'root ::= "a" [0-9]+ ws "b"?\nws ::= " "*')
+    lark = Grammar("lark", 'start: "a" /[0-9]+/ %json {"type": "array", "items": {"type": "integer"}}')
+    assert accepts(grammars, gbnf, tokenizer, "a12  b")
+    assert not accepts(grammars, gbnf, tokenizer, "a b")
+    assert accepts(grammars, lark, tokenizer, "a12[1,2]")
+    assert not accepts(grammars, lark, tokenizer, "a12[1, 2]")
+    empty = Grammar("lark", "start: %json {}")
+    assert accepts(grammars, empty, tokenizer, '{"a":1}')
