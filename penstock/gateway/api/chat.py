@@ -12,22 +12,24 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.request import RANGES
 from penstock.gateway.api.generation import Choice, Emit
 from penstock.gateway.api.logprobs import chat_logprobs, prompt_logprobs
+from penstock.gateway.api.messages import (
+    ChatDelta,
+    ChatFinishReason,
+    ChatMessage,
+    FunctionDelta,
+    FunctionText,
+    Message,
+    MessageToolCall,
+    ToolCallDelta,
+)
 from penstock.gateway.api.openai_types import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatDelta,
-    ChatFinishReason,
     ChatLogprobs,
-    ChatMessage,
     ChatRequest,
-    FunctionDelta,
-    FunctionText,
-    Message,
-    MessageToolCall,
     TokenizeRequest,
-    ToolCallDelta,
     Usage,
 )
 from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Terms, blamed_on
