@@ -102,7 +102,7 @@ def _tool_call(call: Any, where: str) -> Message:
             raise InvalidRequest(f"{where}.function.arguments is not valid JSON: {error}", param=where) from error
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{where}.function.arguments must be a JSON object", param=where)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "type": call.get("type") or "function", "function": {**function, "arguments": arguments}}
 
 
 def shape_calls(message: Message, *, long_ids: bool, text: bool, objects: bool) -> Message:

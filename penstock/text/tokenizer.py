@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
+from penstock.checkpoint.end_tokens import gguf_end_ids
 from penstock.checkpoint.gguf import GGUFFile
 from penstock.checkpoint.source import Checkpoint
 from penstock.core.errors import ContextTooLong, InvalidRequest, StartupError
@@ -211,7 +212,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 def _from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     backend = gguf_vocabulary.build_backend(metadata)
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    eos_ids = gguf_vocabulary.end_ids(metadata)
+    eos_ids = gguf_end_ids(metadata)
     adds_bos = bos_id is not None and gguf_vocabulary.adds_bos(metadata)
     adds_eos = bool(eos_ids) and bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     _frame(backend, bos_id if adds_bos else None, eos_ids[0] if adds_eos else None)

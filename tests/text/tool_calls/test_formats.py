@@ -12,9 +12,8 @@ from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_calls.formats import find_format
 from tests.families import TEMPLATES, TOKENS
 
-CALL: dict[str, Any] = {
+CALL: dict[str, Any] = {  # the type may be left out
     "id": "call_0123456789abcdef",
-    "type": "function",
     "function": {"name": "weather", "arguments": '{"city": "Zürich", "days": 3}'},
 }
 CONVERSATION: list[dict[str, Any]] = [
@@ -27,7 +26,7 @@ RENDERED = {
     "hermes": f'<tool_call>\n{{"name": "weather", "arguments": {JSON}}}\n</tool_call><|im_end|>',
     "llama3": f'{{"name": "weather", "parameters": {JSON}}}<|eot_id|>',
     "mistral": f'{{"name": "weather", "arguments": {JSON}, "id": ',
-    "deepseek": f"weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>",
+    "deepseek": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>",
     "qwen3_coder": "<function=weather>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n</parameter>",
 }
 
