@@ -6,46 +6,35 @@ import re
 from collections.abc import Sequence
 
 from penstock.text.tool_calls.grammar import CallGrammar, Spell, any_of, arguments_schema, json_rule, literal
-from penstock.text.tool_calls.json_call import JsonValue
-from penstock.text.tool_calls.parser import Function, State, ToolParser
+from penstock.text.tool_calls.headed import HeadedParser
+from penstock.text.tool_calls.parser import Function, State
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_HEAD = re.compile(rf"\s*(?:function{SEPARATOR}([\w.-]+)\s*```(?:json)?|([\w.-]+){SEPARATOR})\s*").fullmatch
-LONGEST_HEAD = 256
 
 
-class DeepSeekParser(ToolParser):
+class DeepSeekParser(HeadedParser):
     markers = (BEGIN, END, CALL, CALL_END, SEPARATOR)
+    head = re.compile(rf"\s*(?:function{SEPARATOR}([\w.-]+)\s*```(?:json)?|([\w.-]+){SEPARATOR})\s*")
+    may_become_head = re.compile(rf"(?s:(?!.*{CALL_END}).{{0,256}})")
 
     def _first_state(self) -> State:
-        self._skipped = ""
         return self._in_text
 
     def _in_text(self) -> bool:
         found = self._say_until(*((BEGIN, CALL) if not self.calls else self.markers))
-        if found == BEGIN:
-            self._skipped = BEGIN
-        elif found == CALL:
-            self._skipped += CALL
-            return self._go(self._in_head)
+        if found in (BEGIN, CALL):
+            self._skipped = found
+            return self._go(self._before_call if found == BEGIN else self._in_head)
         return found is not None
 
-    def _in_head(self) -> bool:
-        at = self._text.find("{")
-        head = self._text if at < 0 else self._text[:at]
-        found = _HEAD(head) if at >= 0 else None
-        if found is not None:
-            self._take(at)
-            self._skipped = ""
-            self._begin(found[1] or found[2])
-            self._arguments = JsonValue()
-            return self._go(self._in_arguments)
-        return self._give_up() if at >= 0 or len(head) > LONGEST_HEAD or CALL_END in head else False
-
-    def _in_arguments(self) -> bool:
-        self._add(self._take(self._arguments.scan(self._text)))
-        return self._go(self._after_arguments) if self._arguments.done or self._arguments.bad else False
+    def _before_call(self) -> bool:
+        self._skipped += self._skip_space()
+        follows = self._starts_with(CALL)
+        if follows:
+            self._skipped += self._take(len(CALL))
+            return self._go(self._in_head)
+        return False if follows is None else self._give_up()
 
     def _after_arguments(self) -> bool:
         """Here is the end of a code block, if there was one."""
@@ -54,11 +43,6 @@ class DeepSeekParser(ToolParser):
         if fence:
             self._take(3)
         return False if fence is None else self._go(self._in_text)
-
-    def _give_up(self) -> bool:
-        self._say(self._skipped)
-        self._skipped = ""
-        return self._go(self._in_text)
 
     def _end(self) -> None:
         self._say(self._skipped)

@@ -14,16 +14,17 @@ from penstock.text.tool_calls.grammar import (
     json_rule,
     literal,
 )
-from penstock.text.tool_calls.json_call import JsonCall, JsonValue
-from penstock.text.tool_calls.parser import Function, State, ToolParser
+from penstock.text.tool_calls.headed import HeadedParser
+from penstock.text.tool_calls.json_call import JsonCall
+from penstock.text.tool_calls.parser import Function, State
 
 OPEN, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*").fullmatch
-_may_be_head = re.compile(r"\s*[\w.\[\]-]*\s*").fullmatch
 
 
-class MistralParser(ToolParser):
+class MistralParser(HeadedParser):
     markers = (OPEN, ARGUMENTS, CALL_ID)
+    head = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*")
+    may_become_head = re.compile(r"\s*[\w.\[\]-]*\s*")
 
     def _first_state(self) -> State:
         return self._in_text
@@ -49,9 +50,12 @@ class MistralParser(ToolParser):
         self._skipped += self._skip_space()
         if self._text.startswith("{"):
             return self._go_to_item()
-        if self._text.startswith((",", "]")):
+        if self._text.startswith(","):
             self._skipped += self._take(1)
-            return self._go(self._before_item if self._skipped[-1] == "," else self._in_text)
+            return True
+        if self._text.startswith("]") and not self._skipped.startswith(OPEN):  # something was called
+            self._take(1)
+            return self._go(self._in_text)
         return self._give_up() if self._text else False
 
     def _go_to_item(self) -> bool:
@@ -70,27 +74,9 @@ class MistralParser(ToolParser):
             return self._give_up()
         return False
 
-    # ------------------------------------------------------------ a name and arguments
-
-    def _in_head(self) -> bool:
-        at = self._text.find("{")
-        head = self._text if at < 0 else self._text[:at]
-        found = _HEAD(head) if at >= 0 else None
-        if found is not None:
-            self._take(at)
-            self._begin(found[1])
-            self._arguments = JsonValue()
-            return self._go(self._in_arguments)
-        return self._give_up() if at >= 0 or not _may_be_head(head) else False
-
-    def _in_arguments(self) -> bool:
-        self._add(self._take(self._arguments.scan(self._text)))
-        return self._go(self._in_text) if self._arguments.done or self._arguments.bad else False
-
     # ------------------------------------------------------------
 
-    def _give_up(self) -> bool:
-        self._say(self._skipped)
+    def _after_arguments(self) -> bool:
         return self._go(self._in_text)
 
     def _end(self) -> None:

@@ -133,11 +133,13 @@ BAD: list[tuple[ToolFormatName, str]] = [
     ("llama3", "<|python_tag|>print(7)"),
     ("mistral", "[TOOL_CALLS] I would rather not {"),
     ("mistral", "[TOOL_CALLS][7]"),
+    ("mistral", "[TOOL_CALLS] []"),
     ("mistral_v11", "[TOOL_CALLS]weath"),
     ("qwen3_coder", "<tool_call>\n<func>\n</tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=wea"),
     ("deepseek", f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function{SEP}weather"),
     ("deepseek", "<｜tool▁call▁begin｜>weather<｜tool▁call▁end｜>"),
+    ("deepseek", "<｜tool▁calls▁begin｜> hello {"),
 ]
 # A call that was begun stays one, with as much of its arguments as there is.
 CUT: list[tuple[ToolFormatName, str, Read]] = [
