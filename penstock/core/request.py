@@ -12,6 +12,9 @@ from penstock.core.ledger import Ledger
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 
+# Where a prompt leaves a model: within its reasoning, after it, or free to begin with it.
+ReasoningStart = Literal["open", "closed", "free"]
+
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
@@ -90,7 +93,8 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None  # None: until the context is full; 0: the prompt is computed and nothing sampled
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()  # applied to text, outside the engine
+    stop: tuple[str, ...] = ()  # applied to text, outside the engine, and not within reasoning
+    reasoning: ReasoningStart | None = None  # None: whatever it is, it is part of the text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1  # fanned out into one GenerateRequest each, outside the engine

@@ -12,6 +12,8 @@ from penstock.core.settings import check, check_choice
 from penstock.engine.settings import EngineConfig
 from penstock.fleet.ray.settings import ResourcesConfig
 from penstock.fleet.upstream.settings import UpstreamConfig
+from penstock.text.reasoning import ReasoningFormatName
+from penstock.text.tool_calls.formats import ToolFormatName
 
 _WORKER = re.compile(r"(?:tcp|dns)://(\[[0-9a-fA-F:]+\]|[\w.-]+):([0-9]{1,5})")
 
@@ -95,6 +97,8 @@ class ModelConfig:
     upstreams: tuple[UpstreamConfig, ...] = ()  # other servers that have the same model
     devices: tuple[str, ...] = ()  # GPUs or MIG instances by id, for one replica after the other; default: all
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)  # of each replica on a Ray cluster
+    tool_parser: ToolFormatName | Literal["auto", "none"] = "auto"  # of its tool calls; auto: as its template has them
+    reasoning_parser: ReasoningFormatName | Literal["auto", "none"] = "auto"
     engine: EngineConfig = field(default_factory=EngineConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     failover: FailoverConfig = field(default_factory=FailoverConfig)

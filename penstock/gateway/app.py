@@ -88,12 +88,19 @@ def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -
     names, stats = tuple(given.names), _stats_of(given.engine)
     return Model(
         names,
-        ModelText(given.tokenizer),
+        _text(given, settings),
         given.engine,
         Objectives(settings.classes, settings.default_class, stats),
         Metering(Prices(settings, names[0], stats), spend, names),
         Prefixes(settings.cache, given.tokenizer),
     )
+
+
+def _text(given: ServedModel, settings: GatewaySettings) -> ModelText:
+    config = settings.models.get(given.names[0])
+    if config is None:
+        return ModelText(given.tokenizer)
+    return ModelText(given.tokenizer, config.tool_parser, config.reasoning_parser)
 
 
 def _stats_of(engine: ServedEngine) -> Callable[[], EngineStats]:

@@ -10,6 +10,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
+from penstock.checkpoint.end_tokens import gguf_end_ids, tokenizer_end_id
 from penstock.checkpoint.gguf import GGUFFile
 from penstock.checkpoint.source import BUILT_IN, Checkpoint
 from penstock.core.errors import StartupError
@@ -203,7 +204,7 @@ def _from_json(raw: _Fields, generation_config: Path) -> ModelConfig:
         qk_norm=architecture.startswith("Qwen3"),
         windows=_json_windows(raw, architecture),
         moe=_json_moe(raw, architecture),
-        eos_ids=_ids(raw.get("eos_token_id"), generation.get("eos_token_id")),
+        eos_ids=_ids(raw.get("eos_token_id"), generation.get("eos_token_id"), tokenizer_end_id(raw.path.parent)),
         bos_id=next(iter(_ids(raw.get("bos_token_id"), generation.get("bos_token_id"))), None),
         dtype=str(raw.get("dtype", raw.get("torch_dtype", "float32"))),
         sampling=_sampling({name: generation.get(name) for name in RECOMMENDED}),
@@ -334,7 +335,7 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
         windows=(int(raw.get("attention.sliding_window", 0)),) * layers,
         moe=moe,
-        eos_ids=_ids(*(tokenizer.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom"))),
+        eos_ids=gguf_end_ids(file.metadata),
         bos_id=tokenizer.get("tokenizer.ggml.bos_token_id"),
         dtype=sizes.most_common(1)[0][0],
         sampling=_sampling({k: file.metadata.get(f"general.sampling.{name}") for k, name in GGUF_SAMPLING.items()}),

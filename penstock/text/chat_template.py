@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from penstock.core.errors import InvalidRequest, StartupError
-from penstock.text.messages import Message, as_parts, normalize, spell_out_tools
+from penstock.text.messages import Message, as_parts, normalize, shape_calls, spell_out_tools
 
 if TYPE_CHECKING:
     from penstock.text.template_sandbox import CompiledTemplate
@@ -56,11 +56,22 @@ class ChatTemplate:
             param = "chat_template_kwargs" if template_kwargs else "messages"
             raise InvalidRequest(f"the model's chat template failed: {error}", param=param) from error
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it describes tools to the model itself. One that does not compile says nothing of them."""
+        try:
+            return self._compiled.knows_tools
+        except InvalidRequest:
+            return True
+
     def _conversation(self, messages: list[Message], tools: list[Message]) -> list[Message]:
         template = self._compiled
         conversation = normalize(messages, keep_parts=template.reads_parts, keep_developer=template.knows_developer)
         if not template.knows_tools:
             conversation = spell_out_tools(conversation, tools)
+        elif any(message.get("tool_calls") for message in conversation):
+            long_ids, text, objects = template.call_shape
+            conversation = [shape_calls(m, long_ids=long_ids, text=text, objects=objects) for m in conversation]
         return conversation if template.reads_strings else [as_parts(message) for message in conversation]
 
     @cached_property

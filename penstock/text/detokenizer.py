@@ -12,17 +12,25 @@ class IncrementalDetokenizer:
     """What `push` and `finish` return adds up to `tokenizer.decode` of all ids, however these are divided.
 
     The bytes of a character that is not complete are held back, at most three. A stream that `continues` another text
-    keeps a first space that `decode` would take for the one sentencepiece puts before a text.
+    keeps a first space that `decode` would take for the one sentencepiece puts before a text. Special tokens are left
+    out, but for those to be kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        continues: bool = False,
+        keep: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden = tokenizer.special_ids - keep if skip_special_tokens else frozenset()
         self._strip_next = tokenizer.strips_first_space and not continues
         self._held = b""  # of a character that is not complete
 
     def push(self, token_ids: Iterable[int]) -> str:
-        data = self._tokenizer.join_bytes(token_ids, skip_special_tokens=self._skip_special_tokens)
+        data = self._tokenizer.join_all_but(self._hidden, token_ids)
         if self._strip_next and data:
             data = data.removeprefix(b" ")
             self._strip_next = False
@@ -34,7 +42,7 @@ class IncrementalDetokenizer:
 
     def breaks(self, token_id: int) -> bool:
         """Whether the character held back, if any, can no longer be completed once this token follows."""
-        follows = self._tokenizer.join_bytes((token_id,), skip_special_tokens=self._skip_special_tokens)[:1]
+        follows = self._tokenizer.join_all_but(self._hidden, (token_id,))[:1]
         try:
             codecs.utf_8_decode(self._held + follows, "strict", False)
         except UnicodeDecodeError:

@@ -7,24 +7,13 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from penstock.checkpoint.end_tokens import CONTROL
 from penstock.core.errors import StartupError
 
 log = logging.getLogger(__name__)
 
 # tokenizer.ggml.token_type
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-
-# GGUF names one end token, but models end answers with any of these; they count where they are control tokens.
-END_TOKENS = {
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<｜end▁of▁sentence｜>",
-}
+NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 DIGITS_IN_THREES = _WORDS % r"\p{N}{1,3}"
@@ -66,13 +55,6 @@ def build_backend(metadata: dict[str, Any]) -> Tokenizer:
 def adds_bos(metadata: dict[str, Any]) -> bool:
     by_default = metadata["tokenizer.ggml.model"] == "llama" or metadata.get("tokenizer.ggml.pre") in LLAMA3
     return bool(metadata.get("tokenizer.ggml.add_bos_token", by_default))
-
-
-def end_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
-    stated = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    typed = zip(metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", []), strict=False)
-    known = [i for i, (token, kind) in enumerate(typed) if kind == CONTROL and token in END_TOKENS]
-    return tuple(dict.fromkeys(i for i in (*stated, *known) if i is not None))
 
 
 def _required(metadata: dict[str, Any], name: str) -> list[Any]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from hashlib import blake2b
 from typing import Any
 
 from penstock.core.errors import InvalidRequest
 
 Message = dict[str, Any]
+
+SHORT_ID = 9  # characters, which is what Mistral's templates take
 
 # For templates that know nothing of tools. The tags are those of the Hermes format, which many models have seen.
 TOOLS_PROMPT = """\
@@ -34,6 +37,8 @@ def normalize(messages: list[Message], *, keep_parts: bool, keep_developer: bool
             raise InvalidRequest(f"{where}.role must be a string such as 'user'", param=f"{where}.role")
         result = {**message, "content": _content(message, f"{where}.content", keep_parts)}
         result.pop("refusal", None)
+        if (reasoning := result.pop("reasoning", None)) is not None:
+            result.setdefault("reasoning_content", reasoning)
         if role == "developer" and not keep_developer:  # what newer clients call the system message
             result["role"] = "system"
         if message.get("tool_calls"):
@@ -97,7 +102,30 @@ def _tool_call(call: Any, where: str) -> Message:
             raise InvalidRequest(f"{where}.function.arguments is not valid JSON: {error}", param=where) from error
     if not isinstance(arguments, dict):
         raise InvalidRequest(f"{where}.function.arguments must be a JSON object", param=where)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "type": call.get("type") or "function", "function": {**function, "arguments": arguments}}
+
+
+def shape_calls(message: Message, *, long_ids: bool, text: bool, objects: bool) -> Message:
+    """A message as a template reads it that has its own ideas of ids, of content beside calls, or of arguments."""
+    shaped = dict(message)
+    if not long_ids and message.get("tool_call_id"):
+        shaped["tool_call_id"] = _short_id(message["tool_call_id"])
+    if message.get("tool_calls"):
+        shaped["tool_calls"] = [_shape_call(call, long_ids, objects) for call in message["tool_calls"]]
+        if not text and not message["content"]:
+            shaped["content"] = None
+    return shaped
+
+
+def _shape_call(call: Message, long_ids: bool, objects: bool) -> Message:
+    function = call["function"]
+    if not objects:
+        function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {**call, "id": call.get("id") if long_ids else _short_id(call.get("id") or ""), "function": function}
+
+
+def _short_id(id: str) -> str:
+    return id if len(id) == SHORT_ID and id.isalnum() else blake2b(id.encode()).hexdigest()[:SHORT_ID]
 
 
 def spell_out_tools(messages: list[Message], tools: list[Message]) -> list[Message]:

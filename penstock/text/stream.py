@@ -1,14 +1,21 @@
-"""Turns the token chunks of an engine into text that can be sent: detokenized, and cut at stop strings."""
+"""Turns the token chunks of an engine into text that can be sent: detokenized, cut at stop strings, and divided into
+reasoning, content and tool calls."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from penstock.core.request import Chunk, FinishReason, SamplingParams, TokenLogprob
 from penstock.text.detokenizer import IncrementalDetokenizer
+from penstock.text.output import OutputForm
+from penstock.text.reasoning import ReasoningParser
 from penstock.text.stop import StopStrings
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.tool_calls.parser import CallDelta
+
+IN_REASONING = -1  # in place of where a token begins in the answer
 
 
 @dataclass(slots=True)
@@ -17,36 +24,68 @@ class TextDelta:
     strings are held back. Where there are stop strings, log-probabilities wait for the text of their token, and those
     of tokens that lie wholly in or after the stop string never come."""
 
-    text: str
+    text: str  # content
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] | None = None
     stop_matched: str | int | None = None  # the stop string or stop token id; None for the model's own end token
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A call as far as it has come."""
+
+    id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
 
 class TextStream:
     """Text of one request. After a delta with a finish reason the caller closes the engine's iterator; chunks that
-    still arrive add nothing."""
+    still arrive add nothing. Stop strings are not looked for in the reasoning, which is no part of the answer."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, form: OutputForm | None = None) -> None:
+        form = form or OutputForm(reasoning=params.reasoning)
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, continues=True)
+        self._detokenizer = IncrementalDetokenizer(tokenizer, continues=True, keep=form.markers(tokenizer))
         self._stops = StopStrings(params.stop) if params.stop else None
+        self._reasoning = None if params.reasoning is None else ReasoningParser(params.reasoning)
+        self._tools = form.tool_parser()
+        self._plain = self._stops is None and self._reasoning is None and self._tools is None
         self._parts: list[str] = []
+        self._thoughts: list[str] = []
+        self._new_thoughts = ""  # for the delta in the making
         self._held: deque[tuple[int, TokenLogprob]] = deque()  # where its token begins in the text, before any cut
-        self._decoded = self._shown = 0  # characters
+        self._decoded = self._shown = 0  # characters of the answer, before calls are taken out
+        self.calls: list[ToolCall] = []
         self.output_tokens = 0  # as billed: with the end token, without what came after a stop string
+        self.reasoning_tokens = 0  # of these
         self.finish_reason: FinishReason | None = None
 
     @property
     def text(self) -> str:
         return "".join(self._parts)
 
+    @property
+    def reasoning(self) -> str:
+        return "".join(self._thoughts)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether reasoning is looked for."""
+        return self._reasoning is not None
+
     def push(self, chunk: Chunk) -> TextDelta:
         if self.finish_reason is not None:
             return TextDelta("", [], self.finish_reason)
-        if chunk.finish_reason is None and self._stops is None:  # by far most chunks
+        if chunk.finish_reason is None and self._plain:  # by far most chunks
             text = self._detokenizer.push(chunk.token_ids)
             self.output_tokens += len(chunk.token_ids)
             self._parts.append(text)
@@ -56,13 +95,15 @@ class TextStream:
             delta = self._until_stop(chunk, self._stops, hidden)
         else:  # nothing ends the text before the tokens end
             shown = chunk.token_ids[:-1] if hidden else chunk.token_ids
-            delta = TextDelta(self._detokenizer.push(shown), chunk.token_ids, chunk.finish_reason)
+            delta = TextDelta(self._answer(shown), chunk.token_ids, chunk.finish_reason)
             self.output_tokens += len(chunk.token_ids)
-            delta.text += self._detokenizer.finish()
+            if chunk.finish_reason is not None:
+                delta.text += self._rest_of_answer()
         if hidden and delta.stop_matched is None and chunk.token_ids[-1] in self._params.stop_token_ids:
             delta.stop_matched = chunk.token_ids[-1]
         if chunk.logprobs is not None:
             delta.logprobs = chunk.logprobs if self._stops is None else self._release(delta)
+        self._divide(delta)
         self._parts.append(delta.text)
         self.finish_reason = delta.finish_reason
         return delta
@@ -76,19 +117,59 @@ class TextStream:
         for taken, token_id in enumerate(chunk.token_ids, start=1):
             self.output_tokens += 1
             if chunk.logprobs is not None:
-                self._held.append((self._decoded, chunk.logprobs[taken - 1]))
+                answers = self._reasoning is None or self._reasoning.over
+                self._held.append((self._decoded if answers else IN_REASONING, chunk.logprobs[taken - 1]))
             if not (hidden and taken == len(chunk.token_ids)):
-                text = self._detokenizer.push((token_id,))
+                text = self._answer((token_id,))
                 self._decoded += len(text)
                 parts.append(show(text))
             if stops.matched is not None:
                 return TextDelta("".join(parts), chunk.token_ids[:taken], "stop", stop_matched=stops.matched)
         if chunk.finish_reason is not None:
-            parts.append(show(self._detokenizer.finish()))
+            parts.append(show(self._rest_of_answer()))
             if stops.matched is None:
                 parts.append(stops.finish())
         reason = "stop" if stops.matched is not None else chunk.finish_reason
         return TextDelta("".join(parts), chunk.token_ids, reason, stop_matched=stops.matched)
+
+    def _answer(self, token_ids: Iterable[int]) -> str:
+        """The text of these tokens without the reasoning, which is put aside."""
+        parser = self._reasoning
+        if parser is None or parser.over:
+            return self._detokenizer.push(token_ids)
+        answer = ""
+        for token_id in token_ids:
+            thinks = parser.thinks
+            thought, text = parser.feed(self._detokenizer.push((token_id,)))
+            self.reasoning_tokens += thinks or parser.thinks
+            self._new_thoughts += thought
+            answer += text
+        return answer
+
+    def _rest_of_answer(self) -> str:
+        text = self._detokenizer.finish()
+        if self._reasoning is None:
+            return text
+        (thought, more), (last_thought, last) = self._reasoning.feed(text), self._reasoning.finish()
+        self._new_thoughts += thought + last_thought
+        return more + last
+
+    def _divide(self, delta: TextDelta) -> None:
+        """Put the reasoning into the delta, and the tool calls in its text where they belong."""
+        delta.reasoning, self._new_thoughts = self._new_thoughts, ""
+        self._thoughts.append(delta.reasoning)
+        if self._tools is None:
+            return
+        delta.text, delta.calls = self._tools.feed(delta.text)
+        if self._tools.full:
+            delta.finish_reason = delta.finish_reason or "stop"
+        if delta.finish_reason is not None:
+            text, calls = self._tools.finish()
+            delta.text, delta.calls = delta.text + text, delta.calls + calls
+        for call in delta.calls:
+            if call.id:
+                self.calls.append(ToolCall(call.id, call.name))
+            self.calls[-1].pieces.append(call.arguments)
 
     def _release(self, delta: TextDelta) -> list[TokenLogprob]:
         """Those of tokens whose first character is shown; at the end all, unless a stop string cut the rest off."""

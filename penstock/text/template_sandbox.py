@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any, NoReturn
+from functools import cached_property
+from itertools import product, starmap
+from typing import Any, NamedTuple, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
@@ -39,6 +41,25 @@ RESERVED_NAMES = {
 }
 
 
+class CallShape(NamedTuple):
+    """How a template reads messages with tool calls."""
+
+    long_ids: bool = True  # False: only ids of nine letters and digits
+    text: bool = True  # their content is a string; False: none
+    objects: bool = True  # their arguments are objects; False: JSON text
+
+    def probe(self) -> list[dict[str, Any]]:
+        id = "call_0123456789" if self.long_ids else "a1b2c3d4e"
+        arguments: Any = {"probe_key": "probe value"}
+        function = {"name": "f", "arguments": arguments if self.objects else json.dumps(arguments)}
+        calls = [{"id": id, "type": "function", "function": function}]
+        return [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "" if self.text else None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": id, "content": "b"},
+        ]
+
+
 class TemplateRefusal(TemplateError):
     """The template called `raise_exception`."""
 
@@ -56,6 +77,19 @@ class CompiledTemplate:
         self.knows_developer = "developer" in {node.value for node in tree.find_all(nodes.Const)}
         self.reads_parts = any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
         self.reads_strings = not self.reads_parts or any(test.name in TYPE_TESTS for test in tree.find_all(nodes.Test))
+
+    @cached_property
+    def call_shape(self) -> CallShape:
+        """The first shape whose arguments it writes as they are: not as Python has them, and not quoted twice."""
+        names = {"tools": None, "documents": None, "add_generation_prompt": False, "bos_token": "", "eos_token": ""}
+        for shape in starmap(CallShape, product((True, False), repeat=len(CallShape._fields))):
+            try:
+                text = self.render({**names, "messages": shape.probe()})
+            except Exception:  # a template can raise whatever Python can
+                continue
+            if "probe value" in text and "'probe_key'" not in text and '\\"probe_key' not in text:
+                return shape
+        return CallShape()
 
     def render(self, variables: dict[str, Any]) -> str:
         pieces, size = [], 0

@@ -17,6 +17,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, processors
 
+from penstock.checkpoint.end_tokens import gguf_end_ids
 from penstock.checkpoint.gguf import GGUFFile
 from penstock.checkpoint.source import Checkpoint
 from penstock.core.errors import ContextTooLong, InvalidRequest, StartupError
@@ -104,10 +105,12 @@ class Tokenizer:
 
     def join_bytes(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> bytes:
         """The tokens' bytes one after another; ids without a token (padding of the embedding) have none."""
-        pieces, special = self._bytes, self._special_ids
-        if skip_special_tokens:
-            return b"".join([pieces[i] for i in token_ids if i not in special])
-        return b"".join([pieces[i] for i in token_ids])
+        return self.join_all_but(self._special_ids if skip_special_tokens else frozenset(), token_ids)
+
+    def join_all_but(self, hidden: frozenset[int], token_ids: Iterable[int]) -> bytes:
+        """The bytes of all tokens that are not hidden."""
+        pieces = self._bytes
+        return b"".join([pieces[i] for i in token_ids if i not in hidden])
 
     def save(self, folder: Path) -> None:
         """Write the files from which `load_tokenizer` makes the same tokenizer."""
@@ -118,6 +121,11 @@ class Tokenizer:
                 config[f"{name}_token"] = self._backend.id_to_token(ids[0])
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(self.eos_ids)}))
+
+    def token_id(self, text: str) -> int | None:
+        """The token that the vocabulary spells like this, if there is one."""
+        found: int | None = self._backend.token_to_id(text)
+        return found
 
     def serialized(self) -> str:
         """As the text of a tokenizer.json."""
@@ -130,6 +138,11 @@ class Tokenizer:
     def token_spelling(self, token_id: int) -> str:
         """A token as the vocabulary spells it: `Ġthe`, `▁the`, `<0xE4>`; empty for an id without a token."""
         return self._backend.id_to_token(token_id) or ""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that are part of no text."""
+        return self._special_ids
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
@@ -199,7 +212,7 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 def _from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     backend = gguf_vocabulary.build_backend(metadata)
     bos_id = metadata.get("tokenizer.ggml.bos_token_id")
-    eos_ids = gguf_vocabulary.end_ids(metadata)
+    eos_ids = gguf_end_ids(metadata)
     adds_bos = bos_id is not None and gguf_vocabulary.adds_bos(metadata)
     adds_eos = bool(eos_ids) and bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     _frame(backend, bos_id if adds_bos else None, eos_ids[0] if adds_eos else None)

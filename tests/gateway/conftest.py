@@ -23,7 +23,7 @@ from penstock.gateway.settings import ServerConfig
 from penstock.gateway.tenancy.keys import create_key
 from penstock.gateway.tenancy.tenants import Directory, open_directory
 from penstock.settings import Settings
-from penstock.simulation.scripted_engine import MODEL, Action, ScriptedEngine, says
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL, Action, ScriptedEngine, says
 from penstock.state.open import open_store
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.scripted_server import load_built_in_tokenizer
@@ -67,9 +67,15 @@ class Gateway:
         return httpx.Client(base_url=self.url, timeout=20, headers={"content-type": "application/json"})
 
     def answers(self, *texts: str) -> None:
-        """Choice i says text i, a token a chunk, then the end token."""
+        """Choice i says text i, a token a chunk, then the end token, as often as a request wants that ignores it."""
         scripts = says(self.tokenizer, *texts)
-        self.runs(lambda request: [[i] for i in scripts[min(int(request.id.split("-")[1]), len(scripts) - 1)]])
+        more: list[Action] = [[self.tokenizer.eos_ids[0]]] * MAX_MODEL_LEN
+
+        def script(request: GenerateRequest) -> list[Action]:
+            choice = min(int(request.id.split("-")[1]), len(scripts) - 1)
+            return [*([token] for token in scripts[choice]), *more]
+
+        self.runs(script)
 
     def runs(self, script: Callable[[GenerateRequest], list[Action]]) -> None:
         self.engine.script = script

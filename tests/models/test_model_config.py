@@ -11,6 +11,7 @@ from penstock.checkpoint.gguf import GGUFFile
 from penstock.checkpoint.source import BUILT_IN, Checkpoint, resolve
 from penstock.core.errors import StartupError
 from penstock.models.config import LinearScaling, Llama3Scaling, ModelConfig, YarnScaling, _from_gguf, read_config
+from penstock.text.tokenizer import load_tokenizer
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -119,6 +120,17 @@ def test_layers_with_experts(read: Read) -> None:
 )
 def test_end_tokens_come_from_both_files(read: Read, own: Any, generation: Any, expected: tuple[int, ...]) -> None:
     assert read(generation=generation, eos_token_id=own).eos_ids == expected
+
+
+def test_the_engine_ends_answers_where_the_tokenizer_does(read: Read, tmp_path: Path) -> None:
+    built_in = resolve(BUILT_IN)
+    assert read_config(built_in).eos_ids == load_tokenizer(built_in).eos_ids == (2, 0)
+    config = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert read(eos_token_id=2).eos_ids == (2, 7)
+    for broken in ("{", "[]", '{"eos_token": "x"}', '{"eos_token": 7, "added_tokens_decoder": {"a": {}}}'):
+        (tmp_path / "tokenizer_config.json").write_text(broken)
+        assert read(eos_token_id=2).eos_ids == (2,)
 
 
 def test_recommended_sampling_is_read(read: Read) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,16 +12,23 @@ from penstock.core.errors import InvalidRequest
 from penstock.core.request import RANGES
 from penstock.gateway.api.generation import Choice, Emit
 from penstock.gateway.api.logprobs import chat_logprobs, prompt_logprobs
+from penstock.gateway.api.messages import (
+    ChatDelta,
+    ChatFinishReason,
+    ChatMessage,
+    FunctionDelta,
+    FunctionText,
+    Message,
+    MessageToolCall,
+    ToolCallDelta,
+)
 from penstock.gateway.api.openai_types import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatDelta,
     ChatLogprobs,
-    ChatMessage,
     ChatRequest,
-    Message,
     TokenizeRequest,
     Usage,
 )
@@ -30,9 +37,11 @@ from penstock.gateway.api.semantic import similar_chat
 from penstock.gateway.api.serving import event
 from penstock.gateway.api.slices import shaped
 from penstock.gateway.api.text_generation import TextAnswer, TextEndpoint, TextReader, Wanted
+from penstock.gateway.api.tools import read_form, shown_tools
 from penstock.gateway.errors import require
-from penstock.text.stream import TextDelta
+from penstock.text.stream import TextDelta, TextStream
 from penstock.text.template_sandbox import RESERVED_NAMES
+from penstock.text.tool_calls.parser import CallDelta
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -64,16 +73,17 @@ class ChatReader(TextReader[ChatRequest]):
 
     def prompts(self, asked: ChatRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
         with blamed_on("messages", bounds):
-            ids = tokenize_chat(text, asked, bounds.prompt_tokens)
-            return [Prompt(ids, similar=similar_chat(asked) if semantic else None)]
+            prompt, form = read_form(asked, text, _render(text, asked, shown_tools(asked)))
+            ids = text.tokenizer.encode(prompt, add_special_tokens=False, at_most=bounds.prompt_tokens)
+            return [Prompt(ids, similar=similar_chat(asked) if semantic else None, form=form)]
 
 
-def tokenize_chat(text: ModelText, body: ChatRequest | TokenizeRequest, at_most: int) -> list[int]:
+def tokenize_chat(text: ModelText, body: TokenizeRequest, at_most: int) -> list[int]:
     """Render the conversation and encode it; special tokens come from the template."""
-    return text.tokenizer.encode(_render(text, body), add_special_tokens=False, at_most=at_most)
+    return text.tokenizer.encode(_render(text, body, body.tools), add_special_tokens=False, at_most=at_most)
 
 
-def _render(text: ModelText, body: ChatRequest | TokenizeRequest) -> str:
+def _render(text: ModelText, body: ChatRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> str:
     messages = body.messages or []
     for position, message in enumerate(messages):
         if message.role not in ROLES:
@@ -84,6 +94,8 @@ def _render(text: ModelText, body: ChatRequest | TokenizeRequest) -> str:
         raise InvalidRequest(f"chat_template_kwargs must not set {reserved[0]}", param="chat_template_kwargs")
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
+        if body.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
     continued = bool(body.continue_final_message)
     require(
         not (continued and body.add_generation_prompt),
@@ -91,7 +103,6 @@ def _render(text: ModelText, body: ChatRequest | TokenizeRequest) -> str:
         "must be false with continue_final_message: the last message is itself the beginning of the answer",
     )
     add_prompt = not continued if body.add_generation_prompt is None else body.add_generation_prompt
-    tools = None if isinstance(body, ChatRequest) and body.tool_choice == "none" else body.tools
     tokenizer = text.tokenizer
     rendered = text.template.render(
         msgspec.to_builtins(messages),
@@ -152,9 +163,10 @@ class ChatAnswer(TextAnswer[ChatRequest]):
         if body.logprobs:
             content = await shaped(choice.logprobs, lambda some: chat_logprobs(tokenizer, some, by_id).content)
             logprobs = ChatLogprobs(content)
-        message = ChatMessage("assistant", choice.stream.text)
         token_ids = choice.token_ids if body.return_token_ids else UNSET
-        return ChatChoice(choice.index, message, logprobs, choice.finish_reason, choice.stop_reason, token_ids)
+        return ChatChoice(
+            choice.index, _message(choice.stream), logprobs, _finish_reason(choice), choice.stop_reason, token_ids
+        )
 
     def emitter(self, usage_so_far: Callable[[], Usage | UnsetType | None]) -> Emit:
         body, response = self.body, self.response
@@ -171,13 +183,17 @@ class ChatAnswer(TextAnswer[ChatRequest]):
             if not choice.opened:
                 choice.opened = True
                 prompt = choice.prompt.token_ids if with_ids else UNSET
-                events = one(ChatChunkChoice(index, ChatDelta("assistant", "")), prompt)
+                form = choice.prompt.form
+                content = "" if form is None or form.tools is None else None  # there may be calls only
+                events = one(ChatChunkChoice(index, ChatDelta("assistant", content)), prompt)
             token_ids = delta.token_ids if with_ids else UNSET
-            if delta.text or delta.logprobs or token_ids:
-                logprobs = chat_logprobs(tokenizer, delta.logprobs, by_id) if delta.logprobs else None
-                events += one(ChatChunkChoice(index, ChatDelta(content=delta.text), logprobs, token_ids=token_ids))
+            logprobs = chat_logprobs(tokenizer, delta.logprobs, by_id) if delta.logprobs else None
+            for part in _deltas(delta, always=bool(logprobs or token_ids)):
+                events += one(ChatChunkChoice(index, part, logprobs, token_ids=token_ids))
+                logprobs, token_ids = None, UNSET  # with the first
             if delta.finish_reason is not None:
-                events += one(ChatChunkChoice(index, ChatDelta(), None, delta.finish_reason, delta.stop_matched))
+                reason = _finish_reason(choice)
+                events += one(ChatChunkChoice(index, ChatDelta(), None, reason, delta.stop_matched))
             if events:
                 await response.send_events(events)
 
@@ -185,6 +201,48 @@ class ChatAnswer(TextAnswer[ChatRequest]):
 
     def last_chunk(self, usage: Usage) -> ChatChunk:
         return ChatChunk(self.id, self.created, self.body.model, [], usage, self.tier)
+
+
+def _message(stream: TextStream) -> ChatMessage:
+    calls = [MessageToolCall(call.id, FunctionText(call.name, call.arguments)) for call in stream.calls]
+    content, reasoning = stream.text, stream.reasoning
+    return ChatMessage(
+        "assistant",
+        None if calls and not content else content,
+        reasoning_content=reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def _finish_reason(choice: Choice) -> ChatFinishReason:
+    assert choice.finish_reason is not None
+    return "tool_calls" if choice.stream.calls and choice.finish_reason == "stop" else choice.finish_reason
+
+
+def _deltas(delta: TextDelta, always: bool) -> list[ChatDelta]:
+    """What a chunk adds, each kind in a delta of its own. `always`: at least one, though it may be empty."""
+    deltas = []
+    if delta.reasoning:
+        deltas.append(ChatDelta(reasoning_content=delta.reasoning))
+    if delta.text:
+        deltas.append(ChatDelta(content=delta.text))
+    if delta.calls:
+        deltas.append(ChatDelta(tool_calls=_call_deltas(delta.calls)))
+    return deltas or [ChatDelta()] * always
+
+
+def _call_deltas(calls: Sequence[CallDelta]) -> list[ToolCallDelta]:
+    """One for each call that got longer."""
+    deltas: list[ToolCallDelta] = []
+    for call in calls:
+        if call.id:
+            function = FunctionDelta(call.arguments, call.name)
+            deltas.append(ToolCallDelta(call.index, function, call.id, "function"))
+        elif deltas:
+            deltas[-1].function.arguments += call.arguments
+        else:
+            deltas.append(ToolCallDelta(call.index, FunctionDelta(call.arguments)))
+    return deltas
 
 
 class ChatCompletions(TextEndpoint[ChatRequest]):

@@ -27,7 +27,7 @@ from penstock.core.request import (
 from penstock.gateway.api.cache_control import NAME as CACHE
 from penstock.gateway.api.cache_control import cache_control, cache_header
 from penstock.gateway.api.context import Context
-from penstock.gateway.api.openai_types import PromptTokensDetails, SamplingFields, Usage
+from penstock.gateway.api.openai_types import CompletionTokensDetails, PromptTokensDetails, SamplingFields, Usage
 from penstock.gateway.api.reading import Prompt
 from penstock.gateway.api.slices import SLICE, slices
 from penstock.gateway.api.trial import Escalated, Trial
@@ -127,7 +127,7 @@ async def build_choices(
                 weight=tenant.weight,
                 cache=cache,
             )
-            stream = TextStream(tokenizer, params)
+            stream = TextStream(tokenizer, params, prompt.form)
             choices.append(Choice(len(choices), prompt, wanted, stream, number == 0, prompt_only))
     return choices
 
@@ -284,7 +284,11 @@ class Generation:
     def usage(self) -> Usage:
         prompt_tokens, cached, outputs = _count(self.choices)
         output_tokens = sum(outputs)
-        return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached))
+        usage = Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached))
+        if self.choices[0].stream.reasons:
+            reasoning_tokens = sum(choice.stream.reasoning_tokens for choice in self.choices)
+            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
+        return usage
 
     def usage_in_chunks(self, body: SamplingFields) -> Callable[[], Usage | UnsetType | None]:
         """What each chunk of a stream says of usage: nothing, null when it comes at the end, or what it is so far."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from penstock.core.request import MAX_STOP_STRINGS, FinishReason
+from penstock.gateway.api.messages import ChatDelta, ChatFinishReason, ChatMessage, Message
 from penstock.observability.account import Account
 
 Ignored: TypeAlias = Any
@@ -35,7 +36,6 @@ SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "web_search_options": ((), "is not supported"),
     "suffix": ((), "is not supported"),
     "modalities": (([], ["text"]), 'must be ["text"]: other outputs are not supported'),
-    "tool_choice": (("none", "auto"), 'must be "none" or "auto": a call cannot be forced'),
     "skip_special_tokens": ((True,), "must be true: special tokens are not part of the text"),
     "include_stop_str_in_output": ((False,), "must be false: the text ends before the stop string"),
     "use_beam_search": ((False,), "must be false: beam search is not supported"),
@@ -73,33 +73,6 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
-
-
-class ContentPart(Struct, omit_defaults=True):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class FunctionCall(Struct):
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-
-class ToolCall(Struct, omit_defaults=True):
-    function: FunctionCall
-    id: str | None = None
-    type: str | None = "function"
-
-
-class Message(Struct, kw_only=True, omit_defaults=True):
-    role: str
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: str | None = None
 
 
 class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -145,7 +118,6 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
     guided_decoding_backend: Ignored = None
     metadata: Ignored = None
-    parallel_tool_calls: Ignored = None
     prediction: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
@@ -163,6 +135,8 @@ class ChatRequest(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None  # false: one call at most
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -173,7 +147,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     function_call: Limited = None
     modalities: Limited = None
     moderation: Limited = None
-    tool_choice: Limited = None
     web_search_options: Limited = None
 
 
@@ -216,11 +189,16 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models that reason
     ledger: Account | UnsetType = UNSET  # when the request asks for it
 
 
@@ -260,17 +238,11 @@ PromptLogprobs: TypeAlias = list[dict[int, PromptTokenLogprob] | None]
 StopReason: TypeAlias = str | int | None  # the stop string or stop token that ended it
 
 
-class ChatMessage(Struct):
-    role: str
-    content: str
-    refusal: None = None
-
-
 class ChatChoice(Struct):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: StopReason
     token_ids: TokenIds | UnsetType = UNSET
 
@@ -287,16 +259,11 @@ class ChatCompletion(Struct, kw_only=True):
     service_tier: str | UnsetType = UNSET
 
 
-class ChatDelta(Struct, omit_defaults=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-
-
 class ChatChunkChoice(Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: StopReason | UnsetType = UNSET
     token_ids: TokenIds | UnsetType = UNSET
 
@@ -350,6 +317,8 @@ class ModelCard(Struct):
     max_model_len: int
     sampling_defaults: dict[str, float]  # of requests that do not say
     classes: dict[str, ClassCard]
+    tool_parser: str | None  # the format of its tool calls, and of its reasoning
+    reasoning_parser: str | None
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 

@@ -15,7 +15,8 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -23,7 +24,10 @@ from penstock.core.errors import ContextTooLong, InvalidRequest, NotFound, Penst
 from penstock.core.request import SimilarPrompt
 from penstock.gateway.api.decoding import decode_json
 from penstock.text.chat_template import ChatTemplate
+from penstock.text.output import OutputForm
+from penstock.text.reasoning import ReasoningFormatName, find_reasoning
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.tool_calls.formats import ToolFormatName, find_format
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -45,18 +49,40 @@ class Prompt:
     token_ids: list[int]
     text: str | None = None  # as the client sent it, where the answer repeats it
     similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
+    form: OutputForm | None = None  # how to read the answer to a chat; None: as text
 
 
 class ModelText:
-    """What makes tokens of the requests for one model."""
+    """What makes tokens of the requests for one model, and how its answers are read."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tool_parser: ToolFormatName | Literal["auto", "none"] = "auto",
+        reasoning_parser: ReasoningFormatName | Literal["auto", "none"] = "auto",
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer.chat_template)
+        self._parsers = (tool_parser, reasoning_parser)
+
+    @cached_property
+    def tools(self) -> ToolFormatName | None:
+        """The format of its tool calls. None: it is not known, and calls are text like any other."""
+        parser, source = self._parsers[0], self.tokenizer.chat_template
+        if parser == "auto":
+            return None if source is None else find_format(source, self.template.knows_tools)
+        return None if parser == "none" else parser
+
+    @cached_property
+    def reasoning(self) -> ReasoningFormatName | None:
+        parser = self._parsers[1]
+        if parser == "auto":
+            return find_reasoning(self.tokenizer.chat_template or "")
+        return None if parser == "none" else parser
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To be sent to another process."""
-        return ModelText, (self.tokenizer,)
+        return ModelText, (self.tokenizer, *self._parsers)
 
 
 class Bounds(NamedTuple):

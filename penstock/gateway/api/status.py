@@ -33,7 +33,8 @@ class StatusEndpoints:
             objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.itl))
             for objective in model.objectives.all().values()
         }
-        return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes)
+        text = model.text
+        return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes, text.tools, text.reasoning)
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
         cards = [self._card(name) for name in self.serving.models.names(tenant)]

@@ -158,7 +158,10 @@ class TextEndpoint(ABC, Generic[B]):
             if position % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
             kept = self._cut(info, tenant, body, wanted, prompt)
-            prompts.append((kept, self._params(info, tenant, body, wanted, kept)))
+            params = self._params(info, tenant, body, wanted, kept)
+            if kept.form is not None:
+                params = kept.form.constrain(params, context.model.text.tokenizer)
+            prompts.append((kept, params))
         return await build_choices(request, context, body, prompts, prompt_only=wanted.prompt_only)
 
     def _shadowed(self, answer: Answer, incoming: Incoming, name: str) -> Answer:

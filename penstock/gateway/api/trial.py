@@ -80,4 +80,6 @@ def _joined(first: TextDelta, second: TextDelta) -> TextDelta:
         second.finish_reason,
         logprobs,
         second.stop_matched,
+        first.reasoning + second.reasoning,
+        [*first.calls, *second.calls],
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -163,6 +164,53 @@ def test_tools_change_the_prompt(client: openai.OpenAI) -> None:
     assert without is not None
     assert with_tools is not None
     assert with_tools.prompt_tokens > without.prompt_tokens + 20
+
+
+class GetWeather(pydantic.BaseModel):
+    """Weather of a city."""
+
+    city: str = pydantic.Field(max_length=12)
+    when: Literal["today", "tomorrow"]
+
+
+class GetTime(pydantic.BaseModel):
+    """Time of day."""
+
+
+@pytest.mark.parametrize("choice", ["required", "GetWeather"])
+def test_calls_that_are_asked_for_come_and_match(client: openai.OpenAI, choice: str) -> None:
+    """From a model that does not know what a tool is: whole, streamed, and from the answers that the server keeps."""
+    pytest.importorskip("llguidance")
+    named = {"type": "function", "function": {"name": choice}}
+    fields: Any = {
+        **GREEDY,
+        "max_tokens": 200,
+        "tools": [openai.pydantic_function_tool(GetTime), openai.pydantic_function_tool(GetWeather)],
+        "tool_choice": choice if choice == "required" else named,
+        "parallel_tool_calls": False,
+    }
+    whole = client.chat.completions.parse(**fields)
+    with client.chat.completions.stream(**fields) as stream:
+        pieces = [event for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        streamed = stream.get_final_completion()
+    kept = [client.chat.completions.parse(**fields, extra_headers={"Cache-Control": "max-age=60"}) for _ in range(2)]
+    found = []
+    for answer in (whole, streamed, *kept):
+        (call,) = answer.choices[0].message.tool_calls or []
+        assert (answer.choices[0].finish_reason, answer.choices[0].message.content) == ("tool_calls", None)
+        found.append((call.function.name, call.function.arguments))
+        kinds = (GetTime, GetWeather) if choice == "required" else GetWeather
+        assert isinstance(call.function.parsed_arguments, kinds)
+    assert len(set(found)) == 1
+    assert pieces
+
+
+def test_a_strict_function_leaves_text_free(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    tools = [openai.pydantic_function_tool(GetWeather)]
+    text = greedy(client, tools=tools).choices[0].message.content
+    assert text
+    assert "<tool_call>" not in text
 
 
 def test_context_overflow_is_refused(client: openai.OpenAI) -> None:

@@ -1,0 +1,135 @@
+"""`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5.
+
+Values are bare text; the function's schema says which of them are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.text.tool_calls.grammar import CallGrammar, Spell, any_of, arguments_schema, json_rule, literal
+from penstock.text.tool_calls.parser import Function, State, ToolParser, possible_beginning
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+LONGEST_NAME = 256
+
+
+class QwenCoderParser(ToolParser):
+    markers = (OPEN, CLOSE)
+    _closes = False
+    _skipped = ""
+
+    def _first_state(self) -> State:
+        return self._in_text
+
+    def _in_text(self) -> bool:
+        """Some models leave out the outer tag."""
+        found = self._say_until(*((OPEN, FUNCTION, CLOSE) if self._closes else (OPEN, FUNCTION)))
+        self._closes = self._closes and found is None
+        if found == OPEN:
+            self._skipped = OPEN
+            return self._go(self._before_function)
+        if found == FUNCTION:
+            self._skipped = FUNCTION
+            return self._go(self._in_name)
+        return found is not None
+
+    def _before_function(self) -> bool:
+        self._skipped += self._skip_space()
+        follows = self._starts_with(FUNCTION)
+        if follows is None:
+            return False
+        if not follows:
+            self._say(self._skipped)
+            return self._go(self._in_text)
+        self._skipped += self._take(len(FUNCTION))
+        return self._go(self._in_name)
+
+    def _in_name(self) -> bool:
+        end = self._text.find(">")
+        if end < 0 and len(self._text) <= LONGEST_NAME and "<" not in self._text:
+            return False
+        name = self._text[:end].strip() if end >= 0 else ""
+        if not name or "<" in name:
+            self._say(self._skipped)
+            return self._go(self._in_text)
+        self._take(end + 1)
+        self._begin(name)
+        self._add("{")
+        self._keys: list[str] = []
+        self._types = arguments_schema(self.functions[name]).get("properties", {}) if name in self.functions else {}
+        return self._go(self._in_parameters)
+
+    def _in_parameters(self) -> bool:
+        self._skip_space()
+        if self._starts_with(PARAMETER):
+            end = self._text.find(PARAMETER_END)
+            if end < 0:
+                return False
+            whole = self._take(end + len(PARAMETER_END))
+            self._add(self._argument(whole[len(PARAMETER) : -len(PARAMETER_END)]))
+            return True
+        if self._starts_with(PARAMETER) is None or self._starts_with(FUNCTION_END) is None:
+            return False
+        if self._starts_with(FUNCTION_END):
+            self._take(len(FUNCTION_END))
+        self._add("}")
+        self._closes = True
+        return self._go(self._in_text)
+
+    def _argument(self, parameter: str) -> str:
+        key, _, value = parameter.partition(">")
+        value = value.removeprefix("\n").removesuffix("\n")
+        before = ", " if self._keys else ""
+        self._keys.append(key)
+        return f"{before}{json.dumps(key)}: {_as_json(value, self._types.get(key))}"
+
+    def _end(self) -> None:
+        """The text of a call that was cut off stays a beginning of JSON."""
+        if self._state in (self._before_function, self._in_name):
+            self._say(self._skipped)
+        elif self._state == self._in_parameters:
+            rest = self._take(len(self._text) - possible_beginning(self._text, (f"\n{PARAMETER_END}",)))
+            self._text = ""
+            if rest.startswith(PARAMETER) and ">" in rest:
+                self._add(self._argument(rest.removeprefix(PARAMETER)).removesuffix('"'))
+
+
+def _as_json(value: str, schema: Any) -> str:
+    if isinstance(schema, dict) and schema.get("type") != "string":
+        try:
+            return json.dumps(json.loads(value), ensure_ascii=False)
+        except ValueError:
+            pass
+    return json.dumps(value, ensure_ascii=False)
+
+
+def grammar(functions: Sequence[Function], spell: Spell, one: bool) -> CallGrammar:
+    rules: list[str] = []
+    for number, function in enumerate(functions):
+        schema = arguments_schema(function)
+        properties, required = schema.get("properties") or {}, schema.get("required") or []
+        shared: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        parameters = []
+        for place, (key, kind) in enumerate(properties.items()):
+            name = f"p{number}-{place}"
+            parameters.append(name if key in required else f"{name}?")
+            rules.append(f"{name}: {literal(f'{PARAMETER}{key}>{chr(10)}')} {_value(name, kind, shared, rules)}")
+        head, end = literal(f"\n{FUNCTION}{function.name}>\n"), literal(f"{FUNCTION_END}\n")
+        rules.append(f"call{number}: {head} {' '.join(parameters)} {end} {spell(CLOSE)}")
+    return CallGrammar(OPEN, any_of("call", functions), literal("\n"), "\n".join(rules))
+
+
+def _value(name: str, kind: Any, shared: dict[str, Any], rules: list[str]) -> str:
+    """Any text where the schema has a bare string, JSON otherwise, to the end of the parameter."""
+    end = f"\n{PARAMETER_END}\n"
+    if not isinstance(kind, dict) or kind.get("type") != "string":
+        return f"{json_rule({**shared, **kind} if isinstance(kind, dict) else {})} {literal(end)}"
+    if all(isinstance(choice, str) for choice in kind.get("enum", [None])):
+        return f"({' | '.join(map(literal, kind['enum']))}) {literal(end)}"
+    rules.append(f"{name}-text[suffix={literal(end)}]: /(.|\\n)*/")
+    return f"{name}-text"
