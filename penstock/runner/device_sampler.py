@@ -17,7 +17,7 @@ from penstock.core.request import TokenLogprob
 from penstock.engine.executor import TokenMask
 from penstock.kernels.triton.sampling import MOST_ALTERNATIVES, Sampled, SamplingInputs, sample, sampling_scratch
 from penstock.runner.device_rows import DeviceRows
-from penstock.runner.transfer import to_device, to_host
+from penstock.runner.transfer import to_host
 
 
 class SampledScores:
@@ -59,6 +59,7 @@ class DeviceSampler:
         )
         self._scratch = sampling_scratch(most, vocab, device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def run(self, size: int) -> None:
         """Sample for the first `size` sequences, a graph bucket, where rows ask for more than the greedy token."""
@@ -68,7 +69,14 @@ class DeviceSampler:
             self._sample(size)
 
     def set_masks(self, masks: Sequence[TokenMask]) -> None:
-        self._masks[: len(masks)] = to_device(np.stack(masks), self._masks.device)
+        """Call it once the step before has been collected: the copy overlaps the forward pass of the step under way."""
+        packed, into = torch.from_numpy(np.stack(masks)), self._masks[: len(masks)]
+        if self._copying is None:
+            into.copy_(packed)
+            return
+        with torch.cuda.stream(self._copying):
+            into.copy_(packed.pin_memory(), non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._copying)
 
     def scores(self, count: int) -> SampledScores:
         return SampledScores(self._sampled, count)
