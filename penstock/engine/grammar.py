@@ -172,7 +172,7 @@ class Masks:
             self._grammars.fill([matcher for _, matcher in asked], self._buffer)
         for sequence, matcher in asked:
             if problem := matcher.error:
-                grammar = sequence.request.params.grammar
-                error = InvalidRequest(f"the output cannot go on: {problem}", param=grammar and grammar.param)
-                failures.append((sequence.request.id, error))
+                request = sequence.request
+                param = request.params.grammar.param if request.params.grammar is not None else None
+                failures.append((request.id, InvalidRequest(f"the output cannot go on: {problem}", param=param)))
         return masks, failures
