@@ -58,7 +58,7 @@ def percentiles(seconds: list[float]) -> str:
 
 
 def valid(count: int, max_tokens: int) -> None:
-    llm = LLM(kv_memory_gib=0.012, max_model_len=256, max_seqs=BATCH + FREE)
+    llm = LLM(kv_memory_gib=0.006, max_model_len=256, max_seqs=BATCH + FREE)
     loop = llm.engine._loop
     timed = loop.grammars = TimedGrammars(llm)
     assert loop._masks is not None

@@ -66,7 +66,7 @@ class LLM:
         self._template = ChatTemplate(self.tokenizer.chat_template)
         config = EngineConfig(**{"max_waiting": sys.maxsize, **engine})  # a library's caller may queue at will
         scheduler, executor, info = start(model, config, LoadProgress(sys.stderr))
-        grammars = grammars_of(scheduler.limits, executor, model, self.tokenizer)
+        grammars = grammars_of(scheduler.limits, model, self.tokenizer)
         self.engine = LocalEngine(scheduler, executor, info, grammars)
 
     @property

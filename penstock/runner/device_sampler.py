@@ -59,7 +59,9 @@ class DeviceSampler:
         )
         self._scratch = sampling_scratch(most, vocab, device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._staged = torch.empty_like(self._masks, device="cpu", pin_memory=on_gpu)  # masks on their way
+        self._copying = torch.cuda.Stream(device) if on_gpu else None
 
     def run(self, size: int) -> None:
         """Sample for the first `size` sequences, a graph bucket, where rows ask for more than the greedy token."""
@@ -69,14 +71,13 @@ class DeviceSampler:
             self._sample(size)
 
     def set_masks(self, masks: Sequence[TokenMask]) -> None:
-        """Call it once the step before has been collected: the copy overlaps the forward pass of the step under way."""
-        packed, into = torch.from_numpy(np.stack(masks)), self._masks[: len(masks)]
-        if self._copying is None:
-            into.copy_(packed)
-            return
-        with torch.cuda.stream(self._copying):
-            into.copy_(packed.pin_memory(), non_blocking=True)
-        torch.cuda.current_stream().wait_stream(self._copying)
+        """Call it once the step before has been collected, which has read the masks before these. The copy overlaps the
+        forward pass of the step under way."""
+        np.stack(masks, out=self._staged.numpy()[: len(masks)])
+        with torch.cuda.stream(self._copying):  # None: of a CPU, which has none
+            self._masks[: len(masks)].copy_(self._staged[: len(masks)], non_blocking=True)
+        if self._copying is not None:
+            torch.cuda.current_stream().wait_stream(self._copying)
 
     def scores(self, count: int) -> SampledScores:
         return SampledScores(self._sampled, count)
