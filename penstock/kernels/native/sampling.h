@@ -91,41 +91,38 @@ PENSTOCK_INLINE f32x16 logits_at(const float* logits, int n, int i) {
     return load<f32x16>(some);
 }
 
-// Largest of each block; returns the largest of all. Maxima are padded to whole vectors.
-static float block_maxima(const float* logits, int n, float* maxima) {
-    f32x16 peak = splat(-__builtin_inff());
-    for (int first = 0; first < n; first += 16 * SAMPLING_BLOCK) {
-        float tops[16];
-        for (int b = 0; b < 16; b++) {
-            const int i = first + b * SAMPLING_BLOCK;
-            tops[b] = maximum(vmax(logits_at(logits, n, i), logits_at(logits, n, i + 16)));
-        }
-        const f32x16 found = load<f32x16>(tops);
-        store(maxima + first / SAMPLING_BLOCK, found);
-        peak = vmax(peak, found);
-    }
-    return maximum(peak);
+PENSTOCK_INLINE float block_maximum(const float* logits, int n, int i) {
+    return maximum(vmax(logits_at(logits, n, i), logits_at(logits, n, i + 16)));
 }
 
-// -inf for tokens whose bit is not set.
-static void mask_logits(float* logits, int n, const int32_t* mask) {
-    const f32x16 nothing = splat(-__builtin_inff());
+// The largest of each block.
+static void block_maxima(const float* logits, int n, float* maxima) {
+    for (int i = 0; i < n; i += SAMPLING_BLOCK) maxima[i / SAMPLING_BLOCK] = block_maximum(logits, n, i);
+}
+
+// Tokens whose bit is not set get -inf, except in blocks without any: there only the maximum gets it, which is enough.
+static void mask_logits(float* logits, int n, const int32_t* mask, float* maxima) {
     alignas(64) static constexpr int32_t BITS[32] = {
         1 << 0,  1 << 1,  1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,  1 << 8,  1 << 9,  1 << 10,
         1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20, 1 << 21,
         1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30, int32_t(1u << 31)};
-    for (int i = 0; i < n; i += 32) {
-        const int32_t word = mask[i / 32];
+    const f32x16 nothing = splat(-__builtin_inff());
+    for (int i = 0; i < n; i += SAMPLING_BLOCK) {
+        const int32_t word = mask[i / SAMPLING_BLOCK];
         if (word == -1) continue;
-        if (i + 32 > n) {
-            for (int j = i; j < n; j++)
-                if (!(uint32_t(word) >> (j - i) & 1)) logits[j] = -__builtin_inff();
-            return;
+        float& largest = maxima[i / SAMPLING_BLOCK];
+        if (word == 0) {
+            largest = -__builtin_inff();
+            continue;
         }
         for (int half = 0; half < 32; half += 16) {
-            const i32x16 allowed = (load<i32x16>(BITS + half) & word) == 0;
-            store(logits + i + half, select(allowed, nothing, load<f32x16>(logits + i + half)));
+            const i32x16 forbidden = (load<i32x16>(BITS + half) & word) == 0;
+            const f32x16 left = select(forbidden, nothing, logits_at(logits, n, i + half));
+            float some[16];
+            store(some, left);
+            for (int j = 0; j < 16 && i + half + j < n; j++) logits[i + half + j] = some[j];
         }
+        largest = block_maximum(logits, n, i);
     }
 }
 
