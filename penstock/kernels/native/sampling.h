@@ -62,20 +62,29 @@ PENSTOCK_INLINE V interleave(V a, V b) {
     }
 }
 
+// The keys of the ten rounds of Philox.
+struct Keys {
+    uint64_t first[10], second[10];
+    explicit Keys(uint64_t seed) {
+        uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
+        for (int round = 0; round < 10; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u)
+            first[round] = key0, second[round] = key1;
+    }
+};
+
 // u of tokens 32 g … 32 g + 31.
-PENSTOCK_INLINE void uniform_of(uint64_t seed, uint32_t position, int g, f32x16 (&uniform)[2]) {
+PENSTOCK_INLINE void uniform_of(const Keys& keys, uint32_t position, int g, f32x16 (&uniform)[2]) {
     alignas(64) static constexpr uint64_t NUMBERS[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    u64x8 c0 = load<u64x8>(NUMBERS) + uint64_t(8 * g), c1 = u64x8{} + uint64_t(position), c2 = {}, c3 = {};
-    uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; round++) {  // only the lower halves of the lanes matter until the end
+    // The first round, whose last two words are 0. Only the lower halves of the lanes matter until the end.
+    const u64x8 product = multiply_low(load<u64x8>(NUMBERS) + uint64_t(8 * g), 0xD2511F53u);
+    u64x8 c0 = u64x8{} + (uint64_t(position) ^ keys.first[0]), c1 = {}, c2 = (product >> 32) ^ keys.second[0], c3 = product;
+#pragma GCC unroll 9
+    for (int round = 1; round < 10; round++) {
         const u64x8 product0 = multiply_low(c0, 0xD2511F53u), product1 = multiply_low(c2, 0xCD9E8D57u);
-        c0 = (product1 >> 32) ^ c1 ^ uint64_t(key0);
+        c0 = (product1 >> 32) ^ c1 ^ keys.first[round];
         c1 = product1;
-        c2 = (product0 >> 32) ^ c3 ^ uint64_t(key1);
+        c2 = (product0 >> 32) ^ c3 ^ keys.second[round];
         c3 = product0;
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
     }
     const u64x8 first = (c0 & 0xffffffffu) | c1 << 32, second = (c2 & 0xffffffffu) | c3 << 32;
     const u64x8 words[2] = {interleave<false>(first, second), interleave<true>(first, second)};
@@ -178,6 +187,8 @@ static Masses masses(const float* logits, const float* maxima, int n, float low,
 static int32_t draw(const float* logits, const float* maxima, int n, float limit, float temperature, uint64_t seed,
                     uint32_t position) {
     constexpr float LOG2_E = 1.44269504f, ERROR = 1e-5f;  // far more than that of exp2
+    constexpr float LARGEST = 24.1f;                      // more than any noise, in powers of two
+    const Keys keys(seed);
     const i32x16 lanes = lane_numbers();
     const f32x16 nothing = splat(-__builtin_inff());
     f32x16 best = nothing;
@@ -189,13 +200,13 @@ static int32_t draw(const float* logits, const float* maxima, int n, float limit
         if (const float reached = maximum(best); reached > -__builtin_inff()) {
             const f32x16 ahead = (tops / temperature - reached) * LOG2_E;
             const f32x16 bounded = select(ahead > 30.f, splat(30.f), ahead);
-            store(needed, exp2(exp2(bounded) * -LOG2_E) - ERROR);
+            store(needed, select(ahead < -LARGEST, splat(1.f), exp2(exp2(bounded) * -LOG2_E) - ERROR));
         }
         for (int b = 0; b < 16; b++) {
-            if (!(tops[b] > limit)) continue;
+            if (!(tops[b] > limit) || needed[b] == 1.f) continue;
             const int block = first / SAMPLING_BLOCK + b;
             f32x16 uniform[2];
-            uniform_of(seed, position, block, uniform);
+            uniform_of(keys, position, block, uniform);
             if (!any_above(vmax(uniform[0], uniform[1]), needed[b])) continue;
             for (int half = 0; half < 2; half++) {
                 const int i = block * SAMPLING_BLOCK + 16 * half;
