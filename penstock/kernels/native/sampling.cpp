@@ -33,7 +33,11 @@ struct Row {
     float peak;
 
     Row(const Kernels& kernels, const float* logits, int n, const std::vector<float>& maxima)
-        : kernels(kernels), logits(logits), n(n), maxima(maxima.data()), peak(*std::max_element(maxima.begin(), maxima.end())) {}
+        : kernels(kernels),
+          logits(logits),
+          n(n),
+          maxima(maxima.data()),
+          peak(*std::max_element(maxima.begin(), maxima.end())) {}
 
     int32_t argmax() const {
         if (!(peak > -INFINITY)) return 0;

@@ -1,5 +1,6 @@
-// The vector part of sampling: passes over a row of logits. The noise of a token is word token % 4 of Philox4x32-10 with the seed as key and
-// (token / 4, position, 0, 0) as counter; word x gives u = (x / 512 + 0.5) / 2^23 and the noise -log(-log(u)).
+// The vector part of sampling: passes over a row of logits. The noise of a token is word token % 4 of Philox4x32-10 with
+// the seed as key and (token / 4, position, 0, 0) as counter; word x gives u = (x / 512 + 0.5) / 2^23 and the noise
+// -log(-log(u)).
 #pragma once
 
 #include "kernels.h"
@@ -135,8 +136,7 @@ static void mask_logits(float* logits, int n, const int32_t* mask, float* maxima
     }
 }
 
-// Calls use(i, 16 logits) for the logits from i on, of blocks that have one above the limit. After each 16 blocks it asks
-// whether to go on.
+// Calls use(16 logits) for blocks that have one above the limit. After each 16 blocks it asks whether to go on.
 template <class Use, class More>
 PENSTOCK_INLINE void above(const float* logits, const float* maxima, int n, float limit, Use use, More more) {
     for (int first = 0; first < n; first += 16 * SAMPLING_BLOCK) {
