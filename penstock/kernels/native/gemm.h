@@ -95,6 +95,13 @@ PENSTOCK_INLINE Ahead look_ahead(const Matrix& w, int panel, int count, int tile
     return {here + w.panel_bytes() + w.panel_bytes() * tile / tiles, size_t(128 / tiles)};
 }
 
+// Logits are written to memory that the weights have driven out of the caches: ask for it while the tile computes.
+PENSTOCK_INLINE void request_outputs(const Output& out, int begin, int end, int panel, int count) {
+    for (int row = begin; row < end; row++)
+        for (int i = 0; i < count * PANEL; i += 16)
+            __builtin_prefetch(out.data + row * out.stride + panel * PANEL + i, 1, 3);
+}
+
 template <class Tile>
 static void run_panels(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out) {
     const int height = rows.end - rows.begin, tiles = (height + Tile::ROWS - 1) / Tile::ROWS;
@@ -103,6 +110,7 @@ static void run_panels(const Matrix& w, const Activations& x, Range rows, Range 
         const int panel = panels.begin + width * i / runs, count = panels.begin + width * (i + 1) / runs - panel;
         for (int t = 0; t < tiles; t++) {  // tiles of nearly equal height: 13 rows are 7 + 6, not 12 + 1
             const int begin = height * t / tiles, end = height * (t + 1) / tiles;
+            if (out.epilogue == PEAKS && out.data) request_outputs(out, rows.begin + begin, rows.begin + end, panel, count);
             run_tile<Tile, Tile::ROWS, side_by_side(Tile::ROWS)>(end - begin, count, w, panel, x, rows.begin + begin,
                                                                  out, look_ahead(w, panel, count, t, tiles));
         }

@@ -128,7 +128,7 @@ struct AttentionBuffers {
     int32_t heads;
 };
 
-constexpr int SAMPLING_BLOCK = 32;  // logits of which sampling knows the largest; one word of a token mask
+constexpr int SAMPLING_BLOCK = PANEL;  // logits of which sampling knows the largest; one word of a token mask
 
 struct Masses {
     double above_low, above_high;
@@ -147,8 +147,8 @@ struct Kernels {
     void (*merge_partials)(const float* partials, int count, int heads, int head_dim, float* out);
     float (*dot_bf16)(const float* x, const uint16_t* w, int width);
     // Of n logits and the largest of each block of them, in sampling.h.
-    float (*block_maxima)(const float* logits, int n, float* maxima);
-    void (*mask_logits)(float* logits, int n, const int32_t* mask);
+    void (*block_maxima)(const float* logits, int n, float* maxima);
+    void (*mask_logits)(float* logits, int n, const int32_t* mask, float* maxima);
     int (*count_above)(const float* logits, const float* maxima, int n, float limit, int enough);
     Masses (*masses)(const float* logits, const float* maxima, int n, float low, float high, float peak, float scale);
     int32_t (*draw)(const float* logits, const float* maxima, int n, float limit, float temperature, uint64_t seed,

@@ -256,8 +256,10 @@ std::string Model::forward(const Step& step) {
     row_logits_.resize(size_t(pool_.size()) * spec_.vocab);
     sampling_scratch_.resize(pool_.size());
     Step computed = step;
+    logits_stride_ = spec_.vocab;
     if (!step.logits && needs_logits(step)) {
-        const size_t bytes = size_t(step.num_logits) * spec_.vocab * sizeof(float);
+        logits_stride_ = operand_stride(spec_.vocab);
+        const size_t bytes = step.num_logits * logits_stride_ * sizeof(float);
         if (bytes > logits_.size()) logits_ = Region(bytes);
         computed.logits = reinterpret_cast<float*>(logits_.data());
     }
@@ -316,15 +318,19 @@ void Model::run(const Step& step, int thread) {
             quantize(mlp_, to, spec_.intermediate, spec_.mlp_transform);
         });
     }
-    multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, size_t(spec_.vocab), peaks_.data()}, thread, number,
+    multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, logits_stride_, peaks_.data()}, thread, number,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
     phase(number, step.num_logits, [&](int row) {
         const int token = step.logit_rows[row];
         int32_t& sampled = step.sampled[row] = choose(step, row, thread);
         if (step.sampling && step.logits) {
-            float* logits = step.logits + size_t(row) * spec_.vocab;
-            const int position = batch_.positions[token] + 1;
-            const Choice choice{logits, sampled, position, step.target(row), step.mask(row), step.scores + row};
+            const Choice choice{step.logits + row * logits_stride_,
+                                peaks_.data() + size_t(row) * head_.num_panels(),
+                                sampled,
+                                batch_.positions[token] + 1,
+                                step.target(row),
+                                step.mask(row),
+                                step.scores + row};
             sampled = sample_row(choice, step.sampling->rows[batch_.rows[token]], thread);
         }
         if (batch_.last_of[token] >= 0) step.last_tokens[batch_.last_of[token]] = sampled;
@@ -333,13 +339,13 @@ void Model::run(const Step& step, int thread) {
 
 // The token of a row's largest logit. Where an output projection in int8 is the embedding, which exists in bfloat16 too,
 // logits near the largest are computed again from that. Logits that were not stored are computed once more, panel by
-// panel: which tokens count as near depends on neither.
+// panel: which tokens count as near depends on neither. Peaks are those of the stored logits in the end.
 int Model::choose(const Step& step, int row, int thread) {
     const bool again = spec_.tied && head_.scheme != BF16;
     const int panels = head_.num_panels(), token = step.logit_rows[row];
-    const float* peaks = peaks_.data() + size_t(row) * panels;
+    float* peaks = peaks_.data() + size_t(row) * panels;
     const float limit = *std::max_element(peaks, peaks + panels) - (again ? NEAR : 0.f);
-    float* logits = step.logits ? step.logits + size_t(row) * spec_.vocab : row_logits_.data() + size_t(thread) * spec_.vocab;
+    float* logits = step.logits ? step.logits + row * logits_stride_ : row_logits_.data() + size_t(thread) * spec_.vocab;
     float *normed = hidden_.f + row * hidden_.stride, best = -INFINITY;
     if (!step.logits) normalize(final_norm_, head_.scheme, token, row);
     if (again) kernels_->rms_norm(x_ + token * hidden_stride_, exact_norm_, spec_.norm_eps, spec_.hidden, normed);
@@ -352,6 +358,8 @@ int Model::choose(const Step& step, int row, int thread) {
             if (again) logits[i] = kernels_->dot_bf16(normed, embedding_ + size_t(i) * spec_.hidden, spec_.hidden);
             if (logits[i] > best) best = logits[i], chosen = i;
         }
+        if (again && step.logits)
+            peaks[panel] = *std::max_element(logits + panel * PANEL, logits + std::min(spec_.vocab, (panel + 1) * PANEL));
     }
     return chosen;
 }
@@ -360,7 +368,9 @@ void Model::embed(int token) {
     const int half = spec_.head_dim / 2;
     float* cos_sin = cos_sin_ + token * round_up(spec_.head_dim, 16);
     const uint16_t* row = embedding_ + size_t(batch_.tokens[token]) * spec_.hidden;
-    for (int i = 0; i < spec_.hidden; i++) x_[token * hidden_stride_ + i] = bf16_value(row[i]);
+    float* x = x_ + size_t(token) * hidden_stride_;
+    for (int i = 0; i < spec_.hidden; i++) x[i] = bf16_value(row[i]);
+    for (int i = spec_.hidden; i < hidden_stride_; i++) x[i] = 0;  // residuals are added to the padding, too
     for (int i = 0; i < half; i++) {
         const float angle = float(batch_.positions[token]) * inverse_frequencies_[i];
         cos_sin[i] = std::cos(angle) * spec_.rope_magnitude;

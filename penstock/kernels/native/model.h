@@ -63,6 +63,7 @@ struct Batch {
 // One row of logits that is to be sampled or scored.
 struct Choice {
     float* logits;        // may be changed
+    const float* maxima;  // of each block of logits
     int32_t argmax;
     int32_t position;     // where the token will stand
     int32_t target;
@@ -180,6 +181,7 @@ class Model {
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]
     std::vector<float> row_logits_;             // per thread: of one row
     Region logits_;                             // of rows that ask for more than their argmax
+    size_t logits_stride_ = 0;
     struct SamplingScratch {
         std::vector<float> maxima, logits;
     };

@@ -24,26 +24,27 @@ float from_ordered(int32_t i) { return std::bit_cast<float>(i ^ (i >> 31 & 0x7ff
 
 float next_below(float f) { return std::nextafter(f, -INFINITY); }
 
-// A row of logits with the largest of each run of SAMPLING_BLOCK, by which passes over it skip what is too small.
+// A row of logits with the largest of each block, by which passes over it skip what is too small.
 struct Row {
     const Kernels& kernels;
     const float* logits;
     int n;
-    float* maxima;
+    const float* maxima;
     float peak;
 
-    Row(const Kernels& kernels, const float* logits, int n, std::vector<float>& scratch)
-        : kernels(kernels), logits(logits), n(n) {
-        scratch.resize(round_up((n + SAMPLING_BLOCK - 1) / SAMPLING_BLOCK, 16));
-        maxima = scratch.data();
-        peak = kernels.block_maxima(logits, n, maxima);
-    }
+    Row(const Kernels& kernels, const float* logits, int n, const std::vector<float>& maxima)
+        : kernels(kernels),
+          logits(logits),
+          n(n),
+          maxima(maxima.data()),
+          peak(*std::max_element(maxima.begin(), maxima.end())) {}
 
     int32_t argmax() const {
+        if (!(peak > -INFINITY)) return 0;
         int32_t token = 0;
-        while (token + SAMPLING_BLOCK < n && maxima[token / SAMPLING_BLOCK] != peak) token += SAMPLING_BLOCK;
-        while (token + 1 < n && logits[token] != peak) token++;
-        return peak > -INFINITY ? token : 0;
+        while (maxima[token / SAMPLING_BLOCK] != peak) token += SAMPLING_BLOCK;
+        while (logits[token] != peak) token++;
+        return token;
     }
 
     // The sums of e^((logit - peak) / temperature) over logits above two limits.
@@ -136,6 +137,17 @@ void SamplingRow::change_logits(float* logits, int position) const {
         for (int32_t token : stop_ids_) logits[token] = -INFINITY;
 }
 
+void SamplingRow::update_maxima(const float* logits, int n, float* maxima) const {
+    const auto update = [&](int32_t token) {
+        const int block = token / SAMPLING_BLOCK, first = block * SAMPLING_BLOCK;
+        maxima[block] = *std::max_element(logits + first, logits + std::min(n, first + SAMPLING_BLOCK));
+    };
+    for (const Bias& bias : biases_) update(bias.token);
+    for (size_t i = 0; i < seen_.size(); i++)  // by token, hence by block
+        if (i == 0 || seen_[i].token / SAMPLING_BLOCK != seen_[i - 1].token / SAMPLING_BLOCK) update(seen_[i].token);
+    for (int32_t token : stop_ids_) update(token);
+}
+
 void SamplingRow::count(int32_t token) {
     if (!penalises()) return;
     const auto at = std::lower_bound(seen_.begin(), seen_.end(), token,
@@ -147,25 +159,30 @@ void SamplingRow::count(int32_t token) {
 }
 
 int32_t Model::sample_row(const Choice& choice, SamplingRow& row, int thread) {
-    const int n = spec_.vocab;
-    SamplingScratch& scratch = sampling_scratch_[thread];
-    const bool samples = choice.target == SAMPLED;
-    const int alternatives = samples ? row.params().logprobs : row.params().prompt_logprobs;
-    float total = 0.f;
-    if (alternatives >= 0) total = Row(*kernels_, choice.logits, n, scratch.maxima).score(alternatives, *choice.score);
-    int32_t token = samples ? choice.argmax : choice.target;
+    const int n = spec_.vocab, blocks = (n + SAMPLING_BLOCK - 1) / SAMPLING_BLOCK;
+    const bool samples = choice.target == SAMPLED, random = samples && row.params().temperature > 0;
     const bool changes = samples && (choice.mask || row.changes_logits(choice.position));
-    if (changes || (samples && row.params().temperature > 0)) {
-        float* logits = choice.logits;
-        if (changes && alternatives >= 0) {  // the score needs the logits as they were
-            scratch.logits.assign(logits, logits + n);
-            logits = scratch.logits.data();
-        }
-        if (changes) row.change_logits(logits, choice.position);
-        if (choice.mask) kernels_->mask_logits(logits, n, choice.mask);
-        const Row changed(*kernels_, logits, n, scratch.maxima);
-        token = row.params().temperature > 0 ? changed.draw(row.params(), choice.position) : changed.argmax();
+    const int alternatives = samples ? row.params().logprobs : row.params().prompt_logprobs;
+    int32_t token = samples ? choice.argmax : choice.target;
+    if (!random && !changes && alternatives < 0) return token;
+    auto& [maxima, copy] = sampling_scratch_[thread];
+    maxima.assign(round_up(blocks, 16), -INFINITY);
+    std::copy_n(choice.maxima, blocks, maxima.begin());
+    float *logits = choice.logits, total = 0.f;
+    if (alternatives >= 0) total = Row(*kernels_, logits, n, maxima).score(alternatives, *choice.score);
+    if (changes && alternatives >= 0) {  // the log-probability is that of the logit as it was
+        copy.assign(logits, logits + n);
+        logits = copy.data();
     }
+    if (changes) {
+        row.change_logits(logits, choice.position);
+        row.update_maxima(logits, n, maxima.data());
+        if (choice.mask) kernels_->mask_logits(logits, n, choice.mask, maxima.data());
+    }
+    if (random)
+        token = Row(*kernels_, logits, n, maxima).draw(row.params(), choice.position);
+    else if (changes)
+        token = Row(*kernels_, logits, n, maxima).argmax();
     if (samples) row.count(token);
     if (alternatives >= 0) choice.score->logprob = choice.logits[token] - total;
     return token;
@@ -176,10 +193,13 @@ void Model::sample(SamplingRows& rows, const SampleCall& call) {
     sampling_scratch_.resize(pool_.size());
     WorkCounter counter;
     pool_.run([&](int thread) {
+        std::vector<float> maxima(round_up((n + SAMPLING_BLOCK - 1) / SAMPLING_BLOCK, 16));
         for (int i; (i = counter.take()) < call.count;) {
             float* logits = call.logits + size_t(i) * n;
+            kernels_->block_maxima(logits, n, maxima.data());
             const int32_t argmax = int32_t(std::max_element(logits, logits + n) - logits);
-            const Choice choice{logits, argmax, call.positions[i], call.targets[i], call.masks[i], call.scores + i};
+            const Choice choice{logits,          maxima.data(),   argmax,        call.positions[i],
+                                call.targets[i], call.masks[i], call.scores + i};
             call.tokens[i] = sample_row(choice, rows.rows[call.rows[i]], thread);
         }
     });

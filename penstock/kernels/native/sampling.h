@@ -1,5 +1,6 @@
-// The vector part of sampling: passes over a row of logits. The noise of a token is word token % 4 of Philox4x32-10 with the seed as key and
-// (token / 4, position, 0, 0) as counter; word x gives u = (x / 512 + 0.5) / 2^23 and the noise -log(-log(u)).
+// The vector part of sampling: passes over a row of logits. The noise of a token is word token % 4 of Philox4x32-10 with
+// the seed as key and (token / 4, position, 0, 0) as counter; word x gives u = (x / 512 + 0.5) / 2^23 and the noise
+// -log(-log(u)).
 #pragma once
 
 #include "kernels.h"
@@ -62,20 +63,29 @@ PENSTOCK_INLINE V interleave(V a, V b) {
     }
 }
 
+// The keys of the ten rounds of Philox.
+struct Keys {
+    uint64_t first[10], second[10];
+    explicit Keys(uint64_t seed) {
+        uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
+        for (int round = 0; round < 10; round++, key0 += 0x9E3779B9u, key1 += 0xBB67AE85u)
+            first[round] = key0, second[round] = key1;
+    }
+};
+
 // u of tokens 32 g … 32 g + 31.
-PENSTOCK_INLINE void uniform_of(uint64_t seed, uint32_t position, int g, f32x16 (&uniform)[2]) {
+PENSTOCK_INLINE void uniform_of(const Keys& keys, uint32_t position, int g, f32x16 (&uniform)[2]) {
     alignas(64) static constexpr uint64_t NUMBERS[8] = {0, 1, 2, 3, 4, 5, 6, 7};
-    u64x8 c0 = load<u64x8>(NUMBERS) + uint64_t(8 * g), c1 = u64x8{} + uint64_t(position), c2 = {}, c3 = {};
-    uint32_t key0 = uint32_t(seed), key1 = uint32_t(seed >> 32);
-#pragma GCC unroll 10
-    for (int round = 0; round < 10; round++) {  // only the lower halves of the lanes matter until the end
+    // The first round, whose last two words are 0. Only the lower halves of the lanes matter until the end.
+    const u64x8 product = multiply_low(load<u64x8>(NUMBERS) + uint64_t(8 * g), 0xD2511F53u);
+    u64x8 c0 = u64x8{} + (uint64_t(position) ^ keys.first[0]), c1 = {}, c2 = (product >> 32) ^ keys.second[0], c3 = product;
+#pragma GCC unroll 9
+    for (int round = 1; round < 10; round++) {
         const u64x8 product0 = multiply_low(c0, 0xD2511F53u), product1 = multiply_low(c2, 0xCD9E8D57u);
-        c0 = (product1 >> 32) ^ c1 ^ uint64_t(key0);
+        c0 = (product1 >> 32) ^ c1 ^ keys.first[round];
         c1 = product1;
-        c2 = (product0 >> 32) ^ c3 ^ uint64_t(key1);
+        c2 = (product0 >> 32) ^ c3 ^ keys.second[round];
         c3 = product0;
-        key0 += 0x9E3779B9u;
-        key1 += 0xBB67AE85u;
     }
     const u64x8 first = (c0 & 0xffffffffu) | c1 << 32, second = (c2 & 0xffffffffu) | c3 << 32;
     const u64x8 words[2] = {interleave<false>(first, second), interleave<true>(first, second)};
@@ -91,46 +101,42 @@ PENSTOCK_INLINE f32x16 logits_at(const float* logits, int n, int i) {
     return load<f32x16>(some);
 }
 
-// Largest of each block; returns the largest of all. Maxima are padded to whole vectors.
-static float block_maxima(const float* logits, int n, float* maxima) {
-    f32x16 peak = splat(-__builtin_inff());
-    for (int first = 0; first < n; first += 16 * SAMPLING_BLOCK) {
-        float tops[16];
-        for (int b = 0; b < 16; b++) {
-            const int i = first + b * SAMPLING_BLOCK;
-            tops[b] = maximum(vmax(logits_at(logits, n, i), logits_at(logits, n, i + 16)));
-        }
-        const f32x16 found = load<f32x16>(tops);
-        store(maxima + first / SAMPLING_BLOCK, found);
-        peak = vmax(peak, found);
-    }
-    return maximum(peak);
+PENSTOCK_INLINE float block_maximum(const float* logits, int n, int i) {
+    return maximum(vmax(logits_at(logits, n, i), logits_at(logits, n, i + 16)));
 }
 
-// -inf for tokens whose bit is not set.
-static void mask_logits(float* logits, int n, const int32_t* mask) {
-    const f32x16 nothing = splat(-__builtin_inff());
+// The largest of each block.
+static void block_maxima(const float* logits, int n, float* maxima) {
+    for (int i = 0; i < n; i += SAMPLING_BLOCK) maxima[i / SAMPLING_BLOCK] = block_maximum(logits, n, i);
+}
+
+// Tokens whose bit is not set get -inf, except in blocks without any: there only the maximum gets it, which is enough.
+static void mask_logits(float* logits, int n, const int32_t* mask, float* maxima) {
     alignas(64) static constexpr int32_t BITS[32] = {
         1 << 0,  1 << 1,  1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,  1 << 8,  1 << 9,  1 << 10,
         1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20, 1 << 21,
         1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30, int32_t(1u << 31)};
-    for (int i = 0; i < n; i += 32) {
-        const int32_t word = mask[i / 32];
+    const f32x16 nothing = splat(-__builtin_inff());
+    for (int i = 0; i < n; i += SAMPLING_BLOCK) {
+        const int32_t word = mask[i / SAMPLING_BLOCK];
         if (word == -1) continue;
-        if (i + 32 > n) {
-            for (int j = i; j < n; j++)
-                if (!(uint32_t(word) >> (j - i) & 1)) logits[j] = -__builtin_inff();
-            return;
+        float& largest = maxima[i / SAMPLING_BLOCK];
+        if (word == 0) {
+            largest = -__builtin_inff();
+            continue;
         }
         for (int half = 0; half < 32; half += 16) {
-            const i32x16 allowed = (load<i32x16>(BITS + half) & word) == 0;
-            store(logits + i + half, select(allowed, nothing, load<f32x16>(logits + i + half)));
+            const i32x16 forbidden = (load<i32x16>(BITS + half) & word) == 0;
+            const f32x16 left = select(forbidden, nothing, logits_at(logits, n, i + half));
+            float some[16];
+            store(some, left);
+            for (int j = 0; j < 16 && i + half + j < n; j++) logits[i + half + j] = some[j];
         }
+        largest = block_maximum(logits, n, i);
     }
 }
 
-// Calls use(i, 16 logits) for the logits from i on, of blocks that have one above the limit. After each 16 blocks it asks
-// whether to go on.
+// Calls use(16 logits) for blocks that have one above the limit. After each 16 blocks it asks whether to go on.
 template <class Use, class More>
 PENSTOCK_INLINE void above(const float* logits, const float* maxima, int n, float limit, Use use, More more) {
     for (int first = 0; first < n; first += 16 * SAMPLING_BLOCK) {
@@ -181,6 +187,8 @@ static Masses masses(const float* logits, const float* maxima, int n, float low,
 static int32_t draw(const float* logits, const float* maxima, int n, float limit, float temperature, uint64_t seed,
                     uint32_t position) {
     constexpr float LOG2_E = 1.44269504f, ERROR = 1e-5f;  // far more than that of exp2
+    constexpr float LARGEST = 24.1f;                      // more than any noise, in powers of two
+    const Keys keys(seed);
     const i32x16 lanes = lane_numbers();
     const f32x16 nothing = splat(-__builtin_inff());
     f32x16 best = nothing;
@@ -192,13 +200,13 @@ static int32_t draw(const float* logits, const float* maxima, int n, float limit
         if (const float reached = maximum(best); reached > -__builtin_inff()) {
             const f32x16 ahead = (tops / temperature - reached) * LOG2_E;
             const f32x16 bounded = select(ahead > 30.f, splat(30.f), ahead);
-            store(needed, exp2(exp2(bounded) * -LOG2_E) - ERROR);
+            store(needed, select(ahead < -LARGEST, splat(1.f), exp2(exp2(bounded) * -LOG2_E) - ERROR));
         }
         for (int b = 0; b < 16; b++) {
-            if (!(tops[b] > limit)) continue;
+            if (!(tops[b] > limit) || needed[b] == 1.f) continue;
             const int block = first / SAMPLING_BLOCK + b;
             f32x16 uniform[2];
-            uniform_of(seed, position, block, uniform);
+            uniform_of(keys, position, block, uniform);
             if (!any_above(vmax(uniform[0], uniform[1]), needed[b])) continue;
             for (int half = 0; half < 2; half++) {
                 const int i = block * SAMPLING_BLOCK + 16 * half;

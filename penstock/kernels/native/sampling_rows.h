@@ -41,6 +41,8 @@ class SamplingRow {
     bool demanding() const;
     bool changes_logits(int position) const { return !biases_.empty() || penalises() || forbids(position); }
     void change_logits(float* logits, int position) const;
+    // After a change: the largest of each block of n logits that has changed.
+    void update_maxima(const float* logits, int n, float* maxima) const;
     void count(int32_t token);
 
   private:
