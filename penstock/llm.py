@@ -28,7 +28,7 @@ from penstock.core.request import (
 )
 from penstock.engine.local import LocalEngine
 from penstock.engine.settings import EngineConfig
-from penstock.grammar.compiler import LLGuidance
+from penstock.grammar.compiler import grammars_of
 from penstock.runner.progress import LoadProgress, TokenProgress
 from penstock.runner.startup import start
 from penstock.text.chat_template import ChatTemplate
@@ -66,7 +66,7 @@ class LLM:
         self._template = ChatTemplate(self.tokenizer.chat_template)
         config = EngineConfig(**{"max_waiting": sys.maxsize, **engine})  # a library's caller may queue at will
         scheduler, executor, info = start(model, config, LoadProgress(sys.stderr))
-        grammars = LLGuidance(lambda: self.tokenizer, info.vocab_size, scheduler.limits.eos_ids)
+        grammars = grammars_of(scheduler.limits, executor, model, self.tokenizer)
         self.engine = LocalEngine(scheduler, executor, info, grammars)
 
     @property

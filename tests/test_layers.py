@@ -35,7 +35,7 @@ WITHOUT_TORCH = (
 ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")
 SERVER_ONLY = {
     *("starlette", "uvicorn", "msgspec", "pydantic", "prometheus_client", "yaml", "rich", "prompt_toolkit"),
-    *("redis", "jwt"),
+    *("redis", "jwt", "llguidance"),
 }
 
 

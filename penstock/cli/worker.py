@@ -63,6 +63,6 @@ def run(args: argparse.Namespace) -> int:
     print(f"Penstock computes {info.model} at tcp://{host}:{port}", flush=True)
     log.info("started: %s", listed(times.seconds))
     gateways = Port(listener, secret)
-    grammars = grammars_of(settings.model, scheduler.limits)
+    grammars = grammars_of(scheduler.limits, executor, settings.model)
     asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, settings.server.drain_seconds, grammars))
     return 0

@@ -7,7 +7,7 @@ import math
 from penstock.core.request import GenerateRequest, Objective
 from penstock.engine.bookkeeping import open_ledger
 from penstock.engine.fairness import TenantCounter
-from penstock.engine.grammar import Matcher, constraint_of
+from penstock.engine.grammar import Constraint, Matcher, constraint_of
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.sequence import Sequence
 
@@ -19,28 +19,40 @@ def objective_of(request: GenerateRequest, limits: SchedulerLimits) -> Objective
     return _NO_OBJECTIVE if limits.fcfs else request.objective
 
 
+def max_len_of(request: GenerateRequest, limits: SchedulerLimits) -> int:
+    """Of prompt and output together."""
+    most = limits.longest_sequence if request.params.max_tokens is None else request.params.max_tokens
+    return min(len(request.prompt) + most, limits.longest_sequence)
+
+
+def stop_ids_of(request: GenerateRequest, limits: SchedulerLimits) -> frozenset[int]:
+    params = request.params
+    return frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_ids)
+
+
+def constrained(request: GenerateRequest, matcher: Matcher, limits: SchedulerLimits) -> Constraint:
+    """Its grammar, after the output that it comes with. Raises InvalidRequest or EngineFailure if that does not fit."""
+    return constraint_of(request, matcher, stop_ids_of(request, limits), max_len_of(request, limits))
+
+
 def sequence_of(
     request: GenerateRequest,
     number: int,
     counter: TenantCounter,
     limits: SchedulerLimits,
     now: float,
-    matcher: Matcher | None = None,
+    constraint: Constraint | None = None,
 ) -> Sequence:
     """`number` counts arrivals. Its due time is now, and all its tokens are to be computed."""
-    params, objective = request.params, objective_of(request, limits)
-    max_new = limits.longest_sequence if params.max_tokens is None else params.max_tokens
-    max_len = min(len(request.prompt) + max_new, limits.longest_sequence)
+    params, objective, max_len = request.params, objective_of(request, limits), max_len_of(request, limits)
     given = len(request.prompt) + len(request.output)
-    stop_ids = frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_ids)
-    constraint = constraint_of(request, matcher, stop_ids, max_len)
     tokens = [*request.prompt, *request.output, *(constraint.unsent if constraint is not None else ())]
     return Sequence(
         request=request,
         order=(objective.rank, request.priority, number),
         arrival=now,
         max_len=max_len,
-        stop_ids=stop_ids,
+        stop_ids=stop_ids_of(request, limits),
         tokens=tokens,
         prompt_len=len(request.prompt),
         given=given,

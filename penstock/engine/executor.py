@@ -83,7 +83,8 @@ class Executor(Protocol):
         """The tokens that the constrained sequences of a launched step may sample, by index; without a mask, any token.
 
         Called once for each step with such sequences, before the next launch: a grammar knows what may follow only when
-        the token before it has been collected, by which time the logits are being computed.
+        the token before it has been collected, by which time the logits are being computed. The arrays stay as they are
+        until the step is collected.
         """
         ...
 

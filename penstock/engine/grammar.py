@@ -58,7 +58,7 @@ class Grammars(Protocol):
         ...
 
     def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32], /) -> None:
-        """Write what may follow for each into its row of `masks`, on all cores and without holding the GIL."""
+        """Write what may follow for each into its row of `masks`."""
         ...
 
 
@@ -68,9 +68,7 @@ class Constraint:
 
     matcher: Matcher
     jumps: bool = True  # False: forced tokens are sampled one by one, because their logits are asked for
-    ahead: list[int] = field(
-        default_factory=list
-    )  # forced tokens that the matcher knows and that are yet to be sampled
+    ahead: list[int] = field(default_factory=list)  # forced tokens that the matcher has and the sequence has not yet
     unsent: list[int] = field(default_factory=list)  # forced before the first sampled token, which is sent with them
     uncounted: list[int] = field(default_factory=list)  # appended, and the sequence's row does not know of them yet
     void: int = 0  # samples of launched steps that are to be ignored
@@ -86,9 +84,13 @@ class Constraint:
             if self.ahead:
                 raise InvalidRequest("output does not match the grammar", param="output")
             self.matcher.consume([token])
-            while forced := self.matcher.forced():
-                self.matcher.consume(forced)
-                self.ahead += forced
+            self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """Find out what is forced from here on."""
+        while forced := self.matcher.forced():
+            self.matcher.consume(forced)
+            self.ahead += forced
 
     def jump(self, most: int) -> list[int]:
         """Forced tokens to append now, at most so many."""
@@ -108,17 +110,11 @@ class Constraint:
         return self.ahead[0] if self.ahead else None
 
 
-def constraint_of(
-    request: GenerateRequest, matcher: Matcher | None, stop_ids: Container[int], max_len: int
-) -> Constraint | None:
+def constraint_of(request: GenerateRequest, matcher: Matcher, stop_ids: Container[int], max_len: int) -> Constraint:
     """Of a request that arrives, with what is forced before its first sample. One token at least is sampled."""
-    if matcher is None:
-        return None
     params = request.params
     found = Constraint(matcher, jumps=params.logprobs is None and params.prompt_logprobs is None)
-    while forced := matcher.forced():
-        matcher.consume(forced)
-        found.ahead += forced
+    found.look_ahead()
     found.follow(request.output)
     room = max_len - len(request.prompt) - len(request.output) - 1
     stop = next((at for at, token in enumerate(found.ahead) if token in stop_ids), room)
@@ -130,7 +126,7 @@ def follow(sequence: EngineSequence, constraint: Constraint, sampled: list[int])
     """Append what the grammar forces after sampled tokens, the last ones of the sequence, to both lists. Returns
     whether the output is complete."""
     constraint.follow(sampled)
-    forced = constraint.jump(len(constraint.ahead))
+    forced = constraint.jump(sequence.max_len - len(sequence.tokens))
     if forced:
         sequence.tokens += forced
         sampled += forced
@@ -171,6 +167,8 @@ class Masks:
         if asked:
             self._grammars.fill([matcher for _, matcher in asked], self._buffer)
         for sequence, matcher in asked:
-            if matcher.error:
-                failures.append((sequence.request.id, InvalidRequest(f"the grammar cannot go on: {matcher.error}")))
+            if problem := matcher.error:
+                request = sequence.request
+                param = request.params.grammar.param if request.params.grammar is not None else None
+                failures.append((request.id, InvalidRequest(f"the output cannot go on: {problem}", param=param)))
         return masks, failures

@@ -14,6 +14,7 @@ from typing import Any
 from penstock.core.engine import EngineStats, Health
 from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.request import Chunk, FinishReason, GenerateRequest
+from penstock.engine.arrival import constrained
 from penstock.engine.executor import Executor
 from penstock.engine.grammar import Grammars, Masks
 from penstock.engine.planned_step import PlannedStep
@@ -60,15 +61,15 @@ class EngineLoop:
     def submit(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest for what could never run, Overloaded for what could not keep its objective."""
         self._scheduler.limits.check(request)
-        matcher = None
+        constraint = None
         if (grammar := request.params.grammar) is not None:
             if self.grammars is None:
                 raise InvalidRequest("this engine has no grammars", param=grammar.param)
-            matcher = self.grammars.matcher(grammar)
+            constraint = constrained(request, self.grammars.matcher(grammar), self._scheduler.limits)
         with self._lock:
             if not self._busy:
                 self._last_progress = self._clock()
-            self._scheduler.add(request, self._clock(), matcher)
+            self._scheduler.add(request, self._clock(), constraint)
         self._wake.set()
 
     def abort(self, request_id: str) -> None:

@@ -23,7 +23,7 @@ from penstock.engine.admission import Admission, Load, remaining_seconds
 from penstock.engine.arrival import objective_of, sequence_of
 from penstock.engine.executor import StepResult
 from penstock.engine.fairness import TenantCounters
-from penstock.engine.grammar import Matcher
+from penstock.engine.grammar import Constraint
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.placement import Placement
@@ -59,7 +59,7 @@ class Scheduler:
 
     # -- requests in and out -----------------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest, now: float, matcher: Matcher | None = None) -> None:
+    def add(self, request: GenerateRequest, now: float, constraint: Constraint | None = None) -> None:
         """Raises Overloaded for work whose objective cannot be met, and when too much is waiting already."""
         limits = self.limits
         if len(self.waiting) >= limits.max_waiting and not request.resumed:
@@ -67,7 +67,7 @@ class Scheduler:
             raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=self._queue_seconds())
         objective = objective_of(request, limits)
         counter = self._tenants.enter("" if limits.fcfs else request.tenant, request.weight)
-        sequence = sequence_of(request, self._arrivals, counter, limits, now, matcher)
+        sequence = sequence_of(request, self._arrivals, counter, limits, now, constraint)
         if not limits.fcfs:
             sequence.to_compute -= len(self._placement.cached_blocks(sequence)) * limits.block_size
             sequence.due += objective.ttft or patience(remaining_seconds(sequence, self.times))

@@ -20,6 +20,7 @@ from penstock.checkpoint.source import resolve
 from penstock.core.errors import InvalidRequest
 from penstock.core.machine import usable_cpus
 from penstock.core.request import Grammar
+from penstock.engine.executor import Executor
 from penstock.engine.limits import SchedulerLimits
 from penstock.grammar.matcher import LLGuidanceMatcher, one_line
 from penstock.grammar.schema import JSON_OPTIONS, checked_lark, checked_schema
@@ -29,6 +30,7 @@ MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is about proportional
 STACK_BYTES = 256 * 2**20  # reserved, not used: a chain of 5,000 $ref, the longest that fits into a source, takes 14 MB
 MAX_THREADS = 8
+ROWS_IN_PARALLEL = 4  # fewer masks are computed sooner than other threads wake up
 
 # Fuel is a unit of llguidance: about 50,000 a millisecond when compiling, 14,000 when computing a mask.
 LIMITS: dict[str, Any] = {
@@ -47,15 +49,18 @@ class _Vocabulary:
     """What llguidance knows of a tokenizer. Made with the first grammar: it takes a fraction of a second."""
 
     tokens: Any  # llguidance.LLTokenizer
-    executor: Any  # llguidance.LLExecutor
+    executor: Any  # llguidance.LLExecutor; None: masks are computed one by one
     free: npt.NDArray[np.int32]  # all tokens but those that end an output
 
 
 class LLGuidance:
-    """The grammars of one model."""
+    """The grammars of one model. `threads` compute masks: one where the engine itself uses every core."""
 
-    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self, load: Callable[[], Tokenizer], vocab_size: int, eos_ids: Collection[int], threads: int = 1
+    ) -> None:
         self._load = load
+        self._threads = threads
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
         self._lock = threading.Lock()
@@ -72,12 +77,16 @@ class LLGuidance:
 
     def fill(self, matchers: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
         vocabulary = self._ready()
+        address, size = masks.ctypes.data, masks.strides[0]
         rows = [(matcher.state, row) for row, matcher in enumerate(matchers) if not matcher.free]
+        if vocabulary.executor is not None and len(rows) >= ROWS_IN_PARALLEL:
+            vocabulary.executor.unsafe_compute_mask_ptr(rows, address, size, len(masks))
+        else:
+            for state, row in rows:
+                state.unsafe_compute_mask_ptr(address + row * size, size)
         for row, matcher in enumerate(matchers):
             if matcher.free:
                 masks[row] = vocabulary.free
-        if rows:
-            vocabulary.executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, masks.strides[0], len(masks))
 
     def _prototype(self, grammar: Grammar) -> Any:
         """A matcher at the beginning of an output, to copy."""
@@ -132,13 +141,17 @@ class LLGuidance:
                 free = np.full(-(-self._vocab_size // 32), -1, np.int32)
                 for token in self._eos_ids:
                     free.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-                self._vocabulary = _Vocabulary(tokens, LLExecutor(min(usable_cpus(), MAX_THREADS)), free)
+                executor = LLExecutor(min(self._threads, MAX_THREADS)) if self._threads > 1 else None
+                self._vocabulary = _Vocabulary(tokens, executor, free)
             return self._vocabulary
 
 
-def grammars_of(model: str, limits: SchedulerLimits) -> LLGuidance:
-    """Of a model that an engine runs within these limits. Its tokenizer is loaded with the first grammar."""
-    return LLGuidance(lambda: load_tokenizer(resolve(model)), limits.vocab_size, limits.eos_ids)
+def grammars_of(
+    limits: SchedulerLimits, executor: Executor, model: str, tokenizer: Tokenizer | None = None
+) -> LLGuidance:
+    """Of a model that an engine runs. Its tokenizer is loaded with the first grammar."""
+    threads = usable_cpus() // 2 if executor.runs_ahead else 1
+    return LLGuidance(lambda: tokenizer or load_tokenizer(resolve(model)), limits.vocab_size, limits.eos_ids, threads)
 
 
 def _on_deep_stack(work: Callable[[], Any]) -> Any:

@@ -85,7 +85,7 @@ def main() -> int:
         listener = socket.socket(fileno=int(sys.argv[2]))
         listener.set_inheritable(False)
         gateways = Everywhere(control, Port(listener, wanted.secret, LEASE_SECONDS))
-    grammars = grammars_of(wanted.model, scheduler.limits)
+    grammars = grammars_of(scheduler.limits, executor, wanted.model)
     asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, grammars=grammars))
     return 0
 

@@ -16,6 +16,7 @@ import pytest
 
 from penstock.bench.chaos.faults import Admin
 from penstock.bench.chaos.streams import Ask, Stream, difference, take
+from penstock.bench.schemas import array, record
 from penstock.client.http import HttpClient
 from tests.conftest import start_server
 
@@ -23,6 +24,8 @@ MODEL = "smollm2-135m"
 TOKENS = 60
 PROMPT = "Tell me a long story about a ship, a storm and a light on the shore. It begins like this: once upon a time"
 LONG = " ".join(f"{number} ships left the harbour and {number + 1} came back." for number in range(12))
+# More than may be written; what is forced and what is not come by turns.
+LINES = array(record({"line of the story": {"type": "string", "minLength": 12, "maxLength": 20}}), 50, 50)
 
 COMPLETIONS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -32,6 +35,8 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.7, "logprobs": 3},
     "min_tokens": {"temperature": 1.0, "ignore_eos": False, "min_tokens": 50, "stop_token_ids": [28, 30, 198, 260]},
     "deadline": {"temperature": 0, "deadline_ms": 50_000},
+    "json": {"temperature": 0.9, "frequency_penalty": 0.5, "max_tokens": 150, "guided_json": LINES},
+    "json logprobs": {"temperature": 0.9, "logprobs": 2, "guided_json": LINES},
 }
 CHATS: dict[str, dict[str, Any]] = {
     "chat": {"temperature": 0, "ignore_eos": False},

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from penstock.bench.schemas import INVOICE
+from penstock.bench.schemas import INVOICE, SCHEMAS
 from tests.conftest import Server
 
 MODEL = "smollm2-135m"
@@ -81,6 +81,8 @@ def test_vllms_fields(server: Server, path: str) -> None:
     assert re.fullmatch("[a-f]{3}-[0-9]{2}", text_of(ask(server, path, guided_regex="[a-f]{3}-[0-9]{2}")))
     assert text_of(ask(server, path, guided_json={"enum": [17, "x"]})) in ("17", '"x"')
     assert text_of(ask(server, path, guided_json='{"const": [1, 2]}')) == "[1,2]"
+    code = json.loads(text_of(ask(server, path, guided_json=SCHEMAS["large_enum"])))["code"]  # a body of some KiB
+    assert code.startswith("CODE_0")
     assert text_of(ask(server, path, guided_grammar='root ::= "a" | "b"')) in ("a", "b")
     structured = {"structured_outputs": {"grammar": 'start: "c" | "d"'}}
     assert text_of(ask(server, path, **structured)) in ("c", "d")

@@ -205,6 +205,35 @@ EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=
 TestEngineMachine = EngineMachine.TestCase
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_grammar_that_fails_ends_its_own_request(runs_ahead: bool) -> None:
+    """Whether there is no mask, or a mask that allows nothing."""
+    harness = Harness(limits(num_blocks=64), runs_ahead=runs_ahead)
+    beside = harness.submit([1, 2, 3], 12, grammar="30")
+    failing = [harness.submit([1, 2, 3], 12, grammar=source) for source in ("hopeless", "empty")]
+    harness.run()
+    assert [harness.outcomes[name].finish_reasons for name in failing] == [["error"], ["error"]]
+    errors = [harness.outcomes[name].error for name in failing]
+    assert [error and error.error for error in errors] == ["InvalidRequest", "EngineFailure"]
+    assert harness.outcomes[beside].tokens == harness.expected(beside)
+    with pytest.raises(InvalidRequest):
+        harness.submit([1, 2, 3], 12, grammar="broken")
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_forced_tokens_take_no_step_of_their_own(runs_ahead: bool) -> None:
+    harness = Harness(limits(num_blocks=64, max_step_tokens=64, eos_ids=frozenset()), runs_ahead=runs_ahead)
+    whole = harness.submit([1, 2, 3], 30, grammar="6 2 4 6 8 10 12")
+    harness.run()
+    outcome = harness.outcomes[whole]
+    assert outcome.tokens == [2, 4, 6, 8, 10, 12] == harness.expected(whole)
+    assert outcome.finish_reasons == ["stop"]
+    assert harness.scheduler.counters.steps == 1 + runs_ahead
+    assert harness.scheduler.counters.output_tokens == 6
+    assert outcome.ledger is not None
+    assert (outcome.ledger.output_tokens, outcome.ledger.forced_tokens) == (6, 5)
+
+
 def test_in_flight_prefix_is_computed_once() -> None:
     """Requests that arrive together with a common prefix share it within the very step that computes it."""
     harness = Harness(limits(num_blocks=64, max_seqs=8, max_step_tokens=64))

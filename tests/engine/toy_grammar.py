@@ -19,9 +19,13 @@ class ToyMatcher:
     """The source says after how many tokens nothing may follow, and which ones are forced at the beginning."""
 
     def __init__(self, source: str) -> None:
-        self.length, *self.ahead = map(int, source.split())
+        self.hopeless, self.empty = source == "hopeless", source == "empty"
+        self.length, *self.ahead = [10] if self.hopeless or self.empty else map(int, source.split())
         self.taken: list[int] = []
-        self.error = ""
+
+    @property
+    def error(self) -> str:
+        return "three tokens are enough" if self.hopeless and len(self.taken) == 3 else ""
 
     @property
     def ended(self) -> bool:
@@ -29,6 +33,8 @@ class ToyMatcher:
 
     @property
     def allowed(self) -> list[int]:
+        if self.empty and len(self.taken) == 3:
+            return []
         if self.ahead:
             return self.ahead[:1]
         if self.ended:
@@ -52,7 +58,7 @@ class ToyMatcher:
 
 
 class ToyGrammars:
-    """The source "hopeless" is of a grammar that allows nothing; "broken" cannot be compiled."""
+    """With the source "hopeless" there is no mask, with "empty" one that allows nothing; "broken" is no grammar."""
 
     def compile(self, grammar: Grammar) -> None:
         if grammar.source == "broken":
@@ -60,7 +66,7 @@ class ToyGrammars:
 
     def matcher(self, grammar: Grammar) -> ToyMatcher:
         self.compile(grammar)
-        return ToyMatcher("10" if grammar.source == "hopeless" else grammar.source)
+        return ToyMatcher(grammar.source)
 
     def fill(self, matchers: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
         for row, matcher in enumerate(matchers):

@@ -11,14 +11,16 @@ from contextlib import asynccontextmanager
 import pytest
 
 from penstock.core.engine import EngineInfo
-from penstock.core.errors import ContextTooLong, EngineFailure
-from penstock.core.request import GenerateRequest, SamplingParams
+from penstock.core.errors import ContextTooLong, EngineFailure, InvalidRequest
+from penstock.core.request import GenerateRequest, Grammar, SamplingParams
+from penstock.engine.grammar import Grammars
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
 from penstock.worker.client import WorkerClient
 from penstock.worker.server import GatewayConnection, WorkerServer
+from tests.engine.toy_grammar import ToyGrammars, constrained_output
 
 LIMITS = SchedulerLimits(
     num_blocks=2000, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=8000, vocab_size=VOCAB
@@ -27,11 +29,11 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 @asynccontextmanager
-async def simulated(executor: PagedExecutor) -> AsyncIterator[WorkerClient]:
+async def simulated(executor: PagedExecutor, grammars: Grammars | None = None) -> AsyncIterator[WorkerClient]:
     ours, theirs = socket.socketpair()
     server = WorkerServer()
     server.info = EngineInfo("m", LIMITS.max_model_len, VOCAB)
-    engine = server.engine = EngineLoop(Scheduler(LIMITS), executor, server.emit)
+    engine = server.engine = EngineLoop(Scheduler(LIMITS), executor, server.emit, grammars)
     thread = threading.Thread(target=engine.run)
     thread.start()
     await asyncio.get_running_loop().create_unix_connection(lambda: GatewayConnection(server), sock=theirs)
@@ -94,3 +96,62 @@ async def test_what_was_refused_or_never_sent_has_none(executor: PagedExecutor) 
         async with asyncio.timeout(0.5):
             assert await client.aborted("r") is None
             assert await client.aborted("never sent") is None
+
+
+class SlowGrammars(ToyGrammars):
+    """Compiling waits until it is let."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def compile(self, grammar: Grammar) -> None:
+        self.began.set()
+        self.may_end.wait(60)
+        super().compile(grammar)
+
+
+def constrained(source: str, id: str = "r") -> GenerateRequest:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, grammar=Grammar("regex", source, param="guided_regex"))
+    return GenerateRequest(id, PROMPT, params)
+
+
+async def test_a_grammar_is_compiled_beside_other_requests(executor: PagedExecutor) -> None:
+    grammars = SlowGrammars()
+    async with simulated(executor, grammars) as client:
+        stream = client.submit(constrained("6"))
+        first = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(grammars.began.wait, 60)
+        assert [chunk async for chunk in client.submit(asking(3, "other"))][-1].finish_reason == "length"
+        assert not first.done()
+        grammars.may_end.set()
+        chunks = [await first, *[chunk async for chunk in stream]]
+        assert [token for chunk in chunks for token in chunk.token_ids] == constrained_output(
+            PROMPT, 0, 12, frozenset(), 0, "6"
+        )
+        assert chunks[-1].finish_reason == "stop"
+        with pytest.raises(InvalidRequest) as refused:
+            await anext(client.submit(constrained("broken")))
+        assert refused.value.param == "guided_regex"
+        assert [chunk async for chunk in client.submit(constrained("6"))], "the id is free again"
+
+
+async def test_aborted_while_its_grammar_is_compiled(executor: PagedExecutor) -> None:
+    grammars = SlowGrammars()
+    async with simulated(executor, grammars) as client:
+        stream = client.submit(constrained("6"))
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(grammars.began.wait, 60)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await stream.aclose()
+        assert await client.aborted("r") is None
+        grammars.may_end.set()
+        done = [chunk async for chunk in client.submit(constrained("6", "next"))]
+        assert done[-1].finish_reason == "stop"
+        assert client.stats.running == 0
+
+
+async def test_an_engine_without_grammars_refuses(executor: PagedExecutor) -> None:
+    async with simulated(executor) as client:
+        with pytest.raises(InvalidRequest, match="no grammars"):
+            await anext(client.submit(constrained("6")))

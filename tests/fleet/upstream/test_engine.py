@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, StartupError, Unavailable
-from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.core.request import Chunk, GenerateRequest, Grammar, SamplingParams
 from penstock.fleet.upstream.engine import Upstream
 from penstock.fleet.upstream.health import HealthMonitor
 from penstock.fleet.upstream.probing import TRIAL_PROMPT
@@ -237,3 +237,14 @@ async def test_a_server_with_another_tokenizer_is_refused(tokenizer: Tokenizer) 
     story = StoryServer(events=[completion(" lived", "stop", token_ids=[1000])])
     with story.running() as url, pytest.raises(StartupError, match="another tokenizer"):
         await Upstream.connect(UpstreamConfig(url), tokenizer)
+
+
+@pytest.mark.parametrize("owner", ["vllm", "somebody"])
+async def test_a_server_that_does_not_enforce_grammars_is_not_asked(tokenizer: Tokenizer, owner: str) -> None:
+    """By its name it would, but a trial shows that it ignores them, as versions before did."""
+    params = SamplingParams(grammar=Grammar("json_schema", '{"type": "null"}', param="response_format"))
+    async with connected(StoryServer(owner=owner), tokenizer) as upstream:
+        assert not upstream.capabilities.grammars
+        with pytest.raises(InvalidRequest, match="not enforced") as refused:
+            await collect(upstream, story_request(tokenizer, params))
+        assert refused.value.param == "response_format"

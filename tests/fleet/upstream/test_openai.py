@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from penstock.core.request import GenerateRequest, SamplingParams, TokenLogprob
+from penstock.core.request import GenerateRequest, Grammar, SamplingParams, TokenLogprob
 from penstock.fleet.upstream.answer import Answer
 from penstock.fleet.upstream.dialects import DIALECTS
 from penstock.fleet.upstream.openai import OpenAIProtocol
@@ -48,6 +48,17 @@ def test_seeds_fit_and_differ_in_a_continuation() -> None:
     assert body("vllm", params)["seed"] == 2**62
     assert 0 <= body("llama.cpp", params)["seed"] < 2**32 - 1  # type: ignore[operator]
     assert body("vllm", params, (1, 2))["seed"] != body("vllm", params)["seed"]
+
+
+def test_grammars_in_the_words_of_each_server() -> None:
+    schema = SamplingParams(grammar=Grammar("json_schema", '{"type": "null"}'))
+    regex, lark = SamplingParams(grammar=Grammar("regex", "a")), SamplingParams(grammar=Grammar("lark", "a"))
+    assert body("vllm", schema)["structured_outputs"] == {"json": {"type": "null"}}
+    assert body("penstock", regex)["structured_outputs"] == {"regex": "a"}
+    assert body("vllm", lark)["structured_outputs"] == {"grammar": "a"}
+    assert body("sglang", schema)["json_schema"] == '{"type": "null"}'
+    assert body("llama.cpp", schema)["json_schema"] == {"type": "null"}
+    assert not DIALECTS["openai"].grammars
 
 
 @pytest.fixture

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from penstock.client.http import HttpClient
-from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+from penstock.core.errors import InvalidRequest, Unavailable
+from penstock.core.request import Chunk, GenerateRequest, Grammar, SamplingParams
 from penstock.fleet.upstream.engine import Upstream
 from penstock.fleet.upstream.settings import CapabilitySettings, UpstreamConfig
 from penstock.gateway.api.models import ServedModel
@@ -111,3 +113,17 @@ async def test_a_gateway_before_it_answers_as_the_server_itself(server: Server, 
     ours, theirs = answers
     assert ours["choices"] == theirs["choices"]
     assert ours["usage"]["completion_tokens"] == theirs["usage"]["completion_tokens"]
+
+
+async def test_grammars(server: Server, tokenizer: Tokenizer) -> None:
+    async with connected(server, tokenizer) as upstream:
+        prompt = tokenizer.encode(PROMPT)
+        assert upstream.capabilities.grammars == {"json_schema", "regex", "lark"}
+        params = SamplingParams(max_tokens=16, grammar=Grammar("json_schema", '{"enum": ["fox", "wave"]}'))
+        token_ids, chunks = await ask(upstream, GenerateRequest("a", prompt, params))
+        assert tokenizer.decode(token_ids) in ('"fox"', '"wave"')
+        assert chunks[-1].finish_reason == "stop"
+        resumed = GenerateRequest("b", prompt, params, output=token_ids[:1])
+        assert isinstance(upstream.refusal(resumed), Unavailable), "its grammar would begin anew"
+        after = replace(params, grammar=Grammar("regex", "a", after=(5,)))
+        assert isinstance(upstream.refusal(GenerateRequest("c", prompt, after)), InvalidRequest)

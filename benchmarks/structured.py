@@ -1,0 +1,136 @@
+"""Structured output on the CPU: whether all that comes out is valid, what masks take, and what it costs or gains.
+
+    python benchmarks/structured.py valid [--count 1000]   # the built-in model at temperature 1 as a fuzzer
+    python benchmarks/structured.py speed [--rounds 5]     # tokens per second, kinds by turns
+
+`valid`: batches of 32 constrained requests beside 8 free ones, in a KV cache too small for them, so that sequences are
+preempted, with prompts that share prefixes. Outputs that ended by themselves must be valid; those cut off by
+`max_tokens` are counted apart. `speed`: `text` is free, `string` is as long but inside a JSON string, where nothing is
+forced, `json` is an invoice, most of which is forced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jsonschema
+import numpy as np
+import numpy.typing as npt
+
+from penstock import LLM, SamplingParams
+from penstock.bench.schemas import INVOICE, SCHEMAS
+from penstock.core.request import Grammar
+from penstock.grammar.compiler import LLGuidance
+from penstock.llm import Completion
+
+BATCH, FREE = 32, 8
+Validator = jsonschema.Draft202012Validator
+
+
+def grammar(schema: Any) -> Grammar:
+    return Grammar("json_schema", json.dumps(schema))
+
+
+class TimedGrammars(LLGuidance):
+    """Writes down how much CPU time each mask took, one by one."""
+
+    def __init__(self, llm: LLM) -> None:
+        info = llm.engine.info
+        super().__init__(lambda: llm.tokenizer, info.vocab_size, llm.tokenizer.eos_ids)
+        self.seconds: list[float] = []
+
+    def fill(self, matchers: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
+        for row, matcher in enumerate(matchers):
+            began = time.thread_time()
+            super().fill([matcher], masks[row : row + 1])
+            self.seconds.append(time.thread_time() - began)
+
+
+def percentiles(seconds: list[float]) -> str:
+    return ", ".join(f"p{p} {np.percentile(seconds, p) * 1e6:,.0f} µs" for p in (50, 90, 99))
+
+
+def valid(count: int, max_tokens: int) -> None:
+    llm = LLM(kv_memory_gib=0.006, max_model_len=256, max_seqs=BATCH + FREE)
+    loop = llm.engine._loop
+    timed = loop.grammars = TimedGrammars(llm)
+    assert loop._masks is not None
+    loop._masks._grammars = timed
+    firsts = list[float]()
+    for schema in SCHEMAS.values():
+        timed._compiled.clear()
+        began = time.perf_counter()
+        timed.compile(grammar(schema))
+        firsts.append(time.perf_counter() - began)
+    print(f"first mask of {len(SCHEMAS)} schemas, compiling included: {percentiles(firsts[1:])}")
+    draw, done, outcomes = random.Random(0), 0, Counter[str]()
+    intro = "A list of records in JSON, one on each line, as the machine wrote them down.\n"
+    while done < count:
+        names = [draw.choice(list(SCHEMAS)) for _ in range(BATCH)]
+        prompts = [f"{intro}{name}: " for name in names] + [f"{intro}And then" for _ in range(FREE)]
+        params = [
+            SamplingParams(
+                temperature=1, max_tokens=max_tokens, seed=draw.getrandbits(40), grammar=grammar(SCHEMAS[name])
+            )
+            for name in names
+        ]
+        free = SamplingParams(temperature=1, max_tokens=max_tokens, ignore_eos=True)
+        for name, completion in zip(names, llm.generate(prompts, params + [free] * FREE, progress=False), strict=False):
+            outcomes[completion.choices[0].finish_reason or ""] += 1
+            if completion.choices[0].finish_reason == "stop":
+                schema = SCHEMAS[name]
+                Validator(schema, format_checker=Validator.FORMAT_CHECKER).validate(json.loads(completion.text))
+                done += 1
+    stats = llm.engine.stats
+    print(f"{done} outputs, all valid; {outcomes['length']} were cut off by max_tokens {max_tokens}")
+    print(f"{stats.preemptions} preemptions, {stats.cached_tokens} of {stats.prompt_tokens} prompt tokens cached")
+    print(f"{len(timed.seconds):,} masks: {percentiles(timed.seconds)}")
+
+
+def speed(rounds: int, sequences: int) -> None:
+    llm = LLM(kv_memory_gib=0.5, max_model_len=512, max_seqs=sequences, prefix_caching=False)
+    common: dict[str, Any] = {"temperature": 1, "ignore_eos": True}
+    string, invoice = grammar({"type": "string", "minLength": 4000}), grammar(INVOICE)
+    kinds = {
+        "text": SamplingParams(**common, max_tokens=100),
+        "string": SamplingParams(**common, max_tokens=100, grammar=string),
+        "json": SamplingParams(**common, max_tokens=200, grammar=invoice),
+    }
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(rounds + 1):
+        for name, params in kinds.items():
+            began = time.perf_counter()
+            answers: list[Completion] = llm.generate(["An invoice: "] * sequences, params, progress=False)
+            seconds = time.perf_counter() - began
+            if number:  # the first round is a warm-up
+                found[name].append(sum(len(answer.choices[0].token_ids) for answer in answers) / seconds)
+    base = statistics.median(found["text"])
+    for name, rates in found.items():
+        ratios = [rate / text for rate, text in zip(rates, found["text"], strict=True)]
+        rate, ratio = statistics.median(rates), statistics.median(ratios)
+        print(f"{sequences} sequences, {name}: {rate:,.0f} tok/s, {ratio:.3f} of text (medians; text {base:,.0f})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["valid", "speed"])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--max-tokens", type=int, default=120)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sequences", type=int, default=32)
+    options = parser.parse_args()
+    if options.what == "valid":
+        valid(options.count, options.max_tokens)
+    else:
+        speed(options.rounds, options.sequences)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""What requests can ask for and what can happen to them, each in a line, and how two of them are run at once.
+
+A feature either shapes the output (a sampling parameter, a grammar), or must leave it as it is (log-probabilities, a
+prefix hit, preemption). For a pair of features the outcome must be the plain one: what the shaping features give to a
+request that is alone in an engine where nothing happens.
+
+To add a feature, add its line to `FEATURES`; if it is something that happens, say in `_Run` how. Then
+`python -m tests.crossings.features` writes docs/crossings.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.bench.schemas import compact, record
+from penstock.core.ledger import Ledger
+from penstock.core.request import (
+    Chunk,
+    FinishReason,
+    GenerateRequest,
+    Grammar,
+    SamplingParams,
+    TokenLogprob,
+    choice_seed,
+)
+from penstock.engine.executor import Executor
+from penstock.engine.grammar import Grammars
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.loop import EngineLoop
+from penstock.engine.scheduler import Scheduler
+from penstock.text.stream import TextStream
+from penstock.text.tokenizer import Tokenizer
+
+PROMPT = (
+    "The harbour master wrote down every ship that came in before the storm, with its name, its captain and what it "
+    "carried, and then he closed the book. The first one was"
+)
+SEED = 5
+SHIP = record(
+    {
+        "captain": {"type": "string", "pattern": "^[A-Z][a-z]{9}$"},
+        "crew": {"type": "integer", "minimum": 10, "maximum": 99},
+        "came in before the storm": {"type": "boolean"},
+    }
+)
+BASE: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+PAGE = Path(__file__).parents[2] / "docs" / "crossings.md"
+
+
+@dataclass(frozen=True)
+class Feature:
+    name: str
+    what: str
+    params: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams
+    shapes: bool = True  # whether these may change which tokens come out
+    limits: Mapping[str, Any] = field(default_factory=dict)  # of the engine
+
+
+FEATURES = (
+    Feature("temperature", "temperature 1", {"temperature": 1.0}),
+    Feature("filters", "top-p, top-k and min-p", {"temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.01}),
+    Feature(
+        "penalties",
+        "presence, frequency and repetition penalty",
+        {"presence_penalty": 0.5, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    ),
+    Feature("logit bias", "some tokens more, others less likely", {"logit_bias": {28: -20.0, 260: 4.0, 34: 3.0}}),
+    Feature(
+        "min tokens", "stop tokens, but not among the first eight", {"min_tokens": 8, "stop_token_ids": (28, 30, 260)}
+    ),
+    Feature("grammar", "JSON for a schema", {"grammar": Grammar("json_schema", compact(SHIP))}),
+    Feature("logprobs", "log-probabilities of the output", {"logprobs": 2}, shapes=False),
+    Feature("prompt logprobs", "log-probabilities of the prompt", {"prompt_logprobs": 1}, shapes=False),
+    Feature("n", "two choices, each with its own seed"),
+    Feature("stop string", "the text ends at a string that it has in its middle"),
+    Feature("prefix hit", "the prompt has been computed for another request"),
+    Feature("chunked prefill", "the prompt is computed 16 tokens at a time", limits={"max_step_tokens": 16}),
+    Feature("preemption", "its memory is taken away for others, and it is recomputed", limits={"num_blocks": 6}),
+    Feature("run-ahead", "steps are launched before the one before them is read"),
+    Feature("resumption", "another engine has given the first half of the output"),
+    Feature("abort", "the same request, beside it, is aborted in the middle"),
+)
+PAIRS = tuple(itertools.combinations([feature.name for feature in FEATURES], 2))
+BY_NAME = {feature.name: feature for feature in FEATURES}
+# Pairs of which one turns the other off.
+OFF = {
+    (
+        "prompt logprobs",
+        "prefix hit",
+    ): "logits of the whole prompt are needed, so nothing of it is taken from the cache",
+    ("prompt logprobs", "resumption"): "the first engine has given them with the first token",
+}
+
+
+@dataclass
+class Outcome:
+    """Of one choice."""
+
+    text: TextStream
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    cached: int = 0
+    ledger: Ledger | None = None
+
+
+@dataclass
+class Bench:
+    """A loaded model, for engines that are made anew for every run."""
+
+    limits: SchedulerLimits
+    executor: Executor
+    grammars: Grammars
+    tokenizer: Tokenizer
+    plain: dict[str, list[Outcome]] = field(default_factory=dict)  # what came out, by the parameters asked for
+
+    def alone(self, params: Mapping[str, Any], choices: int) -> list[Outcome]:
+        key = repr(sorted(params.items(), key=str)) + str(choices)
+        if key not in self.plain:
+            self.plain[key] = [
+                _Run(self, {}, params).finish([_request(self, params, choice)])[0] for choice in range(choices)
+            ]
+        return self.plain[key]
+
+    def crossed(self, first: str, second: str) -> tuple[list[Outcome], list[Outcome]]:
+        """What comes out with both features, and what should."""
+        names = {first, second}
+        shaping, scoring = dict(BASE), dict[str, Any]()
+        for name in names:
+            (shaping if BY_NAME[name].shapes else scoring).update(BY_NAME[name].params)
+        plain = self.alone(shaping, 1 + ("n" in names))
+        params = {**shaping, **scoring}
+        if "stop string" in names:
+            text = plain[0].text.text
+            params["stop"] = shaping["stop"] = (text[len(text) // 2 :][:4],)
+            plain = [self._stopped(outcome, shaping) for outcome in plain]
+        limits = {name: value for feature in names for name, value in BY_NAME[feature].limits.items()}
+        return _Run(self, limits, params).cross(names, plain), plain
+
+    def _stopped(self, outcome: Outcome, params: Mapping[str, Any]) -> Outcome:
+        """The outcome as it is with stop strings, from the tokens without."""
+        stream = TextStream(self.tokenizer, SamplingParams(**params))
+        delta = stream.push(Chunk("", list(outcome.tokens), outcome.finish_reason))
+        return Outcome(stream, delta.token_ids, delta.finish_reason)
+
+
+def _request(bench: Bench, params: Mapping[str, Any], choice: int, **fields: Any) -> GenerateRequest:
+    tokens = bench.tokenizer.encode(PROMPT)
+    return GenerateRequest(
+        f"choice {choice}", tokens, SamplingParams(**params), seed=choice_seed(SEED, choice), **fields
+    )
+
+
+class _Run:
+    """One engine, its requests, and what came of them."""
+
+    def __init__(self, bench: Bench, limits: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+        self._bench = bench
+        self._params = params
+        scheduler = Scheduler(replace(bench.limits, **limits))
+        self._loop = EngineLoop(scheduler, bench.executor, self._take, bench.grammars)
+        self._outcomes: dict[str, Outcome] = {}
+
+    def cross(self, names: set[str], plain: list[Outcome]) -> list[Outcome]:
+        bench = self._bench
+        bench.executor.runs_ahead = "run-ahead" in names
+        if "prefix hit" in names:
+            warm = {**BASE, "max_tokens": 1}
+            self.finish([replace(_request(bench, warm, 9), id="warm")])
+        requests = [_request(bench, self._params, choice, priority=1) for choice in range(len(plain))]
+        if "resumption" in names:
+            halves = [outcome.tokens[: len(outcome.tokens) // 2] for outcome in plain]
+            requests = [replace(r, output=half, resumed=True) for r, half in zip(requests, halves, strict=True)]
+        try:
+            return self.finish(requests, crowded=True, aborted="abort" in names)
+        finally:
+            bench.executor.runs_ahead = False
+
+    def finish(
+        self, requests: Sequence[GenerateRequest], crowded: bool = False, aborted: bool = False
+    ) -> list[Outcome]:
+        """Run these to their end; `crowded`: beside others that come a little later and go first."""
+        twins = [replace(request, id=f"{request.id}, aborted") for request in requests] if aborted else []
+        for request in [*requests, *twins]:
+            self._submit(request)
+        for _ in range(3 if crowded else 0):
+            self._loop.step()
+        for twin in twins:
+            self._loop.abort(twin.id)
+        if crowded:
+            others = ({"temperature": 1.0}, {"grammar": BY_NAME["grammar"].params["grammar"], "frequency_penalty": 1.0})
+            for number, params in enumerate(others):
+                tokens = self._bench.tokenizer.encode(f"{number}. {PROMPT}")
+                self._submit(GenerateRequest(f"other {number}", tokens, SamplingParams(**{**BASE, **params}), seed=1))
+        while self._loop.step():
+            pass
+        return [self._outcomes[request.id] for request in requests]
+
+    def _submit(self, request: GenerateRequest) -> None:
+        outcome = self._outcomes[request.id] = Outcome(TextStream(self._bench.tokenizer, request.params))
+        if request.output:  # what the first engine gave
+            outcome.text.push(Chunk(request.id, list(request.output)))
+            outcome.tokens += request.output
+        self._loop.submit(request)
+
+    def _take(self, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            outcome = self._outcomes[chunk.request_id]
+            outcome.ledger = chunk.ledger or outcome.ledger
+            if outcome.finish_reason is not None:
+                continue  # a stop string has ended it
+            delta = outcome.text.push(chunk)
+            outcome.tokens += delta.token_ids
+            outcome.logprobs += delta.logprobs or []
+            outcome.prompt_logprobs = chunk.prompt_logprobs or outcome.prompt_logprobs
+            outcome.cached += chunk.cached_tokens
+            outcome.finish_reason = delta.finish_reason
+            if delta.finish_reason is not None and chunk.finish_reason is None:
+                self._loop.abort(chunk.request_id)
+
+
+def page() -> str:
+    """docs/crossings.md."""
+    lines = [
+        "# Crossings",
+        "",
+        "Bugs of servers sit where two features meet. `tests/crossings/test_pairs.py` runs every pair of these through",
+        "the real engine with the built-in model on the CPU, beside other requests, and compares what comes out, token",
+        "for token, with a request that is alone and to which nothing happens. This page is written by",
+        "`python -m tests.crossings.features`.",
+        "",
+        "| feature | what |",
+        "|---|---|",
+        *(f"| {feature.name} | {feature.what} |" for feature in FEATURES),
+        "",
+        "| | " + " | ".join(feature.name for feature in FEATURES[1:]) + " |",
+        "|---" * len(FEATURES) + "|",
+    ]
+    for at, first in enumerate(FEATURES[:-1]):
+        marks = ("–" if (first.name, other.name) in OFF else "✓" for other in FEATURES[at + 1 :])
+        lines.append(f"| {first.name} |" + " |" * at + " " + " | ".join(marks) + " |")
+    lines += [
+        "",
+        "–: one turns the other off. " + "; ".join(f"{a} and {b}: {why}" for (a, b), why in OFF.items()) + ".",
+    ]
+    lines += [
+        "",
+        "With a replica killed in the middle (`tests/crossings/test_failover.py`), from replicas that sleep",
+        "(`test_waking.py`) and by versions, cascades and hedging (`test_other_ways.py`), requests of many kinds are",
+        "tested through a server.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

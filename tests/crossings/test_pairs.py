@@ -1,0 +1,58 @@
+"""Every pair of features gives what each gives alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.checkpoint.source import resolve
+from penstock.engine.settings import EngineConfig
+from penstock.grammar.compiler import grammars_of
+from penstock.kernels.native import bindings
+from penstock.runner.startup import start
+from penstock.text.tokenizer import load_tokenizer
+from tests.crossings.features import OFF, PAGE, PAIRS, Bench, page
+
+MODEL = "smollm2-135m"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Bench:
+    if not bindings.available():
+        pytest.skip("numbers depend on the batch in torch")
+    config = EngineConfig(quantization="int8", kv_memory_gib=0.05, max_model_len=256)
+    scheduler, executor, _ = start(MODEL, config)
+    executor.enter_thread()
+    tokenizer = load_tokenizer(resolve(MODEL))
+    return Bench(scheduler.limits, executor, grammars_of(scheduler.limits, executor, MODEL, tokenizer), tokenizer)
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=[" and ".join(pair) for pair in PAIRS])
+def test_pair(bench: Bench, first: str, second: str) -> None:
+    names, off = {first, second}, (first, second) in OFF
+    found, plain = bench.crossed(first, second)
+    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in plain]
+    assert [outcome.text.text for outcome in found] == [outcome.text.text for outcome in plain]
+    assert [outcome.finish_reason for outcome in found] == [outcome.finish_reason for outcome in plain]
+    if "chunked prefill" in names and "prefix hit" not in names:
+        assert any(outcome.ledger and len(outcome.ledger.prefill) > 1 for outcome in found)
+    for outcome in found:
+        ledger = outcome.ledger
+        assert ledger is not None
+        if "stop string" not in names:
+            assert ledger.output_tokens == len(outcome.tokens)
+        if "preemption" in names:
+            assert ledger.preemptions
+        if "prefix hit" in names and not off:
+            assert outcome.cached
+        if "grammar" in names and not names & {"logprobs", "prompt logprobs", "resumption", "stop string"}:
+            assert ledger.forced_tokens
+        if "logprobs" in names:
+            resumed = len(outcome.tokens) // 2 if "resumption" in names else 0
+            scored = [score.token_id for score in outcome.logprobs]  # but for tokens that lie in the stop string
+            assert scored == outcome.tokens[resumed:][: len(scored) if "stop string" in names else None]
+        if "prompt logprobs" in names and not off:
+            assert len(outcome.prompt_logprobs or ()) == ledger.prompt_tokens
+
+
+def test_the_page_is_current() -> None:
+    assert PAGE.read_text() == page(), "run: python -m tests.crossings.features"
