@@ -28,6 +28,8 @@ PARAMETERS: dict[str, type[float] | type[int] | type[str]] = {
 }
 _KINDS = {float: "a number", int: "a whole number"}
 
+END_OF_REASONING = "\n\n---\n\n"
+
 # A model's output must not move the cursor, set the title or ring the bell.
 _CONTROL = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -52,7 +54,9 @@ def parse_parameter(name: str, text: str) -> Any:
 class Turn:
     """One streamed answer and how fast it came."""
 
+    shows_reasoning: bool = False  # before the answer, of which it is no part
     text: str = ""
+    thinks: bool = False  # reasoning was shown, and nothing of the answer yet
     asked: float = field(default_factory=time.perf_counter)
     first: float | None = None
     last: float = 0.0
@@ -60,7 +64,7 @@ class Turn:
     output_tokens: int | None = None  # as the server counts
 
     def take(self, event: str) -> str:
-        """Note an event of the stream and return its text."""
+        """Note an event of the stream and return what to show of it."""
         if event == "[DONE]":
             return ""
         try:
@@ -71,13 +75,20 @@ class Turn:
             raise Unavailable(str(fault.get("message", fault) if isinstance(fault, dict) else fault))
         if usage := chunk.get("usage"):
             self.output_tokens = usage.get("completion_tokens")
-        text = "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices") or ())
-        if text:
+        deltas = [choice["delta"] for choice in chunk.get("choices") or ()]
+        text, thought = (
+            "".join(delta.get(name) or "" for delta in deltas) for name in ("content", "reasoning_content")
+        )
+        if text or thought:
             self.last = time.perf_counter()
             self.first = self.first or self.last
             self.chunks += 1
             self.text += text
-        return text
+        shown = thought if self.shows_reasoning else ""
+        self.thinks = self.thinks or bool(shown)
+        if text and self.thinks:
+            shown, self.thinks = f"{shown}{END_OF_REASONING}", False
+        return shown + text
 
     def speed(self) -> str:
         if self.first is None:

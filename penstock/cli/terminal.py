@@ -162,7 +162,7 @@ class Terminal:
 
     async def _answer(self, question: str) -> None:
         """Show an answer until it ends or Ctrl-C stops it. After an error the conversation goes on."""
-        turn = Turn()
+        turn = Turn(shows_reasoning=True)
         shown: Shown = PlainAnswer() if self._plain else MarkdownAnswer(self._console)
         loop = asyncio.get_running_loop()
         task = loop.create_task(self._conversation.ask(question, turn, shown.write))

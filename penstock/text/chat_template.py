@@ -58,7 +58,7 @@ class ChatTemplate:
 
     @property
     def knows_tools(self) -> bool:
-        """Whether it describes tools to the model itself. One that does not compile says nothing of them."""
+        """Whether it describes tools to the model itself; also if it does not compile, which says nothing of that."""
         try:
             return self._compiled.knows_tools
         except InvalidRequest:

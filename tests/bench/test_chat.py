@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from penstock.cli import chat
+from penstock.cli.conversation import Turn
 from penstock.cli.main import make_parser
 from penstock.cli.terminal import complete_blocks
 from penstock.core.errors import Unauthorized
@@ -32,6 +34,20 @@ def home(tmp_path: Path) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     own = {"HOME": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state"), "PENSTOCK_API_KEY": "psk-mine"}
     return {**inherited, **own, "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1"}
+
+
+@pytest.mark.parametrize(("shows", "expected"), [(True, "So. I see.\n\n---\n\nHello!"), (False, "Hello!")])
+def test_reasoning_is_shown_before_the_answer_and_is_no_part_of_it(shows: bool, expected: str) -> None:
+    turn, shown = Turn(shows_reasoning=shows), ""
+    for delta in (
+        {"role": "assistant", "content": None},
+        {"reasoning_content": "So."},
+        {"reasoning_content": " I see."},
+    ):
+        shown += turn.take(json.dumps({"choices": [{"delta": delta}]}))
+    for text in ("Hel", "lo!"):
+        shown += turn.take(json.dumps({"choices": [{"delta": {"content": text}}]}))
+    assert (shown, turn.text, turn.chunks) == (expected, "Hello!", 4)
 
 
 @pytest.fixture

@@ -34,6 +34,9 @@ from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.tool_calls import hermes
+from penstock.text.tool_calls.grammar import literal
+from penstock.text.tool_calls.parser import Function
 
 PROMPT = (
     "The harbour master wrote down every ship that came in before the storm, with its name, its captain and what it "
@@ -47,6 +50,7 @@ SHIP = record(
         "came in before the storm": {"type": "boolean"},
     }
 )
+CALL = hermes.grammar([Function("ship", SHIP)], literal, one=False).only_calls(literal, one=False)
 BASE: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 PAGE = Path(__file__).parents[2] / "docs" / "crossings.md"
 
@@ -73,6 +77,8 @@ FEATURES = (
         "min tokens", "stop tokens, but not among the first eight", {"min_tokens": 8, "stop_token_ids": (28, 30, 260)}
     ),
     Feature("grammar", "JSON for a schema", {"grammar": Grammar("json_schema", compact(SHIP))}),
+    Feature("tools", "a forced call", {"grammar": Grammar("lark", CALL)}),
+    Feature("reasoning", "a schema after reasoning", {"grammar": Grammar("json_schema", compact(SHIP), after=(28,))}),
     Feature("logprobs", "log-probabilities of the output", {"logprobs": 2}, shapes=False),
     Feature("prompt logprobs", "log-probabilities of the prompt", {"prompt_logprobs": 1}, shapes=False),
     Feature("n", "two choices, each with its own seed"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from penstock.core.errors import InvalidRequest
+from penstock.core.request import ReasoningStart
 from penstock.gateway.api.openai_types import ChatRequest
 from penstock.gateway.api.reading import ModelText
 from penstock.gateway.api.structured import grammar_of
@@ -23,9 +25,8 @@ CHOICES = ("none", "auto", "required")
 def functions_of(tools: Sequence[dict[str, Any]] | None) -> tuple[Function, ...]:
     """The functions that a request describes."""
     functions = tuple(_function(tool, f"tools[{position}]") for position, tool in enumerate(tools or ()))
-    names = [function.name for function in functions]
-    for name in names:
-        require(names.count(name) == 1, "tools", f"must not define {name} twice")
+    for name, count in Counter(function.name for function in functions).items():
+        require(count == 1, "tools", f"must not define {name} twice")
     return functions
 
 
@@ -105,8 +106,14 @@ def read_form(body: ChatRequest, text: ModelText, prompt: str) -> tuple[str, Out
         functions=functions,
         choice="forced" if forced else "auto",
         one_call=choice == "named" or body.parallel_tool_calls is False,
-        reasoning=None if text.reasoning is None else start_after(prompt),
+        reasoning=None if text.reasoning is None else _start(body, prompt),
     )
     if form.reasoning == "free" and (form.constrains or grammar_of(body) is not None):
         return f"{prompt}{OPEN}\n", replace(form, reasoning="open")
     return prompt, form
+
+
+def _start(body: ChatRequest, prompt: str) -> ReasoningStart | None:
+    """None: the answer has been begun by the client, and what follows is its text."""
+    start = start_after(prompt)
+    return None if body.continue_final_message and start != "open" else start

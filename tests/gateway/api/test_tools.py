@@ -311,6 +311,15 @@ def test_calls_after_reasoning_are_constrained_after_it(qwen: Gateway) -> None:
     assert grammar.after == ()
 
 
+def test_an_answer_that_the_client_began_is_not_reasoned_about(qwen: Gateway) -> None:
+    qwen.answers(" ping")
+    begun = [*HI, {"role": "assistant", "content": "Then I call"}]
+    continued = {"continue_final_message": True}
+    message = ask(qwen, messages=begun, tools=[STRICT], extra_body=continued).choices[0].message
+    assert prompt_of(qwen).endswith("Then I call")
+    assert message.content == " ping"
+
+
 def test_reasoning_sent_back_reaches_the_template(qwen: Gateway) -> None:
     for field in ("reasoning_content", "reasoning"):
         ask(qwen, messages=[*HI, {"role": "assistant", "content": "Hello!", field: "They greet."}, *HI])
