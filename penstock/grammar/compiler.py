@@ -7,6 +7,7 @@ into a source.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -27,6 +28,8 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is about proportional
 STACK_BYTES = 256 * 2**20  # reserved, not used: a chain of 5,000 $ref, the longest that fits into a source, takes 14 MB
+
+_FIRST_RULE_OF_GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+\s*::=")  # elsewhere it may be text inside a Lark grammar
 
 # Fuel is a unit of llguidance: about 50,000 a millisecond when compiling, 14,000 when computing a mask.
 LIMITS: dict[str, Any] = {
@@ -98,7 +101,7 @@ class LLGuidance:
         param = grammar.param
         try:
             from llguidance import LLMatcher, LLParserLimits
-            from llguidance.gbnf_to_lark import any_to_lark
+            from llguidance.gbnf_to_lark import gbnf_to_lark
         except ImportError:
             problem = "structured output needs llguidance: pip install 'penstock[serve]'"
             raise InvalidRequest(problem, param=param) from None
@@ -108,8 +111,10 @@ class LLGuidance:
             elif grammar.kind == "regex":
                 source = LLMatcher.grammar_from_regex(grammar.source)
             else:
-                source = LLMatcher.grammar_from_lark(checked_lark(any_to_lark(grammar.source)))
-        except Exception as error:  # what any_to_lark raises is the base class itself
+                is_gbnf = _FIRST_RULE_OF_GBNF.match(grammar.source)
+                lark = gbnf_to_lark(grammar.source) if is_gbnf else grammar.source
+                source = LLMatcher.grammar_from_lark(checked_lark(lark))
+        except Exception as error:  # what gbnf_to_lark raises is the base class itself
             raise InvalidRequest(f"{param}: {error}", param=param) from None
         matcher = LLMatcher(self._ready().tokens, source, log_level=0, limits=LLParserLimits(**LIMITS))
         warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()

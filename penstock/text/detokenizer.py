@@ -25,7 +25,8 @@ class IncrementalDetokenizer:
         keep: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._hidden = tokenizer.special_ids - keep if skip_special_tokens else frozenset()
+        hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._hidden = hidden - keep if keep else hidden
         self._strip_next = tokenizer.strips_first_space and not continues
         self._held = b""  # of a character that is not complete
 

@@ -4,7 +4,7 @@ reasoning, content and tool calls."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.request import Chunk, FinishReason, SamplingParams, TokenLogprob
@@ -30,7 +30,7 @@ class TextDelta:
     logprobs: list[TokenLogprob] | None = None
     stop_matched: str | int | None = None  # the stop string or stop token id; None for the model's own end token
     reasoning: str = ""
-    calls: list[CallDelta] = field(default_factory=list)
+    calls: Sequence[CallDelta] = ()
 
 
 @dataclass(slots=True)
@@ -51,13 +51,15 @@ class TextStream:
     still arrive add nothing. Stop strings are not looked for in the reasoning, which is no part of the answer."""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, form: OutputForm | None = None) -> None:
-        form = form or OutputForm(reasoning=params.reasoning)
+        if form is None and params.reasoning is not None:
+            form = OutputForm(reasoning=params.reasoning)
         self._tokenizer = tokenizer
         self._params = params
-        self._detokenizer = IncrementalDetokenizer(tokenizer, continues=True, keep=form.markers(tokenizer))
+        shown = form.markers(tokenizer) if form is not None else frozenset()
+        self._detokenizer = IncrementalDetokenizer(tokenizer, continues=True, keep=shown)
         self._stops = StopStrings(params.stop) if params.stop else None
         self._reasoning = None if params.reasoning is None else ReasoningParser(params.reasoning)
-        self._tools = form.tool_parser()
+        self._tools = form.tool_parser() if form is not None else None
         self._plain = self._stops is None and self._reasoning is None and self._tools is None
         self._parts: list[str] = []
         self._thoughts: list[str] = []

@@ -249,5 +249,8 @@ def test_gbnf_and_lark(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
     assert not accepts(grammars, gbnf, tokenizer, "a b")
     assert accepts(grammars, lark, tokenizer, "a12[1,2]")
     assert not accepts(grammars, lark, tokenizer, "a12[1, 2]")
+    described = Grammar("lark", 'start: %json {"type": "integer", "description": "x ::= y"}')
+    assert accepts(grammars, described, tokenizer, "12")
+    assert accepts(grammars, Grammar("lark", '# a comment\nroot ::= "a"'), tokenizer, "a")
     empty = Grammar("lark", "start: %json {}")
     assert accepts(grammars, empty, tokenizer, '{"a":1}')

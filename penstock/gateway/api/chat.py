@@ -188,7 +188,12 @@ class ChatAnswer(TextAnswer[ChatRequest]):
                 events = one(ChatChunkChoice(index, ChatDelta("assistant", content)), prompt)
             token_ids = delta.token_ids if with_ids else UNSET
             logprobs = chat_logprobs(tokenizer, delta.logprobs, by_id) if delta.logprobs else None
-            for part in _deltas(delta, always=bool(logprobs or token_ids)):
+            parts = (
+                (ChatDelta(content=delta.text),)
+                if delta.text and not (delta.reasoning or delta.calls)  # by far most deltas
+                else _deltas(delta, always=bool(logprobs or token_ids))
+            )
+            for part in parts:
                 events += one(ChatChunkChoice(index, part, logprobs, token_ids=token_ids))
                 logprobs, token_ids = None, UNSET  # with the first
             if delta.finish_reason is not None:
