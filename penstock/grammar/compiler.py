@@ -87,7 +87,12 @@ class LLGuidance:
             if (found := self._compiled.get(key)) is not None:
                 self._compiled.move_to_end(key)
                 return found
-        made = _on_deep_stack(lambda: self._make(grammar))
+        try:
+            made = _on_deep_stack(lambda: self._make(grammar))
+        except InvalidRequest:
+            raise
+        except BaseException as error:  # a panic of the library is one; a checkpoint without a tokenizer comes here too
+            raise InvalidRequest(f"{grammar.param} cannot be compiled here: {error}", param=grammar.param) from error
         with self._lock:
             if key not in self._compiled:
                 self._compiled[key] = made

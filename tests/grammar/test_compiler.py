@@ -13,7 +13,7 @@ import pytest
 
 from penstock.bench.schemas import SCHEMAS, compact, instances_with_faults
 from penstock.checkpoint.source import resolve
-from penstock.core.errors import EngineFailure, InvalidRequest
+from penstock.core.errors import EngineFailure, InvalidRequest, StartupError
 from penstock.core.request import MAX_GRAMMAR_BYTES, Grammar
 from penstock.grammar import compiler
 from penstock.grammar.compiler import LLGuidance
@@ -254,3 +254,11 @@ def test_gbnf_and_lark(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
     assert accepts(grammars, Grammar("lark", '# a comment\nroot ::= "a"'), tokenizer, "a")
     empty = Grammar("lark", "start: %json {}")
     assert accepts(grammars, empty, tokenizer, '{"a":1}')
+
+
+def test_a_model_without_a_tokenizer() -> None:
+    def none() -> Tokenizer:
+        raise StartupError("there is no tokenizer.json")
+
+    with pytest.raises(InvalidRequest, match=r"cannot be compiled here: there is no tokenizer\.json"):
+        LLGuidance(none, 100, (0,)).compile(Grammar("regex", "a"))
