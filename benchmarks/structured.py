@@ -1,7 +1,7 @@
 """Structured output on the CPU: whether all that comes out is valid, what masks take, and what it costs or gains.
 
     python benchmarks/structured.py valid [--count 1000]   # the built-in model at temperature 1 as a fuzzer
-    python benchmarks/structured.py speed [--rounds 15]    # tokens per second, kinds by turns
+    python benchmarks/structured.py speed [--rounds 15]    # tokens per second, kinds interleaved
 
 `valid`: batches of 32 constrained requests beside 8 free ones, in a KV cache too small for them, so that sequences are
 preempted, with prompts that share prefixes. Outputs that ended by themselves must be valid; those cut off by
