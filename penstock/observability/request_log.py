@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
+from collections import OrderedDict
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -32,7 +33,8 @@ class RequestLog:
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
-        self._entries: dict[str, Entry] = {}  # oldest first
+        # Oldest first. The first key of a plain dict is found by walking over those deleted before it.
+        self._entries: OrderedDict[str, Entry] = OrderedDict()
         self._named: dict[tuple[str, str], str] = {}  # (tenant, client's id) to the latest of ours
         self._bytes = 0
 
@@ -48,8 +50,7 @@ class RequestLog:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        id = next(iter(self._entries))
-        entry = self._entries.pop(id)
+        id, entry = self._entries.popitem(last=False)
         self._bytes -= len(entry.body)
         if self._named.get((entry.tenant, entry.request_id)) == id:
             del self._named[entry.tenant, entry.request_id]

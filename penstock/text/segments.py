@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ class SegmentEncoder:
         self._ids = {token.content: token_id for token_id, token in added.items() if not token.normalized}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
-        self._pieces: dict[str, list[int]] = {}  # oldest first
+        self._pieces: OrderedDict[str, list[int]] = OrderedDict()  # oldest first
         self._characters = 0
         self._lock = threading.Lock()  # for those who add: long texts are encoded in threads
         self._words: dict[str, list[int]] = {}
@@ -79,8 +80,7 @@ class SegmentEncoder:
                 self._pieces[piece] = ids
                 self._characters += len(piece)
                 while self._characters > MAX_CHARACTERS:
-                    oldest = next(iter(self._pieces))
-                    del self._pieces[oldest]
+                    oldest, _ = self._pieces.popitem(last=False)
                     self._characters -= len(oldest)
         return ids
 
