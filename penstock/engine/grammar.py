@@ -49,6 +49,10 @@ class Matcher(Protocol):
 class Grammars(Protocol):
     """Compiled grammars of one model, shared by its requests. May be used from several threads."""
 
+    def prepare(self) -> None:
+        """Do now, while nobody waits, what the first grammar would have to wait for."""
+        ...
+
     def compile(self, grammar: Grammar, /) -> None:
         """Make `matcher` fast for this grammar. Raises InvalidRequest for one that cannot be compiled."""
         ...

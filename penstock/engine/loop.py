@@ -89,7 +89,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Step while there is work, sleep while there is none, until stopped."""
-        checked = True
+        checked = False
         while not self._stopping:
             self._wake.clear()
             if self.step():
@@ -98,6 +98,8 @@ class EngineLoop:
                 with self._lock:
                     self._scheduler.check_integrity()
                 self._scheduler.times.save()
+                if self.grammars is not None:
+                    self.grammars.prepare()
                 checked = True
         self._scheduler.times.save()
 

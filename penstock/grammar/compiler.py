@@ -11,6 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.checkpoint.source import resolve
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import Grammar
 from penstock.engine.limits import SchedulerLimits
 from penstock.grammar.matcher import LLGuidanceMatcher, one_line
@@ -45,7 +46,7 @@ LIMITS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """What llguidance knows of a tokenizer. Made with the first grammar: it takes a fraction of a second."""
+    """What llguidance knows of a tokenizer."""
 
     tokens: Any  # llguidance.LLTokenizer
     free: npt.NDArray[np.int32]  # all tokens but those that end an output
@@ -63,6 +64,11 @@ class LLGuidance:
         self._vocabulary: _Vocabulary | None = None
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
         self._bytes = 0
+
+    def prepare(self) -> None:
+        """Read the vocabulary. llguidance holds the GIL for some tenths of a second: running streams would stall."""
+        with suppress(ImportError, PenstockError):  # a grammar that needs it will say so
+            self._ready()
 
     def compile(self, grammar: Grammar) -> None:
         self._prototype(grammar)
@@ -145,7 +151,7 @@ class LLGuidance:
 
 
 def grammars_of(limits: SchedulerLimits, model: str, tokenizer: Tokenizer | None = None) -> LLGuidance:
-    """Of a model that an engine runs. Its tokenizer is loaded with the first grammar."""
+    """Of a model that an engine runs. Its tokenizer is loaded when the engine is idle, or with the first grammar."""
     return LLGuidance(lambda: tokenizer or load_tokenizer(resolve(model)), limits.vocab_size, limits.eos_ids)
 
 

@@ -68,6 +68,9 @@ class ToyGrammars:
         self.compile(grammar)
         return ToyMatcher(grammar.source)
 
+    def prepare(self) -> None:
+        pass
+
     def fill(self, matchers: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
         for row, matcher in enumerate(matchers):
             bits = np.zeros(masks.shape[1] * 32, np.uint8)
