@@ -12,46 +12,47 @@ from typing import TextIO
 
 WRITE_SECONDS = 0.05  # for how long a line may wait for others
 
+_formatter = logging.Formatter()
 _is_plain = re.compile(r"[\w\-.,:;/+@%#~*\[\](){}<>!?&|^$]+", re.ASCII).fullmatch
 
 
-class LineFormatter(logging.Formatter):
-    """`2031-05-06 07:08:09.123 INFO message`; a traceback follows on its own lines."""
-
-    _second = -1
-    _text = ""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = f"{self.formatTime(record)} {record.levelname} {record.getMessage()}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
-
-    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
-        second = int(record.created)
-        if second != self._second:
-            self._second = second
-            self._text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-        return f"{self._text}.{int(record.msecs):03d}"
-
-
 class LineHandler(logging.Handler):
-    """Lines of an event loop are written some times a second, all at once: a write for each would take longer than all
-    the rest of it. Warnings, and lines from elsewhere, are written at once."""
+    """`2031-05-06 07:08:09.123 INFO message`; a traceback follows on its own lines.
+
+    Lines of an event loop are written some times a second, all at once: a write for each would take longer than all
+    the rest of it. Warnings, and lines from elsewhere, are written at once.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        self.setFormatter(LineFormatter())
         self._stream = stream
         self._lines: list[str] = []
         self._due_in: asyncio.AbstractEventLoop | None = None
+        self._second, self._time = -1, ""  # the latest second that a line had, as text
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(self.format(record))
-        loop = asyncio._get_running_loop() if record.levelno < logging.WARNING else None
-        if loop is None:
-            self.flush()
-        elif loop is not self._due_in:
-            self._due_in = loop
-            loop.call_later(WRITE_SECONDS, self.flush)
+        text = record.getMessage()
+        if record.exc_info:
+            text += "\n" + _formatter.formatException(record.exc_info)
+        self.add(record.created, record.levelno, text)
+
+    def add(self, seconds: float, level: int, text: str) -> None:
+        second = int(seconds)
+        self.acquire()
+        try:
+            if second != self._second:
+                self._second = second
+                self._time = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
+            milliseconds = int((seconds - second) * 1000)
+            self._lines.append(f"{self._time}.{milliseconds:03d} {logging.getLevelName(level)} {text}")
+            loop = asyncio._get_running_loop() if level < logging.WARNING else None
+            if loop is None:
+                self.flush()
+            elif loop is not self._due_in:
+                self._due_in = loop
+                loop.call_later(WRITE_SECONDS, self.flush)
+        finally:
+            self.release()
 
     def flush(self) -> None:
         """Also at the end of the process. A log that cannot be written must not end what it tells of."""
@@ -97,6 +98,11 @@ def log(
 
 
 def log_line(logger: logging.Logger, level: int, line: str, error: BaseException | None = None) -> None:
-    """Not logger.log(): it walks the stack to find its caller, which costs more than all the rest."""
+    """Not logger.log(): it walks the stack to find its caller, which costs more than all the rest. Where our handler is
+    the only one, a line needs no LogRecord either."""
+    handlers = logging.root.handlers
+    if error is None and len(handlers) == 1 and type(handlers[0]) is LineHandler and not logger.handlers:
+        handlers[0].add(time.time(), level, line)
+        return
     trace = None if error is None else (type(error), error, error.__traceback__)
     logger.handle(logging.LogRecord(logger.name, level, "", 0, line, (), trace))
