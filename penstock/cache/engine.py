@@ -26,6 +26,8 @@ from penstock.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+_UNSAID = CacheControl()
+
 CLAIM_SECONDS = 30.0  # for which one gateway computes an answer and others wait for it
 POLL_SECONDS = 0.02
 CLOSE_SECONDS = 2.0  # for answers on their way to a tier
@@ -87,7 +89,7 @@ class CachedEngine:
             await asyncio.wait(self._writes, timeout=CLOSE_SECONDS)
 
     def submit(self, request: GenerateRequest) -> ChunkStream:
-        control = request.cache or CacheControl()
+        control = request.cache or _UNSAID
         if control.store and (is_deterministic(request.params) or self._may_share_sample(request)):
             return self._answer(request, control)
         if control.only_cached:

@@ -56,19 +56,20 @@ class SegmentEncoder:
     def encode(self, text: str, at_most: int = UNBOUNDED) -> list[int]:
         """Where there are more tokens than `at_most`: only the first of them, but more than that."""
         ids: list[int] = []
-        for position, piece in enumerate(self._split(text)):
-            if position % 2:
-                ids.append(self._ids[piece])
-            elif piece:
-                ids += self._piece(piece, at_most - len(ids))
+        known = self._pieces.get
+        first, *rest = self._split(text)  # a piece, then a token and a piece, and so on
+        if first:
+            ids += known(first) or self._piece(first, at_most)
+        parts = iter(rest)
+        for token, piece in zip(parts, parts, strict=True):
             if len(ids) > at_most:
                 break
+            ids.append(self._ids[token])
+            if piece:
+                ids += known(piece) or self._piece(piece, at_most - len(ids))
         return ids
 
     def _piece(self, piece: str, at_most: int) -> list[int]:
-        known = self._pieces.get(piece)
-        if known is not None:
-            return known
         if self._windows is not None and len(piece) > WINDOW:
             ids = self._windows.encode(piece, at_most)
             if len(ids) > at_most:

@@ -35,6 +35,9 @@ class Price:
         return round(computed * self.input + cached_tokens * self.cached + output_tokens * self.output)
 
 
+_FREE = Price()
+
+
 def listed_price(given: PriceConfig) -> Price:
     per_token = BILLION / 1_000_000
     cached = given.input if given.cached is None else given.cached
@@ -62,7 +65,7 @@ class Prices:
     def now(self) -> Price:
         if self._listed is not None:
             return self._listed
-        return Price() if self._per_hour is None else machine_price(self._per_hour, self._stats())
+        return _FREE if self._per_hour is None else machine_price(self._per_hour, self._stats())
 
 
 class SpendMetrics(Collector):
