@@ -24,7 +24,7 @@ MODEL = "smollm2-135m"
 TOKENS = 60
 PROMPT = "Tell me a long story about a ship, a storm and a light on the shore. It begins like this: once upon a time"
 LONG = " ".join(f"{number} ships left the harbour and {number + 1} came back." for number in range(12))
-# More than may be written; what is forced and what is not come by turns.
+# More than may be written; forced and sampled tokens alternate.
 LINES = array(record({"line of the story": {"type": "string", "minLength": 12, "maxLength": 20}}), 50, 50)
 
 COMPLETIONS: dict[str, dict[str, Any]] = {

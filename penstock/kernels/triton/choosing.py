@@ -32,8 +32,9 @@ _FEW_SPANS = tl.constexpr(8)  # tokens are listed for min-p if at most one of so
 
 
 @triton.jit
-def _total(masses, chunk_peaks, peak, inverse):
+def _total(masses, span_peaks, peak, inverse, SPANS: tl.constexpr, CHUNKS: tl.constexpr):
     """The mass of all chunks, each of which was summed relative to its own peak."""
+    chunk_peaks = tl.max(tl.reshape(span_peaks, [CHUNKS, SPANS // CHUNKS]), 1)
     return tl.sum(masses * weights(chunk_peaks, peak, inverse), 0)
 
 
@@ -203,6 +204,56 @@ def _store_alternatives(
 
 
 @triton.jit
+def _store_logprobs(
+    own_out, values_out, tokens_out, logits, token, peaks, masses, count, vocab,
+    SPANS: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Of the sampled token and of the alternatives, under the unmodified logits."""
+    peak = tl.max(peaks, 0)
+    lse = peak + tl.log(_total(masses, peaks, peak, 1.0, SPANS, CHUNKS))
+    tl.store(own_out, tl.load(logits + token) - lse)
+    _store_alternatives(values_out, tokens_out, logits, peaks, lse, count, vocab, SPANS, SPAN)
+
+
+@triton.jit
+def _choose_kept(
+    scores, tokens, peaks, masses, values, words, position, listed, spans_listed, vocab, num_spans,
+    SPANS: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, SPANS_AT_ONCE: tl.constexpr,
+    LISTED_AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The token to sample of those that top-k, top-p and min-p keep."""
+    temperature, top_k = read_float(words, TEMPERATURE), tl.load(words + TOP_K)
+    top_p, min_p = read_float(words, TOP_P), read_float(words, MIN_P)
+    seed, inverse = read_seed(words), 1.0 / temperature
+    peak = tl.max(peaks, 0)
+    total = _total(masses, peaks, peak, inverse, SPANS, CHUNKS)
+    keys, real = ordered(peaks), tl.arange(0, SPANS) < num_spans
+    floor = LOWEST + tl.zeros([], tl.int32)
+    if min_p > 0:
+        floor = ordered(peak + temperature * tl.log(min_p))
+    few = tl.sum(((keys >= floor) & real).to(tl.int32), 0) * _FEW_SPANS < num_spans
+    if (top_k > 0) | few:
+        bound = floor
+        if top_k > 0:
+            bound = _kth_largest(tl.where(real, keys, LOWEST), top_k)
+        length = _list_tokens(listed, spans_listed, keys, bound, values, vocab, num_spans, SPANS, SPAN, SPANS_AT_ONCE)
+        if top_k > 0:
+            bound = _kth_largest_listed(listed, length, values, top_k, LISTED_AT_ONCE)
+            floor = tl.maximum(floor, bound)
+            if top_p < 1:  # of what top-k leaves
+                total = _listed_mass(listed, length, values, bound, peak, inverse, LISTED_AT_ONCE)
+        token = _choose_listed(
+            listed, length, values, floor, top_p, total, peak, inverse, temperature, seed, position, LISTED_AT_ONCE
+        )
+    else:
+        token = _choose_among_spans(
+            scores, tokens, values, floor, top_p, total, peak, inverse, temperature, seed, position, vocab,
+            SPANS, SPAN, TILE,
+        )  # fmt: skip
+    return token
+
+
+@triton.jit
 def choose_kernel(
     out, last_tokens, own_logprobs, top_logprobs, top_tokens, listed, spans_listed, adjusted, span_scores, span_tokens,
     span_peaks, masses, raw_span_peaks, raw_masses, logits, rows, positions, row_params, seen, vocab, stride,
@@ -222,53 +273,19 @@ def choose_kernel(
     values = raw
     if needs & ADJUST:
         values = adjusted + index * vocab
-    spans_per_chunk: tl.constexpr = SPANS // CHUNKS
-    num_spans = num_chunks * spans_per_chunk
+    num_spans = num_chunks * (SPANS // CHUNKS)
     spans, chunks = tl.arange(0, SPANS), tl.arange(0, CHUNKS)
     at, real = index * num_spans + spans, spans < num_spans
     chunk_at, real_chunk = index * num_chunks + chunks, chunks < num_chunks
     scores = tl.load(span_scores + at, mask=real, other=float("-inf"))
     tokens = tl.load(span_tokens + at, mask=real, other=NO_TOKEN)
     if needs & FILTER:
-        temperature, top_k, top_p, min_p = (
-            read_float(words, TEMPERATURE),
-            tl.load(words + TOP_K),
-            read_float(words, TOP_P),
-            read_float(words, MIN_P),
-        )
-        seed, position = read_seed(words), tl.load(positions + index).to(tl.uint32)
-        inverse = 1.0 / temperature
-        peaks = tl.load(span_peaks + at, mask=real, other=float("-inf"))
-        peak = tl.max(peaks, 0)
-        chunk_peaks = tl.max(tl.reshape(peaks, [CHUNKS, spans_per_chunk]), 1)
-        total = _total(tl.load(masses + chunk_at, mask=real_chunk, other=0.0), chunk_peaks, peak, inverse)
-        keys = ordered(peaks)
-        floor = LOWEST + tl.zeros([], tl.int32)
-        if min_p > 0:
-            floor = ordered(peak + temperature * tl.log(min_p))
-        few = tl.sum(((keys >= floor) & real).to(tl.int32), 0) * _FEW_SPANS < num_spans
-        if (top_k > 0) | few:
-            listed += index * vocab
-            bound = floor
-            if top_k > 0:
-                bound = _kth_largest(tl.where(real, keys, LOWEST), top_k)
-            length = _list_tokens(
-                listed, spans_listed + index * num_spans, keys, bound, values, vocab, num_spans, SPANS, SPAN,
-                SPANS_AT_ONCE,
-            )  # fmt: skip
-            if top_k > 0:
-                bound = _kth_largest_listed(listed, length, values, top_k, LISTED_AT_ONCE)
-                floor = tl.maximum(floor, bound)
-                if top_p < 1:  # of what top-k leaves
-                    total = _listed_mass(listed, length, values, bound, peak, inverse, LISTED_AT_ONCE)
-            token = _choose_listed(
-                listed, length, values, floor, top_p, total, peak, inverse, temperature, seed, position, LISTED_AT_ONCE
-            )
-        else:
-            token = _choose_among_spans(
-                scores, tokens, values, floor, top_p, total, peak, inverse, temperature, seed, position, vocab,
-                SPANS, SPAN, TILE,
-            )  # fmt: skip
+        token = _choose_kept(
+            scores, tokens, tl.load(span_peaks + at, mask=real, other=float("-inf")),
+            tl.load(masses + chunk_at, mask=real_chunk, other=0.0), values, words,
+            tl.load(positions + index).to(tl.uint32), listed + index * vocab, spans_listed + index * num_spans, vocab,
+            num_spans, SPANS, SPAN, CHUNKS, TILE, SPANS_AT_ONCE, LISTED_AT_ONCE,
+        )  # fmt: skip
     else:
         _, token = _best(scores, tokens)
     token = tl.minimum(token, vocab - 1)
@@ -279,21 +296,10 @@ def choose_kernel(
         more = tl.where((known & MOST_COUNTED) < MOST_COUNTED, known + 1, known)
         tl.store(seen + row * vocab + token, more.to(tl.int16))
     if needs & LOGPROBS:
-        raw_peaks = tl.load(raw_span_peaks + at, mask=real, other=float("-inf"))
-        raw_peak = tl.max(raw_peaks, 0)
-        raw_chunk_peaks = tl.max(tl.reshape(raw_peaks, [CHUNKS, spans_per_chunk]), 1)
-        mass = _total(tl.load(raw_masses + chunk_at, mask=real_chunk, other=0.0), raw_chunk_peaks, raw_peak, 1.0)
-        lse = raw_peak + tl.log(mass)
-        tl.store(own_logprobs + index, tl.load(raw + token) - lse)
         into = index * MOST_ALTERNATIVES
-        _store_alternatives(
-            top_logprobs + into,
-            top_tokens + into,
-            raw,
-            raw_peaks,
-            lse,
-            tl.load(words + ALTERNATIVES),
-            vocab,
-            SPANS,
-            SPAN,
-        )
+        _store_logprobs(
+            own_logprobs + index, top_logprobs + into, top_tokens + into, raw, token,
+            tl.load(raw_span_peaks + at, mask=real, other=float("-inf")),
+            tl.load(raw_masses + chunk_at, mask=real_chunk, other=0.0), tl.load(words + ALTERNATIVES), vocab,
+            SPANS, SPAN, CHUNKS,
+        )  # fmt: skip
