@@ -75,8 +75,17 @@ def _from_validation(error: msgspec.ValidationError, kind: type) -> InvalidReque
     if missing:
         path = f"{path}.{missing['name']}" if path else missing["name"]
         what = "is required"
+    elif what.startswith("Invalid enum value") and (choices := _choices(kind, path)):
+        what += f"; must be one of {', '.join(choices)}"
     what = what.replace("`", "")
     return InvalidRequest(f"{path}: {what}" if path else f"body: {what}", param=path or None)
+
+
+def _choices(kind: type, path: str) -> tuple[str, ...]:
+    """The values that a field of a request, or of an object in it, may have."""
+    parent, _, name = path.rpartition(".")
+    fields = msgspec.structs.fields(_strict_objects(kind).get(parent, kind))
+    return next((get_args(field.type) for field in fields if field.name == name), ())
 
 
 def _unknown_field(name: str, path: str, kind: type) -> InvalidRequest:

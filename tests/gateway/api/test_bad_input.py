@@ -161,6 +161,13 @@ def test_bad_field_is_named(
     assert shared_gateway.engine.requests == []
 
 
+def test_a_wrong_choice_names_the_right_ones(shared_gateway: Gateway) -> None:
+    with shared_gateway.http() as http:
+        response = http.post(CHAT, json={"model": MODEL, "messages": HI, "response_format": {"type": "yaml"}})
+    error = check_error(response, 400, "response_format.type")
+    assert error["message"].endswith("must be one of text, json_object, json_schema")
+
+
 def test_too_long_says_how_long(shared_gateway: Gateway) -> None:
     with shared_gateway.http() as http:
         response = http.post(TEXT, json={"model": MODEL, "prompt": [1] * 600})
