@@ -9,9 +9,11 @@ from prometheus_client.registry import Collector
 
 from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
+from penstock.gateway.api.anthropic_messages import CountTokens, Messages
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
-from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
+from penstock.gateway.api.endpoint import Access
+from penstock.gateway.api.endpoints import ENDPOINTS, Handlers
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
@@ -132,8 +134,10 @@ def _routes(
         admin=AdminEndpoints(serving, directory),
         fleet=FleetEndpoints(serving, control),
         openapi=OpenApi(serving),
+        messages=metered(directory.store, Messages(serving)),
+        count_tokens=CountTokens(serving),
     )
-    return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access]) for e in ENDPOINTS])
+    return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors) for e in ENDPOINTS])
 
 
 def _warn_of_other_models(settings: GatewaySettings, model_names: Collection[str]) -> None:

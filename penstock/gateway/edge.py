@@ -13,7 +13,7 @@ from penstock.core.errors import NotFound, PenstockError, Unavailable
 from penstock.gateway.api.generation import Answer, Handler
 from penstock.gateway.api.reading import LongRequests
 from penstock.gateway.api.shadow import Shadows
-from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
+from penstock.gateway.errors import OPENAI_ERRORS, ClientGone, ErrorFormat, InternalError, MethodNotAllowed
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
@@ -41,6 +41,7 @@ class Route:
     path: str  # "{name}" stands for one segment, "{name:path}" for all the rest
     handle: Handler
     authenticate: Authenticate
+    errors: ErrorFormat = OPENAI_ERRORS
 
 
 class Routes:
@@ -109,7 +110,7 @@ class Edge:
             span = self.tracing.begin(request.raw_headers, response.headers)
         self.traffic.enter(request)
         self.metrics.in_flight += 1
-        endpoint, tenant = "other", OPEN
+        route, tenant = None, OPEN
         answer: Answer | None = None
         error: PenstockError | None = None
         try:
@@ -117,7 +118,6 @@ class Edge:
             if request.error is not None:
                 raise request.error
             route = self.routes.find(request)
-            endpoint = route.path
             tenant = await route.authenticate(request)
             answer = await route.handle(request, response, tenant)
             if answer is not None:
@@ -125,13 +125,14 @@ class Edge:
         except (Exception, asyncio.CancelledError) as raised:
             error = _error_for_client(request, raised)
             if not isinstance(error, ClientGone):
-                await response.send_error(error)
+                await response.send_error(error, OPENAI_ERRORS if route is None else route.errors)
         finally:
             self.metrics.in_flight -= 1
             self.traffic.leave(request)
             # An error in mid-stream is counted by its own status, though the response began with 200.
             status = response.status if error is None else error.status
             why = None if error is None else error.message
+            endpoint = "other" if route is None else route.path
             account = None if answer is None else answer.generation.account(status, why)
             self._record(endpoint, status, account)
             if self.tracing is not None and span is not None:

@@ -88,6 +88,7 @@ def serving(
     *,
     cached: bool = False,
     beside: Sequence[ServedModel] = (),
+    names: Sequence[str] = (MODEL, "org/alias"),
 ) -> Iterator[Gateway]:
     """`beside`: further models of the same gateway."""
     engine = ScriptedEngine(tokenizer, lambda request: [])
@@ -109,7 +110,7 @@ def serving(
             open_cache(cache, settings.state) as answers,
         ):
             gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
-            model = ServedModel([MODEL, "org/alias"], tokenizer, answers.before(engine, tokenizer))
+            model = ServedModel(names, tokenizer, answers.before(engine, tokenizer))
             app = create_app([model, *beside], settings, directory=directory, collectors=answers.collectors)
             gateway.edge = app
             task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))

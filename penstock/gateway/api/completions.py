@@ -25,7 +25,7 @@ from penstock.gateway.api.reading import Bounds, ModelText, Prompt, blamed_on
 from penstock.gateway.api.semantic import similar_completion
 from penstock.gateway.api.serving import check_token_ids, encode_json, event
 from penstock.gateway.api.slices import joined, shaped, slices
-from penstock.gateway.api.text_generation import TextAnswer, TextEndpoint, TextReader, Wanted
+from penstock.gateway.api.text_generation import ChunkedAnswer, TextEndpoint, TextReader, Wanted
 from penstock.gateway.errors import require
 from penstock.text.offsets import TextOffsets
 from penstock.text.stream import TextDelta
@@ -91,7 +91,7 @@ def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | Token
     return [token_ids]
 
 
-class CompletionAnswer(TextAnswer[CompletionRequest]):
+class CompletionAnswer(ChunkedAnswer[CompletionRequest]):
     __slots__ = ("offsets",)
 
     id_prefix = "cmpl"
@@ -179,7 +179,6 @@ class CompletionAnswer(TextAnswer[CompletionRequest]):
 class Completions(TextEndpoint[CompletionRequest]):
     endpoint = "/v1/completions"
     prompt_param = "prompt"
-    default_tokens = DEFAULT_MAX_TOKENS
     reader_type = CompletionReader
     answer_type = CompletionAnswer
 
@@ -187,4 +186,6 @@ class Completions(TextEndpoint[CompletionRequest]):
         prompt_only = body.max_tokens == 0
         tokens = 1 if prompt_only else body.max_tokens  # scoring a prompt still takes a step
         of_prompt = [n for n in (body.prompt_logprobs, body.logprobs if body.echo else None) if n is not None]
-        return Wanted("max_tokens", tokens, body.logprobs, max(of_prompt, default=None), prompt_only)
+        return Wanted(
+            "max_tokens", tokens, body.logprobs, max(of_prompt, default=None), prompt_only, DEFAULT_MAX_TOKENS
+        )

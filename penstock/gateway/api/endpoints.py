@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.endpoint import CSV, EVENTS, GENERATE, JSON, STRING, TEXT, Endpoint, in_path, parameter
 from penstock.gateway.api.fleet import (
     Drain,
     FleetEndpoints,
@@ -21,17 +21,13 @@ from penstock.gateway.api.fleet import (
     WholeFleet,
 )
 from penstock.gateway.api.generation import Handler
+from penstock.gateway.api.other_endpoints import OTHER_ENDPOINTS
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
 from penstock.gateway.settings import TenantConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
 from penstock.observability.account import Account
-
-Schema = dict[str, Any]
-Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed; metrics: an administrator's, or none
-
-JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
 
 
 class AccountList(msgspec.Struct):
@@ -61,46 +57,18 @@ class Handlers:
     admin: AdminEndpoints
     fleet: FleetEndpoints
     openapi: Handler
+    messages: Handler
+    count_tokens: Handler
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    method: str
-    path: str  # "{name}" stands for one segment, "{name:path}" for all the rest
-    access: Access
-    summary: str
-    handler: Callable[[Handlers], Handler]
-    answer: type | None  # None: text
-    body: type | None = None
-    status: int = 200
-    media: tuple[str, ...] = (JSON,)
-    parameters: tuple[Schema, ...] = ()
-
-
-def _parameter(where: str, name: str, schema: Schema, about: str) -> Schema:
-    return {"in": where, "name": name, "required": where == "path", "schema": schema, "description": about}
-
-
-_STRING = {"type": "string"}
 _DAY = {"type": "string", "format": "date"}
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT}
-_GENERATE = (
-    _parameter("header", "x-penstock-ledger", _STRING, "`true`: usage.ledger says where the time went"),
-    _parameter("header", "x-request-id", _STRING, "found again in the response, the log and /v1/requests"),
-    _parameter("header", "x-penstock-session", _STRING, "requests of one session meet on one replica if they can"),
-    _parameter("header", "cache-control", _STRING, "no-cache, no-store, max-age=SECONDS or only-if-cached"),
-    _parameter("header", "traceparent", _STRING, "W3C trace context"),
-)
 _USAGE = (
-    _parameter("query", "since", _DAY, "default: the first of this month"),
-    _parameter("query", "until", _DAY, "default: today"),
-    _parameter("query", "tenant", _STRING, ""),
-    _parameter("query", "format", {"enum": ["json", "csv"]}, ""),
+    parameter("query", "since", _DAY, "default: the first of this month"),
+    parameter("query", "until", _DAY, "default: today"),
+    parameter("query", "tenant", STRING, ""),
+    parameter("query", "format", {"enum": ["json", "csv"]}, ""),
 )
-
-
-def _path(name: str, about: str = "") -> tuple[Schema, ...]:
-    return (_parameter("path", name, _STRING, about),)
 
 
 ENDPOINTS = (
@@ -113,7 +81,7 @@ ENDPOINTS = (
         types.ChatCompletion,
         types.ChatRequest,
         media=(JSON, EVENTS),
-        parameters=_GENERATE,
+        parameters=GENERATE,
     ),
     Endpoint(
         "POST",
@@ -124,7 +92,7 @@ ENDPOINTS = (
         types.Completion,
         types.CompletionRequest,
         media=(JSON, EVENTS),
-        parameters=_GENERATE,
+        parameters=GENERATE,
     ),
     Endpoint("GET", "/v1/models", "tenant", "The models served here", lambda h: h.status.models, types.ModelList),
     Endpoint(
@@ -134,7 +102,7 @@ ENDPOINTS = (
         "One model",
         lambda h: h.status.model,
         types.ModelCard,
-        parameters=_path("id", "its name; may hold slashes"),
+        parameters=in_path("id", "its name; may hold slashes"),
     ),
     Endpoint(
         "GET",
@@ -143,7 +111,7 @@ ENDPOINTS = (
         "The slowest requests lately, and where their time went",
         lambda h: h.accounts.slowest,
         AccountList,
-        parameters=(_parameter("query", "limit", _LIMIT, ""),),
+        parameters=(parameter("query", "limit", _LIMIT, ""),),
     ),
     Endpoint(
         "GET",
@@ -152,7 +120,7 @@ ENDPOINTS = (
         "Where the time of one request went",
         lambda h: h.accounts.one,
         Account,
-        parameters=_path("id", "of a response, or its x-request-id"),
+        parameters=in_path("id", "of a response, or its x-request-id"),
     ),
     Endpoint(
         "POST",
@@ -181,7 +149,7 @@ ENDPOINTS = (
         lambda h: h.admin.put_tenant,
         dict[str, Any],
         TenantConfig,
-        parameters=_path("name"),
+        parameters=in_path("name"),
     ),
     Endpoint(
         "DELETE",
@@ -190,7 +158,7 @@ ENDPOINTS = (
         "Remove a tenant and its keys",
         lambda h: h.admin.delete_tenant,
         Deleted,
-        parameters=_path("name"),
+        parameters=in_path("name"),
     ),
     Endpoint("GET", "/admin/keys", "admin", "All keys, without their secrets", lambda h: h.admin.keys, KeyList),
     Endpoint(
@@ -210,7 +178,7 @@ ENDPOINTS = (
         "Revoke a key",
         lambda h: h.admin.revoke_key,
         Deleted,
-        parameters=_path("id"),
+        parameters=in_path("id"),
     ),
     Endpoint(
         "GET",
@@ -251,7 +219,7 @@ ENDPOINTS = (
         dict[str, Any],
         Drain,
         status=202,
-        parameters=_path("replica"),
+        parameters=in_path("replica"),
     ),
     Endpoint(
         "POST",
@@ -262,7 +230,7 @@ ENDPOINTS = (
         dict[str, Any],
         InjectedFault,
         status=202,
-        parameters=_path("replica"),
+        parameters=in_path("replica"),
     ),
     Endpoint(
         "GET", "/health", "public", "Whether requests make progress", lambda h: h.status.health, types.HealthReport
@@ -274,4 +242,5 @@ ENDPOINTS = (
     Endpoint("GET", "/metrics", "metrics", "Prometheus", lambda h: h.status.metrics, None, media=(TEXT,)),
     Endpoint("GET", "/openapi.json", "public", "This document", lambda h: h.openapi, dict[str, Any]),
     Endpoint("GET", "/", "public", "A hint", lambda h: h.status.hint, None, media=(TEXT,)),
+    *OTHER_ENDPOINTS,
 )

@@ -321,10 +321,19 @@ class ModelCard(Struct):
     reasoning_parser: str | None
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
+    # From here: what Anthropic's client looks for.
+    display_name: str = ""
+    created_at: str = ""
+    max_input_tokens: int = 0
+    type: Literal["model"] = "model"
+    lifecycle: Literal["active"] = "active"
 
 
 class ModelList(Struct):
     data: list[ModelCard]
+    first_id: str | None = None  # these three: for Anthropic's client; all models are on one page
+    last_id: str | None = None
+    has_more: bool = False
     object: Literal["list"] = "list"
 
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO
 
 from penstock.core.errors import PenstockError
+from penstock.gateway.api.anthropic_reading import CountReader, MessagesReader
 from penstock.gateway.api.chat import ChatReader
 from penstock.gateway.api.completions import CompletionReader
 from penstock.gateway.api.reading import LENGTH, ModelReader, ModelText, Prompt, Reader, Terms
@@ -24,7 +25,7 @@ GC_THRESHOLDS = (100_000, 50, 100)  # a body may hold millions of lists, and non
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
     texts: dict[str, ModelText] = pickle.loads(_frame(requests))
-    kinds = (ChatReader, CompletionReader, TokenizeReader, DetokenizeReader, ModelReader)
+    kinds = (ChatReader, CompletionReader, TokenizeReader, DetokenizeReader, ModelReader, MessagesReader, CountReader)
     readers: dict[str, Reader[Any]] = {kind.name: kind(texts) for kind in kinds}
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)

@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -114,11 +115,16 @@ class Terms(NamedTuple):
     semantic: bool = False  # whether prompts of the same meaning may share an answer
     ignore_unknown: bool = False  # fields that nobody here knows
     read_for: str | None = None  # the model that is to answer, where that is another than the request names
+    wildcards: Sequence[tuple[str, str]] = ()  # aliases such as claude-*, each with the name of its model
 
-    def bounds_of(self, model: str) -> Bounds:
-        if model not in self.allowed:
-            raise model_not_found(model, self.allowed)
-        return self.bounds[model]
+    def served(self, model: str) -> str:
+        """The name under which it is served: this one, or that of the model whose wildcard alias matches it."""
+        if model in self.allowed:
+            return model
+        for pattern, name in self.wildcards:
+            if name in self.allowed and fnmatchcase(model, pattern):
+                return name
+        raise model_not_found(model, self.allowed)
 
     @property
     def default_model(self) -> str:
@@ -158,6 +164,8 @@ class ModelReader:
 
     def read(self, body: bytes, terms: Terms) -> tuple[Asked, list[Prompt]]:
         asked = decode_json(self._decoder, body)
+        if terms.wildcards:
+            asked.model = terms.served(asked.model)
         return checked_options(asked) if len(body) > INLINE_BYTES else asked, []
 
 

@@ -121,7 +121,7 @@ class Serving:
     ) -> tuple[T, list[Prompt]]:
         request, tenant, body = incoming.request, incoming.tenant, incoming.body
         bounds, allowed = TenantBounds(self.models, tenant), self.models.names(tenant)
-        terms = Terms(bounds, allowed, semantic, self.ignore_unknown, read_for)
+        terms = Terms(bounds, allowed, semantic, self.ignore_unknown, read_for, self.models.wildcards)
         if request.body_size <= INLINE_BYTES:
             return reader.read(b"".join(body), terms)
         with request.cancelling_on_disconnect():

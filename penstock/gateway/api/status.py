@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from penstock import __version__
@@ -33,12 +35,24 @@ class StatusEndpoints:
             objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.itl))
             for objective in model.objectives.all().values()
         }
-        text = model.text
-        return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes, text.tools, text.reasoning)
+        text, created = model.text, self.serving.created
+        return ModelCard(
+            name,
+            created,
+            info.max_model_len,
+            defaults,
+            classes,
+            text.tools,
+            text.reasoning,
+            display_name=name,
+            created_at=datetime.fromtimestamp(created, UTC).isoformat(),
+            max_input_tokens=info.max_model_len - 1,
+        )
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
         cards = [self._card(name) for name in self.serving.models.names(tenant)]
-        await response.send(200, encode_json(ModelList(cards)))
+        ends = (cards[0].id, cards[-1].id) if cards else (None, None)
+        await response.send(200, encode_json(ModelList(cards, *ends)))
 
     async def model(self, request: Request, response: Response, tenant: Tenant) -> None:
         name = request.path_params["id"]
