@@ -20,6 +20,8 @@ from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
 from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
+from penstock.gateway.api.responses import Responses
+from penstock.gateway.api.responses_store import ResponseStore
 from penstock.gateway.api.serving import Serving
 from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.api.siblings import Alone, Siblings
@@ -125,6 +127,7 @@ def _routes(
         "admin": auth.authenticate_admin,
         "metrics": auth.authenticate_metrics,
     }
+    responses = Responses(serving, ResponseStore(directory.store, settings.responses))
     handlers = Handlers(
         chat=metered(directory.store, ChatCompletions(serving)),
         completions=metered(directory.store, Completions(serving)),
@@ -136,6 +139,8 @@ def _routes(
         openapi=OpenApi(serving),
         messages=metered(directory.store, Messages(serving)),
         count_tokens=CountTokens(serving),
+        create_response=metered(directory.store, responses),
+        responses=responses,
     )
     return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors) for e in ENDPOINTS])
 

@@ -19,6 +19,7 @@ from penstock.core.errors import (
     Unavailable,
 )
 
+UNKNOWN_FIELD = "unrecognized_request_argument"  # the code of errors about fields that an endpoint does not have
 UNAVAILABLE_RETRY_SECONDS = 1  # such an error does not know when its cause ends
 
 
@@ -110,6 +111,8 @@ OPENAI_ERRORS = OpenAIErrors()
 def renamed(error: PenstockError, names: Mapping[str, str]) -> tuple[str, str | None]:
     """The message and the field that it is about, where the API of the request calls that differently."""
     message, param = error.message, error.param
+    if error.code == UNKNOWN_FIELD:  # which is what the client called it
+        return message, param
     for name, other in names.items():
         if param is not None and name in param:
             message, param = message.replace(param, param.replace(name, other)), param.replace(name, other)

@@ -1,4 +1,4 @@
-"""The gateway's sections of the settings: `server`, `classes`, `tenants`, `jwt` and `prices`."""
+"""The gateway's sections of the settings: `server`, `responses`, `classes`, `tenants`, `jwt` and `prices`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,20 @@ class ServerConfig:
         for origin in self.cors or ():
             plain = _ORIGIN.fullmatch(origin) is not None
             check(plain, "cors", f"must hold origins as https://example.com, without a path, or '*', not {origin!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesConfig:
+    """How many answers of /v1/responses are kept for each tenant, so that others can follow them: the newest."""
+
+    max_count: int = 1000
+    max_mib: float = 256.0
+    max_hours: float = 720.0
+
+    def __post_init__(self) -> None:
+        check(1 <= self.max_count <= 10**6, "max_count", "must be between 1 and 1000000")
+        check(0 < self.max_mib <= 2**20, "max_mib", "must be above 0 and at most 1048576")
+        check(0 < self.max_hours <= 1e5, "max_hours", "must be above 0 and at most 100000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +189,8 @@ class GatewaySettings(Protocol):
     def prices(self) -> Mapping[str, PriceConfig]: ...
     @property
     def machine_per_hour(self) -> float | None: ...
+    @property
+    def responses(self) -> ResponsesConfig: ...
     @property
     def observability(self) -> ObservabilityConfig: ...
 

@@ -76,7 +76,7 @@ def _event(data: msgspec.Struct) -> bytes:
 class MessagesAnswer(BlockAnswer[AnthropicChat]):
     __slots__ = ()
 
-    id_prefix = "msg"
+    id_prefix = "msg_"
 
     def __init__(self, body: AnthropicChat, generation: Generation) -> None:
         super().__init__(body, generation, show_reasoning=body.show_thinking)
@@ -89,7 +89,7 @@ class MessagesAnswer(BlockAnswer[AnthropicChat]):
         message = types.AnthropicMessage(self.id, self.body.model, [], self._usage())
         return _event(types.MessageStart(message)) + _event(types.Ping())
 
-    def last_events(self) -> bytes:
+    async def last_events(self) -> bytes:
         last = types.MessageDelta(types.StopDelta(*self._stop()), self._usage())
         return _event(last) + _event(types.MessageStop())
 

@@ -99,7 +99,7 @@ class BlockAnswer(TextAnswer[B]):
 
     async def _stream(self) -> None:
         await self.generation.run(self._emit)
-        await self.response.end_events(self.last_events())
+        await self.response.end_events(await self.last_events())
 
     async def _collect(self, choice: Choice, delta: TextDelta) -> None:
         for _ in self.blocks.push(delta):
@@ -123,4 +123,4 @@ class BlockAnswer(TextAnswer[B]):
     def events_of(self, step: Step, block: Block, text: str) -> bytes: ...
 
     @abstractmethod
-    def last_events(self) -> bytes: ...
+    async def last_events(self) -> bytes: ...

@@ -142,7 +142,7 @@ def _cut_after_last_message(rendered: str, last: Message) -> str:
 class ChatAnswer(ChunkedAnswer[ChatRequest]):
     __slots__ = ()
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
     async def whole(self) -> ChatCompletion:
         body, choices = self.body, self.generation.choices

@@ -94,7 +94,7 @@ def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | Token
 class CompletionAnswer(ChunkedAnswer[CompletionRequest]):
     __slots__ = ("offsets",)
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
 
     def __init__(self, body: CompletionRequest, generation: Generation) -> None:
         super().__init__(body, generation)

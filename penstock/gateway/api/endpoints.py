@@ -23,6 +23,7 @@ from penstock.gateway.api.fleet import (
 from penstock.gateway.api.generation import Handler
 from penstock.gateway.api.other_endpoints import OTHER_ENDPOINTS
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
+from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
 from penstock.gateway.settings import TenantConfig
@@ -59,6 +60,8 @@ class Handlers:
     openapi: Handler
     messages: Handler
     count_tokens: Handler
+    create_response: Handler
+    responses: Responses
 
 
 _DAY = {"type": "string", "format": "date"}

@@ -97,14 +97,14 @@ class TextEndpoint(ABC, Generic[B]):
     endpoint: str
     prompt_param: str  # the field that holds the prompt
     reader_type: type[TextReader[B]]
-    answer_type: type[TextAnswer[B]]
+    answer_type: Callable[[B, Generation], TextAnswer[B]]
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
         self.reader = self.reader_type(serving.texts)
 
     async def __call__(self, request: Request, response: Response, tenant: Tenant, reservation: Reservation) -> Answer:
-        incoming = await self.serving.receive(request, tenant, reservation)
+        incoming = await self.receive(request, tenant, reservation)
         if incoming.entry is None:
             return await self._answer(incoming, response, reservation)
         config, version, why = incoming.entry.config, incoming.version, ""
@@ -117,6 +117,9 @@ class TextEndpoint(ABC, Generic[B]):
         if config.shadow is None or not is_shadowed(request.unique, config.shadow.fraction):
             return answer
         return self._shadowed(answer, incoming, config.shadow.model)
+
+    def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Awaitable[Incoming]:
+        return self.serving.receive(request, tenant, reservation)
 
     async def _cascaded(
         self, incoming: Incoming, response: Response, reservation: Reservation, name: str, cascade: CascadeConfig
@@ -236,7 +239,7 @@ class TextAnswer(ABC, Generic[B]):
         self.generation = generation
         self.response = generation.response
         self.tokenizer = generation.context.model.text.tokenizer
-        self.id = f"{self.id_prefix}-{generation.context.id}"
+        self.id = f"{self.id_prefix}{generation.context.id}"
         self.created = int(time.time())
         self.tier = reported_tier(body.service_tier)
 

@@ -75,6 +75,10 @@ class Response:
             status, body = format.status(error), format.body(error, self.request.id)
             await self.send(status, body, _JSON, *error_headers(error))
 
+    def detach(self) -> None:
+        """The client has its answer, and the work goes on without it: its time is still counted."""
+        self._finished = None
+
     def _stream_head(self) -> bytes:
         self.streaming = True
         if self._chunked:

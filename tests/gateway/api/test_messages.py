@@ -79,7 +79,7 @@ def test_text_whole_and_streamed(gateway: Gateway) -> None:
     for answer in (whole, message):
         assert [block.text for block in answer.content] == ["Hello there, friend!"]
         assert (answer.stop_reason, answer.stop_sequence, answer.role) == ("end_turn", None, "assistant")
-        assert answer.id.startswith("msg-")
+        assert answer.id.startswith("msg_")
         usage = answer.usage
         assert usage.output_tokens == len(gateway.tokenizer.encode("Hello there, friend!")) + 1
         assert usage.input_tokens + usage.cache_read_input_tokens == len(gateway.engine.requests[-1].prompt)
