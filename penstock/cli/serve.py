@@ -207,6 +207,7 @@ async def serve_fleets(
     from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
     from penstock.gateway.http.server import serve, tune_interpreter
+    from penstock.gateway.http.tls import Certificate
     from penstock.gateway.tenancy.tenants import open_directory
     from penstock.state.open import open_store
 
@@ -232,19 +233,21 @@ async def serve_fleets(
     await asyncio.gather(*starts)
     await stack.enter_async_context(running(own.autoscalers.values()))
 
+    server = settings.server
     virtual = [name for name, config in settings.models.items() if config.is_virtual]
 
     def on_ready(host: str, port: int) -> None:
         names = [*(model.names[0] for model in models), *virtual]
         if shared is None:
-            announce(host, port, names, directory.open)
+            announce(host, port, names, open=directory.open, tls=server.tls is not None)
         else:
             shared.on_ready(app, own, names, directory.open)
 
     tune_interpreter()
     warming = asyncio.create_task(app.long_requests.warm_up())
     stack.callback(warming.cancel)
-    return await serve(app, listener, on_ready, settings.server.drain_seconds)
+    certificate = None if server.tls is None else Certificate(server.tls)
+    return await serve(app, listener, on_ready, server.drain_seconds, certificate)
 
 
 async def _served_models(
@@ -315,8 +318,8 @@ def end_at_signals(fleets: Sequence[Fleet]) -> None:
         asyncio.get_running_loop().add_signal_handler(sig, end, sig)
 
 
-def announce(host: str, port: int, models: Sequence[str], open: bool) -> None:
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def announce(host: str, port: int, models: Sequence[str], *, open: bool, tls: bool) -> None:
+    url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": models[0], "messages": [{"role": "user", "content": "Hello!"}]})
     print(f"Penstock serves {', '.join(models)} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")
     if not open:

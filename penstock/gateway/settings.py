@@ -21,6 +21,19 @@ _HOST_NAME = re.compile(r"\*|[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """Files in PEM: the certificate with those of its issuers below the root, and its private key, not encrypted. Both
+    are read again within seconds of a change."""
+
+    cert: str = ""
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("cert", "key"):
+            check(bool(getattr(self, name)), name, "must be given")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Where the HTTP server listens, and which requests it accepts."""
 
@@ -33,6 +46,7 @@ class ServerConfig:
     open: bool = False  # need no key, on whatever host, while no tenant is configured
     allowed_hosts: tuple[str, ...] | None = None  # names for use without keys, beside localhost and host; *: any
     cors: tuple[str, ...] | None = None  # origins of web pages that may use the server, as https://example.com; *: any
+    tls: TlsConfig | None = None  # default: HTTP without TLS
     drain_seconds: float = 30.0  # how long running requests may finish after SIGTERM
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     unknown_fields: Literal["refuse", "ignore"] = "refuse"  # of requests; ignore: as if they had not been sent

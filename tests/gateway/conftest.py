@@ -19,6 +19,7 @@ from penstock.gateway.app import create_app
 from penstock.gateway.edge import Edge
 from penstock.gateway.http.listener import bind
 from penstock.gateway.http.server import serve
+from penstock.gateway.http.tls import Certificate
 from penstock.gateway.settings import ServerConfig
 from penstock.gateway.tenancy.keys import create_key
 from penstock.gateway.tenancy.tenants import Directory, open_directory
@@ -113,7 +114,8 @@ def serving(
             model = ServedModel(names, tokenizer, answers.before(engine, tokenizer))
             app = create_app([model, *beside], settings, directory=directory, collectors=answers.collectors)
             gateway.edge = app
-            task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
+            certificate = None if settings.server.tls is None else Certificate(settings.server.tls)
+            task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0, certificate))
             stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
             with suppress(asyncio.CancelledError):
                 await task
