@@ -9,10 +9,12 @@ from prometheus_client.registry import Collector
 
 from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
+from penstock.gateway.api.caches import AnswerCache, CacheEndpoints, NoAnswerCache
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
 from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
 from penstock.gateway.api.openapi import OpenApi
@@ -23,6 +25,7 @@ from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.api.siblings import Alone, Siblings
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
+from penstock.gateway.api.web import WebEndpoints
 from penstock.gateway.edge import Authenticate, Edge, Route, Routes
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.traffic import Traffic
@@ -49,9 +52,11 @@ def create_app(
     collectors: Sequence[Collector] = (),
     control: Control | None = None,
     siblings: Siblings | None = None,
+    cache: AnswerCache | None = None,
 ) -> Edge:
     """Without a directory there are the tenants of the settings, no keys, and nothing is remembered. `control` acts on
-    the replicas behind the models; `siblings` are other processes of the same server."""
+    the replicas behind the models; `siblings` are other processes of the same server; `cache` is what stands before
+    the engines."""
     if not served or not all(model.names for model in served):
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
     traffic = Traffic()
@@ -79,9 +84,12 @@ def create_app(
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),
     )
     requests = RequestLog()
-    routes = _routes(serving, settings, directory, origins, requests, control or NoFleet(), siblings or Alone())
+    control, siblings = control or NoFleet(), siblings or Alone()
+    caches = CacheEndpoints(serving, cache or NoAnswerCache(), siblings)
+    live = Live(serving, requests, control, caches, spend, directory)
+    routes = _routes(serving, settings, directory, origins, requests, control, siblings, caches, live)
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, serving.shadows, tracing)
+    return Edge(routes, origins, traffic, metrics, requests, live, serving.long_requests, serving.shadows, tracing)
 
 
 def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -> Model:
@@ -115,6 +123,8 @@ def _routes(
     requests: RequestLog,
     control: Control,
     siblings: Siblings,
+    caches: CacheEndpoints,
+    live: Live,
 ) -> Routes:
     auth = Authenticator(directory, _verifier(settings.jwt), origins)
     authenticate: dict[Access, Authenticate] = {
@@ -131,6 +141,9 @@ def _routes(
         accounts=RequestEndpoints(requests, siblings),
         admin=AdminEndpoints(serving, directory),
         fleet=FleetEndpoints(serving, control),
+        caches=caches,
+        live=live,
+        web=WebEndpoints(),
         openapi=OpenApi(serving),
     )
     return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access]) for e in ENDPOINTS])

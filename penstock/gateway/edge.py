@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import NotFound, PenstockError, Unavailable
 from penstock.gateway.api.generation import Answer, Handler
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.reading import LongRequests
 from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
@@ -98,6 +99,7 @@ class Edge:
     traffic: Traffic
     metrics: GatewayMetrics
     requests: RequestLog
+    live: Live
     long_requests: LongRequests
     shadows: Shadows
     tracing: Tracing | None = None
@@ -121,6 +123,7 @@ class Edge:
             tenant = await route.authenticate(request)
             answer = await route.handle(request, response, tenant)
             if answer is not None:
+                self.live.running[request.unique] = answer
                 await answer.respond()
         except (Exception, asyncio.CancelledError) as raised:
             error = _error_for_client(request, raised)
@@ -132,7 +135,12 @@ class Edge:
             # An error in mid-stream is counted by its own status, though the response began with 200.
             status = response.status if error is None else error.status
             why = None if error is None else error.message
-            account = None if answer is None else answer.generation.account(status, why)
+            account = None
+            if answer is not None:
+                del self.live.running[request.unique]
+                account = answer.generation.account(status, why)
+            elif error is not None:
+                self.live.refused(endpoint, tenant.name, error)
             self._record(endpoint, status, account)
             if self.tracing is not None and span is not None:
                 self.tracing.end(span, request.method, endpoint, status, why, account)
@@ -145,7 +153,7 @@ class Edge:
         self.metrics.requests[endpoint, status] += 1
         if account is not None:
             self.metrics.settle(account)
-            self.requests.add(account)
+            self.live.ended(self.requests.add(account))
 
     async def close(self) -> None:
         await self.shadows.close()
