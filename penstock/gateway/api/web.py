@@ -37,7 +37,7 @@ class WebEndpoints:
     async def file(self, request: Request, response: Response, tenant: Tenant) -> None:
         found = files().get(request.path_params["name"])
         if found is None:
-            raise NotFound("the web page has no such file", param="name", code="unknown_path")
+            raise NotFound("the web page has no such file", param="name", code="unknown_file")
         await _send(request, response, found)
 
 

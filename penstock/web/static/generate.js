@@ -24,7 +24,7 @@ function bodyOf(conversation, model, end) {
 // Fills `answer` and calls `changed` after each event. `signal` stops it.
 export async function generate(conversation, model, end, answer, signal, changed) {
   const id = `web-${Array.from(crypto.getRandomValues(new Uint8Array(9)), (byte) => byte.toString(16).padStart(2, "0")).join("")}`;
-  let reached = false;
+  let reached = false; // the engine, so that there is a ledger
   try {
     const body = bodyOf(conversation, model, end);
     const response = await send("/v1/chat/completions", { method: "POST", body, signal, headers: { "x-request-id": id } });
@@ -40,11 +40,11 @@ export async function generate(conversation, model, end, answer, signal, changed
     if (error.name === "AbortError") answer.finish = "stopped";
     else answer.error = error instanceof SyntaxError ? "The tools are not valid JSON." : explain(error);
     answer.needsKey = error instanceof ApiError && error.needsKey;
-    reached = reached || error.name === "AbortError" || (error instanceof ApiError && error.status !== 401);
+    reached ||= error.name === "AbortError";
   }
   answer.running = false;
   changed();
-  if (reached) answer.account = await accountOf(id);
+  if (reached) answer.account = await accountOf(id, answer.finish === "stopped" ? 300 : 0);
   changed();
 }
 
@@ -62,7 +62,8 @@ function take(answer, { delta, logprobs, finish_reason: finish }) {
 }
 
 // A request that was stopped is accounted for as soon as the engine has let go of it.
-async function accountOf(id) {
+async function accountOf(id, wait) {
+  await new Promise((resolve) => setTimeout(resolve, wait));
   for (let attempt = 0; attempt < ACCOUNT_TRIES; attempt += 1) {
     try {
       return await json(`/v1/requests/${id}`);
