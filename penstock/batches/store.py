@@ -1,7 +1,6 @@
 """The `BatchStore` protocol: files, batches and the durable queue of their lines.
 
-SQLite (`sqlite.py`) serves the gateways of one machine, Redis (`redis.py`) those of several. What is promised is the
-same: a line has one lease at a time, its answer is committed together with its acknowledgement, and an answer whose
+SQLite (`sqlite.py`) serves the gateway processes of one machine. What is promised: a line has one lease at a time, its answer is committed together with its acknowledgement, and an answer whose
 lease was lost meanwhile is dropped. So each line is answered once, whoever dies when.
 """
 

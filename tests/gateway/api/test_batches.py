@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from penstock.batches.files import FILES
 from penstock.batches.settings import BatchesConfig
+from penstock.cli.main import main
 from penstock.core.errors import EngineFailure, Failure, InvalidRequest
 from penstock.core.request import GenerateRequest, SamplingParams
 from penstock.gateway.settings import ServerConfig, TenantConfig
@@ -175,12 +177,15 @@ def test_a_server_that_is_started_again_goes_on(tokenizer: Tokenizer, tmp_path: 
     """From the tokens that a line had, and with its seed."""
     with serving(tokenizer, settings_in(tmp_path)) as first:
         spoken = list(first.engine.script(GenerateRequest("x-0", [1], SamplingParams())))[:4]
-        first.runs(lambda request: [*spoken[:2], hang])
+        taken = threading.Event()
+
+        async def hang_noticed() -> None:
+            taken.set()
+            await hang()
+
+        first.runs(lambda request: [*spoken[:2], hang_noticed])
         batch = submitted(first.client(), jsonl(line("a", temperature=1.0)))
-        deadline = time.monotonic() + SECONDS
-        while not first.engine.requests:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        assert taken.wait(SECONDS)
         (before,) = first.engine.requests
     with serving(tokenizer, settings_in(tmp_path)) as second:
         eos = tokenizer.eos_ids[0]
@@ -347,3 +352,32 @@ def test_refused_for_good(gateway: Gateway) -> None:
     client = gateway.client()
     (refused,) = lines_of(client, ended(client, submitted(client, jsonl(line("a"))).id).error_file_id).values()
     assert refused["response"]["status_code"] == 400
+
+
+def command(gateway: Gateway, *words: str) -> int:
+    return main(["batch", *words, "--url", gateway.url])
+
+
+def test_the_command_line(gateway: Gateway, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    requests, output, errors = (tmp_path / name for name in ("requests.jsonl", "answers.jsonl", "errors.jsonl"))
+    requests.write_bytes(jsonl(line("a"), line("b", temperature=-1)))
+    assert command(gateway, "submit", str(requests), "--wait") == 1
+    shown = capfd.readouterr()
+    id = shown.out.strip()
+    assert "completed: 1 answered, 1 failed, of 2" in shown.err
+    assert command(gateway, "fetch", id, "--output", str(output), "--errors", str(errors)) == 1
+    assert json.loads(output.read_text())["custom_id"] == "a"
+    assert json.loads(errors.read_text())["custom_id"] == "b"
+    capfd.readouterr()
+    assert command(gateway, "status", id) == 0
+    assert json.loads(capfd.readouterr().out)["status"] == "completed"
+    assert command(gateway, "list") == 0
+    assert id in capfd.readouterr().out
+    assert command(gateway, "cancel", id) == 1
+    assert "cannot be cancelled" in capfd.readouterr().err
+    requests.write_bytes(b"{}\n")
+    assert command(gateway, "submit", str(requests)) == 1
+    assert "--endpoint" in capfd.readouterr().err
+    requests.write_bytes(b"oops\n")
+    assert command(gateway, "submit", str(requests), "--endpoint", CHAT, "--wait") == 1
+    assert "line 1: invalid_json_line" in capfd.readouterr().err
