@@ -1,7 +1,8 @@
 """The `BatchStore` protocol: files, batches and the durable queue of their lines.
 
-SQLite (`sqlite.py`) serves the gateway processes of one machine. What is promised: a line has one lease at a time, its answer is committed together with its acknowledgement, and an answer whose
-lease was lost meanwhile is dropped. So each line is answered once, whoever dies when.
+SQLite (`sqlite.py`) serves the gateway processes of one machine. What is promised: a line has one lease at a time, its
+answer is committed together with its acknowledgement, and an answer whose lease was lost meanwhile is dropped. So each
+line is answered once, whoever dies when.
 """
 
 from __future__ import annotations
