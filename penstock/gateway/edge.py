@@ -13,7 +13,7 @@ from penstock.core.errors import NotFound, PenstockError, Unavailable
 from penstock.gateway.api.generation import Answer, Handler
 from penstock.gateway.api.live import Live
 from penstock.gateway.api.reading import LongRequests
-from penstock.gateway.api.shadow import Shadows
+from penstock.gateway.api.serving import Serving
 from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.request import Request
@@ -96,15 +96,25 @@ class Edge:
 
     routes: Routes
     origins: Origins
-    traffic: Traffic
-    metrics: GatewayMetrics
+    serving: Serving
     requests: RequestLog
     live: Live
-    long_requests: LongRequests
-    shadows: Shadows
     tracing: Tracing | None = None
 
-    async def answer(self, request: Request, response: Response) -> None:
+    @property
+    def traffic(self) -> Traffic:
+        return self.serving.traffic
+
+    @property
+    def metrics(self) -> GatewayMetrics:
+        return self.serving.metrics
+
+    @property
+    def long_requests(self) -> LongRequests:
+        return self.serving.long_requests
+
+    async def answer(self, request: Request, response: Response, known: Tenant | None = None) -> None:
+        """`known`: whose request it is, where that has been found out before."""
         quiet = request.path in _QUIET
         span = None
         if self.tracing is not None and not quiet:
@@ -120,7 +130,7 @@ class Edge:
                 raise request.error
             route = self.routes.find(request)
             endpoint = route.path
-            tenant = await route.authenticate(request)
+            tenant = await route.authenticate(request) if known is None else known
             answer = await route.handle(request, response, tenant)
             if answer is not None:
                 self.live.running[request.unique] = answer
@@ -156,7 +166,7 @@ class Edge:
             self.live.ended(self.requests.add(account))
 
     async def close(self) -> None:
-        await self.shadows.close()
+        await self.serving.shadows.close()
         await self.long_requests.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
