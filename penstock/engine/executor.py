@@ -123,6 +123,8 @@ class HostMemory:
 class LoadedExecutor(Executor, Protocol):
     """An executor over the weights of a model, as the worker process runs it."""
 
+    verifies_drafts: bool  # whether `Step.samples` may be more than one
+
     @property
     def host_memory(self) -> HostMemory | None:
         """None where weights and KV cache belong to torch or to a GPU."""

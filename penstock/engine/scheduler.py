@@ -131,7 +131,9 @@ class Scheduler:
         prompts = self._plan_prompts(ranking)
         # From here on nothing is preempted, so what a planned sequence computes may be shared within the step.
         planned, size = PlannedStep(now), self.limits.block_size
-        decode(planned, [s for s in decodes if s.row >= 0], self.speculation, self._placement, self.limits.max_step_tokens)
+        decode(
+            planned, [s for s in decodes if s.row >= 0], self.speculation, self._placement, self.limits.max_step_tokens
+        )
         for s in planned.sequences:
             if s.computed // size > s.shared:
                 self._placement.share_full_blocks(s)

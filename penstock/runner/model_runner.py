@@ -22,6 +22,7 @@ class ModelRunner:
     """Runs a step when its result is collected: on a CPU, a step launched ahead would compete with the scheduling."""
 
     runs_ahead = False
+    verifies_drafts = True
     host_memory = None
 
     def __init__(self, forward: Forward, state: TorchRows, *, num_blocks: int, block_size: int) -> None:
@@ -51,7 +52,9 @@ class ModelRunner:
         scored = scored_prompts(self._state, step)
         samples_S = np.array(step.samples)
         ends_S = samples_S.cumsum()
-        sampled = [np.arange(end - n, end) for end, n in zip(batch.query_starts[1:].tolist(), step.samples, strict=True)]
+        sampled = [
+            np.arange(end - n, end) for end, n in zip(batch.query_starts[1:].tolist(), step.samples, strict=True)
+        ]
         logit_rows = np.concatenate([*sampled, *(rows for _, rows, _ in scored)]).astype(np.int32)
         logits_RV, greedy_R = self._forward(batch, self._state, logit_rows)
         result = StepResult([[] for _ in step.rows])
@@ -63,12 +66,12 @@ class ModelRunner:
             tokens = self._sample(batch, going, logits_RV[at], greedy_R[at], logit_rows[at], masks, depth, result)
             depth += 1
             more = samples_S[going] > depth
-            following = batch.tokens_T[logit_rows[at[more]] + 1]
-            going = going[more][following == tokens[more]]
+            drafted = batch.tokens_T[logit_rows[at[more]] + 1]
+            going = going[more][drafted == tokens[more]]
         first = int(ends_S[-1])
-        for index, rows, tokens in scored:
+        for index, rows, following in scored:
             width = self._state.params(step.rows[index]).prompt_logprobs or 0
-            result.prompt_logprobs[index] = score(logits_RV[first : first + len(rows)], tokens, [width] * len(rows))
+            result.prompt_logprobs[index] = score(logits_RV[first : first + len(rows)], following, [width] * len(rows))
             first += len(rows)
         return result
 
@@ -85,9 +88,7 @@ class ModelRunner:
     ) -> npt.NDArray[np.int64]:
         """One token for each of these sequences, after these tokens of the batch; `depth` of each came before it."""
         rows, positions = batch.rows_T[after_N], batch.positions_T[after_N] + np.int32(1)
-        chosen = {
-            i: np.atleast_2d(masks[index])[depth] for i, index in enumerate(sequences.tolist()) if index in masks
-        }
+        chosen = {i: np.atleast_2d(masks[index])[depth] for i, index in enumerate(sequences.tolist()) if index in masks}
         tokens_N = sample(logits_NV, greedy_N, self._state, rows, positions, chosen)
         tokens: npt.NDArray[np.int64] = tokens_N.cpu().numpy()
         for index, token in zip(sequences.tolist(), tokens.tolist(), strict=True):

@@ -25,6 +25,7 @@ class NativeRunner:
     """
 
     runs_ahead = False
+    verifies_drafts = True
 
     def __init__(self, model: NativeModel, state: HostRows) -> None:
         self.model = model

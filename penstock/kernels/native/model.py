@@ -328,7 +328,9 @@ class NativeModel:
 
     def forward(self, step: NativeStep, rows: NativeRows, *, logits: bool = True) -> tuple[Floats, list[int]]:
         """Logits of the wanted rows, [R, V], valid until the next call, and the token sampled from each; -1 where a run
-        ended before it. Without `logits` there are only the latter. Logits of rows that want more than the argmax may have been changed.
+        ended before it.
+
+        Without `logits` there are only the latter. Logits of rows that want more than the argmax may have been changed.
         """
         sequences, wanted = len(step.rows), len(step.logit_rows)
         if not sequences == len(step.starts) == len(step.counts):
