@@ -108,13 +108,13 @@ class Source:
         return [one() for _ in range(count)]
 
     def extractions(self, count: int, prompt_len: int, fields: int) -> list[Job]:
-        """Outputs of records: a key of 3 tokens, always the same ones in the same order, and 4 to 24 of the prompt."""
-        keys = [self.ids(3) for _ in range(8)]
+        """Outputs of records: a key of 6 tokens, always the same ones in the same order, and 8 to 40 of the prompt."""
+        keys = [self.ids(6) for _ in range(4)]
 
         def one() -> Job:
             prompt, output = self.ids(prompt_len), list[int]()
             for number in range(fields):
-                begin, length = self.random.randrange(prompt_len - 24), self.random.randint(4, 24)
+                begin, length = self.random.randrange(prompt_len - 40), self.random.randint(8, 40)
                 output += [*keys[number % len(keys)], *prompt[begin : begin + length]]
             return Job(prompt, len(output), output=output)
 
@@ -196,7 +196,7 @@ _TABLE: list[tuple[str, str, Metric, Callable[[Source], list[Job]], int | None]]
     ("cpu_clients8", "8 clients, 16 x 128 in, 128 out", "output_tok_s", lambda s: s.uniform(16, 128, 128), 8),
     ("cpu_clients32", "32 clients, 64 x 128 in, 128 out", "output_tok_s", lambda s: s.uniform(64, 128, 128), 32),
     ("edit", "1 client, 4 x 384 in, the same out with 4% changed", "output_tok_s", lambda s: s.edits(4, 384), 1),
-    ("extract", "1 client, 4 x 384 in, parts of it out", "output_tok_s", lambda s: s.extractions(4, 384, 20), 1),
+    ("extract", "1 client, 4 x 384 in, parts of it out", "output_tok_s", lambda s: s.extractions(4, 384, 12), 1),
     *(
         (f"chat{n}", f"{n} x 64 in, 128 out as prose", "output_tok_s", partial(_chats, n), None)
         for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)

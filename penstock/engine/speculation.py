@@ -22,10 +22,14 @@ from penstock.engine.planned_step import PlannedStep
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 
-# Speed that drafts must be expected to gain, as the predictions that say so err.
+# Both because predictions err: speed that drafts must be expected to gain, and by how much the tokens that are expected
+# of a draft must be worth more than its time.
 _LEAST_GAIN = 1.03
+_DOUBT = 1.5
 # Tokens that a draft must be expected to gain for a sequence to wait for its last token, where others would not wait.
 _WORTH_WAITING = 1.5
+# Tokens for which a sequence without a draft is left alone at most: asking for one costs some microseconds each time.
+_LONGEST_PAUSE = 8
 _PROBE = 8  # drafted tokens from which the step-time model's price of one is taken
 
 
@@ -63,18 +67,25 @@ class Speculation:
         Those are sequences whose last token is still being computed: a draft after it, one step later, is expected to
         gain more than the token that this step would give them.
         """
-        prices = self._prices(decodes)
-        if budget < 1 or prices.token * len(decodes) >= prices.plain:  # even tokens that are certain would not pay
+        due = [s for s in decodes if len(s.tokens) >= s.draft_from and s.first_token is not None]
+        if not due or budget < 1:
             return {}, set()
+        prices = self._prices(decodes)
         known, waiting = [], set()
-        for s in decodes:
-            if s.first_token is None:
-                continue
-            if not s.pending:
-                known.append(s)
-            elif expected_tokens(self.drafter.outlook(s), self._most) > _WORTH_WAITING:
-                waiting.add(s)
-        return self._drafts(known, len(decodes) - len(waiting), budget, prices), waiting
+        if _DOUBT * prices.token * len(decodes) < prices.plain:  # else not even tokens that are certain would pay
+            for s in due:
+                if not s.pending:
+                    known.append(s)
+                elif expected_tokens(self.drafter.outlook(s), self._most) > _WORTH_WAITING:
+                    waiting.add(s)
+        drafts = self._drafts(known, len(decodes) - len(waiting), budget, prices)
+        for s in due:
+            if s in drafts:
+                s.draft_pause = 1
+            elif s not in waiting:
+                s.draft_from = len(s.tokens) + s.draft_pause
+                s.draft_pause = min(_LONGEST_PAUSE, 2 * s.draft_pause)
+        return drafts, waiting
 
     def _drafts(self, known: list[Sequence], streams: int, budget: int, prices: Prices) -> dict[Sequence, list[int]]:
         outlooks = [self.drafter.outlook(s) for s in known]
@@ -131,15 +142,13 @@ def best_depths(
     Depth after depth: the tokens at a depth are taken for those sequences where they are expected to give more tokens
     a second than the step does without them, until that holds for none.
     """
-    depths = [0] * len(outlooks)
+    depths, token = [0] * len(outlooks), _DOUBT * prices.token
     tokens, seconds, chances = float(streams), prices.plain + prices.start, list(outlooks)
     for depth in range(1, max(rooms, default=0) + 1):
         rate = tokens / seconds if seconds else 0.0
-        deeper = [
-            i for i, chance in enumerate(chances) if depths[i] == depth - 1 < rooms[i] and chance > prices.token * rate
-        ]
+        deeper = [i for i, chance in enumerate(chances) if depths[i] == depth - 1 < rooms[i] and chance > token * rate]
         deeper = sorted(deeper, key=lambda i: -chances[i])[:budget]
-        gain, price = sum(chances[i] for i in deeper), prices.token * len(deeper) + prices.draft(len(deeper))
+        gain, price = sum(chances[i] for i in deeper), token * len(deeper) + prices.draft(len(deeper))
         if not deeper or gain <= price * rate or seconds + price > prices.longest:
             break
         tokens, seconds, budget = tokens + gain, seconds + price, budget - len(deeper)

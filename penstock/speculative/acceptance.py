@@ -4,8 +4,7 @@ from __future__ import annotations
 
 
 class Acceptance:
-    """Of guesses of one kind, with the past fading out. `prior`: what is believed before there were any, as `weight`
-    guesses would say it."""
+    """Of guesses of one kind, with the past fading out."""
 
     __slots__ = ("_keep", "_right", "_tested")
 

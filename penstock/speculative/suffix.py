@@ -16,22 +16,19 @@ from collections.abc import Hashable
 from penstock.engine.sequence import Sequence
 from penstock.speculative.acceptance import Acceptance
 
-_RUN = 3  # tokens by which a place is looked up
+_RUN = 2  # tokens by which a place is looked up
 _PLACES = 4  # the latest ones of a run that are compared
-_LENGTHS = (4, 6, 10, 18)  # of matches: guesses after longer ones are right more often, and are counted apart
+_LENGTHS = (1, 3, 4, 6, 10, 18)  # of matches: guesses after longer ones are right more often, and are counted apart
+_TRUSTED = 6  # tokens of a match that is followed on after one token that differs
 _MOST_COMPARED = 32  # tokens of a match that are counted
 _MOST_INDEXED = 8192  # tokens of one sequence, the latest when it was first seen
 _INDEXED_AT_ONCE = 1024  # tokens in one step: less than a millisecond
 _TESTED_AT_ONCE = 16  # of tokens that have come since it was last asked: the latest
 _ANSWERS = 2048  # tokens of answers of one scope, twice: the older half goes when the newer one is full
 _SCOPES = 32  # that are remembered, those used last
-# Share of guesses that are right, before anything is known: the first guesses of all are tried where they are cheap.
-_PRIOR, _PRIOR_GUESSES = 0.5, 4.0
-_SEQUENCE_MEMORY, _MEMORY = 16.0, 512.0  # guesses
-
-
-def _kinds(memory: float) -> list[Acceptance]:
-    return [Acceptance(memory) for _ in range(len(_LENGTHS) + 1)]
+# Share of guesses that are right, before any was tested: few, for waiting for a few tests costs nothing.
+_PRIOR, _PRIOR_GUESSES = 0.3, 2.0
+_MEMORY, _MEMORY_OF_LENGTH = 32.0, 16.0  # guesses
 
 
 class Index:
@@ -51,14 +48,14 @@ class Index:
         """Index the tokens before `end`."""
         tokens, places, before = self.tokens, self._places, self._before
         for at in range(self.end + 1, end + 1):
-            run = tokens[at - 3] << 42 | tokens[at - 2] << 21 | tokens[at - 1]
+            run = tokens[at - 2] << 32 | tokens[at - 1]
             before.append(places.get(run, 0))
             places[run] = at
         self.end = max(self.end, end)
 
     def match(self, text: list[int], end: int) -> tuple[int, int]:
         """Where the text that ends before `end` would go on here, and how many of its last tokens agree; 0: nowhere."""
-        at = self._places.get(text[end - 3] << 42 | text[end - 2] << 21 | text[end - 1], 0)
+        at = self._places.get(text[end - 2] << 32 | text[end - 1], 0)
         best = longest = 0
         for _ in range(_PLACES):
             if not at:
@@ -96,13 +93,13 @@ class _Answers:
 class _Reader:
     """One sequence: what is indexed of it, and the place that it seems to repeat."""
 
-    __slots__ = ("_acceptance", "_all", "_answers", "_at", "_index", "_length", "_source")
+    __slots__ = ("_acceptance", "_answers", "_at", "_by_length", "_index", "_length", "_source")
 
-    def __init__(self, tokens: list[int], answers: _Answers, acceptance: list[Acceptance]) -> None:
+    def __init__(self, tokens: list[int], answers: _Answers) -> None:
         self._index = Index(tokens, max(0, len(tokens) - _MOST_INDEXED))
         self._answers = answers
-        self._all = acceptance
-        self._acceptance = _kinds(_SEQUENCE_MEMORY)
+        self._acceptance = Acceptance(_MEMORY)
+        self._by_length = [Acceptance(_MEMORY_OF_LENGTH) for _ in range(len(_LENGTHS) + 1)]
         self._source: list[int] | None = None  # the text that it repeats
         self._at = 0  # where the guess of its next token stands there
         self._length = 0  # of the match before it
@@ -118,26 +115,35 @@ class _Reader:
             return False
         for end in range(index.end + 1, len(tokens) + 1):
             if self._source is not None:
-                self._test(tokens[end - 1])
-            if self._source is None:
+                self._test(self._source, end)
+            if self._source is None or not self._length:
                 self._find(end)  # before it is indexed: it must not be found itself
             index.extend(end)
         return True
 
-    def _test(self, token: int) -> None:
-        assert self._source is not None
-        right, kind = self._source[self._at] == token, self._kind
-        self._acceptance[kind].add(right)
-        self._all[kind].add(right)
+    def _test(self, source: list[int], end: int) -> None:
+        """Whether the guess of the token before `end` was right, and what the next guess is then."""
+        tokens, kind = self._index.tokens, self._kind
+        token = tokens[end - 1]
+        right = source[self._at] == token
+        self._acceptance.add(right)
+        self._by_length[kind].add(right)
         self._at += 1
-        self._length += 1
-        if not right or self._at >= len(self._source):
+        if right:
+            self._length += 1
+        elif self._length >= _TRUSTED:  # an edited copy: one token was replaced, or left out
+            self._at += self._at < len(source) and source[self._at] == token
+            self._length = 0
+        else:
+            self._source = None
+        if self._at >= (end if source is tokens else len(source)):
             self._source = None
 
     def _find(self, end: int) -> None:
         """The place whose text before it agrees most with the tokens before `end`."""
         tokens = self._index.tokens
-        self._length = 0
+        if self._source is None:
+            self._length = 0
         for index in (self._index, self._answers.newer, self._answers.older):
             at, length = index.match(tokens, end)
             if length > self._length:
@@ -152,8 +158,8 @@ class _Reader:
     def outlook(self) -> float:
         if self._source is None:
             return 0.0
-        kind = self._kind
-        return self._acceptance[kind].rate(self._all[kind].rate(_PRIOR, _PRIOR_GUESSES), _PRIOR_GUESSES)
+        usual = self._acceptance.rate(_PRIOR, _PRIOR_GUESSES)
+        return self._by_length[self._kind].rate(usual, _PRIOR_GUESSES)
 
     def draft(self, depth: int) -> list[int]:
         """What follows in the text that it repeats. Where that is its own end, the repetition goes on and on."""
@@ -170,13 +176,12 @@ class SuffixDrafter:
     def __init__(self) -> None:
         self._readers: dict[Sequence, _Reader] = {}
         self._scopes: OrderedDict[Hashable, _Answers] = OrderedDict()  # least recently used first
-        self._acceptance = _kinds(_MEMORY)
 
     def outlook(self, sequence: Sequence) -> float:
         reader = self._readers.get(sequence)
         if reader is None:
             answers = self._answers_of(sequence)
-            reader = self._readers[sequence] = _Reader(sequence.tokens, answers, self._acceptance)
+            reader = self._readers[sequence] = _Reader(sequence.tokens, answers)
         return reader.outlook if reader.read() else 0.0
 
     def seconds(self, sequences: int) -> float:
