@@ -10,7 +10,10 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.engine.settings import SpeculationConfig
+from penstock.engine.speculation import Speculation
+from penstock.runner import drafting
 from tests.conftest import Server
+from tests.engine.guessing import FreeDrafts
 
 MODEL = "smollm2-135m"
 LIST = "The Mary Ann came first, under Captain Holt, with coal. Then came the Gull, under Captain Reyes, with wool. "
@@ -49,7 +52,11 @@ def outputs(running: LLM, **fields: Any) -> list[list[int]]:
     [{}, {"method": "draft", "model": MODEL, "quantization": "int4"}],
     ids=["default", "draft model"],
 )
-def test_outputs_stay_the_same(plain: dict[str, list[list[int]]], speculation: dict[str, Any]) -> None:
+def test_outputs_stay_the_same(
+    plain: dict[str, list[list[int]]], speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever pays on this machine, drafts are tried."""
+    monkeypatch.setattr(drafting, "Speculation", lambda drafter, _, most: Speculation(drafter, FreeDrafts(), most))
     with llm(**speculation) as running:
         for name, fields in PARAMS.items():
             assert outputs(running, **fields) == plain[name], name
