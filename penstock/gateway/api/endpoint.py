@@ -13,6 +13,8 @@ Schema = dict[str, Any]
 Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed; metrics: an administrator's, or none
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
+HTML, STYLES, SCRIPT, IMAGE = "text/html", "text/css", "text/javascript", "image/svg+xml"
+JSONL = "application/jsonl"
 STRING = {"type": "string"}
 
 
@@ -28,6 +30,7 @@ class Endpoint:
     status: int = 200
     media: tuple[str, ...] = (JSON,)
     parameters: tuple[Schema, ...] = ()
+    form: Schema | None = None  # of a body that is multipart/form-data
     errors: ErrorFormat = OPENAI_ERRORS
     error: type = ErrorBody  # the type of what `errors` writes
 

@@ -8,9 +8,27 @@ from typing import Any
 import msgspec
 
 from penstock.gateway.api import openai_types as types
+from penstock.gateway.api.batches import BatchEndpoints, BatchList, BatchObject, NewBatch
+from penstock.gateway.api.caches import CacheEndpoints, Caches, Flushed
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
-from penstock.gateway.api.endpoint import CSV, EVENTS, GENERATE, JSON, STRING, TEXT, Endpoint, in_path, parameter
+from penstock.gateway.api.endpoint import (
+    CSV,
+    EVENTS,
+    GENERATE,
+    HTML,
+    IMAGE,
+    JSON,
+    JSONL,
+    SCRIPT,
+    STRING,
+    STYLES,
+    TEXT,
+    Endpoint,
+    in_path,
+    parameter,
+)
+from penstock.gateway.api.files import PURPOSES, DeletedFile, FileEndpoints, FileList, FileObject
 from penstock.gateway.api.fleet import (
     Drain,
     FleetEndpoints,
@@ -21,11 +39,13 @@ from penstock.gateway.api.fleet import (
     WholeFleet,
 )
 from penstock.gateway.api.generation import Handler
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.other_endpoints import OTHER_ENDPOINTS
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
+from penstock.gateway.api.web import WebEndpoints
 from penstock.gateway.settings import TenantConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
 from penstock.observability.account import Account
@@ -57,6 +77,11 @@ class Handlers:
     accounts: RequestEndpoints
     admin: AdminEndpoints
     fleet: FleetEndpoints
+    caches: CacheEndpoints
+    live: Live
+    web: WebEndpoints
+    files: FileEndpoints
+    batches: BatchEndpoints
     openapi: Handler
     messages: Handler
     count_tokens: Handler
@@ -66,6 +91,18 @@ class Handlers:
 
 _DAY = {"type": "string", "format": "date"}
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT}
+_LISTING = (
+    parameter("query", "limit", _LIMIT, ""),
+    parameter("query", "after", STRING, "the id after which the list goes on"),
+)
+_UPLOAD = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"enum": list(PURPOSES)},
+    },
+    "required": ["file", "purpose"],
+}
 _USAGE = (
     parameter("query", "since", _DAY, "default: the first of this month"),
     parameter("query", "until", _DAY, "default: today"),
@@ -124,6 +161,52 @@ ENDPOINTS = (
         lambda h: h.accounts.one,
         Account,
         parameters=in_path("id", "of a response, or its x-request-id"),
+    ),
+    Endpoint("POST", "/v1/files", "tenant", "Upload a file", lambda h: h.files.upload, FileObject, form=_UPLOAD),
+    Endpoint("GET", "/v1/files", "tenant", "Uploaded files", lambda h: h.files.list, FileList, parameters=_LISTING),
+    Endpoint(
+        "GET", "/v1/files/{id}", "tenant", "One file", lambda h: h.files.one, FileObject, parameters=in_path("id")
+    ),
+    Endpoint(
+        "GET",
+        "/v1/files/{id}/content",
+        "tenant",
+        "What a file holds",
+        lambda h: h.files.content,
+        None,
+        media=(JSONL,),
+        parameters=in_path("id"),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/files/{id}",
+        "tenant",
+        "Delete a file",
+        lambda h: h.files.delete,
+        DeletedFile,
+        parameters=in_path("id"),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/batches",
+        "tenant",
+        "Run the requests of a file, each once, when there is room",
+        lambda h: h.batches.create,
+        BatchObject,
+        NewBatch,
+    ),
+    Endpoint("GET", "/v1/batches", "tenant", "Batches", lambda h: h.batches.list, BatchList, parameters=_LISTING),
+    Endpoint(
+        "GET", "/v1/batches/{id}", "tenant", "One batch", lambda h: h.batches.one, BatchObject, parameters=in_path("id")
+    ),
+    Endpoint(
+        "POST",
+        "/v1/batches/{id}/cancel",
+        "tenant",
+        "Stop a batch; what is answered stays",
+        lambda h: h.batches.cancel,
+        BatchObject,
+        parameters=in_path("id"),
     ),
     Endpoint(
         "POST",
@@ -226,6 +309,16 @@ ENDPOINTS = (
     ),
     Endpoint(
         "POST",
+        "/admin/fleet/{replica}/restart",
+        "admin",
+        "Start a new replica in its place, then let it finish what it has, and stop it",
+        lambda h: h.fleet.restart,
+        Replicas,
+        Drain,
+        parameters=in_path("replica"),
+    ),
+    Endpoint(
+        "POST",
         "/admin/fleet/{replica}/fault",
         "admin",
         "Break a replica on purpose",
@@ -234,6 +327,11 @@ ENDPOINTS = (
         InjectedFault,
         status=202,
         parameters=in_path("replica"),
+    ),
+    Endpoint("GET", "/admin/cache", "admin", "What the caches hold and save", lambda h: h.caches.show, Caches),
+    Endpoint("DELETE", "/admin/cache", "admin", "Forget all cached answers", lambda h: h.caches.flush, Flushed),
+    Endpoint(
+        "GET", "/admin/live", "metrics", "What the engines do now", lambda h: h.live.stream, None, media=(EVENTS,)
     ),
     Endpoint(
         "GET", "/health", "public", "Whether requests make progress", lambda h: h.status.health, types.HealthReport
@@ -244,6 +342,16 @@ ENDPOINTS = (
     Endpoint("GET", "/version", "public", "Of this server", lambda h: h.status.version, types.Version),
     Endpoint("GET", "/metrics", "metrics", "Prometheus", lambda h: h.status.metrics, None, media=(TEXT,)),
     Endpoint("GET", "/openapi.json", "public", "This document", lambda h: h.openapi, dict[str, Any]),
-    Endpoint("GET", "/", "public", "A hint", lambda h: h.status.hint, None, media=(TEXT,)),
+    Endpoint("GET", "/", "public", "The web page, or a hint in text", lambda h: h.web.page, None, media=(TEXT, HTML)),
+    Endpoint(
+        "GET",
+        "/web/{name}",
+        "public",
+        "A file of the web page",
+        lambda h: h.web.file,
+        None,
+        media=(HTML, STYLES, SCRIPT, IMAGE),
+        parameters=in_path("name"),
+    ),
     *OTHER_ENDPOINTS,
 )

@@ -18,6 +18,7 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.http.tls import Certificate
 from penstock.gateway.http.traffic import Traffic
+from penstock.gateway.settings import TlsConfig
 from penstock.observability.logging import log
 
 logger = logging.getLogger("penstock.gateway")
@@ -56,16 +57,16 @@ async def serve(
     listener: socket.socket,
     on_ready: OnReady,
     drain_seconds: float,
-    certificate: Certificate | None = None,
+    tls: TlsConfig | None = None,
 ) -> int:
-    """Serve until a signal, over TLS if there is a certificate, and return the exit status of the process.
+    """Serve until a signal, over TLS if there are files for it, and return the exit status of the process.
 
     The first SIGTERM or SIGINT drains: new requests are refused while those in flight may take `drain_seconds`;
     then 0. A second one ends everything at once; then 128 plus its number.
     Run it on uvloop (`asyncio.Runner(loop_factory=uvloop.new_event_loop)`), which is twice as fast.
     """
     with listener:
-        server = _Server(app, drain_seconds, certificate)
+        server = _Server(app, drain_seconds, None if tls is None else Certificate(tls))
         try:
             await server.listen(listener)
             on_ready(*listener.getsockname()[:2])
