@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.core.errors import InvalidRequest
 from penstock.core.request import MAX_CHOICES, RANGES, TokenLogprob
 from penstock.gateway.api.generation import Choice, Emit, Generation
 from penstock.gateway.api.logprobs import completion_logprobs, prompt_logprobs
@@ -37,12 +38,14 @@ MAX_SEQUENCES = 1024  # prompts times n of one request
 class CompletionReader(TextReader[CompletionRequest]):
     name = "completion"
     decoder = msgspec.json.Decoder(CompletionRequest)
-    without_prompt: ClassVar = {"prompt": ""}
+    without_prompt: ClassVar = {"prompt": "", "suffix": None}
 
     def check(self, asked: CompletionRequest) -> None:
         require(asked.best_of is None or asked.best_of == (asked.n or 1), "best_of", "is only supported equal to n")
         require(asked.max_tokens != 0 or bool(asked.echo), "max_tokens", "must be at least 1, or 0 with echo")
         RANGES["logprobs"].check("logprobs", asked.logprobs)
+        for name in ("echo", "truncate_prompt_tokens") if asked.suffix else ():
+            require(not getattr(asked, name), name, "cannot be combined with suffix")
 
     def prompts(self, asked: CompletionRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
         prompts = _split_prompts(asked.prompt)
@@ -66,7 +69,9 @@ class CompletionReader(TextReader[CompletionRequest]):
         bounds: Bounds,
         semantic: bool,
     ) -> Prompt:
-        require(len(prompt) > 0, param, "must not be empty")
+        require(len(prompt) > 0 or bool(asked.suffix), param, "must not be empty")
+        if asked.suffix:
+            return _infilling(prompt, asked.suffix, param, text, bounds)
         if not isinstance(prompt, str):
             if len(prompt) > bounds.prompt_tokens:
                 raise bounds.too_long(param, str(len(prompt)))
@@ -77,6 +82,16 @@ class CompletionReader(TextReader[CompletionRequest]):
         require(len(ids) > 0, param, "must not be empty")
         similar = similar_completion(asked, prompt) if semantic else None
         return Prompt(ids, prompt if asked.echo else None, similar)
+
+
+def _infilling(prompt: str | TokenIds, suffix: str, param: str, text: ModelText, bounds: Bounds) -> Prompt:
+    if text.infill is None:
+        message = "suffix is not supported by this model: its tokenizer has no tokens for filling in the middle"
+        raise InvalidRequest(message, param="suffix")
+    if not isinstance(prompt, str):
+        raise InvalidRequest(f"{param} must be text beside a suffix, not token ids", param=param)
+    with blamed_on(param, bounds):
+        return Prompt(text.infill.prompt(text.tokenizer, prompt, suffix, bounds.prompt_tokens))
 
 
 def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | TokenIds]:

@@ -34,7 +34,6 @@ SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": ((), "is not supported; use tools"),
     "moderation": ((), "is not supported"),
     "web_search_options": ((), "is not supported"),
-    "suffix": ((), "is not supported"),
     "modalities": (([], ["text"]), 'must be ["text"]: other outputs are not supported'),
     "skip_special_tokens": ((True,), "must be true: special tokens are not part of the text"),
     "include_stop_str_in_output": ((False,), "must be false: the text ends before the stop string"),
@@ -155,8 +154,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-
-    suffix: Limited = None
+    suffix: str | None = None
 
 
 IGNORED = tuple(name for name, kind in SamplingFields.__annotations__.items() if kind == "Ignored")
@@ -351,6 +349,12 @@ class Detokenized(Struct):
 class HealthReport(Struct):
     status: Literal["ok", "draining", "overloaded", "unhealthy"]
     detail: str
+
+
+class Load(Struct):
+    """As vLLM says it."""
+
+    server_load: int
 
 
 class Version(Struct):

@@ -25,6 +25,7 @@ from penstock.core.errors import ContextTooLong, InvalidRequest, NotFound, Penst
 from penstock.core.request import SimilarPrompt
 from penstock.gateway.api.decoding import decode_json
 from penstock.text.chat_template import ChatTemplate
+from penstock.text.infill import Infill, find_infill
 from penstock.text.output import OutputForm
 from penstock.text.reasoning import ReasoningFormatName, find_reasoning
 from penstock.text.tokenizer import Tokenizer
@@ -80,6 +81,11 @@ class ModelText:
         if parser == "auto":
             return find_reasoning(self.tokenizer.chat_template or "")
         return None if parser == "none" else parser
+
+    @cached_property
+    def infill(self) -> Infill | None:
+        """None: it cannot fill in the middle."""
+        return find_infill(self.tokenizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """To be sent to another process."""
