@@ -32,7 +32,9 @@ logger = logging.getLogger("penstock.gateway")
 
 Authenticate = Callable[[Request], Awaitable[Tenant]]  # raises when the request is refused
 
-_QUIET = frozenset(("/health", "/metrics", "/ready"))  # polled every few seconds; not worth a log line
+_QUIET = frozenset(
+    ("/health", "/load", "/metrics", "/ping", "/ready")
+)  # polled every few seconds; not worth a log line
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
 
 

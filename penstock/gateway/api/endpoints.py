@@ -339,9 +339,12 @@ ENDPOINTS = (
     Endpoint(
         "GET", "/ready", "public", "Whether a request would be taken now", lambda h: h.status.ready, types.HealthReport
     ),
+    Endpoint("GET", "/ping", "public", "The same as /health", lambda h: h.status.health, types.HealthReport),
+    Endpoint("GET", "/load", "public", "How many requests run or wait", lambda h: h.status.load, types.Load),
     Endpoint("GET", "/version", "public", "Of this server", lambda h: h.status.version, types.Version),
     Endpoint("GET", "/metrics", "metrics", "Prometheus", lambda h: h.status.metrics, None, media=(TEXT,)),
     Endpoint("GET", "/openapi.json", "public", "This document", lambda h: h.openapi, dict[str, Any]),
+    Endpoint("GET", "/docs", "public", "This document as a page", lambda h: h.web.docs, None, media=(HTML,)),
     Endpoint("GET", "/", "public", "The web page, or a hint in text", lambda h: h.web.page, None, media=(TEXT, HTML)),
     Endpoint(
         "GET",

@@ -10,7 +10,7 @@ from penstock import __version__
 from penstock.core.request import RECOMMENDED
 from penstock.gateway.api.models import Model
 from penstock.gateway.api.objectives import milliseconds
-from penstock.gateway.api.openai_types import ClassCard, HealthReport, ModelCard, ModelList, Version
+from penstock.gateway.api.openai_types import ClassCard, HealthReport, Load, ModelCard, ModelList, Version
 from penstock.gateway.api.serving import Serving, encode_json
 from penstock.gateway.api.siblings import Siblings
 from penstock.gateway.http.request import Request
@@ -83,6 +83,10 @@ class StatusEndpoints:
 
     async def _send(self, response: Response, report: HealthReport) -> None:
         await response.send(200 if report.status == "ok" else 503, encode_json(report))
+
+    async def load(self, request: Request, response: Response, tenant: Tenant) -> None:
+        stats = [model.engine.stats for model in self.serving.models.all]
+        await response.send(200, encode_json(Load(sum(one.running + one.waiting for one in stats))))
 
     async def version(self, request: Request, response: Response, tenant: Tenant) -> None:
         await response.send(200, encode_json(Version(__version__)))
