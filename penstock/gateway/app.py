@@ -21,8 +21,10 @@ from penstock.gateway.api.endpoints import ENDPOINTS, Handlers
 from penstock.gateway.api.files import FileEndpoints
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.live import Live
+from penstock.gateway.api.llama import LlamaCompletions, LlamaStatus
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
+from penstock.gateway.api.ollama import OllamaChats, OllamaGenerate, OllamaStatus
 from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
@@ -166,6 +168,11 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         count_tokens=CountTokens(serving),
         create_response=metered(directory.store, responses),
         responses=responses,
+        ollama_chat=metered(directory.store, OllamaChats(serving)),
+        ollama_generate=metered(directory.store, OllamaGenerate(serving)),
+        ollama=OllamaStatus(serving),
+        llama_completions=metered(directory.store, LlamaCompletions(serving)),
+        llama=LlamaStatus(serving),
     )
     return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors) for e in ENDPOINTS])
 

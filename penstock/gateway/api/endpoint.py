@@ -14,7 +14,7 @@ Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed;
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
 HTML, STYLES, SCRIPT, IMAGE = "text/html", "text/css", "text/javascript", "image/svg+xml"
-JSONL = "application/jsonl"
+JSONL, LINES = "application/jsonl", "application/x-ndjson"
 STRING = {"type": "string"}
 
 

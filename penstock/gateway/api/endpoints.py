@@ -40,6 +40,8 @@ from penstock.gateway.api.fleet import (
 )
 from penstock.gateway.api.generation import Handler
 from penstock.gateway.api.live import Live
+from penstock.gateway.api.llama import LlamaStatus
+from penstock.gateway.api.ollama import OllamaStatus
 from penstock.gateway.api.other_endpoints import OTHER_ENDPOINTS
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.responses import Responses
@@ -87,6 +89,11 @@ class Handlers:
     count_tokens: Handler
     create_response: Handler
     responses: Responses
+    ollama_chat: Handler
+    ollama_generate: Handler
+    ollama: OllamaStatus
+    llama_completions: Handler
+    llama: LlamaStatus
 
 
 _DAY = {"type": "string", "format": "date"}

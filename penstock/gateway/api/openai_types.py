@@ -161,7 +161,7 @@ IGNORED = tuple(name for name, kind in SamplingFields.__annotations__.items() if
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Either `prompt` or `messages`."""
+    """Either `prompt` or `messages`; or, as llama.cpp calls it, `content`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -173,6 +173,10 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     return_token_strs: bool | None = None
+    content: str | None = None  # from here: llama.cpp's
+    add_special: bool = False
+    with_pieces: bool = False
+    parse_special: Ignored = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -335,8 +339,15 @@ class ModelList(Struct):
     object: Literal["list"] = "list"
 
 
+class Piece(Struct):
+    """A token as llama.cpp shows it: bytes that are only part of a character as numbers."""
+
+    id: int
+    piece: str | list[int]
+
+
 class Tokenized(Struct):
-    tokens: list[int]
+    tokens: list[int] | list[Piece]
     count: int
     max_model_len: int
     token_strs: list[str] | UnsetType = UNSET  # as the vocabulary spells them
@@ -344,6 +355,7 @@ class Tokenized(Struct):
 
 class Detokenized(Struct):
     prompt: str
+    content: str  # the same, as llama.cpp calls it
 
 
 class HealthReport(Struct):

@@ -54,7 +54,7 @@ def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]
     used = [kind for three in kinds for kind in three if kind is not None]
     found, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(map(id, used), found, strict=True))
-    for name in ("MessagesRequest", "CountRequest", "ResponsesRequest"):
+    for name in ("MessagesRequest", "CountRequest", "ResponsesRequest", "OllamaChatRequest", "OllamaGenerateRequest"):
         components[name]["properties"]["model"] = {"enum": list(model_names)}
     for name in ("ChatRequest", "CompletionRequest"):
         _refine(components[name]["properties"], model_names, vocab_size)

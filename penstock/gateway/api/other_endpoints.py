@@ -1,13 +1,16 @@
-"""Endpoints of OpenAI's Responses API, and of other servers' APIs for clients that were written for those."""
+"""Endpoints of OpenAI's Responses API, and of the APIs of Anthropic, Ollama and llama.cpp."""
 
 from __future__ import annotations
 
-from penstock.gateway.api import anthropic_types, responses_types
+from penstock.gateway.api import anthropic_types, llama_types, ollama_types, responses_types
 from penstock.gateway.api.anthropic_messages import AnthropicErrors, Messages
-from penstock.gateway.api.endpoint import EVENTS, GENERATE, JSON, STRING, Endpoint, in_path, parameter
+from penstock.gateway.api.endpoint import EVENTS, GENERATE, JSON, LINES, STRING, Endpoint, in_path, parameter
+from penstock.gateway.api.llama import LLAMA_ERRORS, LlamaCompletions
+from penstock.gateway.api.ollama import OllamaChats, OllamaErrors, OllamaGenerate
 from penstock.gateway.api.responses import MAX_ITEMS, RESPONSES_ERRORS, Responses
 
 _ANTHROPIC_ERRORS = AnthropicErrors()
+_OLLAMA_ERRORS = OllamaErrors()
 
 _RESPONSE = f"{Responses.endpoint}/{{id}}"
 _PAGE = (
@@ -89,4 +92,85 @@ OTHER_ENDPOINTS = (
         errors=_ANTHROPIC_ERRORS,
         error=anthropic_types.AnthropicErrorBody,
     ),
+    Endpoint(
+        "POST",
+        OllamaChats.endpoint,
+        "tenant",
+        "Answer a conversation, as Ollama does",
+        lambda h: h.ollama_chat,
+        ollama_types.OllamaChunk,
+        ollama_types.OllamaChatRequest,
+        media=(JSON, LINES),
+        parameters=GENERATE,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "POST",
+        OllamaGenerate.endpoint,
+        "tenant",
+        "Answer a prompt, as Ollama does",
+        lambda h: h.ollama_generate,
+        ollama_types.OllamaChunk,
+        ollama_types.OllamaGenerateRequest,
+        media=(JSON, LINES),
+        parameters=GENERATE,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "POST",
+        "/api/show",
+        "tenant",
+        "About a model, as Ollama says it",
+        lambda h: h.ollama.show,
+        ollama_types.OllamaShown,
+        ollama_types.OllamaShowRequest,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "GET",
+        "/api/tags",
+        "tenant",
+        "The models, as Ollama lists them",
+        lambda h: h.ollama.tags,
+        ollama_types.OllamaModels,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "GET",
+        "/api/ps",
+        "tenant",
+        "The models that are loaded: all",
+        lambda h: h.ollama.running,
+        ollama_types.OllamaRunningModels,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "GET",
+        "/api/version",
+        "public",
+        "Of Ollama's API",
+        lambda h: h.ollama.version,
+        ollama_types.OllamaVersion,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "POST",
+        LlamaCompletions.endpoint,
+        "tenant",
+        "Continue a text, as llama.cpp does",
+        lambda h: h.llama_completions,
+        llama_types.LlamaCompletion,
+        llama_types.LlamaCompletionRequest,
+        media=(JSON, EVENTS),
+        parameters=GENERATE,
+        errors=LLAMA_ERRORS,
+    ),
+    Endpoint("GET", "/props", "tenant", "As llama.cpp has it", lambda h: h.llama.props, llama_types.LlamaProps),
+    Endpoint("GET", "/slots", "tenant", "As llama.cpp has it", lambda h: h.llama.slots, list[llama_types.LlamaSlot]),
 )

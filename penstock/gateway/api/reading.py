@@ -154,7 +154,7 @@ class Reader(Protocol[Head_co]):
 class Asked(msgspec.Struct):
     """Which model a body asks for, and for whom."""
 
-    model: str
+    model: str = ""  # empty: the first one, where a request need not name any
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
@@ -170,7 +170,9 @@ class ModelReader:
 
     def read(self, body: bytes, terms: Terms) -> tuple[Asked, list[Prompt]]:
         asked = decode_json(self._decoder, body)
-        if terms.wildcards:
+        if not asked.model:
+            asked.model = terms.default_model
+        elif terms.wildcards:
             asked.model = terms.served(asked.model)
         return checked_options(asked) if len(body) > INLINE_BYTES else asked, []
 

@@ -103,8 +103,13 @@ class TextEndpoint(ABC, Generic[B]):
         self.serving = serving
         self.reader = self.reader_type(serving.texts)
 
-    async def __call__(self, request: Request, response: Response, tenant: Tenant, reservation: Reservation) -> Answer:
-        incoming = await self.receive(request, tenant, reservation)
+    async def __call__(
+        self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
+    ) -> Answer | None:
+        """None: it has been answered."""
+        return await self.answer(await self.receive(request, tenant, reservation), response, reservation)
+
+    async def answer(self, incoming: Incoming, response: Response, reservation: Reservation) -> Answer:
         if incoming.entry is None:
             return await self._answer(incoming, response, reservation)
         config, version, why = incoming.entry.config, incoming.version, ""
@@ -114,7 +119,7 @@ class TextEndpoint(ABC, Generic[B]):
             answer: Answer = await self._answer(incoming, response, reservation, version, why)
         else:
             answer = await self._cascaded(incoming, response, reservation, incoming.entry.name, config.cascade)
-        if config.shadow is None or not is_shadowed(request.unique, config.shadow.fraction):
+        if config.shadow is None or not is_shadowed(incoming.request.unique, config.shadow.fraction):
             return answer
         return self._shadowed(answer, incoming, config.shadow.model)
 

@@ -14,14 +14,23 @@ from penstock.gateway.http.request import Header, Peer, Request
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
 _JSON: Header = (b"content-type", b"application/json")
 _STREAM_HEADERS: list[Header] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
 ]
 
 
 class Response:
-    __slots__ = ("_chunked", "_connection", "_finished", "headers", "keep_alive", "request", "status", "streaming")
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_finished",
+        "headers",
+        "keep_alive",
+        "request",
+        "status",
+        "stream_type",
+        "streaming",
+    )
 
     def __init__(self, connection: Peer, request: Request, *, keep_alive: bool) -> None:
         self.request = request
@@ -29,6 +38,7 @@ class Response:
         self.headers: dict[bytes, bytes] = {}  # beside those that every response has
         self.status = 0  # 0: it has not started
         self.streaming = False
+        self.stream_type = b"text/event-stream; charset=utf-8"
         self._connection = connection
         self._chunked = request.http_1_1  # otherwise a stream ends with the connection
         self._finished: float | None = None  # when the last of it was about to be sent
@@ -98,10 +108,11 @@ class Response:
 
     def _stream_head(self) -> bytes:
         self.streaming = True
+        content_type = b"content-type", self.stream_type
         if self._chunked:
-            return self._head(200, (b"transfer-encoding", b"chunked"), *_STREAM_HEADERS)
+            return self._head(200, (b"transfer-encoding", b"chunked"), content_type, *_STREAM_HEADERS)
         self.keep_alive = False
-        return self._head(200, *_STREAM_HEADERS)
+        return self._head(200, content_type, *_STREAM_HEADERS)
 
     def _chunk(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data
