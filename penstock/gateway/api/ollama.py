@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ import msgspec
 from penstock.core.errors import PenstockError
 from penstock.gateway.api import ollama_types as types
 from penstock.gateway.api.blocks import Block, BlockAnswer, Step, call_arguments
+from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Answer, Generation
 from penstock.gateway.api.ollama_reading import OllamaChat, OllamaChatReader, OllamaGenerateReader
 from penstock.gateway.api.reading import INLINE_BYTES
@@ -115,20 +117,17 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-class _Start(msgspec.Struct):
-    """Whether a request asks for anything but a model to be loaded."""
-
-    model: str
-    prompt: str | None = None
-    messages: list[msgspec.Raw] | None = None
-    keep_alive: Any = None
-
-
-_starts = msgspec.json.Decoder(_Start)
+def _of_no_page(request: Request) -> bool:
+    """Clients of Ollama send JSON as any type, or none. That is safe unless a web page does so, which browsers say."""
+    return b"origin" not in request.headers
 
 
 class OllamaEndpoint(TextEndpoint[OllamaChat]):
     answer_type = OllamaAnswer
+    requests: ClassVar[msgspec.json.Decoder[Any]]
+
+    def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Awaitable[Incoming]:
+        return self.serving.receive(request, tenant, reservation, any_type=_of_no_page(request))
 
     async def __call__(
         self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
@@ -144,19 +143,16 @@ class OllamaEndpoint(TextEndpoint[OllamaChat]):
         """The answer to a request without a prompt, which clients send so that the model is loaded."""
         if incoming.request.body_size > INLINE_BYTES:
             return None
-        try:
-            start = _starts.decode(b"".join(incoming.body))
-        except msgspec.MsgspecError:
-            return None
-        if start.prompt or start.messages:
-            return None
-        self.serving.models.find(tenant, start.model)
-        chunk = types.OllamaChunk(model=start.model, created_at=_now(), done=True)
-        chunk.done_reason = "unload" if start.keep_alive == 0 else "load"
-        if self.endpoint == OllamaGenerate.endpoint:
-            chunk.response = ""
+        asked = decode_json(self.requests, b"".join(incoming.body))
+        chunk = types.OllamaChunk(model=asked.model, created_at=_now(), done=True)
+        if isinstance(asked, types.OllamaChatRequest):
+            chunk.message, given = types.OllamaAnswerMessage(""), bool(asked.messages)
         else:
-            chunk.message = types.OllamaAnswerMessage("")
+            chunk.response, given = "", bool(asked.prompt or asked.suffix)
+        if given:
+            return None
+        self.serving.models.find(tenant, asked.model)
+        chunk.done_reason = "unload" if asked.keep_alive == 0 else "load"
         return chunk
 
     def wanted(self, body: OllamaChat) -> Wanted:
@@ -168,12 +164,14 @@ class OllamaChats(OllamaEndpoint):
     endpoint = "/api/chat"
     prompt_param = "messages"
     reader_type = OllamaChatReader  # type: ignore[assignment]
+    requests = OllamaChatReader.requests
 
 
 class OllamaGenerate(OllamaEndpoint):
     endpoint = "/api/generate"
     prompt_param = "prompt"
     reader_type = OllamaGenerateReader  # type: ignore[assignment]
+    requests = OllamaGenerateReader.requests
 
 
 class OllamaStatus:
@@ -204,7 +202,7 @@ class OllamaStatus:
         return name, name, self._since, sha256(name.encode()).hexdigest()
 
     async def show(self, request: Request, response: Response, tenant: Tenant) -> None:
-        asked = await self.serving.read(request, self._shown)
+        asked = await self.serving.read(request, self._shown, any_type=_of_no_page(request))
         model = self.serving.models.find(tenant, asked.model or asked.name)
         text = model.text
         can = {"tools": text.tools is not None, "thinking": text.reasoning is not None, "insert": text.infill}

@@ -347,7 +347,7 @@ class Piece(Struct):
 
 
 class Tokenized(Struct):
-    tokens: list[int] | list[Piece]
+    tokens: Sequence[int | Piece]
     count: int
     max_model_len: int
     token_strs: list[str] | UnsetType = UNSET  # as the vocabulary spells them

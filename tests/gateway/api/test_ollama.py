@@ -126,6 +126,15 @@ def test_models(tokenizer: Tokenizer) -> None:
             assert http.get("/api/version").json()["version"]
 
 
+def test_json_is_read_whatever_its_type_unless_a_page_sends_it(gateway: Gateway) -> None:
+    asked = json.dumps({"model": MODEL, "prompt": "Hi", "stream": False}).encode()
+    for headers in ({}, {"content-type": "application/x-www-form-urlencoded"}):
+        assert httpx.post(f"{gateway.url}/api/generate", content=asked, headers=headers, timeout=20).status_code == 200
+        page = {**headers, "origin": gateway.url}
+        assert httpx.post(f"{gateway.url}/api/generate", content=asked, headers=page, timeout=20).status_code == 415
+        assert httpx.post(f"{gateway.url}/api/show", content=asked, headers=headers, timeout=20).status_code == 200
+
+
 def test_errors_have_the_shape_of_ollama(gateway: Gateway) -> None:
     ollama = pytest.importorskip("ollama")
     client = client_of(gateway)
