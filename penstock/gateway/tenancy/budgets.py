@@ -16,10 +16,9 @@ from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.errors import require
 from penstock.gateway.settings import GatewaySettings, PriceConfig
-from penstock.state.store import UsageKey, UsageRecord
+from penstock.state.store import BILLION, UsageKey, UsageRecord
 
 MAX_DAYS = 400  # of usage in one answer
-BILLION = 1_000_000_000  # amounts are kept in billionths, as whole numbers
 
 
 @dataclass(frozen=True, slots=True)
