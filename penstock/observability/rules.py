@@ -51,8 +51,9 @@ class Alert:
 
 
 def _share(part: str, whole: str, by: str) -> str:
-    """0 and not NaN where nothing came: no traffic is not a fault."""
-    return f"sum by ({by}) ({part}) / (sum by ({by}) ({whole}) > 0)"
+    """0 where the part has no series yet, and nothing where nothing came: no traffic is not a fault."""
+    of_all = f"sum by ({by}) ({whole})"
+    return f"(sum by ({by}) ({part}) or {of_all} * 0) / ({of_all} > 0)"
 
 
 def _missed(window: str) -> Record:
