@@ -83,7 +83,7 @@ wheel: | $(VENV)/.created
 	@$(BIN)/pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # What the tests start beside the server itself. Debian's packages have the names of their programs.
-PROGRAMS := redis-server prometheus
+PROGRAMS := redis-server prometheus chromium
 
 programs:
 	@missing=$$(for program in $(PROGRAMS); do command -v $$program > /dev/null || echo $$program; done); \

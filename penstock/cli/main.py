@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from penstock import __version__
 from penstock.cli import (
+    batch,
     bench,
     chaos,
     chat,
@@ -37,6 +38,7 @@ def make_parser() -> ArgumentParser:
         check,
         quantize,
         bench,
+        batch,
         explain,
         status,
         fleet,

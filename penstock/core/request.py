@@ -167,6 +167,14 @@ class CacheStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter by its content. A name may mean another one at any time, a digest never does."""
+
+    digest: str  # of its weights and its configuration
+    folder: str  # where an engine reads it
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence for an engine. Text, choices and stop strings have been dealt with before."""
 
@@ -177,6 +185,7 @@ class GenerateRequest:
     # Tokens that another engine has emitted for this request. They count as its output wherever output is counted
     # (penalties, limits, sampling positions, usage) and do not come again in chunks.
     output: Sequence[int] = ()
+    adapter: Adapter | None = None  # that the model computes with; None: the model as it is
     resumed: bool = False  # another engine has accepted it before: it must not be refused for want of capacity
     priority: int = 0  # within a class lower runs first
     cache_salt: str = ""  # prefixes are shared only between equal salts

@@ -23,6 +23,20 @@ TokenMask: TypeAlias = npt.NDArray[np.int32]
 SAMPLED = -1  # in Step.tokens: the token this row sampled last, which only the device knows yet
 
 
+NO_ADAPTER = -1  # in RowSetup.adapter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    """A LoRA adapter in host memory. A linear module that it has adds (x @ A.T) @ B.T to its output."""
+
+    digest: str
+    rank: int
+    # By the module's name in the checkpoint without ".weight", such as "model.layers.3.self_attn.q_proj":
+    # A [rank, inputs] and B [outputs, rank], float32, the adapter's scale multiplied into B.
+    modules: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
+
+
 @dataclass(frozen=True, slots=True)
 class RowSetup:
     """A row of device state taken into use by a sequence (new, or resumed after preemption)."""
@@ -33,6 +47,7 @@ class RowSetup:
     tokens: Sequence[int]  # prompt and output known so far, for penalties
     prompt_len: int
     stop_ids: Sequence[int]  # forbidden until min_tokens
+    adapter: int = NO_ADAPTER  # the adapter slot that its tokens are computed with
 
 
 @dataclass(slots=True)
@@ -45,6 +60,7 @@ class Step:
     samples: list[int] = field(default_factory=list)  # of how many tokens, the last ones, the logits are sampled
     tokens: list[int] = field(default_factory=list)  # all sequences' tokens, one after the other; may be SAMPLED
     constrained: list[int] = field(default_factory=list)  # sequences that may sample once `constrain` says what
+    adapters: list[tuple[int, AdapterWeights]] = field(default_factory=list)  # (slot, what it holds from now on)
     setups: list[RowSetup] = field(default_factory=list)
     forced: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, output tokens that nobody sampled)
     blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)  # (row, index in its table, block ids)
