@@ -14,7 +14,7 @@ from prometheus_client.samples import Sample
 from tests.prometheus_server import promtool
 
 INTERVAL_SECONDS = 30  # between samples: two in the shortest window of a rule
-SAMPLES = 2 * 3600 // INTERVAL_SECONDS
+SAMPLES = 3600 // INTERVAL_SECONDS
 
 
 def run_rule_tests(folder: Path, rules: Path, tests: list[dict[str, Any]]) -> None:

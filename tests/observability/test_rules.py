@@ -147,6 +147,6 @@ def rule_test(name: str, fires: bool) -> dict[str, Any]:
     return {
         "input_series": [{"series": labels, "values": values} for labels, values in series],
         "promql_expr_test": [
-            {"expr": expr, "eval_time": "2h", "exp_samples": [{"labels": "{}", "value": 1 if fires else 0}]}
+            {"expr": expr, "eval_time": "1h", "exp_samples": [{"labels": "{}", "value": 1 if fires else 0}]}
         ],
     }
