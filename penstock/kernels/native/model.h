@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "region.h"
 #include "sampling_rows.h"
 #include "threadpool.h"
 
@@ -79,22 +80,6 @@ struct SampleCall {
     const int32_t* const* masks;
     int32_t* tokens;
     Score* scores;
-};
-
-// Zeroed memory in huge pages where the system grants them: a weight stream then misses the TLB 512 times less.
-class Region {
-  public:
-    Region() = default;
-    explicit Region(size_t bytes);
-    ~Region();
-    Region(Region&& other) noexcept;
-    Region& operator=(Region&& other) noexcept;
-    uint8_t* data() const { return data_; }
-    size_t size() const { return size_; }
-
-  private:
-    uint8_t* data_ = nullptr;
-    size_t size_ = 0;
 };
 
 struct Layer {
