@@ -41,7 +41,9 @@ def read_tensors(
         header_size = int.from_bytes(data[:8], "little")
         try:
             header = json.loads(data[8 : 8 + header_size])
-            entries = [(name, *_entry(entry)) for name, entry in header.items() if name != "__metadata__" and wanted(name)]
+            entries = [
+                (name, *_entry(entry)) for name, entry in header.items() if name != "__metadata__" and wanted(name)
+            ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StartupError(f"cannot read {path}: {error!r}. Download it again.") from error
         if order is not None:

@@ -10,7 +10,9 @@ from prometheus_client.registry import Collector
 from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
 from penstock.gateway.api.chat import ChatCompletions
+from penstock.gateway.api.comparisons import Reranking, Scoring
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.embeddings import Embeddings
 from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.models import Model, Models, ServedModel
@@ -126,6 +128,9 @@ def _routes(
     handlers = Handlers(
         chat=metered(directory.store, ChatCompletions(serving)),
         completions=metered(directory.store, Completions(serving)),
+        embeddings=metered(directory.store, Embeddings(serving)),
+        rerank=metered(directory.store, Reranking(serving)),
+        score=metered(directory.store, Scoring(serving)),
         text=TextEndpoints(serving),
         status=StatusEndpoints(serving, settings.engine.max_waiting, siblings),
         accounts=RequestEndpoints(requests, siblings),

@@ -47,7 +47,7 @@ class EncoderConfig:
     first_position: int  # the row of the table of positions that the first token has
     types: int  # kinds of tokens: those of a second text have a kind of their own where there are two
     labels: int  # of the classification head; 0: there is none
-    sigmoid: bool  # whether scores of the head are made numbers between 0 and 1
+    sigmoid: bool  # whether the head's score is made a number between 0 and 1
     pooling: PoolingKind
     normalize: bool
 
@@ -73,6 +73,8 @@ def read_encoder_config(folder: Path, pooling: PoolingKind | None = None) -> Enc
     classifies = architecture.endswith("ForSequenceClassification")
     found = Pooling("cls", normalize=False) if classifies else read_pooling(folder) or Pooling("mean", normalize=True)
     labels = _count(path, raw, "num_labels", len(raw.get("id2label") or (0, 1))) if classifies else 0
+    if labels > 1:
+        raise StartupError(f"{path}: {labels} labels are not supported; supported: cross-encoders, which have one")
     offset = 0 if architecture.startswith("Bert") else int(raw.get("pad_token_id", 1)) + 1
     positions = _count(path, raw, "max_position_embeddings") - offset
     hidden, heads = _count(path, raw, "hidden_size"), _count(path, raw, "num_attention_heads")
@@ -98,7 +100,9 @@ def read_encoder_config(folder: Path, pooling: PoolingKind | None = None) -> Enc
 
 def _identity(raw: dict[str, Any]) -> bool:
     """Whether sentence-transformers leaves the scores of a cross-encoder as they are."""
-    named = (raw.get("sentence_transformers") or {}).get("activation_fn", raw.get("sbert_ce_default_activation_function"))
+    named = (raw.get("sentence_transformers") or {}).get(
+        "activation_fn", raw.get("sbert_ce_default_activation_function")
+    )
     return str(named or "").endswith("Identity")
 
 

@@ -45,7 +45,7 @@ class CompletionReader(TextReader[CompletionRequest]):
         RANGES["logprobs"].check("logprobs", asked.logprobs)
 
     def prompts(self, asked: CompletionRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
-        prompts = _split_prompts(asked.prompt)
+        prompts = split_inputs(asked.prompt, "prompt")
         require(
             len(prompts) * min(asked.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
             "prompt",
@@ -79,15 +79,15 @@ class CompletionReader(TextReader[CompletionRequest]):
         return Prompt(ids, prompt if asked.echo else None, similar)
 
 
-def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | TokenIds]:
+def split_inputs(given: str | list[str | int | TokenIds], param: str) -> list[str | TokenIds]:
     """OpenAI's four forms: a text, token ids, texts, lists of token ids."""
-    if isinstance(prompt, str):
-        return [prompt]
-    require(len(prompt) > 0, "prompt", "must not be empty")
-    token_ids = [item for item in prompt if isinstance(item, int)]
+    if isinstance(given, str):
+        return [given]
+    require(len(given) > 0, param, "must not be empty")
+    token_ids = [item for item in given if isinstance(item, int)]
     if not token_ids:
-        return [item for item in prompt if not isinstance(item, int)]
-    require(len(token_ids) == len(prompt), "prompt", "must not mix token ids with texts or lists")
+        return [item for item in given if not isinstance(item, int)]
+    require(len(token_ids) == len(given), param, "must not mix token ids with texts or lists")
     return [token_ids]
 
 

@@ -10,7 +10,9 @@ import msgspec
 
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.chat import ChatCompletions
+from penstock.gateway.api.comparisons import Reranked, Reranking, RerankRequest, Scored, ScoreRequest, Scoring
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.embeddings import EmbeddingList, EmbeddingRequest, Embeddings
 from penstock.gateway.api.fleet import (
     Drain,
     FleetEndpoints,
@@ -55,6 +57,9 @@ class Handlers:
 
     chat: Handler
     completions: Handler
+    embeddings: Handler
+    rerank: Handler
+    score: Handler
     text: TextEndpoints
     status: StatusEndpoints
     accounts: RequestEndpoints
@@ -124,6 +129,36 @@ ENDPOINTS = (
         types.Completion,
         types.CompletionRequest,
         media=(JSON, EVENTS),
+        parameters=_GENERATE,
+    ),
+    Endpoint(
+        "POST",
+        Embeddings.endpoint,
+        "tenant",
+        "Vectors of texts",
+        lambda h: h.embeddings,
+        EmbeddingList,
+        EmbeddingRequest,
+        parameters=_GENERATE,
+    ),
+    Endpoint(
+        "POST",
+        Reranking.endpoint,
+        "tenant",
+        "Documents by their relevance to a query",
+        lambda h: h.rerank,
+        Reranked,
+        RerankRequest,
+        parameters=_GENERATE,
+    ),
+    Endpoint(
+        "POST",
+        Scoring.endpoint,
+        "tenant",
+        "How well pairs of texts match",
+        lambda h: h.score,
+        Scored,
+        ScoreRequest,
         parameters=_GENERATE,
     ),
     Endpoint("GET", "/v1/models", "tenant", "The models served here", lambda h: h.status.models, types.ModelList),

@@ -26,7 +26,7 @@ from penstock.core.request import (
 )
 from penstock.gateway.api.cache_control import NAME as CACHE
 from penstock.gateway.api.cache_control import cache_control, cache_header
-from penstock.gateway.api.context import Context
+from penstock.gateway.api.context import Context, Options
 from penstock.gateway.api.openai_types import CompletionTokensDetails, PromptTokensDetails, SamplingFields, Usage
 from penstock.gateway.api.reading import Prompt
 from penstock.gateway.api.slices import SLICE, slices
@@ -45,6 +45,8 @@ TOO_MANY_SCORES = (
     f"(or logprobs with echo) asks for more than {MAX_SCORES} values, over all prompts and choices; ask for fewer "
     "alternatives, or score the text in parts"
 )
+
+MAX_ACCOUNTED = 128  # choices of a request, the first ones, whose time is accounted for: more would take too long
 
 REPLICA = b"x-penstock-replica"
 MODEL = b"x-penstock-model"
@@ -67,6 +69,7 @@ class Choice:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     token_ids: list[int] = field(default_factory=list)  # these two: when it is collected, not streamed
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    vector: bytes | None = None  # of a model for embeddings or scores
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token that ended it
     submitted: float | None = None  # these three: time.monotonic()
@@ -91,7 +94,7 @@ Emit = Callable[[Choice, TextDelta], Awaitable[None]]
 async def build_choices(
     request: Request,
     context: Context,
-    body: SamplingFields,
+    body: Options,
     prompts: Sequence[tuple[Prompt, SamplingParams]],
     *,
     prompt_only: bool = False,
@@ -126,6 +129,7 @@ async def build_choices(
                 tenant=tenant.name,
                 weight=tenant.weight,
                 cache=cache,
+                second_text=prompt.second_text,
             )
             stream = TextStream(tokenizer, params, prompt.form)
             choices.append(Choice(len(choices), prompt, wanted, stream, number == 0, prompt_only))
@@ -256,6 +260,7 @@ class Generation:
     def _last_chunk(self, choice: Choice, chunk: Chunk) -> None:
         if chunk.ledger is not None and chunk.ledger.request_id == choice.request.id:
             choice.ledger = chunk.ledger
+        choice.vector = chunk.vector
         chunk.raise_failure()
 
     def _record(self) -> None:
@@ -326,7 +331,7 @@ class Generation:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.prompt_tokens_details.cached_tokens,
             output_tokens=usage.completion_tokens,
-            choices=[self._choice_account(choice, total) for choice in self.choices],
+            choices=[self._choice_account(choice, total) for choice in self.choices[:MAX_ACCOUNTED]],
             attempts=self.attempts,
         )
 

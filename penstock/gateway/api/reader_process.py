@@ -12,7 +12,9 @@ from typing import Any, BinaryIO
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.api.chat import ChatReader
+from penstock.gateway.api.comparisons import RerankReader, ScoreReader
 from penstock.gateway.api.completions import CompletionReader
+from penstock.gateway.api.embeddings import EmbeddingReader
 from penstock.gateway.api.reading import LENGTH, ModelReader, ModelText, Prompt, Reader, Terms
 from penstock.gateway.api.text_endpoints import DetokenizeReader, TokenizeReader
 from penstock.observability.logging import configure_logging
@@ -25,7 +27,8 @@ GC_THRESHOLDS = (100_000, 50, 100)  # a body may hold millions of lists, and non
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
     texts: dict[str, ModelText] = pickle.loads(_frame(requests))
     kinds = (ChatReader, CompletionReader, TokenizeReader, DetokenizeReader, ModelReader)
-    readers: dict[str, Reader[Any]] = {kind.name: kind(texts) for kind in kinds}
+    of_texts = (EmbeddingReader, RerankReader, ScoreReader)
+    readers: dict[str, Reader[Any]] = {kind.name: kind(texts) for kind in (*kinds, *of_texts)}
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
     while header := _frame(requests):

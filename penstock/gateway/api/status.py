@@ -15,6 +15,7 @@ from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
 
 HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
+Vectors of texts: POST /v1/embeddings, POST /v1/rerank, POST /v1/score.
 Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GET /metrics.
 """
 
@@ -34,7 +35,11 @@ class StatusEndpoints:
             for objective in model.objectives.all().values()
         }
         text = model.text
-        return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes, text.tools, text.reasoning)
+        card = ModelCard(name, self.serving.created, info.max_model_len, defaults, classes, text.tools, text.reasoning)
+        card.task = info.task
+        if info.task == "embed":
+            card.embedding_size = info.width
+        return card
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
         cards = [self._card(name) for name in self.serving.models.names(tenant)]

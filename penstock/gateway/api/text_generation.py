@@ -58,6 +58,7 @@ class TextReader(ABC, Generic[B]):
         self.check(asked)
         name = terms.read_for or asked.model
         bounds = terms.bounds_of(name) if terms.read_for is None else terms.bounds[name]
+        terms.check_task(name, "generate")
         if asked.truncate_prompt_tokens is not None:
             bounds = bounds._replace(prompt_tokens=bounds.countable)
         prompts = self.prompts(asked, self.texts[name], bounds, terms.semantic)

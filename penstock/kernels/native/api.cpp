@@ -198,6 +198,10 @@ PENSTOCK_API const char* penstock_model_forward(Model* model, const Step* step) 
     }
 }
 
+PENSTOCK_API void penstock_model_hidden_states(Model* model, const int32_t* tokens, int32_t count, float* out) {
+    model->hidden_states(tokens, count, out);
+}
+
 PENSTOCK_API SamplingRows* penstock_sampling_new(int32_t rows, int32_t vocab) { return new SamplingRows(rows, vocab); }
 PENSTOCK_API void penstock_sampling_free(SamplingRows* sampling) { delete sampling; }
 

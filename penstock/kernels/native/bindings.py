@@ -96,6 +96,7 @@ def _load() -> ctypes.CDLL | str:
         "penstock_model_free": (None, [pointer]),
         "penstock_model_set": (message, [pointer, i32, i32, pointer, i64, i64]),
         "penstock_model_forward": (message, [pointer, pointer]),
+        "penstock_model_hidden_states": (None, [pointer, pointer, i32, pointer]),
         "penstock_model_sample": (None, [pointer, pointer, pointer]),
         "penstock_sampling_new": (pointer, [i32, i32]),
         "penstock_sampling_free": (None, [pointer]),

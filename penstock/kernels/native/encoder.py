@@ -142,7 +142,7 @@ class NativeEncoder:
 
     def load(self, weights: Iterator[tuple[str, Floats]]) -> None:
         """Quantise and pack tensors, given in any order by their Hugging Face names."""
-        missing = {name for name in TENSORS[:5]} | ({name for name in TENSORS[-4:]} if self.config.labels else set())
+        missing = set(TENSORS[:5]) | set(TENSORS[-4:] if self.config.labels else ())
         layers = range(self.config.num_layers)
         missing |= {f"encoder.layer.{number}.{name}" for number in layers for name in TENSORS[5:-4]}
         for name, tensor in weights:
@@ -171,7 +171,7 @@ class NativeEncoder:
         return transform_blocks(weight.copy(), block) if block else weight
 
     def encode(self, tokens: Sequence[int], counts: Sequence[int], seconds: Sequence[int] = ()) -> Floats:
-        """The vector of each sequence, [N, width]. `counts`: tokens of each; `seconds`: where its second text begins."""
+        """The vector of each sequence, [N, width]. `counts`: tokens of each; `seconds`: where a second text begins."""
         out = np.empty((len(counts), self.width), dtype=np.float32)
         ids, lengths = array("i", tokens), array("i", counts)
         starts = array("i", seconds or counts)

@@ -1,6 +1,7 @@
 // A dense transformer of the Llama family: packed weights, the paged cache, and one call per step.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -97,6 +98,15 @@ class Model {
     std::string forward(const Step& step);
 
     void sample(SamplingRows& rows, const SampleCall& call);
+
+    // Final hidden states of some tokens of the last step, by their indices in it: [count, hidden], behind the norm.
+    void hidden_states(const int32_t* tokens, int count, float* out) const {
+        std::vector<float> normed(round_up(spec_.hidden, 64));
+        for (int i = 0; i < count; i++, out += spec_.hidden) {
+            kernels_->rms_norm(x_ + tokens[i] * hidden_stride_, exact_norm_, spec_.norm_eps, spec_.hidden, normed.data());
+            std::copy_n(normed.data(), spec_.hidden, out);
+        }
+    }
 
     uint8_t* weights() const { return weights_.data(); }
     size_t weight_bytes() const { return weights_.size(); }
