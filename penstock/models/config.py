@@ -171,11 +171,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _from_json(raw: _Fields, generation_config: Path) -> ModelConfig:
-    architecture = str((raw.get("architectures") or ["none"])[0])
-    headless = architecture.endswith("Model")  # without an output projection: for embeddings
-    architecture = f"{architecture.removesuffix('Model')}ForCausalLM" if headless else architecture
+    named = str((raw.get("architectures") or ["none"])[0])
+    headless = named.endswith("Model")  # without an output projection: for embeddings
+    architecture = f"{named.removesuffix('Model')}ForCausalLM" if headless else named
     if architecture not in SUPPORTED:
-        raise StartupError(f"{raw.path}: architecture {architecture} is not supported; supported: {SUPPORTED}")
+        raise StartupError(f"{raw.path}: architecture {named} is not supported; supported: {SUPPORTED}")
     raw.refuse("hidden_act", ("silu", "swish"))
     raw.refuse("partial_rotary_factor", (1.0,))
     if raw.get("quantization_config"):

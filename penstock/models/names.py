@@ -54,7 +54,7 @@ def layer_number(name: str) -> int:
 
 def full_name(name: str) -> str:
     """Of a tensor of a safetensors file. Checkpoints without an output projection leave "model." out."""
-    return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
 def from_gguf(name: str, read: Callable[[], Array], config: ModelConfig) -> Iterator[tuple[str, Array]]:
