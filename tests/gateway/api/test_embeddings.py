@@ -57,9 +57,9 @@ def encoders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ServedMo
         engine = InProcess(*start(model, EngineConfig(device="cpu", dtype="float32")))
         served.append(ServedModel([name], load_tokenizer(resolve(model)), engine))
     yield served
-    for model in served:
-        assert isinstance(model.engine, InProcess)
-        model.engine.close()
+    for each in served:
+        assert isinstance(each.engine, InProcess)
+        each.engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +227,7 @@ def test_documents_are_ranked_by_what_score_says(gateway: Gateway, model: str) -
 
 
 def test_a_long_document_is_cut_and_a_long_query_is_not(gateway: Gateway) -> None:
-    fields = {"model": CROSS, "documents": ["a document", "word " * 100]}
+    fields: dict[str, Any] = {"model": CROSS, "documents": ["a document", "word " * 100]}
     check_error(ask(gateway, RERANK, query="a", **fields), 400, "documents[1]")
     cut = ask(gateway, RERANK, query="a", truncate=True, **fields).json()
     assert cut["usage"]["prompt_tokens"] == 6 + 64
