@@ -61,6 +61,7 @@ class NativeHidden:
 
 class PooledRunner:
     runs_ahead = False
+    verifies_drafts = False
 
     def __init__(self, hidden: Hidden, pooling: Pooling) -> None:
         if pooling.kind == "cls":

@@ -28,6 +28,7 @@ from penstock.models.config import ModelConfig, read_config
 from penstock.models.encoder_config import encoder_architecture
 from penstock.models.pooling import Pooling
 from penstock.runner.device import DeviceKind, device_of, need
+from penstock.runner.drafting import drafter_of, speculation_by
 from penstock.runner.encoder_startup import decoder_pooling, max_model_len, start_encoder
 from penstock.runner.memory import KVDemand, kv_blocks
 from penstock.runner.pooled_runner import POOLED_NICENESS, NativeHidden, PooledRunner
@@ -128,6 +129,8 @@ def start(
     plan = planned(checkpoint, config, device, progress, times or StartTimes())
     model_config = plan.model
     sampling = _sampling_defaults(checkpoint, model_config, config)
+    # First: what it leaves of the memory is the KV cache's.
+    drafter = drafter_of(checkpoint, model_config, config, plan.max_model_len) if plan.pooling is None else None
     niceness = POOLED_NICENESS if plan.pooling is not None else 0
     load = partial(_cuda_executor if device == "cuda" else _cpu_executor, plan)
     executor = with_niceness(niceness, load) if niceness and device == "cpu" else load()
@@ -167,7 +170,7 @@ def start(
         width=0 if plan.pooling is None else model_config.hidden_size,
         normalized=plan.pooling is not None and plan.pooling.normalize,
     )
-    return Scheduler(limits, step_times), executor, info
+    return Scheduler(limits, step_times, speculation_by(drafter, executor, step_times, config)), executor, info
 
 
 def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> SamplingParams:

@@ -22,6 +22,7 @@ class Recorder:
     """An executor whose vectors are the tokens themselves, and which keeps all its steps."""
 
     runs_ahead = False
+    verifies_drafts = False
     num_blocks = MAX_SEQS
     idle_seconds: float | None = None
 

@@ -11,7 +11,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from penstock.core.request import MAX_CHOICES, RANGES, TokenLogprob
-from penstock.gateway.api.generation import Choice, Emit, Generation
+from penstock.gateway.api.choices import Choice
+from penstock.gateway.api.generation import Emit, Generation
 from penstock.gateway.api.logprobs import completion_logprobs, prompt_logprobs
 from penstock.gateway.api.openai_types import (
     Completion,

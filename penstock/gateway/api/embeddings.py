@@ -12,8 +12,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from penstock.core.engine import EngineInfo, Task
+from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.completions import split_inputs
-from penstock.gateway.api.generation import Choice
 from penstock.gateway.api.openai_types import TokenIds
 from penstock.gateway.api.reading import Prompt
 from penstock.gateway.api.serving import encode_json

@@ -9,10 +9,13 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.gateway.api import openai_types as types
+from penstock.gateway.api.batches import BatchEndpoints, BatchList, BatchObject, NewBatch
+from penstock.gateway.api.caches import CacheEndpoints, Caches, Flushed
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.comparisons import Reranked, Reranking, RerankRequest, Scored, ScoreRequest, Scoring
 from penstock.gateway.api.completions import Completions
 from penstock.gateway.api.embeddings import EmbeddingList, EmbeddingRequest, Embeddings
+from penstock.gateway.api.files import PURPOSES, DeletedFile, FileEndpoints, FileList, FileObject
 from penstock.gateway.api.fleet import (
     Drain,
     FleetEndpoints,
@@ -23,9 +26,11 @@ from penstock.gateway.api.fleet import (
     WholeFleet,
 )
 from penstock.gateway.api.generation import Handler
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
+from penstock.gateway.api.web import WebEndpoints
 from penstock.gateway.settings import TenantConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
 from penstock.observability.account import Account
@@ -34,6 +39,8 @@ Schema = dict[str, Any]
 Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed; metrics: an administrator's, or none
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
+HTML, STYLES, SCRIPT, IMAGE = "text/html", "text/css", "text/javascript", "image/svg+xml"
+JSONL = "application/jsonl"
 
 
 class AccountList(msgspec.Struct):
@@ -65,6 +72,11 @@ class Handlers:
     accounts: RequestEndpoints
     admin: AdminEndpoints
     fleet: FleetEndpoints
+    caches: CacheEndpoints
+    live: Live
+    web: WebEndpoints
+    files: FileEndpoints
+    batches: BatchEndpoints
     openapi: Handler
 
 
@@ -80,6 +92,7 @@ class Endpoint:
     status: int = 200
     media: tuple[str, ...] = (JSON,)
     parameters: tuple[Schema, ...] = ()
+    form: Schema | None = None  # of a body that is multipart/form-data
 
 
 def _parameter(where: str, name: str, schema: Schema, about: str) -> Schema:
@@ -96,6 +109,18 @@ _GENERATE = (
     _parameter("header", "cache-control", _STRING, "no-cache, no-store, max-age=SECONDS or only-if-cached"),
     _parameter("header", "traceparent", _STRING, "W3C trace context"),
 )
+_LISTING = (
+    _parameter("query", "limit", _LIMIT, ""),
+    _parameter("query", "after", _STRING, "the id after which the list goes on"),
+)
+_UPLOAD = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"enum": list(PURPOSES)},
+    },
+    "required": ["file", "purpose"],
+}
 _USAGE = (
     _parameter("query", "since", _DAY, "default: the first of this month"),
     _parameter("query", "until", _DAY, "default: today"),
@@ -106,6 +131,10 @@ _USAGE = (
 
 def _path(name: str, about: str = "") -> tuple[Schema, ...]:
     return (_parameter("path", name, _STRING, about),)
+
+
+def _texts(path: str, summary: str, handler: Callable[[Handlers], Handler], answer: type, body: type) -> Endpoint:
+    return Endpoint("POST", path, "tenant", summary, handler, answer, body, parameters=_GENERATE)
 
 
 ENDPOINTS = (
@@ -131,36 +160,9 @@ ENDPOINTS = (
         media=(JSON, EVENTS),
         parameters=_GENERATE,
     ),
-    Endpoint(
-        "POST",
-        Embeddings.endpoint,
-        "tenant",
-        "Vectors of texts",
-        lambda h: h.embeddings,
-        EmbeddingList,
-        EmbeddingRequest,
-        parameters=_GENERATE,
-    ),
-    Endpoint(
-        "POST",
-        Reranking.endpoint,
-        "tenant",
-        "Documents by their relevance to a query",
-        lambda h: h.rerank,
-        Reranked,
-        RerankRequest,
-        parameters=_GENERATE,
-    ),
-    Endpoint(
-        "POST",
-        Scoring.endpoint,
-        "tenant",
-        "How well pairs of texts match",
-        lambda h: h.score,
-        Scored,
-        ScoreRequest,
-        parameters=_GENERATE,
-    ),
+    _texts(Embeddings.endpoint, "Vectors of texts", lambda h: h.embeddings, EmbeddingList, EmbeddingRequest),
+    _texts(Reranking.endpoint, "Documents by their relevance", lambda h: h.rerank, Reranked, RerankRequest),
+    _texts(Scoring.endpoint, "How well pairs of texts match", lambda h: h.score, Scored, ScoreRequest),
     Endpoint("GET", "/v1/models", "tenant", "The models served here", lambda h: h.status.models, types.ModelList),
     Endpoint(
         "GET",
@@ -188,6 +190,50 @@ ENDPOINTS = (
         lambda h: h.accounts.one,
         Account,
         parameters=_path("id", "of a response, or its x-request-id"),
+    ),
+    Endpoint("POST", "/v1/files", "tenant", "Upload a file", lambda h: h.files.upload, FileObject, form=_UPLOAD),
+    Endpoint("GET", "/v1/files", "tenant", "Uploaded files", lambda h: h.files.list, FileList, parameters=_LISTING),
+    Endpoint("GET", "/v1/files/{id}", "tenant", "One file", lambda h: h.files.one, FileObject, parameters=_path("id")),
+    Endpoint(
+        "GET",
+        "/v1/files/{id}/content",
+        "tenant",
+        "What a file holds",
+        lambda h: h.files.content,
+        None,
+        media=(JSONL,),
+        parameters=_path("id"),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/files/{id}",
+        "tenant",
+        "Delete a file",
+        lambda h: h.files.delete,
+        DeletedFile,
+        parameters=_path("id"),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/batches",
+        "tenant",
+        "Run the requests of a file, each once, when there is room",
+        lambda h: h.batches.create,
+        BatchObject,
+        NewBatch,
+    ),
+    Endpoint("GET", "/v1/batches", "tenant", "Batches", lambda h: h.batches.list, BatchList, parameters=_LISTING),
+    Endpoint(
+        "GET", "/v1/batches/{id}", "tenant", "One batch", lambda h: h.batches.one, BatchObject, parameters=_path("id")
+    ),
+    Endpoint(
+        "POST",
+        "/v1/batches/{id}/cancel",
+        "tenant",
+        "Stop a batch; what is answered stays",
+        lambda h: h.batches.cancel,
+        BatchObject,
+        parameters=_path("id"),
     ),
     Endpoint(
         "POST",
@@ -290,6 +336,16 @@ ENDPOINTS = (
     ),
     Endpoint(
         "POST",
+        "/admin/fleet/{replica}/restart",
+        "admin",
+        "Start a new replica in its place, then let it finish what it has, and stop it",
+        lambda h: h.fleet.restart,
+        Replicas,
+        Drain,
+        parameters=_path("replica"),
+    ),
+    Endpoint(
+        "POST",
         "/admin/fleet/{replica}/fault",
         "admin",
         "Break a replica on purpose",
@@ -298,6 +354,11 @@ ENDPOINTS = (
         InjectedFault,
         status=202,
         parameters=_path("replica"),
+    ),
+    Endpoint("GET", "/admin/cache", "admin", "What the caches hold and save", lambda h: h.caches.show, Caches),
+    Endpoint("DELETE", "/admin/cache", "admin", "Forget all cached answers", lambda h: h.caches.flush, Flushed),
+    Endpoint(
+        "GET", "/admin/live", "metrics", "What the engines do now", lambda h: h.live.stream, None, media=(EVENTS,)
     ),
     Endpoint(
         "GET", "/health", "public", "Whether requests make progress", lambda h: h.status.health, types.HealthReport
@@ -308,5 +369,15 @@ ENDPOINTS = (
     Endpoint("GET", "/version", "public", "Of this server", lambda h: h.status.version, types.Version),
     Endpoint("GET", "/metrics", "metrics", "Prometheus", lambda h: h.status.metrics, None, media=(TEXT,)),
     Endpoint("GET", "/openapi.json", "public", "This document", lambda h: h.openapi, dict[str, Any]),
-    Endpoint("GET", "/", "public", "A hint", lambda h: h.status.hint, None, media=(TEXT,)),
+    Endpoint("GET", "/", "public", "The web page, or a hint in text", lambda h: h.web.page, None, media=(TEXT, HTML)),
+    Endpoint(
+        "GET",
+        "/web/{name}",
+        "public",
+        "A file of the web page",
+        lambda h: h.web.file,
+        None,
+        media=(HTML, STYLES, SCRIPT, IMAGE),
+        parameters=_path("name"),
+    ),
 )

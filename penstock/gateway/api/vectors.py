@@ -15,8 +15,9 @@ from msgspec import Meta, Struct
 from penstock.core.engine import EngineInfo, Task
 from penstock.core.errors import EngineFailure
 from penstock.core.request import SamplingParams
+from penstock.gateway.api.choices import Choice, build_choices
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.generation import Choice, Generation, build_choices
+from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.openai_types import MAX_DEADLINE_MS, Ignored, Int32
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, blamed_on, checked_options
 from penstock.gateway.api.serving import Serving
