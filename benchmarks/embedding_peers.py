@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,7 +43,7 @@ def texts_of(kind: str, count: int, seed: int) -> list[str]:
 # ---------------------------------------------------------------- the systems
 
 
-def penstock(quantization: str, threads: int) -> Encode:
+def penstock(quantization: Literal["int8", "none"], threads: int) -> Encode:
     from penstock.checkpoint.source import BUILT_IN_ENCODER, resolve
     from penstock.core.request import Chunk, GenerateRequest, SamplingParams
     from penstock.engine.local import LocalEngine
@@ -52,9 +52,8 @@ def penstock(quantization: str, threads: int) -> Encode:
     from penstock.text.tokenizer import load_tokenizer
 
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
-    config = EngineConfig(
-        device="cpu", quantization=quantization, dtype="float32" if quantization == "none" else "auto"
-    )  # type: ignore[arg-type]
+    dtype: Literal["auto", "float32"] = "float32" if quantization == "none" else "auto"
+    config = EngineConfig(device="cpu", quantization=quantization, dtype=dtype)
     engine = LocalEngine(*start(BUILT_IN_ENCODER, config))
     tokenizer = load_tokenizer(resolve(BUILT_IN_ENCODER))
     params = SamplingParams(temperature=0, max_tokens=0)

@@ -115,8 +115,10 @@ class VectorReader(ABC, Generic[B]):
 
     def read(self, body: bytes, terms: Terms) -> tuple[B, list[Prompt]]:
         asked = decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
-        name = terms.read_for or asked.model
-        bounds = terms.bounds_of(name) if terms.read_for is None else terms.bounds[name]
+        name = terms.read_for
+        if name is None:
+            name = asked.model = terms.served(asked.model)
+        bounds = terms.bounds[name]
         terms.check_task(name, *self.tasks)
         prompts = self.prompts(asked, Texts(asked, self.texts[name], bounds), bounds.task)
         return checked_options(asked, **self.without_texts(asked)) if len(body) > INLINE_BYTES else asked, prompts
