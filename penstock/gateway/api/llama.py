@@ -9,9 +9,9 @@ import msgspec
 from penstock import __version__
 from penstock.core.request import RECOMMENDED
 from penstock.gateway.api import llama_types as types
+from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.completions import CompletionReader
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.generation import Choice
 from penstock.gateway.api.models import Model
 from penstock.gateway.api.openai_types import CompletionRequest
 from penstock.gateway.api.reading import Terms
