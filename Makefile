@@ -13,7 +13,7 @@ NATIVE := penstock/kernels/native/_native.so
 # Quiet, except for the progress of what takes long.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 
-.PHONY: serve check fast-tests test lint install wheel redis clean
+.PHONY: serve check fast-tests test lint install wheel redis rabbitmq clean
 
 serve: $(NATIVE) $(SERVE)
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
@@ -32,7 +32,7 @@ fast-tests: $(VENV)/.test redis
 # which dies takes no other along: it is reported, and another worker goes on. Both parts always run.
 COMPUTES := tests/checkpoint tests/engine tests/kernels tests/models tests/runner tests/text
 
-test: lint redis
+test: lint redis rabbitmq
 	@status=0; \
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(COMPUTES) || status=$$?; \
 	$(BIN)/python -m pytest -n 1 $(COMPUTES:%=--ignore=%) || status=$$?; \
@@ -89,6 +89,14 @@ redis:
 			echo "» installing redis-server"; apt-get update -qq && apt-get install -y -qq redis-server > /dev/null; \
 		else \
 			echo "The tests need redis-server on the PATH: apt-get install redis-server, or brew install redis"; exit 1; \
+		fi; }
+
+# Without it the tests of RabbitMQ are skipped.
+rabbitmq:
+	@command -v rabbitmq-server > /dev/null || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+			echo "» installing rabbitmq-server"; \
+			apt-get update -qq && apt-get install -y -qq --no-install-recommends rabbitmq-server > /dev/null || true; \
 		fi; }
 
 clean:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.http.request import Header, Request
@@ -40,19 +41,33 @@ def local_request(path: str, body: bytes, *headers: Header) -> Request:
     return request
 
 
+OnEvents = Callable[[bytes], Awaitable[None]]
+
+
 class LocalResponse(Response):
-    """Keeps an answer that is sent whole, and the error where it is one."""
+    """Keeps an answer that is sent whole, and the error where it is one. Of a stream `on_events` gets the events."""
 
-    __slots__ = ("body", "error")
+    __slots__ = ("_on_events", "body", "error")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, on_events: OnEvents | None = None) -> None:
         super().__init__(_Nobody(), request, keep_alive=False)
         self.body = b""
         self.error: PenstockError | None = None
+        self._on_events = on_events
 
     async def send(self, status: int, body: bytes, *headers: Header) -> None:
         self._begin(status)
         self.body = body
+        self._finished = time.monotonic()
+
+    async def send_events(self, events: bytes) -> None:
+        self._begin(200)
+        self.streaming = True
+        if self._on_events is not None:
+            await self._on_events(events)
+
+    async def end_events(self, events: bytes) -> None:
+        await self.send_events(events)
         self._finished = time.monotonic()
 
     async def send_error(self, error: PenstockError) -> None:
