@@ -158,7 +158,10 @@ class GatewayProcesses:
             """Those launched here, and workers on other machines and upstreams as one of the processes sees them."""
             return [*await launched(), *next(iter(await self._ask("own_replicas")), [])]
 
-        return {"metrics": metrics, "account": account, "slowest": slowest, "replicas": replicas}
+        async def flush() -> None:
+            await self._ask("own_flush")
+
+        return {"metrics": metrics, "account": account, "slowest": slowest, "replicas": replicas, "flush": flush}
 
 
 async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Place) -> int:
@@ -204,5 +207,5 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
         for sig in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(sig, gateways.stop, sig)
         await stack.enter_async_context(running(control.autoscalers.values()))
-        announce(host, port, models, open)
+        announce(host, port, models, open=open, tls=server.tls is not None)
         return await gateways.ended()

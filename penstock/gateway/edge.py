@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from penstock.core.errors import NotFound, PenstockError, Unavailable
 from penstock.gateway.api.generation import Answer, Handler
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.reading import LongRequests
 from penstock.gateway.api.serving import Serving
-from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
+from penstock.gateway.errors import OPENAI_ERRORS, ClientGone, ErrorFormat, InternalError, MethodNotAllowed
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
@@ -31,7 +32,9 @@ logger = logging.getLogger("penstock.gateway")
 
 Authenticate = Callable[[Request], Awaitable[Tenant]]  # raises when the request is refused
 
-_QUIET = frozenset(("/health", "/metrics", "/ready"))  # polled every few seconds; not worth a log line
+_QUIET = frozenset(
+    ("/health", "/load", "/metrics", "/ping", "/ready")
+)  # polled every few seconds; not worth a log line
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
 
 
@@ -41,6 +44,7 @@ class Route:
     path: str  # "{name}" stands for one segment, "{name:path}" for all the rest
     handle: Handler
     authenticate: Authenticate
+    errors: ErrorFormat = OPENAI_ERRORS
 
 
 class Routes:
@@ -100,6 +104,7 @@ class Edge:
     origins: Origins
     serving: Serving
     requests: RequestLog
+    live: Live
     tracing: Tracing | None = None
 
     @property
@@ -122,7 +127,7 @@ class Edge:
             span = self.tracing.begin(request.raw_headers, response.headers)
         self.traffic.enter(request)
         self.metrics.in_flight += 1
-        endpoint, tenant = "other", OPEN
+        endpoint, route, tenant = "other", None, OPEN
         answer: Answer | None = None
         error: PenstockError | None = None
         try:
@@ -134,18 +139,24 @@ class Edge:
             tenant = await route.authenticate(request) if known is None else known
             answer = await route.handle(request, response, tenant)
             if answer is not None:
+                self.live.running[request.unique] = answer
                 await answer.respond()
         except (Exception, asyncio.CancelledError) as raised:
             error = _error_for_client(request, raised)
             if not isinstance(error, ClientGone):
-                await response.send_error(error)
+                await response.send_error(error, OPENAI_ERRORS if route is None else route.errors)
         finally:
             self.metrics.in_flight -= 1
             self.traffic.leave(request)
             # An error in mid-stream is counted by its own status, though the response began with 200.
             status = response.status if error is None else error.status
             why = None if error is None else error.message
-            account = None if answer is None else answer.generation.account(status, why)
+            account = None
+            if answer is not None:
+                del self.live.running[request.unique]
+                account = answer.generation.account(status, why)
+            elif error is not None:
+                self.live.refused(endpoint, tenant.name, error)
             self._record(endpoint, status, account)
             if self.tracing is not None and span is not None:
                 self.tracing.end(span, request.method, endpoint, status, why, account)
@@ -158,7 +169,7 @@ class Edge:
         self.metrics.requests[endpoint, status] += 1
         if account is not None:
             self.metrics.settle(account)
-            self.requests.add(account)
+            self.live.ended(self.requests.add(account))
 
     async def close(self) -> None:
         await self.serving.shadows.close()

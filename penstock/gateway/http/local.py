@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from penstock.core.errors import PenstockError
+from penstock.gateway.errors import OPENAI_ERRORS, ErrorFormat
 from penstock.gateway.http.request import Header, Request
 from penstock.gateway.http.response import Response
 
@@ -70,9 +71,9 @@ class LocalResponse(Response):
         await self.send_events(events)
         self._finished = time.monotonic()
 
-    async def send_error(self, error: PenstockError) -> None:
+    async def send_error(self, error: PenstockError, format: ErrorFormat = OPENAI_ERRORS) -> None:
         self.error = error
-        await super().send_error(error)
+        await super().send_error(error, format)
 
     def _begin(self, status: int) -> None:
         self.status = status
