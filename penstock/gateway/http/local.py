@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.errors import OPENAI_ERRORS, ErrorFormat
-from penstock.gateway.http.request import Header, Request
+from penstock.gateway.http.request import Header, Request, Upgraded
 from penstock.gateway.http.response import Response
 
 
@@ -31,6 +31,9 @@ class _Nobody:
 
     def finish(self, response: Response) -> None:
         pass
+
+    def take_over(self, upgraded: Upgraded) -> None:
+        upgraded.shut_down()  # requests of this process have no connection to take
 
 
 def local_request(path: str, body: bytes, *headers: Header) -> Request:
