@@ -15,6 +15,7 @@ from penstock.cli import (
     check,
     completion,
     consume,
+    dashboards,
     explain,
     fleet,
     keys,
@@ -46,6 +47,7 @@ def make_parser() -> ArgumentParser:
         chaos,
         keys,
         usage,
+        dashboards,
         worker,
     ):
         command.add_parser(subparsers)
