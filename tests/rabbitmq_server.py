@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.redis_server import _free_port
+from tests.redis_server import free_port
 
 BINARY = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")  # the one on the PATH is for services: it wants another user
 START_SECONDS = 120
@@ -22,7 +22,7 @@ class RabbitServer:
     def __init__(self, folder: Path) -> None:
         if not BINARY.exists():
             pytest.skip("rabbitmq-server is not installed; on Debian and Ubuntu: apt-get install rabbitmq-server")
-        self.port = _free_port()
+        self.port = free_port()
         (folder / "plugins").write_text("[].")
         self._environment = {
             **os.environ,
@@ -30,11 +30,11 @@ class RabbitServer:
             "RABBITMQ_NODENAME": f"test-{self.port}@localhost",
             "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
             "RABBITMQ_NODE_PORT": str(self.port),
-            "RABBITMQ_DIST_PORT": str(_free_port()),
+            "RABBITMQ_DIST_PORT": str(free_port()),
             "RABBITMQ_MNESIA_BASE": str(folder / "data"),
             "RABBITMQ_LOG_BASE": str(folder / "log"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
-            "ERL_EPMD_PORT": str(_free_port()),
+            "ERL_EPMD_PORT": str(free_port()),
         }
         self._process = subprocess.Popen(
             [BINARY],
