@@ -1,6 +1,6 @@
 """What a running batch costs interactive requests: their TTFT with and without one, in turns, on one server.
 
-    python -m benchmarks.batch_ttft --rounds 6 --seconds 20
+    python benchmarks/batch_ttft.py --rounds 6 --seconds 20
 
 Every round has a phase without and one with a batch under way, in random order. Interactive requests arrive at random
 (Poisson) and are streamed. Prints p50 and p99 of both and the ratio of the p99.
@@ -19,10 +19,24 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from batch_chaos import MODEL, Server, ask
 
-from benchmarks.batch_chaos import MODEL, Server, ask
-
-WORDS = "the river carries the water down to the wheel and the wheel turns the stone that grinds the corn".split()
+WORDS = [
+    "the",
+    "river",
+    "carries",
+    "water",
+    "down",
+    "to",
+    "a",
+    "wheel",
+    "that",
+    "turns",
+    "stones",
+    "and",
+    "grinds",
+    "corn",
+]
 
 
 def prompt(chance: random.Random, words: int) -> str:
