@@ -48,6 +48,11 @@ Place = Literal["local", "ray"]
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("serve", help="serve a model over the OpenAI API")
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
@@ -67,7 +72,6 @@ def add_parser(subparsers: Subparsers) -> None:
     fleet.add_argument("--on", choices=get_args(Place), default="local", help="where replicas run (default local)")
     fleet.add_argument("--ray-address", metavar="HOST:PORT", help=f"head of the Ray cluster (default: {RAY_ADDRESS})")
     add_engine_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +119,11 @@ class SharedParts:
 
 
 def run(args: argparse.Namespace) -> int:
-    values = read_values(args)
+    return serve_settings(read_values(args), args.on)
+
+
+def serve_settings(values: dict[str, Any], on: Place) -> int:
+    """`values` are the settings as a file holds them."""
     settings = settings_from_mapping(values)
     import uvloop
 
@@ -123,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
     configure_logging(settings.server.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, values, args.on))
+        return runner.run(_serve(settings, values, on))
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
@@ -207,8 +215,8 @@ async def serve_fleets(
     from penstock.fleet.control import FleetControl
     from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
-    from penstock.gateway.batch_lines import running_batches
     from penstock.gateway.http.server import serve, tune_interpreter
+    from penstock.gateway.queue_consumer import background_work
     from penstock.gateway.tenancy.tenants import open_directory
     from penstock.state.open import open_store
 
@@ -236,7 +244,7 @@ async def serve_fleets(
     )
     await asyncio.gather(*starts)
     await stack.enter_async_context(running(own.autoscalers.values()))
-    await stack.enter_async_context(running_batches(batches, app, directory))
+    await stack.enter_async_context(background_work(settings.consume, batches, app, directory))
 
     virtual = [name for name, config in settings.models.items() if config.is_virtual]
 

@@ -38,6 +38,7 @@ from penstock.gateway.api.siblings import Alone, Siblings
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
 from penstock.gateway.api.web import WebEndpoints
+from penstock.gateway.api.websocket import WebSocketEndpoint
 from penstock.gateway.edge import Authenticate, Edge, Route, Routes
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.traffic import Traffic
@@ -101,10 +102,13 @@ def create_app(
     control, siblings = control or NoFleet(), siblings or Alone()
     caches = CacheEndpoints(serving, cache or NoAnswerCache(), siblings)
     live = Live(serving, requests, control, caches, spend, directory)
-    parts = Parts(directory, requests, control, siblings, batches, caches, live)
+    socket = WebSocketEndpoint(serving)
+    parts = Parts(directory, requests, control, siblings, batches, caches, live, socket)
     routes = _routes(serving, settings, origins, parts)
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, origins, serving, requests, live, tracing)
+    edge = Edge(routes, origins, serving, requests, live, tracing)
+    socket.answer = edge.answer
+    return edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +122,7 @@ class Parts:
     batches: Batches | None
     caches: CacheEndpoints
     live: Live
+    socket: WebSocketEndpoint
 
 
 def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -> Model:
@@ -168,6 +173,7 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         batches=BatchEndpoints(serving, parts.batches, {endpoint.path for endpoint in ENDPOINTS}),
         caches=parts.caches,
         live=parts.live,
+        socket=parts.socket,
         web=WebEndpoints(),
         openapi=OpenApi(serving),
         messages=metered(directory.store, Messages(serving)),

@@ -48,6 +48,7 @@ from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
 from penstock.gateway.api.web import WebEndpoints
+from penstock.gateway.api.websocket import WebSocketEndpoint
 from penstock.gateway.settings import TenantConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
 from penstock.observability.account import Account
@@ -84,6 +85,7 @@ class Handlers:
     fleet: FleetEndpoints
     caches: CacheEndpoints
     live: Live
+    socket: WebSocketEndpoint
     web: WebEndpoints
     files: FileEndpoints
     batches: BatchEndpoints
@@ -365,6 +367,16 @@ ENDPOINTS = (
         None,
         media=(HTML, STYLES, SCRIPT, IMAGE),
         parameters=in_path("name"),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/stream",
+        "tenant",
+        "A WebSocket for many requests at once",
+        lambda h: h.socket.open,
+        None,
+        status=101,
+        media=(),
     ),
     *OTHER_ENDPOINTS,
 )

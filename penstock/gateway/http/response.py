@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.errors import OPENAI_ERRORS, ErrorFormat, error_headers, leaves_input
-from penstock.gateway.http.request import Header, Peer, Request
+from penstock.gateway.http.request import Header, Peer, Request, Upgraded
 
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
 _JSON: Header = (b"content-type", b"application/json")
@@ -105,6 +105,27 @@ class Response:
     def detach(self) -> None:
         """The client has its answer, and the work goes on without it: its time is still counted."""
         self._finished = None
+
+    def upgrade(self, head: bytes, upgraded: Upgraded) -> None:
+        """From here on the connection speaks another protocol."""
+        self.status = 101
+        self.request.answered = True
+        self._connection.write(head)
+        self._connection.take_over(upgraded)
+
+    async def drained(self) -> None:
+        """Waits while the client does not take what was written."""
+        if self._connection.paused:
+            await self._connection.resumed()
+
+    def send_raw(self, data: bytes) -> None:
+        """These two: of a connection that was upgraded."""
+        if not self.request.disconnected:
+            self._connection.write_soon(data)
+
+    def close_upgraded(self) -> None:
+        self.keep_alive = False
+        self._write_last(b"")
 
     def _stream_head(self) -> bytes:
         self.streaming = True
