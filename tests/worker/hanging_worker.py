@@ -22,6 +22,7 @@ class HangingExecutor:
     runs_ahead = False
     idle_seconds: float | None = None
     host_memory = None
+    verifies_drafts = False
 
     def enter_thread(self) -> None:
         pass
