@@ -33,11 +33,13 @@ def test_it_is_small_and_loads_nothing_from_elsewhere() -> None:
 
 
 def test_every_file_is_there_under_a_strict_policy(http: httpx.Client) -> None:
-    page = http.get("/", headers={"accept": "text/html"})
-    assert page.headers["content-type"].startswith("text/html")
-    wanted = {*re.findall(r'"/web/([\w.-]+)"', page.text)}
-    wanted |= {name for file in files().values() for name in re.findall(r'from "\./([\w.-]+)"', file.content.decode())}
-    assert wanted | {"index.html"} == files().keys()
+    pages = {"index.html": "/", "docs.html": "/docs"}
+    wanted = {name for file in files().values() for name in re.findall(r'from "\./([\w.-]+)"', file.content.decode())}
+    for name, path in pages.items():
+        page = http.get(path, headers={"accept": "text/html"})
+        assert page.content == files()[name].content
+        wanted |= {*re.findall(r'"/web/([\w.-]+)"', page.text)}
+    assert wanted | pages.keys() == files().keys()
     for name in wanted:
         response = http.get(f"/web/{name}")
         assert response.content == files()[name].content

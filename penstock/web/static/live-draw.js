@@ -139,7 +139,7 @@ export function drawFirstTokens(canvas, tracks, start, end, objectives, selected
   const left = 48;
   const toX = timeAxis(context, width, height, start, end, left);
   const [low, high] = [0.002, 30];
-  const toY = (seconds) => (height - AXIS - 6) * (1 - Math.log(Math.min(high, Math.max(low, seconds)) / low) / Math.log(high / low)) + 4;
+  const toY = (seconds) => (height - AXIS - 22) * (1 - Math.log(Math.min(high, Math.max(low, seconds)) / low) / Math.log(high / low)) + 20;
   context.textAlign = "right";
   for (const mark of [0.01, 0.1, 1, 10]) {
     context.fillStyle = colour("muted");
@@ -149,7 +149,7 @@ export function drawFirstTokens(canvas, tracks, start, end, objectives, selected
     context.strokeRect(left, Math.round(toY(mark)) + 0.5, width - left, 0);
   }
   context.fillStyle = colour("bad");
-  context.fillText("refused", left - 6, toY(high) + 2);
+  context.fillText("refused", left - 6, 8);
   context.setLineDash([4, 4]);
   for (const [name, seconds] of objectives) {
     context.strokeStyle = context.fillStyle = colour("warn");
@@ -161,9 +161,9 @@ export function drawFirstTokens(canvas, tracks, start, end, objectives, selected
   const boxes = [];
   for (const track of tracks) {
     const bad = track.account ? missed(track.account) : false;
-    const seconds = track.first === null || track.first === undefined ? (bad ? high : null) : track.first - track.arrived;
-    if (seconds === null || track.arrived < start || track.arrived > end) continue;
-    const [x, y] = [toX(track.arrived), toY(seconds) + (seconds === high ? 2 : 0)];
+    const seconds = track.first ? track.first - track.arrived : null;
+    if ((seconds === null && !bad) || track.arrived < start || track.arrived > end) continue;
+    const [x, y] = [toX(track.arrived), seconds === null ? 8 : toY(seconds)];
     context.fillStyle = colour(bad ? "bad" : "accent");
     context.globalAlpha = bad ? 1 : 0.65;
     context.beginPath();

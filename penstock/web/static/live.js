@@ -82,8 +82,8 @@ class LivePage {
         panel("Step composition", key(["decode", "decode"], ["prefill", "prefill"]), this.steps),
         panel("KV blocks", this.kvNote, this.kv),
         panel("Late, failed and refused", h("small", null, "latest first"), this.late),
-        panel("Replicas", null, this.replicas),
-        panel("Tenants", h("small", null, "since this gateway started"), this.tenants))));
+        h("div", { class: "column" }, panel("Replicas", null, this.replicas),
+          panel("Tenants", h("small", null, "since this gateway started"), this.tenants)))));
   }
 
   // ------------------------------------------------------------ the stream
