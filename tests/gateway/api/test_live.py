@@ -71,7 +71,8 @@ def test_refusals_say_why(gateway: Gateway) -> None:
         next(events)
         assert http.post("/v1/completions", json={**ASK, "stream": False}).status_code == 429
         assert http.post("/v1/completions", json={**ASK, "max_tokens": -1}).status_code == 400
-        accounts, refusals = [], []
+        accounts: list[dict[str, Any]] = []
+        refusals: list[dict[str, Any]] = []
         while not (accounts and refusals):
             event = next(events)
             accounts += event.get("ended", [])
