@@ -45,7 +45,7 @@ from penstock.gateway.tenancy.auth import Authenticator, Verifier, public
 from penstock.gateway.tenancy.budgets import Prices, SpendMetrics
 from penstock.gateway.tenancy.limits import Metering, metered
 from penstock.gateway.tenancy.prefixes import Prefixes
-from penstock.gateway.tenancy.tenants import Directory
+from penstock.gateway.tenancy.tenants import Directory, DirectoryMetrics
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
 from penstock.observability.tracing import start_tracing
@@ -75,6 +75,7 @@ def create_app(
     for collector in collectors:
         metrics.registry.register(collector)
     directory = directory or Directory(settings, MemoryStore())
+    metrics.registry.register(DirectoryMetrics(directory))
     origins = Origins(settings.server)
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
