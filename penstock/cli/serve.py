@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.cache.build import AnswerCache
     from penstock.cache.tier import Tier
     from penstock.checkpoint.source import Checkpoint
+    from penstock.core.engine import Task
     from penstock.fleet.build import NewLauncher
     from penstock.fleet.control import FleetControl
     from penstock.fleet.fleet import Fleet
@@ -115,7 +116,7 @@ class SharedParts:
     answers: Tier | None  # None: the state has them
     control: Control
     siblings: Siblings
-    on_ready: Callable[[Edge, FleetControl, AnswerCache, list[str], bool], None]
+    on_ready: Callable[[Edge, FleetControl, AnswerCache, dict[str, Task], bool], None]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -249,7 +250,7 @@ async def serve_fleets(
     virtual = [name for name, config in settings.models.items() if config.is_virtual]
 
     def on_ready(host: str, port: int) -> None:
-        names = [*(model.names[0] for model in models), *virtual]
+        names = {model.names[0]: model.engine.info.task for model in models} | dict.fromkeys(virtual, "generate")
         if shared is None:
             announce(host, port, names, open=directory.open, tls=settings.server.tls is not None)
         else:
@@ -329,10 +330,19 @@ def end_at_signals(fleets: Sequence[Fleet]) -> None:
         asyncio.get_running_loop().add_signal_handler(sig, end, sig)
 
 
-def announce(host: str, port: int, models: Sequence[str], *, open: bool, tls: bool) -> None:
+_EXAMPLES: dict[Task, tuple[str, dict[str, Any]]] = {
+    "generate": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}),
+    "embed": ("/v1/embeddings", {"input": "Hello!"}),
+    "score": ("/v1/rerank", {"query": "rain", "documents": ["The sun shines.", "It is raining."]}),
+}
+
+
+def announce(host: str, port: int, models: Mapping[str, Task], *, open: bool, tls: bool) -> None:
     url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    body = json.dumps({"model": models[0], "messages": [{"role": "user", "content": "Hello!"}]})
-    print(f"Penstock serves {', '.join(models)} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")
+    model, task = next(iter(models.items()))
+    path, fields = _EXAMPLES[task]
+    body = json.dumps({"model": model, **fields})
+    print(f"Penstock serves {', '.join(models)} at {url}\n\nTry it:\n  curl {url}{path} \\")
     if not open:
         print(f'    -H "Authorization: Bearer ${API_KEY}" \\')  # of 'penstock keys create'
     print(f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
