@@ -89,3 +89,15 @@ def test_a_slow_time_does_not_end_drafting_for_good() -> None:
     for _ in range(600):
         times.observe(StepShape(1, 500), cpu_step_seconds(StepShape(1, 500)))
     assert times.predict(shape) == pytest.approx(seconds, rel=0.1), "by the times of steps without drafts"
+
+
+def test_a_machine_that_becomes_faster_without_drafts_is_faster_with_them() -> None:
+    times = StepTimes()
+    for number in range(200):
+        plain, drafted = StepShape(1 + number % 4, 500), StepShape(1 + number % 4, 500, drafted=1 + number % 7)
+        times.observe(plain, 2 * cpu_step_seconds(plain))
+        times.observe(drafted, 2 * cpu_step_seconds(StepShape(drafted.decodes + drafted.drafted, 500)))
+    for number in range(100):
+        plain = StepShape(1 + number % 4, 500)
+        times.observe(plain, cpu_step_seconds(plain))
+    assert times.predict(StepShape(1, 500, drafted=4)) == pytest.approx(cpu_step_seconds(StepShape(5, 500)), rel=0.1)

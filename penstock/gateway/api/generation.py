@@ -124,6 +124,7 @@ async def build_choices(
                 cache_salt=body.cache_salt or "",
                 prefix_scope=prefixes.scope(tenant.name),
                 common_tokens=common_tokens,
+                prediction=prompt.prediction or (),
                 objective=context.objective,
                 deadline=deadline,
                 session=context.session,
@@ -299,9 +300,14 @@ class Generation:
         prompt_tokens, cached, outputs = _count(self.choices)
         output_tokens = sum(outputs)
         usage = Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached))
-        if self.choices[0].stream.reasons:
-            reasoning_tokens = sum(choice.stream.reasoning_tokens for choice in self.choices)
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
+        if self.choices[0].stream.reasons or self.choices[0].prompt.prediction is not None:
+            ledgers = [choice.ledger for choice in self.choices if choice.ledger is not None]
+            accepted = sum(ledger.accepted_tokens for ledger in ledgers)
+            usage.completion_tokens_details = CompletionTokensDetails(
+                sum(choice.stream.reasoning_tokens for choice in self.choices),
+                accepted,
+                sum(ledger.drafted_tokens for ledger in ledgers) - accepted,
+            )
         return usage
 
     def usage_in_chunks(self, body: SamplingFields) -> Callable[[], Usage | UnsetType | None]:
