@@ -33,7 +33,7 @@ _WORTH_WAITING = 4.0
 _LONGEST_PAUSE = 8
 # Share of the time that may go into asking for drafts in vain, and for how long it is saved up while nobody asks.
 _ASKING_SHARE = 0.005
-_SAVED_SECONDS = 4.0
+_SAVED_SECONDS = 0.2
 _PROBE = 8  # drafted tokens from which the step-time model's price of one is taken
 
 
