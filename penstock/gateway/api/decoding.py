@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.suggest import nearest
+from penstock.gateway.errors import UNKNOWN_FIELD
 
 T = TypeVar("T")
 
@@ -85,7 +86,8 @@ def _choices(kind: type, path: str) -> tuple[str, ...]:
     """The values that a field of a request, or of an object in it, may have."""
     parent, _, name = path.rpartition(".")
     fields = msgspec.structs.fields(_strict_objects(kind).get(parent, kind))
-    return next((get_args(field.type) for field in fields if field.name == name), ())
+    options = next((get_args(field.type) for field in fields if field.name == name), ())
+    return tuple(value for option in options for value in (get_args(option) or (option,)) if isinstance(value, str))
 
 
 def _unknown_field(name: str, path: str, kind: type) -> InvalidRequest:
@@ -97,7 +99,7 @@ def _unknown_field(name: str, path: str, kind: type) -> InvalidRequest:
         near = nearest(name, getattr(kind, "__struct_fields__", ()))
         hint = f"did you mean {near}?" if near else None
     message = f"Unrecognized request argument supplied: {param}"
-    return InvalidRequest(f"{message}; {hint}" if hint else message, param=param, code="unrecognized_request_argument")
+    return InvalidRequest(f"{message}; {hint}" if hint else message, param=param, code=UNKNOWN_FIELD)
 
 
 @cache

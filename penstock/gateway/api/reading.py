@@ -15,15 +15,18 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from penstock.core.engine import Task
 from penstock.core.errors import ContextTooLong, InvalidRequest, NotFound, PenstockError, Unavailable
 from penstock.core.request import SimilarPrompt
 from penstock.gateway.api.decoding import decode_json
 from penstock.text.chat_template import ChatTemplate
+from penstock.text.infill import Infill, find_infill
 from penstock.text.output import OutputForm
 from penstock.text.reasoning import ReasoningFormatName, find_reasoning
 from penstock.text.tokenizer import Tokenizer
@@ -33,6 +36,7 @@ logger = logging.getLogger("penstock.gateway")
 
 INLINE_BYTES = 2048  # a body up to this takes about a millisecond at worst
 LANES = (131_072, 2**62)  # bytes of a body: those of moderate size do not wait behind the largest
+BATCHES = frozenset(("embeddings", "rerank", "score"))  # readers of many texts, which have a lane of their own
 MAX_OPTION = 65_536  # bytes of a field that is not part of the prompt
 MAX_COUNTED = 65_536  # tokens of a text that need not fit, or
 COUNTED_CONTEXTS = 4  # times what the model holds, if that is more: enough to see where to cut it
@@ -51,6 +55,7 @@ class Prompt:
     similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
     form: OutputForm | None = None  # how to read the answer to a chat; None: as text
     prediction: list[int] | None = None  # what the answer is expected to repeat
+    second_text: int = 0  # where the second of two texts begins; 0: there is one
 
 
 class ModelText:
@@ -81,6 +86,11 @@ class ModelText:
             return find_reasoning(self.tokenizer.chat_template or "")
         return None if parser == "none" else parser
 
+    @cached_property
+    def infill(self) -> Infill | None:
+        """None: it cannot fill in the middle."""
+        return find_infill(self.tokenizer)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """To be sent to another process."""
         return ModelText, (self.tokenizer, *self._parsers)
@@ -92,6 +102,7 @@ class Bounds(NamedTuple):
     prompt_tokens: int  # of one prompt, at most
     max_model_len: int
     vocab_size: int
+    task: Task = "generate"
 
     @property
     def countable(self) -> int:
@@ -100,11 +111,18 @@ class Bounds(NamedTuple):
 
     def too_long(self, param: str, count: str = "") -> ContextTooLong:
         count = count or f"more than {self.prompt_tokens}"
-        if self.prompt_tokens < self.max_model_len - 1:
+        if self.prompt_tokens < self.max_model_len - (self.task == "generate"):
             why = f"this tenant is limited to {self.prompt_tokens}"
+        elif self.task != "generate":
+            why = f"the model reads at most {self.max_model_len}; send truncate_prompt_tokens: -1 to have it cut"
         else:
             why = f"max_model_len is {self.max_model_len} and at least one token must be left for the output"
         return ContextTooLong(f"{param}: the prompt has {count} tokens, but {why}; shorten the prompt", param=param)
+
+    @property
+    def does(self) -> str:
+        """What the model is for, in words."""
+        return {"generate": "generates text", "embed": "makes embeddings", "score": "scores pairs of texts"}[self.task]
 
 
 class Terms(NamedTuple):
@@ -115,11 +133,26 @@ class Terms(NamedTuple):
     semantic: bool = False  # whether prompts of the same meaning may share an answer
     ignore_unknown: bool = False  # fields that nobody here knows
     read_for: str | None = None  # the model that is to answer, where that is another than the request names
+    wildcards: Sequence[tuple[str, str]] = ()  # aliases such as claude-*, each with the name of its model
 
-    def bounds_of(self, model: str) -> Bounds:
-        if model not in self.allowed:
-            raise model_not_found(model, self.allowed)
-        return self.bounds[model]
+    def served(self, model: str) -> str:
+        """The name under which it is served: this one, or that of the model whose wildcard alias matches it."""
+        if model in self.allowed:
+            return model
+        for pattern, name in self.wildcards:
+            if name in self.allowed and fnmatchcase(model, pattern):
+                return name
+        raise model_not_found(model, self.allowed)
+
+    def check_task(self, model: str, *tasks: Task) -> None:
+        """Refuse a model that is for something else, and name those that are for this."""
+        if (bounds := self.bounds[model]).task in tasks:
+            return
+        others = [name for name in self.allowed if self.bounds[name].task in tasks]
+        instead = f"models for this: {', '.join(others)}" if others else "no model for this is served here"
+        raise InvalidRequest(
+            f"model {model!r} {bounds.does} and cannot be asked for this; {instead}", param="model", code="wrong_task"
+        )
 
     @property
     def default_model(self) -> str:
@@ -159,6 +192,8 @@ class ModelReader:
 
     def read(self, body: bytes, terms: Terms) -> tuple[Asked, list[Prompt]]:
         asked = decode_json(self._decoder, body)
+        if terms.wildcards:
+            asked.model = terms.served(asked.model)
         return checked_options(asked) if len(body) > INLINE_BYTES else asked, []
 
 
@@ -177,10 +212,12 @@ def blamed_on(param: str, bounds: Bounds) -> Iterator[None]:
 
 
 def checked_options(body: S, **prompt: Any) -> S:
-    """The body without its prompt, which others need not carry along, if what is left of it is small."""
+    """The body without its prompt, which others need not carry along, if what is left of it is small. Bytes may be
+    many: unlike lists and objects, they take next to no time to carry."""
     options = msgspec.structs.replace(body, **prompt)
     for name in options.__struct_fields__:
-        if len(pickle.dumps(getattr(options, name))) > MAX_OPTION:
+        value = getattr(options, name)
+        if not isinstance(value, bytes) and len(pickle.dumps(value)) > MAX_OPTION:
             raise InvalidRequest(f"{name} is larger than {MAX_OPTION} bytes", param=name)
     return options
 
@@ -193,6 +230,7 @@ class LongRequests:
         setup = pickle.dumps(texts)  # once: for a large vocabulary it takes a while
         self._names = tuple(texts)
         self._lanes = [(size, _Lane(setup)) for size in LANES]
+        self._batches = _Lane(setup)
 
     async def warm_up(self) -> None:
         """Have one ready before it is needed."""
@@ -202,10 +240,10 @@ class LongRequests:
 
     async def read(self, name: str, body: list[bytes], terms: Terms) -> tuple[Any, list[Prompt]]:
         lane = next(lane for size, lane in self._lanes if sum(map(len, body)) <= size)
-        return await lane.read(name, body, terms)
+        return await (self._batches if name in BATCHES else lane).read(name, body, terms)
 
     async def close(self) -> None:
-        for _, lane in self._lanes:
+        for lane in (*(lane for _, lane in self._lanes), self._batches):
             await lane.close()
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.fleet.versions import assigned_version
-from penstock.gateway.api.context import Context
+from penstock.gateway.api.context import Context, Options
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.models import Entry, Models, TenantBounds
 from penstock.gateway.api.objectives import deadline
@@ -38,9 +38,11 @@ from penstock.gateway.tenancy.tenants import OPEN, Tenant
 from penstock.observability.metrics import GatewayMetrics
 
 T = TypeVar("T")
-B = TypeVar("B", bound=SamplingFields)
+B = TypeVar("B", bound=Options)
 
 _JSON_TYPE = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
+
+_OUTPUT_FIELDS = ("max_tokens", "max_completion_tokens")
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -54,6 +56,7 @@ class Incoming:
     body: list[bytes]
     entry: Entry | None = None  # the model that it names, if requests for that also go to others
     version: str | None = None  # which of the model's versions is to answer
+    added: int = 0  # bytes that were put before the body
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,7 @@ class Serving:
             session=session_of(request, tenant, options.prompt_cache_key),
             objective=model.objectives.classify(request, tenant, options.service_tier),
             deadline=deadline(request, tenant, options.deadline_ms),
-            output_asked=options.max_tokens is not None or getattr(options, "max_completion_tokens", None) is not None,
+            output_asked=any(getattr(options, name, None) is not None for name in _OUTPUT_FIELDS),
         )
         return context, options, prompts
 
@@ -121,8 +124,8 @@ class Serving:
     ) -> tuple[T, list[Prompt]]:
         request, tenant, body = incoming.request, incoming.tenant, incoming.body
         bounds, allowed = TenantBounds(self.models, tenant), self.models.names(tenant)
-        terms = Terms(bounds, allowed, semantic, self.ignore_unknown, read_for)
-        if request.body_size <= INLINE_BYTES:
+        terms = Terms(bounds, allowed, semantic, self.ignore_unknown, read_for, self.models.wildcards)
+        if request.body_size + incoming.added <= INLINE_BYTES:
             return reader.read(b"".join(body), terms)
         with request.cancelling_on_disconnect():
             return await self.long_requests.read(reader.name, body, terms)
