@@ -14,6 +14,7 @@ from penstock.cli import (
     chat,
     check,
     completion,
+    dashboards,
     explain,
     fleet,
     keys,
@@ -31,7 +32,22 @@ def make_parser() -> ArgumentParser:
     parser: ArgumentParser = Parser(prog="penstock", description="LLM serving that keeps a latency promise.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, check, quantize, bench, batch, explain, status, fleet, chaos, keys, usage, worker):
+    for command in (
+        serve,
+        chat,
+        check,
+        quantize,
+        bench,
+        batch,
+        explain,
+        status,
+        fleet,
+        chaos,
+        keys,
+        usage,
+        dashboards,
+        worker,
+    ):
         command.add_parser(subparsers)
     completion.add_parser(subparsers, parser)
     return parser

@@ -57,6 +57,31 @@ class EngineStats:
     loaded_step_seconds: float = 0.0  # of a step that decodes a usual batch of 32 sequences
 
 
+@dataclass(frozen=True, slots=True)
+class GpuStats:
+    """A reading of a GPU. Energy is a counter."""
+
+    name: str
+    utilisation: float  # share of the time that a kernel ran
+    memory_bytes: int
+    memory_used_bytes: int  # by all processes
+    temperature_celsius: float
+    power_watts: float
+    power_limit_watts: float
+    clock_hertz: float  # of the SMs
+    clock_limit_hertz: float
+    energy_joules: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostStats:
+    """What an engine's process uses of its machine."""
+
+    cpu_seconds: float = 0.0  # of all its threads
+    resident_bytes: int = 0
+    gpu: GpuStats | None = None
+
+
 class ChunkStream(Protocol):
     """An async generator of chunks, or what can be used like one."""
 

@@ -11,11 +11,13 @@ from prometheus_client.registry import Collector
 from penstock.batches.place import Batches
 from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
+from penstock.gateway.api.anthropic_messages import CountTokens, Messages
 from penstock.gateway.api.batches import BatchEndpoints
 from penstock.gateway.api.caches import AnswerCache, CacheEndpoints, NoAnswerCache
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
-from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
+from penstock.gateway.api.endpoint import Access
+from penstock.gateway.api.endpoints import ENDPOINTS, Handlers
 from penstock.gateway.api.files import FileEndpoints
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.live import Live
@@ -24,6 +26,8 @@ from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
 from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
+from penstock.gateway.api.responses import Responses
+from penstock.gateway.api.responses_store import ResponseStore
 from penstock.gateway.api.serving import Serving
 from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.api.siblings import Alone, Siblings
@@ -39,7 +43,7 @@ from penstock.gateway.tenancy.auth import Authenticator, Verifier, public
 from penstock.gateway.tenancy.budgets import Prices, SpendMetrics
 from penstock.gateway.tenancy.limits import Metering, metered
 from penstock.gateway.tenancy.prefixes import Prefixes
-from penstock.gateway.tenancy.tenants import Directory
+from penstock.gateway.tenancy.tenants import Directory, DirectoryMetrics
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
 from penstock.observability.tracing import start_tracing
@@ -69,6 +73,7 @@ def create_app(
     for collector in collectors:
         metrics.registry.register(collector)
     directory = directory or Directory(settings, MemoryStore())
+    metrics.registry.register(DirectoryMetrics(directory))
     origins = Origins(settings.server)
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
@@ -143,6 +148,7 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         "admin": auth.authenticate_admin,
         "metrics": auth.authenticate_metrics,
     }
+    responses = Responses(serving, ResponseStore(directory.store, settings.responses))
     handlers = Handlers(
         chat=metered(directory.store, ChatCompletions(serving)),
         completions=metered(directory.store, Completions(serving)),
@@ -157,8 +163,12 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         live=parts.live,
         web=WebEndpoints(),
         openapi=OpenApi(serving),
+        messages=metered(directory.store, Messages(serving)),
+        count_tokens=CountTokens(serving),
+        create_response=metered(directory.store, responses),
+        responses=responses,
     )
-    return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access]) for e in ENDPOINTS])
+    return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors) for e in ENDPOINTS])
 
 
 def _warn_of_other_models(settings: GatewaySettings, model_names: Collection[str]) -> None:

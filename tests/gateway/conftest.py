@@ -91,6 +91,7 @@ def serving(
     *,
     cached: bool = False,
     beside: Sequence[ServedModel] = (),
+    names: Sequence[str] = (MODEL, "org/alias"),
 ) -> Iterator[Gateway]:
     """`beside`: further models of the same gateway."""
     engine = ScriptedEngine(tokenizer, lambda request: [])
@@ -113,13 +114,13 @@ def serving(
             open_batches(settings.batches, settings.state or "memory") as batches,
         ):
             gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
-            model = ServedModel([MODEL, "org/alias"], tokenizer, answers.before(engine, tokenizer))
+            model = ServedModel(names, tokenizer, answers.before(engine, tokenizer))
             app = create_app(
                 [model, *beside], settings, directory=directory, collectors=answers.collectors, batches=batches
             )
             gateway.edge = app
             async with running_batches(batches, app, directory):
-                task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
+                task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0, settings.server.tls))
                 stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
                 with suppress(asyncio.CancelledError):
                     await task

@@ -54,6 +54,7 @@ class Incoming:
     body: list[bytes]
     entry: Entry | None = None  # the model that it names, if requests for that also go to others
     version: str | None = None  # which of the model's versions is to answer
+    added: int = 0  # bytes that were put before the body
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,8 @@ class Serving:
     ) -> tuple[T, list[Prompt]]:
         request, tenant, body = incoming.request, incoming.tenant, incoming.body
         bounds, allowed = TenantBounds(self.models, tenant), self.models.names(tenant)
-        terms = Terms(bounds, allowed, semantic, self.ignore_unknown, read_for)
-        if request.body_size <= INLINE_BYTES:
+        terms = Terms(bounds, allowed, semantic, self.ignore_unknown, read_for, self.models.wildcards)
+        if request.body_size + incoming.added <= INLINE_BYTES:
             return reader.read(b"".join(body), terms)
         with request.cancelling_on_disconnect():
             return await self.long_requests.read(reader.name, body, terms)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.core.request import RECOMMENDED
 from penstock.gateway.api.models import Model
 from penstock.gateway.api.objectives import milliseconds
-from penstock.gateway.api.openai_types import ClassCard, HealthReport, ModelCard, ModelList, Version
+from penstock.gateway.api.openai_types import ClassCard, HealthReport, Load, ModelCard, ModelList, Version
 from penstock.gateway.api.serving import Serving, encode_json
 from penstock.gateway.api.siblings import Siblings
 from penstock.gateway.http.request import Request
@@ -35,11 +37,23 @@ class StatusEndpoints:
         info = model.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
         text, created = model.text, self.serving.created
-        return ModelCard(name, created, info.max_model_len, defaults, class_cards(model), text.tools, text.reasoning)
+        return ModelCard(
+            name,
+            created,
+            info.max_model_len,
+            defaults,
+            class_cards(model),
+            text.tools,
+            text.reasoning,
+            display_name=name,
+            created_at=datetime.fromtimestamp(created, UTC).isoformat(),
+            max_input_tokens=info.max_model_len - 1,
+        )
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
         cards = [self._card(name) for name in self.serving.models.names(tenant)]
-        await response.send(200, encode_json(ModelList(cards)))
+        ends = (cards[0].id, cards[-1].id) if cards else (None, None)
+        await response.send(200, encode_json(ModelList(cards, *ends)))
 
     async def model(self, request: Request, response: Response, tenant: Tenant) -> None:
         name = request.path_params["id"]
@@ -69,6 +83,10 @@ class StatusEndpoints:
 
     async def _send(self, response: Response, report: HealthReport) -> None:
         await response.send(200 if report.status == "ok" else 503, encode_json(report))
+
+    async def load(self, request: Request, response: Response, tenant: Tenant) -> None:
+        stats = [model.engine.stats for model in self.serving.models.all]
+        await response.send(200, encode_json(Load(sum(one.running + one.waiting for one in stats))))
 
     async def version(self, request: Request, response: Response, tenant: Tenant) -> None:
         await response.send(200, encode_json(Version(__version__)))
