@@ -33,13 +33,17 @@ _DTYPES: dict[str, tuple[str, Callable[[npt.NDArray[Any]], Floats]]] = {
 }
 
 
-def read_tensors(path: Path, order: Callable[[str], int] | None = None) -> Iterator[tuple[str, Floats]]:
-    """Every tensor of the file, each as a new array; in an order of their names, or as they lie there."""
+def read_tensors(
+    path: Path, order: Callable[[str], int] | None = None, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Floats]]:
+    """Every wanted tensor of the file, each as a new array; in an order of their names, or as they lie there."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         header_size = int.from_bytes(data[:8], "little")
         try:
             header = json.loads(data[8 : 8 + header_size])
-            entries = [(name, *_entry(entry)) for name, entry in header.items() if name != "__metadata__"]
+            entries = [
+                (name, *_entry(entry)) for name, entry in header.items() if name != "__metadata__" and wanted(name)
+            ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StartupError(f"cannot read {path}: {error!r}. Download it again.") from error
         if order is not None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+
+Task = Literal["generate", "embed", "score"]  # score: two texts against each other, by a cross-encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,9 @@ class EngineInfo:
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)  # of requests that do not say
     continues: bool = True  # whether it goes on from the output of another engine
     block_size: int = 16  # tokens of a KV block
+    task: Task = "generate"
+    width: int = 0  # numbers of an embedding, or scores of two texts
+    normalized: bool = True  # whether embeddings have length 1
 
 
 @dataclass(frozen=True, slots=True)

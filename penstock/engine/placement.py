@@ -88,6 +88,7 @@ class Placement:
                 tokens=tuple(sequence.tokens),
                 prompt_len=sequence.prompt_len,
                 stop_ids=tuple(sequence.stop_ids),
+                second_text=request.second_text,
             )
         )
         if hits:

@@ -15,6 +15,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 KVDtype = Literal["auto", "bf16", "int8", "fp8"]
 Scheduling = Literal["deadline", "fcfs"]
+Pooling = Literal["auto", "cls", "mean", "last", "none"]
 SpeculationMethod = Literal["suffix", "draft", "off"]
 
 
@@ -53,6 +54,9 @@ class EngineConfig:
     deterministic: bool = False  # logits of a request have the same bits in any batch; on CPU they have without it
     scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored
     max_waiting: int = 4096  # requests queued in the engine; more are refused
+    # Which tokens of a text its embedding is made of; auto: as the checkpoint says, none: the model generates text.
+    pooling: Pooling = "auto"
+    normalize: bool | None = None  # whether embeddings have length 1; default: as the checkpoint says
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # For requests that do not set them: fields of `RECOMMENDED`; the others are as the model's authors recommend.
     sampling_defaults: Mapping[str, Any] = field(
@@ -73,6 +77,7 @@ class EngineConfig:
         power_of_two = 1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0
         check(power_of_two, "block_size", "must be a power of two up to 256")
         check_choice(self.scheduling, Scheduling, "scheduling")
+        check_choice(self.pooling, Pooling, "pooling")
         check(self.max_waiting >= 1, "max_waiting", "must be at least 1")
         _check_sampling_defaults(self.sampling_defaults)
 

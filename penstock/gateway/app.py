@@ -15,7 +15,9 @@ from penstock.gateway.api.anthropic_messages import CountTokens, Messages
 from penstock.gateway.api.batches import BatchEndpoints
 from penstock.gateway.api.caches import AnswerCache, CacheEndpoints, NoAnswerCache
 from penstock.gateway.api.chat import ChatCompletions
+from penstock.gateway.api.comparisons import Reranking, Scoring
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.embeddings import Embeddings
 from penstock.gateway.api.endpoint import Access
 from penstock.gateway.api.endpoints import ENDPOINTS, Handlers
 from penstock.gateway.api.files import FileEndpoints
@@ -152,6 +154,9 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
     handlers = Handlers(
         chat=metered(directory.store, ChatCompletions(serving)),
         completions=metered(directory.store, Completions(serving)),
+        embeddings=metered(directory.store, Embeddings(serving)),
+        rerank=metered(directory.store, Reranking(serving)),
+        score=metered(directory.store, Scoring(serving)),
         text=TextEndpoints(serving),
         status=StatusEndpoints(serving, settings.engine.max_waiting, siblings),
         accounts=RequestEndpoints(parts.requests, siblings),

@@ -120,7 +120,8 @@ def load(wanted: Start, times: StartTimes) -> tuple[Scheduler, LoadedExecutor, E
     from penstock.runner.startup import start
 
     scheduler, executor, info = start(wanted.model, wanted.engine, LoadProgress(sys.stderr), times)
-    if not scheduler.times.measured:
+    measured = scheduler.times.ready if scheduler.limits.pools else scheduler.times.measured
+    if not measured:
         log.info("measuring how fast this machine is, once")
         calibrate(scheduler, executor)
         times.ended("calibration")

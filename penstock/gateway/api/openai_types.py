@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from penstock.core.engine import Task
 from penstock.core.request import MAX_STOP_STRINGS, FinishReason
 from penstock.gateway.api.messages import ChatDelta, ChatFinishReason, ChatMessage, ContentPart, Message
 from penstock.observability.account import Account
@@ -330,6 +331,8 @@ class ModelCard(Struct):
     classes: dict[str, ClassCard]
     tool_parser: str | None  # the format of its tool calls, and of its reasoning
     reasoning_parser: str | None
+    task: Task = "generate"  # embed: /v1/embeddings; score: /v1/score and /v1/rerank
+    embedding_size: int | UnsetType = UNSET  # of a model for embeddings
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
     # From here: what Anthropic's client looks for.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from penstock import __version__
@@ -47,7 +48,9 @@ class StatusEndpoints:
             text.reasoning,
             display_name=name,
             created_at=datetime.fromtimestamp(created, UTC).isoformat(),
-            max_input_tokens=info.max_model_len - 1,
+            max_input_tokens=info.max_model_len - (info.task == "generate"),
+            task=info.task,
+            embedding_size=info.width if info.task == "embed" else UNSET,
         )
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.openai_types import CompletionTokensDetails, PromptTokensDetails, Usage
-
-if TYPE_CHECKING:
-    from penstock.gateway.api.generation import Choice
 
 
 def count_tokens(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:

@@ -358,6 +358,14 @@ class NativeModel:
             raise EngineFailure(f"native step: {problem.decode()}")
         return out, values[len(values) - wanted :].tolist()
 
+    def hidden_states(self, tokens: Sequence[int]) -> Floats:
+        """Final hidden states, behind the norm, of tokens of the last step, by their indices in it: [N, hidden]."""
+        indices, out = array("i", tokens), np.empty((len(tokens), self.config.hidden_size), dtype=np.float32)
+        self._library.penstock_model_hidden_states(
+            self._handle, indices.buffer_info()[0], len(indices), out.ctypes.data
+        )
+        return out
+
     def sample(self, logits: Floats, sampling: NativeSampling, step: SampledLogits) -> list[int]:
         """Sampling by itself, for tests: one token per row of logits [N, V], which may be changed."""
         if not (logits.flags.c_contiguous and logits.shape[1:] == (self.config.vocab_size,)):
