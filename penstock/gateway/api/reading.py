@@ -54,8 +54,8 @@ class Prompt:
     text: str | None = None  # as the client sent it, where the answer repeats it
     similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
     form: OutputForm | None = None  # how to read the answer to a chat; None: as text
-    prediction: list[int] | None = None  # what the answer is expected to repeat
     second_text: int = 0  # where the second of two texts begins; 0: there is one
+    prediction: list[int] | None = None  # what the answer is expected to repeat
 
 
 class ModelText:
