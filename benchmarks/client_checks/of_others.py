@@ -87,7 +87,7 @@ def ollama_structured(url: str, model: str) -> str:
     async def ask() -> str:
         client = ollama.AsyncClient(host=url, timeout=120)
         answer = await client.generate(model=model, prompt="Name a city.", format=City.model_json_schema())
-        return repr(City.model_validate_json(answer.response))
+        return repr(City.model_validate_json(answer.response or ""))
 
     return asyncio.run(ask())
 
