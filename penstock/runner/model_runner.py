@@ -21,6 +21,7 @@ class ModelRunner:
     """Runs a step when its result is collected: on a CPU, a step launched ahead would compete with the scheduling."""
 
     runs_ahead = False
+    adapter_modules: Mapping[str, tuple[int, int]] = {}
     host_memory = None
 
     def __init__(self, forward: Forward, state: TorchRows, *, num_blocks: int, block_size: int) -> None:

@@ -23,6 +23,7 @@ class NativeRunner:
     """
 
     runs_ahead = False
+    adapter_modules: Mapping[str, tuple[int, int]] = {}
 
     def __init__(self, model: NativeModel, state: HostRows) -> None:
         self.model = model

@@ -132,6 +132,7 @@ def start(
         prefix_caching=config.prefix_caching,
         max_waiting=config.max_waiting,
         fcfs=config.scheduling == "fcfs",
+        max_adapters=config.max_adapters if executor.adapter_modules else 0,
         query_tile=_TILE_ROWS * model_config.num_kv_heads // model_config.num_heads if device == "cuda" else 1,
     )
     if limits.longest_sequence < plan.max_model_len:
