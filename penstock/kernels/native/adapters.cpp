@@ -127,12 +127,12 @@ void Model::plan_adapters(const Step& s) {
     low_f_.resize(std::max(low_f_.size(), rows * stride));
     low_q_.resize(std::max(low_q_.size(), rows * stride));
     low_scale_.resize(std::max(low_scale_.size(), rows * MODULES));
-    low_sum_.resize(std::max(low_sum_.size(), rows * MODULES));
+    low_offset_.resize(std::max(low_offset_.size(), rows * MODULES));
     expand_scratch_.resize(pool_.size());
 }
 
 LowRank Model::low_rank_of(const AdapterSlot& adapter) {
-    return {low_f_.data(), low_q_.data(), low_scale_.data(), low_sum_.data(), low_stride_, adapter.rank};
+    return {low_f_.data(), low_q_.data(), low_scale_.data(), low_offset_.data(), low_stride_, adapter.rank};
 }
 
 template <class Work>
@@ -143,6 +143,17 @@ void Model::by_adapter(Range rows, int layer, int stage, const Work& work) {
         const AdapterStage& factors = adapter.stages[size_t(layer) * STAGES + stage];
         if (begin < end && factors.used) work(factors, low_rank_of(adapter), begin, end - begin);
     }
+}
+
+// Ask for a part of a factor before it is needed.
+static void request(const uint8_t* from, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+void Model::request_shrink(int layer, int stage, Range rows) {
+    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank&, int, int) {
+        request(factors.a.panels, factors.a.num_panels * factors.a.panel_bytes);
+    });
 }
 
 // A x for rows of x that have been prepared, with an adapter's rows at `to` + their number.
@@ -169,7 +180,17 @@ void Model::multiply_adapted(const Matrix& w, const Activations& x, int layer, i
     } else {
         to.data = out.data + rows.begin * out.stride + first;
     }
-    kernels_->gemm(part, x.from(copies + rows.begin), {0, count}, {0, width}, to);
+    // While a panel is multiplied, what adapters have for its columns is on its way from memory. Few rows are multiplied
+    // with several panels at once, which are faster than that.
+    const int pieces = count > STREAMING_ROWS ? width : 1;
+    for (int i = 0; i < pieces; i++) {
+        const Range mine = share(width, i, pieces);
+        by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank&, int, int) {
+            const size_t bytes = 2 * factors.b.panel_bytes;
+            request(factors.b.panels + (panels.begin + mine.begin) * bytes, (mine.end - mine.begin) * bytes);
+        });
+        kernels_->gemm(part, x.from(copies + rows.begin), {0, count}, mine, to);
+    }
     const int columns = std::min(width * PANEL, part.n);
     by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank& h, int begin, int number) {
         Factor b = factors.b;

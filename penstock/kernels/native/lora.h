@@ -60,10 +60,10 @@ static void shrink_rows(const Factor& a, const Activations& x, Scheme scheme, in
     for (int r = to; a.format == INT8 && r < to + ROWS; r++)
         for (int m = 0; m * h.rank < 16 * a.num_panels; m++) {
             const float* f = h.f + r * h.stride + m * h.rank;
-            const float peak = peak_of(f, h.rank), scale = peak / 127.f;
-            h.scale[MODULES * r + m] = scale;
-            h.sum[MODULES * r + m] =
-                quantize_span(f, h.q + r * h.stride + m * h.rank, peak > 0 ? 127.f / peak : 0.f, h.rank) * scale;
+            const float peak = peak_of(f, h.rank);
+            const float total = quantize_span(f, h.q + r * h.stride + m * h.rank, peak > 0 ? 127.f / peak : 0.f, h.rank);
+            h.scale[MODULES * r + m] = peak / 127.f;
+            h.offset[MODULES * r + m] = -128 * int32_t(total);
         }
 }
 
@@ -76,13 +76,13 @@ static void expand_rows(const Factor& b, const LowRank& h, int from, const uint8
         const size_t at = from * h.stride + module * h.rank;
         f32x16 y[ROWS] = {};
         if (b.format == INT8) {
-            i32x16 acc[ROWS] = {};
+            const int32_t* offset = h.offset + MODULES * from + module;
+            const float* scale = h.scale + MODULES * from + module;
+            i32x16 acc[ROWS];
+            for (int r = 0; r < ROWS; r++) acc[r] = i32x16{} + offset[MODULES * r];
             factor_int8<ROWS>(w, h.q + at, h.stride, h.rank, acc);
-            const f32x16 scale = load<f32x16>(w + 16 * h.rank);
-            for (int r = 0; r < ROWS; r++) {
-                const int i = MODULES * (from + r) + module;
-                y[r] = fma(to_float(acc[r]), h.scale[i], splat(-128.f * h.sum[i])) * scale;
-            }
+            const f32x16 scales = load<f32x16>(w + 16 * h.rank);
+            for (int r = 0; r < ROWS; r++) y[r] = to_float(acc[r]) * (scales * scale[MODULES * r]);
         } else {
             factor_bf16<ROWS>(w, h.rank, y, [&](int r, int k) { return h.f[at + r * h.stride + k]; });
         }
