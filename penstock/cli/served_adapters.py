@@ -1,0 +1,48 @@
+"""Which LoRA adapters the models of the settings take, and those that are served from the start."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from pathlib import Path
+
+from penstock.checkpoint.source import Checkpoint, resolve
+from penstock.fleet.settings import ModelConfig
+from penstock.gateway.api import adapters as served
+from penstock.gateway.api.adapters import AdapterBase, NamedAdapter
+from penstock.lora.checkpoint import summarize_adapter
+from penstock.lora.fit import Projections, check_fit, projections
+from penstock.settings import Settings
+
+
+def adapter_base(checkpoint: Checkpoint, config: ModelConfig) -> AdapterBase | None:
+    """None: the model takes no adapters."""
+    if not (config.local_replicas or config.workers) or not config.engine.max_adapters:
+        return None
+
+    @cache
+    def layers() -> Projections:
+        from penstock.models.config import read_config
+
+        return projections(read_config(checkpoint))
+
+    def check(folder: Path) -> None:
+        check_fit(summarize_adapter(folder).modules, layers(), config.engine.max_adapter_rank)
+
+    folder = None if config.adapter_folder is None else Path(config.adapter_folder).expanduser()
+    return AdapterBase(check, folder, config.adapter_paths == "any")
+
+
+async def adapters_at_start(settings: Settings) -> list[NamedAdapter]:
+    """Of all models. Each is read once for all gateway processes, so a name means the same in each of them."""
+
+    def read() -> list[NamedAdapter]:
+        found: list[NamedAdapter] = []
+        for name, config in settings.served.items():
+            if config.adapters or config.adapter_folder is not None:
+                checkpoint = resolve(config.model or name)
+                if (base := adapter_base(checkpoint, config)) is not None:
+                    found += served.adapters_at_start(name or checkpoint.name, config, base)
+        return found
+
+    return await asyncio.to_thread(read)
