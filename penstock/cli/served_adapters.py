@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from penstock.gateway.api.adapters import AdapterBase, NamedAdapter
 from penstock.lora.checkpoint import summarize_adapter
 from penstock.lora.fit import Projections, check_fit, projections
 from penstock.settings import Settings
+
+log = logging.getLogger(__name__)
 
 
 def adapter_base(checkpoint: Checkpoint, config: ModelConfig) -> AdapterBase | None:
@@ -27,10 +30,18 @@ def adapter_base(checkpoint: Checkpoint, config: ModelConfig) -> AdapterBase | N
         return projections(read_config(checkpoint))
 
     def check(folder: Path) -> None:
-        check_fit(summarize_adapter(folder).modules, layers(), config.engine.max_adapter_rank)
+        found = summarize_adapter(folder)
+        check_fit(found.modules, layers(), config.engine.max_adapter_rank)
+        if not same_model(found.config.base_model, checkpoint.name):
+            log.warning("adapter %s fits %s, but was trained on %s", folder, checkpoint.name, found.config.base_model)
 
     folder = None if config.adapter_folder is None else Path(config.adapter_folder).expanduser()
     return AdapterBase(check, folder, config.adapter_paths == "any")
+
+
+def same_model(trained_on: str, served: str) -> bool:
+    """As far as names can tell: without the organisation before them, and without regard to letter case."""
+    return not trained_on or Path(trained_on).name.lower() == Path(served).name.lower()
 
 
 async def adapters_at_start(settings: Settings) -> list[NamedAdapter]:

@@ -24,6 +24,7 @@ from penstock.core.errors import InvalidRequest, NotFound, PenstockError, Startu
 from penstock.core.request import Adapter
 from penstock.fleet.settings import ADAPTER_NAME, ModelConfig
 from penstock.gateway.tenancy.tenants import Tenant
+from penstock.lora.checkpoint import adapter_digest
 from penstock.state.store import Store
 
 logger = logging.getLogger("penstock.gateway")
@@ -71,13 +72,7 @@ class AdapterBase:
     def read(self, folder: Path) -> Adapter:
         """Blocks. Raises InvalidRequest, in the words of what does not fit."""
         self.check(folder)
-        return _identified(folder)
-
-
-def _identified(folder: Path) -> Adapter:
-    from penstock.lora.checkpoint import adapter_digest  # only where adapters are used does a gateway load numpy
-
-    return Adapter(adapter_digest(folder), str(folder))
+        return Adapter(adapter_digest(folder), str(folder))
 
 
 def adapters_at_start(model: str, config: ModelConfig, base: AdapterBase) -> Iterator[NamedAdapter]:
@@ -208,7 +203,8 @@ class Adapters:
         if not fitting:
             assert misfit is not None
             raise InvalidRequest(misfit.message, param="lora_path", code=misfit.code)
-        return fitting[0], _identified(located[fitting[0]])
+        folder = located[fitting[0]]
+        return fitting[0], Adapter(adapter_digest(folder), str(folder))
 
     async def unload(self, name: str) -> None:
         """From now on the name means nothing. Requests that were read before go on."""
