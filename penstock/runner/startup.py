@@ -264,6 +264,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     from penstock.runner.forward import TorchForward
     from penstock.runner.model_runner import ModelRunner
     from penstock.runner.row_state import TorchRows
+    from penstock.runner.torch_adapters import adapters_of
 
     plan.times.ended("import")
     config, spec = plan.engine, model.attention_spec
@@ -272,7 +273,8 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     attention = ReferenceAttention(spec, num_blocks, config.block_size, plan.dtype, plan.device)
     state = TorchRows(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)
     forward = TorchForward(model, attention, plan.device)
-    runner = ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
+    adapters = adapters_of(model, plan.device)
+    runner = ModelRunner(forward, state, adapters, num_blocks=num_blocks, block_size=config.block_size)
     plan.times.ended("kernels")
     return runner
 
