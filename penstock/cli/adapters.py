@@ -98,7 +98,9 @@ def run_check(args: argparse.Namespace) -> int:
     from penstock.cli.served_adapters import same_model
     from penstock.lora.checkpoint import adapter_digest, summarize_adapter
     from penstock.lora.fit import check_fit, projections
+    from penstock.lora.tokenizer import check_tokenizer
     from penstock.models.config import read_config
+    from penstock.text.tokenizer import load_tokenizer
 
     folder = Path(args.folder).expanduser()
     found = summarize_adapter(folder)
@@ -113,6 +115,7 @@ def run_check(args: argparse.Namespace) -> int:
     checkpoint = resolve(args.model)
     try:
         check_fit(found.modules, projections(read_config(checkpoint)), args.max_rank)
+        check_tokenizer(folder, lambda: load_tokenizer(checkpoint).vocabulary)
     except InvalidRequest as error:
         print(f"It does not fit {checkpoint.name}: {error.message}")
         return 1

@@ -261,7 +261,8 @@ async def _served_models(
     for name, config in settings.served.items():
         checkpoint, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
         names = [name or checkpoint.name, *config.aliases]
-        yield ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer), adapter_base(checkpoint, config))
+        base = adapter_base(checkpoint, config, tokenizer)
+        yield ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer), base)
 
 
 @asynccontextmanager

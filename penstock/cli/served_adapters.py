@@ -13,12 +13,14 @@ from penstock.gateway.api import adapters as served
 from penstock.gateway.api.adapters import AdapterBase, NamedAdapter
 from penstock.lora.checkpoint import summarize_adapter
 from penstock.lora.fit import Projections, check_fit, projections
+from penstock.lora.tokenizer import check_tokenizer
 from penstock.settings import Settings
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
 
-def adapter_base(checkpoint: Checkpoint, config: ModelConfig) -> AdapterBase | None:
+def adapter_base(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer) -> AdapterBase | None:
     """None: the model takes no adapters."""
     if not (config.local_replicas or config.workers) or not config.engine.max_adapters:
         return None
@@ -32,6 +34,7 @@ def adapter_base(checkpoint: Checkpoint, config: ModelConfig) -> AdapterBase | N
     def check(folder: Path) -> None:
         found = summarize_adapter(folder)
         check_fit(found.modules, layers(), config.engine.max_adapter_rank)
+        check_tokenizer(folder, lambda: tokenizer.vocabulary)
         if not same_model(found.config.base_model, checkpoint.name):
             log.warning("adapter %s fits %s, but was trained on %s", folder, checkpoint.name, found.config.base_model)
 
@@ -52,7 +55,7 @@ async def adapters_at_start(settings: Settings) -> list[NamedAdapter]:
         for name, config in settings.served.items():
             if config.adapters or config.adapter_folder is not None:
                 checkpoint = resolve(config.model or name)
-                if (base := adapter_base(checkpoint, config)) is not None:
+                if (base := adapter_base(checkpoint, config, load_tokenizer(checkpoint))) is not None:
                     found += served.adapters_at_start(name or checkpoint.name, config, base)
         return found
 

@@ -71,7 +71,7 @@ def summarize_adapter(folder: str | Path) -> AdapterSummary:
     """Configuration and header, both checked. Of the weights nothing is read."""
     config = _read_config(Path(folder))
     path = Path(folder) / WEIGHTS
-    with _open(path, MOST_WEIGHT_BYTES) as file:
+    with open_file(path, MOST_WEIGHT_BYTES) as file:
         size = os.fstat(file.fileno()).st_size
         tensors = _stored(file, size, path)
     pairs = _pairs(tensors, config, path)
@@ -82,7 +82,7 @@ def summarize_adapter(folder: str | Path) -> AdapterSummary:
 def adapter_digest(folder: str | Path) -> str:
     """The digest that `read_adapter` gives for the same content. Streams the file: 80 MB take some 30 ms."""
     config = _read_config(Path(folder))
-    with _open(Path(folder) / WEIGHTS, MOST_WEIGHT_BYTES) as file:
+    with open_file(Path(folder) / WEIGHTS, MOST_WEIGHT_BYTES) as file:
         number = file.fileno()
         return _digest(config, os.fstat(number).st_size, lambda start: os.pread(number, PIECE_BYTES, start))
 
@@ -90,7 +90,7 @@ def adapter_digest(folder: str | Path) -> str:
 def read_adapter(folder: str | Path) -> AdapterWeights:
     config = _read_config(Path(folder))
     path = Path(folder) / WEIGHTS
-    with _open(path, MOST_WEIGHT_BYTES) as file:
+    with open_file(path, MOST_WEIGHT_BYTES) as file:
         data = file.read()
     view = memoryview(data)
     digest = _digest(config, len(data), lambda start: view[start : start + PIECE_BYTES])
@@ -119,11 +119,11 @@ def _digest(config: PeftConfig, size: int, piece: Callable[[int], bytes | memory
 
 def _read_config(folder: Path) -> PeftConfig:
     path = folder / CONFIG
-    with _open(path, MOST_CONFIG_BYTES) as file:
+    with open_file(path, MOST_CONFIG_BYTES) as file:
         return parse_config(file.read(MOST_CONFIG_BYTES), path)
 
 
-def _open(path: Path, most_bytes: int) -> BinaryIO:
+def open_file(path: Path, most_bytes: int) -> BinaryIO:
     """A regular file of a sane size; a pipe in its place does not block."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
