@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.fleet.fleet import Fleet
     from penstock.fleet.launcher import Launcher
     from penstock.fleet.settings import ModelConfig
+    from penstock.gateway.api.adapters import NamedAdapter
     from penstock.gateway.api.fleet import Control
     from penstock.gateway.api.models import ServedModel
     from penstock.gateway.api.siblings import Siblings
@@ -111,6 +112,7 @@ class SharedParts:
     answers: Tier | None  # None: the state has them
     control: Control
     siblings: Siblings
+    adapters: Sequence[NamedAdapter]  # that are there from the start
     on_ready: Callable[[Edge, FleetControl, list[str], bool], None]
 
 
@@ -203,6 +205,7 @@ async def serve_fleets(
     """Serve HTTP in this process, once these fleets have started. `shared`: it is one of several gateway processes."""
     from penstock.cache.build import open_cache
     from penstock.cli.autoscaling import autoscalers, running
+    from penstock.cli.served_adapters import adapters_at_start
     from penstock.fleet.control import FleetControl
     from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
@@ -216,6 +219,7 @@ async def serve_fleets(
     common = None if shared is None else shared.answers
     cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, common))
     models = [model async for model in _served_models(settings, fleets, cache)]
+    adapters = await adapters_at_start(settings) if shared is None else shared.adapters
     configs = {fleets[name].model: config for name, config in settings.served.items()}
     by_label = {fleet.model: fleet for fleet in fleets.values()}
     own = FleetControl(by_label, configs, settings.server.log_level, new_launcher)
@@ -228,6 +232,7 @@ async def serve_fleets(
         collectors=[*cache.collectors, *fleet_metrics(fleets.values(), own.autoscalers.values())],
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
+        adapters=adapters,
     )
     await asyncio.gather(*starts)
     await stack.enter_async_context(running(own.autoscalers.values()))
@@ -250,12 +255,14 @@ async def serve_fleets(
 async def _served_models(
     settings: Settings, fleets: Mapping[str, Fleet], cache: AnswerCache
 ) -> AsyncIterator[ServedModel]:
+    from penstock.cli.served_adapters import adapter_base
     from penstock.gateway.api.models import ServedModel
 
     for name, config in settings.served.items():
         checkpoint, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
         names = [name or checkpoint.name, *config.aliases]
-        yield ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer))
+        base = adapter_base(checkpoint, config, tokenizer)
+        yield ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer), base)
 
 
 @asynccontextmanager

@@ -127,6 +127,12 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
+    @cached_property
+    def vocabulary(self) -> dict[str, int]:
+        """The ids of all tokens by their spelling."""
+        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return found
+
     def serialized(self) -> str:
         """As the text of a tokenizer.json."""
         text: str = self._backend.to_str()

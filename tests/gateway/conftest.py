@@ -14,6 +14,7 @@ import uvloop
 from penstock.cache.build import open_cache
 from penstock.cache.settings import CacheConfig
 from penstock.core.request import GenerateRequest
+from penstock.gateway.api.adapters import AdapterBase, NamedAdapter
 from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
 from penstock.gateway.edge import Edge
@@ -88,8 +89,11 @@ def serving(
     *,
     cached: bool = False,
     beside: Sequence[ServedModel] = (),
+    adapter_base: AdapterBase | None = None,
+    adapters: Sequence[NamedAdapter] = (),
 ) -> Iterator[Gateway]:
-    """`beside`: further models of the same gateway."""
+    """`beside`: further models of the same gateway. `adapters` of the first one, which takes those that its base
+    does."""
     engine = ScriptedEngine(tokenizer, lambda request: [])
     settings = settings or Settings(server=ServerConfig(max_body_mib=0.25))
     gateway = Gateway(engine, tokenizer)
@@ -109,8 +113,10 @@ def serving(
             open_cache(cache, settings.state) as answers,
         ):
             gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
-            model = ServedModel([MODEL, "org/alias"], tokenizer, answers.before(engine, tokenizer))
-            app = create_app([model, *beside], settings, directory=directory, collectors=answers.collectors)
+            model = ServedModel([MODEL, "org/alias"], tokenizer, answers.before(engine, tokenizer), adapter_base)
+            app = create_app(
+                [model, *beside], settings, directory=directory, collectors=answers.collectors, adapters=adapters
+            )
             gateway.edge = app
             task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
             stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))

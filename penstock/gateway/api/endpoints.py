@@ -9,6 +9,14 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.gateway.api import openai_types as types
+from penstock.gateway.api.adapter_endpoints import (
+    AdapterEndpoints,
+    AdapterList,
+    LoadAdapter,
+    Loaded,
+    UnloadAdapter,
+    Unloaded,
+)
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
 from penstock.gateway.api.fleet import (
@@ -29,7 +37,9 @@ from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, New
 from penstock.observability.account import Account
 
 Schema = dict[str, Any]
-Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed; metrics: an administrator's, or none
+# Whose key is needed. metrics: an administrator's, or none while there are no tenants; operator: the same, but without
+# tenants only for this machine.
+Access = Literal["public", "tenant", "admin", "metrics", "operator"]
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
 
@@ -60,6 +70,7 @@ class Handlers:
     accounts: RequestEndpoints
     admin: AdminEndpoints
     fleet: FleetEndpoints
+    adapters: AdapterEndpoints
     openapi: Handler
 
 
@@ -171,6 +182,32 @@ ENDPOINTS = (
         lambda h: h.text.detokenize,
         types.Detokenized,
         types.DetokenizeRequest,
+    ),
+    Endpoint(
+        "GET",
+        "/v1/lora_adapters",
+        "operator",
+        "All LoRA adapters, and where they lie",
+        lambda h: h.adapters.all,
+        AdapterList,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/load_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter, in place of another one if the name is taken",
+        lambda h: h.adapters.load,
+        Loaded,
+        LoadAdapter,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter no longer",
+        lambda h: h.adapters.unload,
+        Unloaded,
+        UnloadAdapter,
     ),
     Endpoint("GET", "/admin/tenants", "admin", "All tenants", lambda h: h.admin.tenants, ObjectList),
     Endpoint(

@@ -36,7 +36,7 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.tenants import Tenant
-from penstock.observability.account import Account, Attempt, ChoiceAccount, parts_of
+from penstock.observability.account import Account, AdapterAccount, Attempt, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.stream import TextDelta, TextStream
 
@@ -99,6 +99,7 @@ async def build_choices(
     """`n` choices of each prompt, in the order OpenAI numbers them."""
     deadline, tenant = context.remaining(), context.tenant
     tokenizer, prefixes = context.model.text.tokenizer, context.model.prefixes
+    adapter = None if context.adapter is None else context.adapter.adapter
     control = cache_control(request)
     choices: list[Choice] = []
     scores = 0
@@ -116,6 +117,7 @@ async def build_choices(
                 prompt=prompt.token_ids,
                 params=params,
                 seed=choice_seed(params.seed, number),
+                adapter=adapter,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 prefix_scope=prefixes.scope(tenant.name),
@@ -158,7 +160,7 @@ class Generation:
         self.attempts: list[Attempt] = []  # by models whose answers were discarded before this one
         self.final_usage: Usage | None = None  # when all has been generated
         if context.why:
-            response.headers[MODEL] = quote(context.model.name, safe="/:@+ ").encode()
+            response.headers[MODEL] = quote(context.answered_by, safe="/:@+ ").encode()
 
     async def run(self, emit: Emit | None = None) -> None:
         """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine.
@@ -317,6 +319,9 @@ class Generation:
             endpoint=context.endpoint,
             asked=context.asked,
             model=context.model.name,
+            adapter=None
+            if context.adapter is None
+            else AdapterAccount(context.adapter.name, context.adapter.adapter.digest),
             why=context.why if self.trial is None else self.trial.verdict,
             status=status,
             error=error,
@@ -337,7 +342,7 @@ class Generation:
         begun = min((choice.submitted for choice in self.choices if choice.submitted is not None), default=None)
         seconds = 0.0 if begun is None else time.monotonic() - begun
         return Attempt(
-            model=self.context.model.name,
+            model=self.context.answered_by,
             why=why,
             seconds=seconds,
             output_tokens=sum(choice.stream.output_tokens for choice in self.choices),
