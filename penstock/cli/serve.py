@@ -203,12 +203,14 @@ async def serve_fleets(
     shared: SharedParts | None = None,
 ) -> int:
     """Serve HTTP in this process, once these fleets have started. `shared`: it is one of several gateway processes."""
+    from penstock.batches.place import open_batches
     from penstock.cache.build import open_cache
     from penstock.cli.autoscaling import autoscalers, running
     from penstock.cli.served_adapters import adapters_at_start
     from penstock.fleet.control import FleetControl
     from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
+    from penstock.gateway.batch_lines import running_batches
     from penstock.gateway.http.server import serve, tune_interpreter
     from penstock.gateway.tenancy.tenants import open_directory
     from penstock.state.open import open_store
@@ -218,6 +220,7 @@ async def serve_fleets(
     directory = await stack.enter_async_context(open_directory(settings, store))
     common = None if shared is None else shared.answers
     cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, common))
+    batches = await stack.enter_async_context(open_batches(settings.batches, settings.state))
     models = [model async for model in _served_models(settings, fleets, cache)]
     adapters = await adapters_at_start(settings) if shared is None else shared.adapters
     configs = {fleets[name].model: config for name, config in settings.served.items()}
@@ -233,9 +236,11 @@ async def serve_fleets(
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
         adapters=adapters,
+        batches=batches,
     )
     await asyncio.gather(*starts)
     await stack.enter_async_context(running(own.autoscalers.values()))
+    await stack.enter_async_context(running_batches(batches, app, directory))
 
     virtual = [name for name, config in settings.models.items() if config.is_virtual]
 
