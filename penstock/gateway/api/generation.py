@@ -37,7 +37,7 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.tenants import Tenant
-from penstock.observability.account import Account, AdapterAccount, Attempt, ChoiceAccount, parts_of
+from penstock.observability.account import Account, Attempt, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.stream import TextDelta, TextStream
 
@@ -101,7 +101,6 @@ async def build_choices(
     """`n` choices of each prompt, in the order OpenAI numbers them."""
     deadline, tenant = context.remaining(), context.tenant
     tokenizer, prefixes = context.model.text.tokenizer, context.model.prefixes
-    adapter = None if context.adapter is None else context.adapter.adapter
     control, journal = cache_control(request), request.journal
     choices: list[Choice] = []
     scores = 0
@@ -119,7 +118,7 @@ async def build_choices(
                 id=f"{context.id}-{len(choices)}",
                 prompt=prompt.token_ids,
                 params=params,
-                adapter=adapter,
+                adapter=None if context.adapter is None else context.adapter.adapter,
                 seed=choice_seed(params.seed, number) if resumed is None else resumed.seed(number),
                 output=() if resumed is None else resumed.output,
                 priority=body.priority or 0,
@@ -333,9 +332,7 @@ class Generation:
             endpoint=context.endpoint,
             asked=context.asked,
             model=context.model.name,
-            adapter=None
-            if context.adapter is None
-            else AdapterAccount(context.adapter.name, context.adapter.adapter.digest),
+            adapter=None if context.adapter is None else context.adapter.account,
             why=context.why if self.trial is None else self.trial.verdict,
             status=status,
             error=error,
