@@ -102,8 +102,7 @@ async def build_choices(
     deadline, tenant = context.remaining(), context.tenant
     tokenizer, prefixes = context.model.text.tokenizer, context.model.prefixes
     control, journal = cache_control(request), request.journal
-    choices: list[Choice] = []
-    scores = 0
+    choices, scores = list[Choice](), 0
     for position, (prompt, params) in enumerate(prompts):
         if position % SLICE == SLICE - 1:
             await asyncio.sleep(0)
@@ -205,7 +204,8 @@ class Generation:
         choice.submitted = time.monotonic()
         chunks = self.engine.submit(choice.request)
         push, trial = choice.stream.push, self.trial
-        observe_inter_token = self.metrics.inter_token.observe
+        latencies = self.metrics.of_class(self.context.objective.name)
+        observe_inter_token = latencies.inter_token.observe
         last: float | None = None
         computed = True
         try:
@@ -233,7 +233,7 @@ class Generation:
                     delta = judged
                 if choice.first is None:
                     choice.first = time.monotonic()
-                    self.metrics.first_token.observe(choice.first - self.context.arrived)
+                    latencies.first_token.observe(choice.first - self.context.arrived)
                 finished = delta.finish_reason
                 if finished is not None:
                     choice.finish_reason, choice.stop_reason = finished, delta.stop_matched
