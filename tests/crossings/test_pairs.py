@@ -23,7 +23,9 @@ def bench() -> Bench:
     scheduler, executor, _ = start(MODEL, config)
     executor.enter_thread()
     tokenizer = load_tokenizer(resolve(MODEL))
-    return Bench(scheduler.limits, executor, grammars_of(scheduler.limits, MODEL, tokenizer), tokenizer)
+    grammars = grammars_of(scheduler.limits, MODEL, tokenizer)
+    assert grammars is not None
+    return Bench(scheduler.limits, executor, grammars, tokenizer)
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=[" and ".join(pair) for pair in PAIRS])
