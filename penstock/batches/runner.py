@@ -59,12 +59,12 @@ class Answers(Protocol):
 
     async def answer(self, asked: Asked) -> Attempt: ...
 
-    def models(self, tenant: str) -> Sequence[str]:
-        """Names that a tenant may use."""
+    async def models(self, tenant: str) -> Sequence[str]:
+        """Names of models and adapters that a tenant may use."""
         ...
 
-    def groups(self) -> Sequence[Sequence[str]]:
-        """The names of each engine's models."""
+    async def groups(self) -> Sequence[Sequence[str]]:
+        """The names of each engine's models and adapters."""
         ...
 
     def room(self, group: Sequence[str], running: int, most: int) -> int:
@@ -145,7 +145,7 @@ class BatchRunner:
             self._job = job
             self._spawn(self._work_on(job))
         if self.waiting and not self._answers.draining:
-            for group in self._answers.groups():
+            for group in await self._answers.groups():
                 await self._fill(group)
         try:
             async with asyncio.timeout(POLL_SECONDS):
@@ -211,10 +211,10 @@ class BatchRunner:
                 self._unkept.discard(line)
 
     async def _give_back(self, line: Line, journal: LineJournal, not_before: float, *, counts: bool) -> None:
-        """If that fails, the lease ends by itself."""
-        packed = journal.packed() if journal.changed else None
+        """If that fails, the lease ends by itself. The journal goes along even if it was packed before, since that may
+        have been cancelled before it was kept."""
         try:
-            await self._store.release(line, not_before, counts=counts, journal=packed)
+            await self._store.release(line, not_before, counts=counts, journal=journal.packed())
         except PenstockError as error:
             logger.warning("a line of %s is free once its lease ends: %s", line.batch, error.message)
 
@@ -237,7 +237,7 @@ class BatchRunner:
             job.kind,
             str(self._folder),
             job.batch.id,
-            list(self._answers.models(job.batch.tenant)),
+            list(await self._answers.models(job.batch.tenant)),
             self._config.max_lines,
             self._max_line_bytes,
             int(self._config.keep_days * 86400),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from penstock import __version__
 from penstock.cli import (
+    adapters,
     batch,
     bench,
     chaos,
@@ -44,6 +45,7 @@ def make_parser() -> ArgumentParser:
         explain,
         status,
         fleet,
+        adapters,
         chaos,
         keys,
         usage,

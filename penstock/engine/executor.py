@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.request import SamplingParams, TokenLogprob
+from penstock.core.request import Adapter, SamplingParams, TokenLogprob
 
 # Which tokens of the vocabulary may be sampled: bit t % 32 of word t // 32. Of a sequence that samples several
 # positions in a step one such row for each, [samples, words].
@@ -28,7 +28,7 @@ SAMPLED = -1  # in Step.tokens: the token this row sampled last, which only the 
 NO_ADAPTER = -1  # in RowSetup.adapter
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AdapterWeights:
     """A LoRA adapter in host memory. A linear module that it has adds (x @ A.T) @ B.T to its output."""
 
@@ -37,6 +37,18 @@ class AdapterWeights:
     # By the module's name in the checkpoint without ".weight", such as "model.layers.3.self_attn.q_proj":
     # A [rank, inputs] and B [outputs, rank], float32, the adapter's scale multiplied into B.
     modules: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes + b.nbytes for a, b in self.modules.values())
+
+
+class Adapters(Protocol):
+    """LoRA adapters in host memory. May be used from several threads."""
+
+    def get(self, adapter: Adapter, /) -> AdapterWeights:
+        """Reads it from its folder if it is not at hand. Raises InvalidRequest if it is not there, or does not fit."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +138,12 @@ class LoadedExecutor(Executor, Protocol):
     """An executor over the weights of a model, as the worker process runs it."""
 
     verifies_drafts: bool  # whether `Step.samples` may be more than one
+
+    @property
+    def adapter_modules(self) -> Mapping[str, tuple[int, int]]:
+        """Linear modules that LoRA adapters may change, by their names in the checkpoint without ".weight": how many
+        inputs and outputs they have. Empty: it computes without adapters."""
+        ...
 
     @property
     def host_memory(self) -> HostMemory | None:

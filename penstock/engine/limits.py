@@ -20,6 +20,7 @@ class SchedulerLimits:
     prefix_caching: bool = True
     max_waiting: int = 4096
     fcfs: bool = False  # first come, first served: objectives and tenants are ignored
+    max_adapters: int = 0  # LoRA adapters that one step computes with
     pools: bool = False  # prompts become vectors: nothing is sampled
     whole_prompts: bool = False  # all tokens of a prompt are computed in one step, as attention of encoders needs it
     query_tile: int = 1  # tokens that attention computes together: a part of a prompt is a multiple of this
@@ -52,6 +53,8 @@ class SchedulerLimits:
                 f"{self.longest_sequence} tokens per request",
                 param="output",
             )
+        if request.adapter is not None and not self.max_adapters:
+            raise InvalidRequest("this engine runs without LoRA adapters", param="model")
         params = request.params
         for name, ids in (
             ("prompt", request.prompt),

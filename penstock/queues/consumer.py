@@ -117,7 +117,7 @@ class Consumer:
     # ------------------------------------------------------------ messages
 
     async def _receive(self) -> None:
-        room = 0 if self._answers.draining else self._room()
+        room = 0 if self._answers.draining else await self._room()
         if room <= 0:
             await asyncio.sleep(FULL_SECONDS)
             return
@@ -126,10 +126,10 @@ class Consumer:
             self._running.add(running)
             running.task = asyncio.create_task(self._run(running))
 
-    def _room(self) -> int:
+    async def _room(self) -> int:
         """Of the engine with the most: which model a message asks for shows only when it is here."""
         most = self._config.concurrent
-        rooms = (self._answers.room(group, self.running, most) for group in self._answers.groups())
+        rooms = (self._answers.room(group, self.running, most) for group in await self._answers.groups())
         return min(max(rooms), most - self.running)
 
     async def _run(self, running: _Running) -> None:

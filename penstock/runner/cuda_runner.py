@@ -66,6 +66,7 @@ class _InFlight:
 
 class CudaRunner:
     runs_ahead = True
+    adapter_modules: Mapping[str, tuple[int, int]] = {}  # none yet
     verifies_drafts = False
     host_memory = None
 

@@ -27,6 +27,7 @@ class TextEncoder(Protocol):
 class EncoderRunner:
     runs_ahead = False
     verifies_drafts = False
+    adapter_modules: Mapping[str, tuple[int, int]] = {}
 
     def __init__(
         self, encoder: TextEncoder, num_blocks: int, *, normalize: bool, sigmoid: bool, niceness: int = 0

@@ -62,6 +62,7 @@ class NativeHidden:
 class PooledRunner:
     runs_ahead = False
     verifies_drafts = False
+    adapter_modules: Mapping[str, tuple[int, int]] = {}
 
     def __init__(self, hidden: Hidden, pooling: Pooling) -> None:
         if pooling.kind == "cls":

@@ -145,6 +145,7 @@ def start(
         prefix_caching=config.prefix_caching and (plan.pooling is None or plan.pooling.kind != "mean"),
         max_waiting=config.max_waiting,
         fcfs=config.scheduling == "fcfs",
+        max_adapters=config.max_adapters if executor.adapter_modules else 0,
         pools=plan.pooling is not None,
         query_tile=_TILE_ROWS * model_config.num_kv_heads // model_config.num_heads if device == "cuda" else 1,
     )
@@ -283,6 +284,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     from penstock.runner.forward import TorchForward
     from penstock.runner.model_runner import ModelRunner
     from penstock.runner.row_state import TorchRows
+    from penstock.runner.torch_adapters import adapters_of
     from penstock.runner.torch_hidden import TorchHidden
 
     plan.times.ended("import")
@@ -295,7 +297,8 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     plan.times.ended("kernels")
     if plan.pooling is not None:
         return PooledRunner(TorchHidden(forward, state, num_blocks, config.block_size), plan.pooling)
-    return ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
+    adapters = adapters_of(model, plan.device)
+    return ModelRunner(forward, state, adapters, num_blocks=num_blocks, block_size=config.block_size)
 
 
 def _cuda_executor(plan: _Plan) -> LoadedExecutor:

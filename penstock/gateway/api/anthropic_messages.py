@@ -159,5 +159,5 @@ class CountTokens:
 
     async def __call__(self, request: Request, response: Response, tenant: Tenant) -> None:
         incoming = Incoming(request, tenant, await self.serving.body(request, tenant))
-        answer, _ = await self.serving.parse(incoming, self._reader)
+        answer, *_ = await self.serving.parse(incoming, self._reader)
         await response.send(200, answer)

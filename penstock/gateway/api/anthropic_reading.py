@@ -67,7 +67,7 @@ class CountReader:
     def read(self, body: bytes, terms: Terms) -> tuple[bytes, list[Prompt]]:
         asked = decode_json(self.requests, body, ignore_unknown=terms.ignore_unknown)
         chat = ChatRequest(**_chat_fields(asked))
-        name = terms.served(chat.model)
+        name = terms.base_of(terms.served(chat.model))
         bounds = terms.bounds[name]._replace(prompt_tokens=terms.bounds[name].countable)
         with blamed_on("messages", bounds):
             prompt, _ = render_chat(self.texts[name], chat)

@@ -91,11 +91,12 @@ async def build_choices(
             require(scores <= MAX_SCORES, "prompt_logprobs", TOO_MANY_SCORES)
         common_tokens = prefixes.common_tokens(prompt.token_ids)
         for number in range(params.n):
-            resumed = None if journal is None else resume(journal, context.model.engine.info, params, len(choices))
+            resumed = None if journal is None else resume(journal, context, params, len(choices))
             wanted = GenerateRequest(
                 id=f"{context.id}-{len(choices)}",
                 prompt=prompt.token_ids,
                 params=params,
+                adapter=None if context.adapter is None else context.adapter.adapter,
                 seed=choice_seed(params.seed, number) if resumed is None else resumed.seed(number),
                 output=() if resumed is None else resumed.output,
                 priority=body.priority or 0,

@@ -10,7 +10,9 @@ from penstock.gateway.api.generation import Handler
 from penstock.gateway.errors import OPENAI_ERRORS, ErrorBody, ErrorFormat
 
 Schema = dict[str, Any]
-Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed; metrics: an administrator's, or none
+# Whose key is needed. metrics: an administrator's, or none while there are no tenants; operator: the same, but without
+# tenants only for this machine.
+Access = Literal["public", "tenant", "admin", "metrics", "operator"]
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
 HTML, STYLES, SCRIPT, IMAGE = "text/html", "text/css", "text/javascript", "image/svg+xml"

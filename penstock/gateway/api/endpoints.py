@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.api import adapter_endpoints as lora
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.batches import BatchEndpoints, BatchList, BatchObject, NewBatch
 from penstock.gateway.api.caches import CacheEndpoints, Caches, Flushed
@@ -83,6 +84,7 @@ class Handlers:
     accounts: RequestEndpoints
     admin: AdminEndpoints
     fleet: FleetEndpoints
+    adapters: lora.AdapterEndpoints
     caches: CacheEndpoints
     live: Live
     socket: WebSocketEndpoint
@@ -237,6 +239,25 @@ ENDPOINTS = (
         lambda h: h.text.detokenize,
         types.Detokenized,
         types.DetokenizeRequest,
+    ),
+    Endpoint("GET", "/v1/lora_adapters", "operator", "All adapters", lambda h: h.adapters.all, lora.AdapterList),
+    Endpoint(
+        "POST",
+        "/v1/load_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter, in place of another one if the name is taken",
+        lambda h: h.adapters.load,
+        lora.Loaded,
+        lora.LoadAdapter,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter no longer",
+        lambda h: h.adapters.unload,
+        lora.Unloaded,
+        lora.UnloadAdapter,
     ),
     Endpoint("GET", "/admin/tenants", "admin", "All tenants", lambda h: h.admin.tenants, ObjectList),
     Endpoint(

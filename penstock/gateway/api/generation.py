@@ -68,7 +68,7 @@ class Generation:
         self.attempts: list[Attempt] = []  # by models whose answers were discarded before this one
         self.final_usage: Usage | None = None  # when all has been generated
         if context.why:
-            response.headers[MODEL] = quote(context.model.name, safe="/:@+ ").encode()
+            response.headers[MODEL] = quote(context.answered_by, safe="/:@+ ").encode()
 
     async def run(self, emit: Emit | None = None) -> None:
         """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine.
@@ -231,6 +231,7 @@ class Generation:
             endpoint=context.endpoint,
             asked=context.asked,
             model=context.model.name,
+            adapter=None if context.adapter is None else context.adapter.account,
             why=context.why if self.trial is None else self.trial.verdict,
             status=status,
             error=error,
@@ -251,7 +252,7 @@ class Generation:
         begun = min((choice.submitted for choice in self.choices if choice.submitted is not None), default=None)
         seconds = 0.0 if begun is None else time.monotonic() - begun
         return Attempt(
-            model=self.context.model.name,
+            model=self.context.answered_by,
             why=why,
             seconds=seconds,
             output_tokens=sum(choice.stream.output_tokens for choice in self.choices),

@@ -125,6 +125,9 @@ class Bounds(NamedTuple):
         return {"generate": "generates text", "embed": "makes embeddings", "score": "scores pairs of texts"}[self.task]
 
 
+_NONE: Mapping[str, str] = {}
+
+
 class Terms(NamedTuple):
     """What a reader must know of the models and of the tenant."""
 
@@ -134,15 +137,20 @@ class Terms(NamedTuple):
     ignore_unknown: bool = False  # fields that nobody here knows
     read_for: str | None = None  # the model that is to answer, where that is another than the request names
     wildcards: Sequence[tuple[str, str]] = ()  # aliases such as claude-*, each with the name of its model
+    adapters: Mapping[str, str] = _NONE  # LoRA adapters that the tenant may use, with the names of their models
 
     def served(self, model: str) -> str:
         """The name under which it is served: this one, or that of the model whose wildcard alias matches it."""
-        if model in self.allowed:
+        if model in self.allowed or model in self.adapters:
             return model
         for pattern, name in self.wildcards:
             if name in self.allowed and fnmatchcase(model, pattern):
                 return name
-        raise model_not_found(model, self.allowed)
+        raise model_not_found(model, [*self.allowed, *self.adapters])
+
+    def base_of(self, name: str) -> str:
+        """The model that an adapter changes, or the model itself."""
+        return self.adapters.get(name, name)
 
     def check_task(self, model: str, *tasks: Task) -> None:
         """Refuse a model that is for something else, and name those that are for this."""

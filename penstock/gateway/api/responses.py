@@ -247,7 +247,7 @@ class Responses(TextEndpoint[ResponsesChat]):
     async def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Incoming:
         """With what earlier responses hold of the conversation."""
         incoming = await self.serving.receive(request, tenant, reservation)
-        head, _ = await self.serving.parse(incoming, self._heads)
+        head, *_ = await self.serving.parse(incoming, self._heads)
         history = await self.store.history(tenant.name, head)
         incoming.body, incoming.added = with_history(history, incoming.body), len(history)
         return incoming

@@ -34,10 +34,12 @@ class StatusEndpoints:
         self.max_waiting = max_waiting
 
     def _card(self, name: str) -> ModelCard:
-        model = self.serving.models.by_name[name]
+        """Of a model, or of an adapter as it was found last."""
+        model, adapter = self.serving.model_of(name), self.serving.adapters.get(name)
         info = model.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
-        text, created = model.text, self.serving.created
+        created = self.serving.created if adapter is None else adapter.loaded
+        text = model.text
         return ModelCard(
             name,
             created,
@@ -46,6 +48,9 @@ class StatusEndpoints:
             class_cards(model),
             text.tools,
             text.reasoning,
+            root=model.name,
+            parent=None if adapter is None else model.name,
+            digest=UNSET if adapter is None else adapter.adapter.digest,
             display_name=name,
             created_at=datetime.fromtimestamp(created, UTC).isoformat(),
             max_input_tokens=info.max_model_len - (info.task == "generate"),
@@ -54,13 +59,14 @@ class StatusEndpoints:
         )
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
-        cards = [self._card(name) for name in self.serving.models.names(tenant)]
+        await self.serving.adapters.refresh()
+        cards = [self._card(name) for name in self.serving.names(tenant)]
         ends = (cards[0].id, cards[-1].id) if cards else (None, None)
         await response.send(200, encode_json(ModelList(cards, *ends)))
 
     async def model(self, request: Request, response: Response, tenant: Tenant) -> None:
         name = request.path_params["id"]
-        self.serving.models.find(tenant, name)
+        await self.serving.find(name, tenant)
         await response.send(200, encode_json(self._card(name)))
 
     async def health(self, request: Request, response: Response, tenant: Tenant) -> None:

@@ -73,7 +73,7 @@ def _text_and_bounds(texts: Mapping[str, ModelText], terms: Terms, model: str | 
     """A request may leave its model out; only one that is named must be the tenant's to use."""
     if model is None:
         return texts[terms.default_model], terms.bounds[terms.default_model]
-    name = terms.served(model)
+    name = terms.base_of(terms.served(model))
     return texts[name], terms.bounds[name]
 
 
@@ -91,5 +91,5 @@ class TextEndpoints:
 
     async def _answer(self, request: Request, response: Response, tenant: Tenant, reader: Reader[bytes]) -> None:
         incoming = Incoming(request, tenant, await self.serving.body(request, tenant))
-        answer, _ = await self.serving.parse(incoming, reader)
+        answer, *_ = await self.serving.parse(incoming, reader)
         await response.send(200, answer)

@@ -59,7 +59,8 @@ class TextReader(ABC, Generic[B]):
         self.check(asked)
         name = terms.read_for
         if name is None:
-            name = asked.model = terms.served(asked.model)
+            asked.model = terms.served(asked.model)
+            name = terms.base_of(asked.model)
         bounds = terms.bounds[name]
         terms.check_task(name, "generate")
         if asked.truncate_prompt_tokens is not None:
@@ -192,8 +193,8 @@ class TextEndpoint(ABC, Generic[B]):
         return await build_choices(request, context, body, prompts, prompt_only=wanted.prompt_only)
 
     def _shadowed(self, answer: Answer, incoming: Incoming, name: str) -> Answer:
-        """With a shadow of it to this model, unless that has answered itself."""
-        model = self.serving.models.by_name[name]
+        """With a shadow of it to this model or adapter, unless that has answered itself."""
+        model = self.serving.model_of(name)
 
         async def choices() -> list[Choice]:
             context, body, found = await self.serving.accept(incoming, self.endpoint, self.reader, name, "shadow")
@@ -201,7 +202,7 @@ class TextEndpoint(ABC, Generic[B]):
             return await self._choices(incoming.request, context, body, found, self.wanted(body))
 
         def send(generation: Generation) -> None:
-            if generation.context.model is not model:
+            if generation.context.answered_by != name:
                 self.serving.shadows.send(model, choices)
 
         return ShadowedAnswer(answer, send)
