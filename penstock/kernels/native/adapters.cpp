@@ -145,17 +145,6 @@ void Model::by_adapter(Range rows, int layer, int stage, const Work& work) {
     }
 }
 
-// Ask for a part of a factor before it is needed.
-static void request(const uint8_t* from, size_t bytes) {
-    for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-}
-
-void Model::request_shrink(int layer, int stage, Range rows) {
-    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank&, int, int) {
-        request(factors.a.panels, factors.a.num_panels * factors.a.panel_bytes);
-    });
-}
-
 // A x for rows of x that have been prepared, with an adapter's rows at `to` + their number.
 void Model::shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to) {
     by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank& h, int begin, int count) {
@@ -180,17 +169,7 @@ void Model::multiply_adapted(const Matrix& w, const Activations& x, int layer, i
     } else {
         to.data = out.data + rows.begin * out.stride + first;
     }
-    // While a panel is multiplied, what adapters have for its columns is on its way from memory. Few rows are multiplied
-    // with several panels at once, which are faster than that.
-    const int pieces = count > STREAMING_ROWS ? width : 1;
-    for (int i = 0; i < pieces; i++) {
-        const Range mine = share(width, i, pieces);
-        by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank&, int, int) {
-            const size_t bytes = 2 * factors.b.panel_bytes;
-            request(factors.b.panels + (panels.begin + mine.begin) * bytes, (mine.end - mine.begin) * bytes);
-        });
-        kernels_->gemm(part, x.from(copies + rows.begin), {0, count}, mine, to);
-    }
+    kernels_->gemm(part, x.from(copies + rows.begin), {0, count}, {0, width}, to);
     const int columns = std::min(width * PANEL, part.n);
     by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank& h, int begin, int number) {
         Factor b = factors.b;

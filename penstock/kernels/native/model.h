@@ -11,15 +11,6 @@
 
 namespace penstock {
 
-constexpr int STREAMING_ROWS = 16;  // up to here weights are read once, in order
-
-// Parts of nearly equal size, larger ones first: whoever takes a small one last has no more than the others.
-inline Range share(int count, int part, int parts) {
-    const int size = count / parts, larger = count % parts;
-    const int begin = part * size + (part < larger ? part : larger);
-    return {begin, begin + size + (part < larger)};
-}
-
 // The C ABI's view of a model; mirrored field by field in bindings.py.
 struct ModelSpec {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab;
@@ -193,7 +184,6 @@ class Model {
     LowRank low_rank_of(const AdapterSlot& adapter);
     template <class Work>
     void by_adapter(Range rows, int layer, int stage, const Work& work);
-    void request_shrink(int layer, int stage, Range rows);
     void shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to);
     void multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                           const Output& out, int copies, int thread);
