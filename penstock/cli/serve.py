@@ -113,7 +113,7 @@ class SharedParts:
     control: Control
     siblings: Siblings
     adapters: Sequence[NamedAdapter]  # that are there from the start
-    on_ready: Callable[[Edge, FleetControl, list[str], bool], None]
+    on_ready: Callable[[Edge, FleetControl, AnswerCache, list[str], bool], None]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -203,12 +203,14 @@ async def serve_fleets(
     shared: SharedParts | None = None,
 ) -> int:
     """Serve HTTP in this process, once these fleets have started. `shared`: it is one of several gateway processes."""
+    from penstock.batches.place import open_batches
     from penstock.cache.build import open_cache
     from penstock.cli.autoscaling import autoscalers, running
     from penstock.cli.served_adapters import adapters_at_start
     from penstock.fleet.control import FleetControl
     from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
+    from penstock.gateway.batch_lines import running_batches
     from penstock.gateway.http.server import serve, tune_interpreter
     from penstock.gateway.tenancy.tenants import open_directory
     from penstock.state.open import open_store
@@ -216,13 +218,12 @@ async def serve_fleets(
     opening = open_store(settings.state) if shared is None or shared.store is None else nullcontext(shared.store)
     store = await stack.enter_async_context(opening)
     directory = await stack.enter_async_context(open_directory(settings, store))
-    common = None if shared is None else shared.answers
-    cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, common))
+    answers = None if shared is None else shared.answers
+    cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, answers))
+    batches = await stack.enter_async_context(open_batches(settings.batches, settings.state))
     models = [model async for model in _served_models(settings, fleets, cache)]
-    adapters = await adapters_at_start(settings) if shared is None else shared.adapters
     configs = {fleets[name].model: config for name, config in settings.served.items()}
-    by_label = {fleet.model: fleet for fleet in fleets.values()}
-    own = FleetControl(by_label, configs, settings.server.log_level, new_launcher)
+    own = FleetControl({f.model: f for f in fleets.values()}, configs, settings.server.log_level, new_launcher)
     if shared is None:
         own.autoscalers = autoscalers(settings, fleets, own)
     app = create_app(
@@ -232,23 +233,25 @@ async def serve_fleets(
         collectors=[*cache.collectors, *fleet_metrics(fleets.values(), own.autoscalers.values())],
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
-        adapters=adapters,
+        adapters=await adapters_at_start(settings) if shared is None else shared.adapters,
+        cache=cache,
+        batches=batches,
     )
     await asyncio.gather(*starts)
     await stack.enter_async_context(running(own.autoscalers.values()))
+    await stack.enter_async_context(running_batches(batches, app, directory))
 
-    virtual = [name for name, config in settings.models.items() if config.is_virtual]
+    virtual = (name for name, config in settings.models.items() if config.is_virtual)
+    names = [*(model.names[0] for model in models), *virtual]
 
     def on_ready(host: str, port: int) -> None:
-        names = [*(model.names[0] for model in models), *virtual]
         if shared is None:
             announce(host, port, names, directory.open)
         else:
-            shared.on_ready(app, own, names, directory.open)
+            shared.on_ready(app, own, cache, names, directory.open)
 
     tune_interpreter()
-    warming = asyncio.create_task(app.long_requests.warm_up())
-    stack.callback(warming.cancel)
+    stack.callback(asyncio.create_task(app.long_requests.warm_up()).cancel)
     return await serve(app, listener, on_ready, settings.server.drain_seconds)
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from penstock.core.errors import NotFound, PenstockError, Unavailable
 from penstock.gateway.api.generation import Answer, Handler
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.reading import LongRequests
-from penstock.gateway.api.shadow import Shadows
+from penstock.gateway.api.serving import Serving
 from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.request import Request
@@ -95,14 +96,25 @@ class Edge:
 
     routes: Routes
     origins: Origins
-    traffic: Traffic
-    metrics: GatewayMetrics
+    serving: Serving
     requests: RequestLog
-    long_requests: LongRequests
-    shadows: Shadows
+    live: Live
     tracing: Tracing | None = None
 
-    async def answer(self, request: Request, response: Response) -> None:
+    @property
+    def traffic(self) -> Traffic:
+        return self.serving.traffic
+
+    @property
+    def metrics(self) -> GatewayMetrics:
+        return self.serving.metrics
+
+    @property
+    def long_requests(self) -> LongRequests:
+        return self.serving.long_requests
+
+    async def answer(self, request: Request, response: Response, known: Tenant | None = None) -> None:
+        """`known`: whose request it is, where that has been found out before."""
         quiet = request.path in _QUIET
         span = None
         if self.tracing is not None and not quiet:
@@ -118,9 +130,10 @@ class Edge:
                 raise request.error
             route = self.routes.find(request)
             endpoint = route.path
-            tenant = await route.authenticate(request)
+            tenant = await route.authenticate(request) if known is None else known
             answer = await route.handle(request, response, tenant)
             if answer is not None:
+                self.live.running[request.unique] = answer
                 await answer.respond()
         except (Exception, asyncio.CancelledError) as raised:
             error = _error_for_client(request, raised)
@@ -132,7 +145,12 @@ class Edge:
             # An error in mid-stream is counted by its own status, though the response began with 200.
             status = response.status if error is None else error.status
             why = None if error is None else error.message
-            account = None if answer is None else answer.generation.account(status, why)
+            account = None
+            if answer is not None:
+                del self.live.running[request.unique]
+                account = answer.generation.account(status, why)
+            elif error is not None:
+                self.live.refused(endpoint, tenant.name, error)
             self._record(endpoint, status, account)
             if self.tracing is not None and span is not None:
                 self.tracing.end(span, request.method, endpoint, status, why, account)
@@ -145,10 +163,10 @@ class Edge:
         self.metrics.requests[endpoint, status] += 1
         if account is not None:
             self.metrics.settle(account)
-            self.requests.add(account)
+            self.live.ended(self.requests.add(account))
 
     async def close(self) -> None:
-        await self.shadows.close()
+        await self.serving.shadows.close()
         await self.long_requests.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, TokenMask, at_most_one_each
+from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, TokenMask, by_sequence
 from penstock.kernels.triton.argmax import argmax, argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.prefix import SharedPrefix, prefix_splits
@@ -67,6 +67,7 @@ class _InFlight:
 class CudaRunner:
     runs_ahead = True
     adapter_modules: Mapping[str, tuple[int, int]] = {}  # none yet
+    verifies_drafts = False
     host_memory = None
 
     def __init__(
@@ -145,7 +146,7 @@ class CudaRunner:
             self.idle_seconds = (self.idle_seconds or 0.0) + max(0.0, handle.after.elapsed_time(handle.began)) / 1e3
         if self._under_way is handle.done:
             self._under_way = None
-        result = StepResult(at_most_one_each(handle.step.samples, handle.tokens.tolist()))
+        result = StepResult(by_sequence(handle.step.samples, handle.tokens.tolist()))
         for add in handle.scores:
             add(result)
         return result

@@ -127,11 +127,11 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
-    @cached_property
+    @property
     def vocabulary(self) -> dict[str, int]:
-        """The ids of all tokens by their spelling."""
-        found: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        return found
+        """All tokens by their spelling, as `token_spelling` gives it."""
+        tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return tokens
 
     def serialized(self) -> str:
         """As the text of a tokenizer.json."""

@@ -25,6 +25,7 @@ from penstock.core.request import Adapter
 from penstock.fleet.settings import ADAPTER_NAME, ModelConfig
 from penstock.gateway.tenancy.tenants import Tenant
 from penstock.lora.checkpoint import adapter_digest
+from penstock.observability.account import AdapterAccount
 from penstock.state.store import Store
 
 logger = logging.getLogger("penstock.gateway")
@@ -41,6 +42,10 @@ class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     adapter: Adapter
     loaded: int  # seconds since 1970
     source: Source
+
+    @property
+    def account(self) -> AdapterAccount:
+        return AdapterAccount(self.name, self.adapter.digest)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,17 +8,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.gateway.api import adapter_endpoints as lora
 from penstock.gateway.api import openai_types as types
-from penstock.gateway.api.adapter_endpoints import (
-    AdapterEndpoints,
-    AdapterList,
-    LoadAdapter,
-    Loaded,
-    UnloadAdapter,
-    Unloaded,
-)
+from penstock.gateway.api.batches import BatchEndpoints, BatchList, BatchObject, NewBatch
+from penstock.gateway.api.caches import CacheEndpoints, Caches, Flushed
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.files import PURPOSES, DeletedFile, FileEndpoints, FileList, FileObject
 from penstock.gateway.api.fleet import (
     Drain,
     FleetEndpoints,
@@ -29,9 +25,11 @@ from penstock.gateway.api.fleet import (
     WholeFleet,
 )
 from penstock.gateway.api.generation import Handler
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
+from penstock.gateway.api.web import WebEndpoints
 from penstock.gateway.settings import TenantConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
 from penstock.observability.account import Account
@@ -42,6 +40,8 @@ Schema = dict[str, Any]
 Access = Literal["public", "tenant", "admin", "metrics", "operator"]
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
+HTML, STYLES, SCRIPT, IMAGE = "text/html", "text/css", "text/javascript", "image/svg+xml"
+JSONL = "application/jsonl"
 
 
 class AccountList(msgspec.Struct):
@@ -70,7 +70,12 @@ class Handlers:
     accounts: RequestEndpoints
     admin: AdminEndpoints
     fleet: FleetEndpoints
-    adapters: AdapterEndpoints
+    adapters: lora.AdapterEndpoints
+    caches: CacheEndpoints
+    live: Live
+    web: WebEndpoints
+    files: FileEndpoints
+    batches: BatchEndpoints
     openapi: Handler
 
 
@@ -86,6 +91,7 @@ class Endpoint:
     status: int = 200
     media: tuple[str, ...] = (JSON,)
     parameters: tuple[Schema, ...] = ()
+    form: Schema | None = None  # of a body that is multipart/form-data
 
 
 def _parameter(where: str, name: str, schema: Schema, about: str) -> Schema:
@@ -102,6 +108,18 @@ _GENERATE = (
     _parameter("header", "cache-control", _STRING, "no-cache, no-store, max-age=SECONDS or only-if-cached"),
     _parameter("header", "traceparent", _STRING, "W3C trace context"),
 )
+_LISTING = (
+    _parameter("query", "limit", _LIMIT, ""),
+    _parameter("query", "after", _STRING, "the id after which the list goes on"),
+)
+_UPLOAD = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"enum": list(PURPOSES)},
+    },
+    "required": ["file", "purpose"],
+}
 _USAGE = (
     _parameter("query", "since", _DAY, "default: the first of this month"),
     _parameter("query", "until", _DAY, "default: today"),
@@ -165,6 +183,50 @@ ENDPOINTS = (
         Account,
         parameters=_path("id", "of a response, or its x-request-id"),
     ),
+    Endpoint("POST", "/v1/files", "tenant", "Upload a file", lambda h: h.files.upload, FileObject, form=_UPLOAD),
+    Endpoint("GET", "/v1/files", "tenant", "Uploaded files", lambda h: h.files.list, FileList, parameters=_LISTING),
+    Endpoint("GET", "/v1/files/{id}", "tenant", "One file", lambda h: h.files.one, FileObject, parameters=_path("id")),
+    Endpoint(
+        "GET",
+        "/v1/files/{id}/content",
+        "tenant",
+        "What a file holds",
+        lambda h: h.files.content,
+        None,
+        media=(JSONL,),
+        parameters=_path("id"),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/files/{id}",
+        "tenant",
+        "Delete a file",
+        lambda h: h.files.delete,
+        DeletedFile,
+        parameters=_path("id"),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/batches",
+        "tenant",
+        "Run the requests of a file, each once, when there is room",
+        lambda h: h.batches.create,
+        BatchObject,
+        NewBatch,
+    ),
+    Endpoint("GET", "/v1/batches", "tenant", "Batches", lambda h: h.batches.list, BatchList, parameters=_LISTING),
+    Endpoint(
+        "GET", "/v1/batches/{id}", "tenant", "One batch", lambda h: h.batches.one, BatchObject, parameters=_path("id")
+    ),
+    Endpoint(
+        "POST",
+        "/v1/batches/{id}/cancel",
+        "tenant",
+        "Stop a batch; what is answered stays",
+        lambda h: h.batches.cancel,
+        BatchObject,
+        parameters=_path("id"),
+    ),
     Endpoint(
         "POST",
         "/tokenize",
@@ -183,22 +245,15 @@ ENDPOINTS = (
         types.Detokenized,
         types.DetokenizeRequest,
     ),
-    Endpoint(
-        "GET",
-        "/v1/lora_adapters",
-        "operator",
-        "All LoRA adapters, and where they lie",
-        lambda h: h.adapters.all,
-        AdapterList,
-    ),
+    Endpoint("GET", "/v1/lora_adapters", "operator", "All adapters", lambda h: h.adapters.all, lora.AdapterList),
     Endpoint(
         "POST",
         "/v1/load_lora_adapter",
         "operator",
         "Serve a LoRA adapter, in place of another one if the name is taken",
         lambda h: h.adapters.load,
-        Loaded,
-        LoadAdapter,
+        lora.Loaded,
+        lora.LoadAdapter,
     ),
     Endpoint(
         "POST",
@@ -206,8 +261,8 @@ ENDPOINTS = (
         "operator",
         "Serve a LoRA adapter no longer",
         lambda h: h.adapters.unload,
-        Unloaded,
-        UnloadAdapter,
+        lora.Unloaded,
+        lora.UnloadAdapter,
     ),
     Endpoint("GET", "/admin/tenants", "admin", "All tenants", lambda h: h.admin.tenants, ObjectList),
     Endpoint(
@@ -292,6 +347,16 @@ ENDPOINTS = (
     ),
     Endpoint(
         "POST",
+        "/admin/fleet/{replica}/restart",
+        "admin",
+        "Start a new replica in its place, then let it finish what it has, and stop it",
+        lambda h: h.fleet.restart,
+        Replicas,
+        Drain,
+        parameters=_path("replica"),
+    ),
+    Endpoint(
+        "POST",
         "/admin/fleet/{replica}/fault",
         "admin",
         "Break a replica on purpose",
@@ -300,6 +365,11 @@ ENDPOINTS = (
         InjectedFault,
         status=202,
         parameters=_path("replica"),
+    ),
+    Endpoint("GET", "/admin/cache", "admin", "What the caches hold and save", lambda h: h.caches.show, Caches),
+    Endpoint("DELETE", "/admin/cache", "admin", "Forget all cached answers", lambda h: h.caches.flush, Flushed),
+    Endpoint(
+        "GET", "/admin/live", "metrics", "What the engines do now", lambda h: h.live.stream, None, media=(EVENTS,)
     ),
     Endpoint(
         "GET", "/health", "public", "Whether requests make progress", lambda h: h.status.health, types.HealthReport
@@ -310,5 +380,15 @@ ENDPOINTS = (
     Endpoint("GET", "/version", "public", "Of this server", lambda h: h.status.version, types.Version),
     Endpoint("GET", "/metrics", "metrics", "Prometheus", lambda h: h.status.metrics, None, media=(TEXT,)),
     Endpoint("GET", "/openapi.json", "public", "This document", lambda h: h.openapi, dict[str, Any]),
-    Endpoint("GET", "/", "public", "A hint", lambda h: h.status.hint, None, media=(TEXT,)),
+    Endpoint("GET", "/", "public", "The web page, or a hint in text", lambda h: h.web.page, None, media=(TEXT, HTML)),
+    Endpoint(
+        "GET",
+        "/web/{name}",
+        "public",
+        "A file of the web page",
+        lambda h: h.web.file,
+        None,
+        media=(HTML, STYLES, SCRIPT, IMAGE),
+        parameters=_path("name"),
+    ),
 )

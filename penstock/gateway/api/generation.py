@@ -29,6 +29,7 @@ from penstock.gateway.api.cache_control import cache_control, cache_header
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.openai_types import CompletionTokensDetails, PromptTokensDetails, SamplingFields, Usage
 from penstock.gateway.api.reading import Prompt
+from penstock.gateway.api.resuming import resume
 from penstock.gateway.api.slices import SLICE, slices
 from penstock.gateway.api.trial import Escalated, Trial
 from penstock.gateway.errors import ClientGone, require
@@ -36,7 +37,7 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.tenants import Tenant
-from penstock.observability.account import Account, AdapterAccount, Attempt, ChoiceAccount, parts_of
+from penstock.observability.account import Account, Attempt, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
 from penstock.text.stream import TextDelta, TextStream
 
@@ -73,6 +74,7 @@ class Choice:
     first: float | None = None
     ended: float | None = None
     ledger: Ledger | None = None  # None as well: the engine computed the answer for another request
+    note: Callable[[list[int]], None] | None = None  # keeps tokens, of a request that outlives this process
 
     @property
     def computed(self) -> bool:
@@ -99,10 +101,8 @@ async def build_choices(
     """`n` choices of each prompt, in the order OpenAI numbers them."""
     deadline, tenant = context.remaining(), context.tenant
     tokenizer, prefixes = context.model.text.tokenizer, context.model.prefixes
-    adapter = None if context.adapter is None else context.adapter.adapter
-    control = cache_control(request)
-    choices: list[Choice] = []
-    scores = 0
+    control, journal = cache_control(request), request.journal
+    choices, scores = list[Choice](), 0
     for position, (prompt, params) in enumerate(prompts):
         if position % SLICE == SLICE - 1:
             await asyncio.sleep(0)
@@ -112,12 +112,14 @@ async def build_choices(
             require(scores <= MAX_SCORES, "prompt_logprobs", TOO_MANY_SCORES)
         common_tokens = prefixes.common_tokens(prompt.token_ids)
         for number in range(params.n):
+            resumed = None if journal is None else resume(journal, context, params, len(choices))
             wanted = GenerateRequest(
                 id=f"{context.id}-{len(choices)}",
                 prompt=prompt.token_ids,
                 params=params,
-                seed=choice_seed(params.seed, number),
-                adapter=adapter,
+                adapter=None if context.adapter is None else context.adapter.adapter,
+                seed=choice_seed(params.seed, number) if resumed is None else resumed.seed(number),
+                output=() if resumed is None else resumed.output,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 prefix_scope=prefixes.scope(tenant.name),
@@ -131,6 +133,8 @@ async def build_choices(
             )
             stream = TextStream(tokenizer, params, prompt.form)
             choices.append(Choice(len(choices), prompt, wanted, stream, number == 0, prompt_only))
+            if resumed is not None:
+                choices[-1].note = resumed.note
     return choices
 
 
@@ -200,10 +204,17 @@ class Generation:
         choice.submitted = time.monotonic()
         chunks = self.engine.submit(choice.request)
         push, trial = choice.stream.push, self.trial
-        observe_inter_token = self.metrics.inter_token.observe
+        latencies = self.metrics.of_class(self.context.objective.name)
+        observe_inter_token = latencies.inter_token.observe
         last: float | None = None
         computed = True
         try:
+            if choice.request.output:
+                before = push(Chunk(choice.request.id, list(choice.request.output)))
+                if emit is not None:
+                    await emit(choice, before)
+                else:
+                    choice.keep(before)
             async for chunk in chunks:
                 if chunk.finish_reason is not None:
                     self._last_chunk(choice, chunk)
@@ -222,7 +233,7 @@ class Generation:
                     delta = judged
                 if choice.first is None:
                     choice.first = time.monotonic()
-                    self.metrics.first_token.observe(choice.first - self.context.arrived)
+                    latencies.first_token.observe(choice.first - self.context.arrived)
                 finished = delta.finish_reason
                 if finished is not None:
                     choice.finish_reason, choice.stop_reason = finished, delta.stop_matched
@@ -232,6 +243,8 @@ class Generation:
                     choice.keep(delta)
                 if finished is not None:
                     return
+                if choice.note is not None:
+                    choice.note(chunk.token_ids)
             raise EngineFailure("the engine ended the stream without a finish reason")
         finally:
             choice.ended = time.monotonic()
@@ -319,9 +332,7 @@ class Generation:
             endpoint=context.endpoint,
             asked=context.asked,
             model=context.model.name,
-            adapter=None
-            if context.adapter is None
-            else AdapterAccount(context.adapter.name, context.adapter.adapter.digest),
+            adapter=None if context.adapter is None else context.adapter.account,
             why=context.why if self.trial is None else self.trial.verdict,
             status=status,
             error=error,

@@ -6,6 +6,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.core.request import RECOMMENDED
+from penstock.gateway.api.models import Model
 from penstock.gateway.api.objectives import milliseconds
 from penstock.gateway.api.openai_types import ClassCard, HealthReport, ModelCard, ModelList, Version
 from penstock.gateway.api.serving import Serving, encode_json
@@ -14,9 +15,13 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
 
-HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
-Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GET /metrics.
-"""
+
+def class_cards(model: Model) -> dict[str, ClassCard]:
+    """What each class of requests is promised."""
+    return {
+        objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.itl))
+        for objective in model.objectives.all().values()
+    }
 
 
 class StatusEndpoints:
@@ -30,12 +35,8 @@ class StatusEndpoints:
         model, adapter = self.serving.model_of(name), self.serving.adapters.get(name)
         info = model.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
-        classes = {
-            objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.itl))
-            for objective in model.objectives.all().values()
-        }
         created = self.serving.created if adapter is None else adapter.loaded
-        text = model.text
+        text, classes = model.text, class_cards(model)
         card = ModelCard(
             name, created, info.max_model_len, defaults, classes, text.tools, text.reasoning, root=model.name
         )
@@ -84,6 +85,3 @@ class StatusEndpoints:
         content_type = (b"content-type", CONTENT_TYPE_LATEST.encode())
         exposition = await self.siblings.metrics() or self.serving.metrics.exposition()
         await response.send(200, exposition, content_type)
-
-    async def hint(self, request: Request, response: Response, tenant: Tenant) -> None:
-        await response.send(200, HINT, (b"content-type", b"text/plain; charset=utf-8"))

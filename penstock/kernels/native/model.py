@@ -33,6 +33,7 @@ from penstock.kernels.native.bindings import (
     library,
 )
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, untied
+from penstock.kernels.native.packed_file import read_into, remove_leftovers, round_up
 from penstock.kernels.native.sampling import NativeSampling, Scores
 from penstock.kernels.native.shape import ModelShape, native_block_bytes, tensor_shapes, unsupported_reason
 from penstock.quantization.rotation import hadamard_block, split_name
@@ -73,30 +74,9 @@ TENSORS = (
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
-def _read_into(piece: memoryview, fd: int, offset: int) -> None:
-    """Fill the memory from the file, as far as the file goes."""
-    while piece and (count := os.preadv(fd, [piece], offset)):
-        piece, offset = piece[count:], offset + count
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove the partial files of processes that were killed while they wrote this file."""
-    for partial in path.parent.glob(f"{path.name}.*.partial"):
-        try:
-            os.kill(int(partial.name.split(".")[-2]), 0)
-        except ProcessLookupError:
-            partial.unlink(missing_ok=True)
-        except PermissionError:
-            pass  # it lives, as another user's
-
-
 def _adapter_said(problem: bytes | None) -> None:
     if problem:
         raise EngineFailure(f"native adapter: {problem.decode()}")
-
-
-def _round_up(n: int, step: int) -> int:
-    return -(-n // step) * step
 
 
 def _checked(
@@ -119,6 +99,9 @@ class NativeStep:
     starts: Sequence[int]  # position of its first token
     counts: Sequence[int]  # of its tokens
     logit_rows: Sequence[int]  # indices of the tokens whose logits are wanted
+    # Lengths of runs of logit rows. Those of a run follow one another in a sequence and are sampled in order, until a
+    # token is sampled that is not the one that follows in the step (a draft). (): each row is sampled by itself.
+    runs: Sequence[int] = ()
     targets: Sequence[int] = ()  # an entry per logit row: a token to score, or -1 to sample one; (): all are sampled
     masks: Mapping[int, Ints] = field(default_factory=dict)  # by logit row: one bit per token that may be sampled
 
@@ -298,11 +281,11 @@ class NativeModel:
     def save_packed(self, path: Path, fingerprint: str) -> None:
         """Write the packed weights, so that `load_packed` needs no quantising. `fingerprint` names their source."""
         header = self._header(fingerprint)
-        _remove_leftovers(path)
+        remove_leftovers(path)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         with partial.open("wb") as file:
             file.write(MAGIC + len(header).to_bytes(8, "little") + header)
-            file.seek(_round_up(file.tell(), ALIGNMENT))
+            file.seek(round_up(file.tell(), ALIGNMENT))
             file.write(self._weights())
             file.write(self._checksums(lambda begin, piece: None))
         partial.replace(path)
@@ -319,8 +302,8 @@ class NativeModel:
                 found = file.read(start + len(expected))
                 if found != MAGIC + len(expected).to_bytes(8, "little") + expected:
                     return False
-                at = _round_up(len(found), ALIGNMENT)
-                checksums = self._checksums(lambda begin, piece: _read_into(piece, file.fileno(), at + begin))
+                at = round_up(len(found), ALIGNMENT)
+                checksums = self._checksums(lambda begin, piece: read_into(piece, file.fileno(), at + begin))
                 file.seek(at + self.weight_bytes)
                 if file.read() == checksums:
                     return True
@@ -360,7 +343,8 @@ class NativeModel:
         return self._logits[:rows]
 
     def forward(self, step: NativeStep, rows: NativeRows, *, logits: bool = True) -> tuple[Floats, list[int]]:
-        """Logits of the wanted rows, [R, V], valid until the next call, and the token sampled from each.
+        """Logits of the wanted rows, [R, V], valid until the next call, and the token sampled from each; -1 where a run
+        ended before it.
 
         Without `logits` there are only the latter. Logits of rows that want more than the argmax may have been changed.
         """
@@ -370,7 +354,8 @@ class NativeModel:
         out = self._logits_buffer(wanted if logits else 0)
         if step.targets and len(step.targets) != wanted:
             raise EngineFailure("native step: targets must describe all logit rows")
-        inputs = (step.tokens, step.rows, step.starts, step.counts, step.logit_rows, step.targets)
+        runs = step.runs or [1] * wanted
+        inputs = (step.tokens, step.rows, step.starts, step.counts, step.logit_rows, runs, step.targets)
         # All lists in one array, with room for the answer. No numpy: in caches that a step has swept it is slow.
         values = array("i", [*chain.from_iterable(inputs), *repeat(0, wanted)])
         begin, size = values.buffer_info()[0], values.itemsize
@@ -379,7 +364,7 @@ class NativeModel:
         masks_at = masks.buffer_info()[0] if masks else None
         logits_at = out.ctypes.data if logits else None
         scores_at = self.scores.reserve(wanted)
-        sizes = (len(step.tokens), sequences, *rows.shape, wanted)
+        sizes = (len(step.tokens), sequences, *rows.shape, wanted, len(runs))
         optional_at = (targets_at if step.targets else None, masks_at)
         call = CStep(*sizes, *inputs_at, *optional_at, *rows.addresses, logits_at, sampled_at, scores_at)
         self.call_began = time.perf_counter()

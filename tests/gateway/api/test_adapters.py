@@ -20,9 +20,10 @@ from penstock.gateway.api.adapters import AdapterBase, NamedAdapter, adapters_at
 from penstock.lora.checkpoint import adapter_digest, summarize_adapter
 from penstock.lora.fit import check_fit
 from penstock.settings import Settings, settings_from_mapping
-from penstock.simulation.scripted_engine import MODEL, Action, says
+from penstock.simulation.scripted_engine import MODEL, Action, hang, says
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_bad_input import check_error
+from tests.gateway.api.test_batches import ended, jsonl, line, lines_of, settings_in, submitted
 from tests.gateway.conftest import Gateway, serving
 from tests.lora.peft_folder import BASE, write_adapter
 
@@ -289,6 +290,34 @@ def test_stored_answers_belong_to_the_content(tokenizer: Tokenizer, folder: Path
         write_adapter(folder / "copy", BASE, seed=0)  # the same content at another place under another name
         load(gateway, "copy", "copy")
         assert ask("copy") == (digests[0], "hit")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_batches_go_on_with_the_adapter_that_they_began_with(
+    tokenizer: Tokenizer, folder: Path, tmp_path: Path, replaced: bool
+) -> None:
+    """After a restart a line continues from its tokens only if the name still means the adapter that gave them."""
+    settings = settings_in(tmp_path / "batches")
+    taken = threading.Event()
+
+    async def hang_noticed() -> None:
+        taken.set()
+        await hang()
+
+    with gateway_of(tokenizer, folder, settings) as first:
+        first.runs(lambda request: [*says_adapter(tokenizer, request)[:3], hang_noticed])
+        batch = submitted(first.client(), jsonl(line("a", model="first")))
+        assert taken.wait(60)
+    if replaced:
+        write_adapter(folder / "first", BASE, seed=9)
+    with gateway_of(tokenizer, folder, settings) as second:
+        second.runs(lambda request: says_adapter(tokenizer, request)[len(request.output) :])
+        client = second.client()
+        answers = lines_of(client, ended(client, batch.id).output_file_id)
+        (request,) = second.engine.requests
+    assert len(request.output) == (0 if replaced else 3)
+    content = answers["a"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert content == adapter_digest(folder / "first")
 
 
 def test_accounts_show_the_adapter(gateway: Gateway, folder: Path) -> None:
