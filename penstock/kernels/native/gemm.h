@@ -103,7 +103,7 @@ PENSTOCK_INLINE void request_outputs(const Output& out, int begin, int end, int 
 }
 
 // A few lines before each tile: more at once than the core can wait for would hold up the tile.
-PENSTOCK_INLINE void request_beside(const Beside& beside, int panel, int count, int tile, int tiles) {
+static __attribute__((noinline)) void request_beside(const Beside& beside, int panel, int count, int tile, int tiles) {
     for (int i = beside.count * tile / tiles; i < beside.count * (tile + 1) / tiles; i++) {
         const Beside::Stream& stream = beside.streams[i];
         for (size_t at = 0; at < count * stream.panel_bytes; at += 64)
