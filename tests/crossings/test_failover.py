@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,8 +18,12 @@ import pytest
 from penstock.bench.chaos.faults import Admin
 from penstock.bench.chaos.streams import Ask, Stream, difference, take
 from penstock.bench.schemas import array, record
+from penstock.checkpoint.source import resolve
 from penstock.client.http import HttpClient
+from penstock.lora.fit import projections
+from penstock.models.config import read_config
 from tests.conftest import start_server
+from tests.lora.peft_folder import write_adapter
 
 MODEL = "smollm2-135m"
 TOKENS = 60
@@ -37,6 +42,9 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "deadline": {"temperature": 0, "deadline_ms": 50_000},
     "json": {"temperature": 0.9, "frequency_penalty": 0.5, "max_tokens": 150, "guided_json": LINES},
     "json logprobs": {"temperature": 0.9, "logprobs": 2, "guided_json": LINES},
+    "adapter": {"model": "first", "temperature": 0},
+    "adapter seeded": {"model": "second", "temperature": 0.9, "n": 2, "logprobs": 2},
+    "adapter json": {"model": "first", "temperature": 0.9, "guided_json": LINES},
 }
 CHATS: dict[str, dict[str, Any]] = {
     "chat": {"temperature": 0, "ignore_eos": False},
@@ -62,8 +70,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     state = f"sqlite:///{tmp_path_factory.mktemp('state')}/state.db"
     command = [sys.executable, "-m", "penstock.cli.main", "keys", "create", "--admin", "--state", state]
     key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    adapters = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("first", "second")):
+        write_adapter(adapters / name, projections(read_config(resolve(MODEL))), seed, size=0.06)
     arguments = ["--replicas", "2", "--kv-memory-gib", "0.03", "--max-model-len", "1024", "--state", state]
-    running = start_server(*arguments)
+    environ = {**os.environ, "PENSTOCK_ADAPTER_FOLDER": str(adapters)}
+    running = start_server(*arguments, environ=environ)
     yield Running(running.url, key)
     running.stop()
 
@@ -167,6 +179,8 @@ async def test_every_kind_of_request(server: Running, streamed: bool) -> None:
         rights = await asyncio.gather(*(ask(http, what) for what in asks.values()))
         answers = await disturbed(http, admin, list(asks.values()), replicas=2)
     assert rights[-1][0].choices[0].finish_reason == "stop"
+    streams = dict(zip(asks, (stream for stream, _ in rights), strict=True))
+    assert difference(streams["greedy"], streams["adapter"])
     for name, (right, right_events), (found, events) in zip(asks, rights, answers, strict=True):
         assert not difference(right, found), name
         assert all(ledger["failovers"] for ledger in found.ledgers.values()), name

@@ -15,6 +15,7 @@ namespace penstock {
 namespace {
 
 constexpr int ROW_BLOCK = 240;       // rows whose activations stay in L2 while panels pass
+constexpr int STREAMING_ROWS = 16;   // up to here weights are read once, in order
 constexpr int RUN_PANELS = 8;        // that a thread then takes at a time, so that kernels may walk them side by side
 constexpr int TASK_ROWS = 48;        // (token, head) rows that share one unpacking of keys and values
 constexpr float NEAR = 2;            // logits this close to the largest: many times the error of int8
@@ -24,6 +25,13 @@ constexpr int OWN_ROWS = 3;          // so few rows each thread norms and quanti
 size_t operand_stride(size_t width) {
     const size_t stride = round_up(width, 64);
     return stride % 512 ? stride : stride + 64;
+}
+
+// Parts of nearly equal size, larger ones first: whoever takes a small one last has no more than the others.
+Range share(int count, int part, int parts) {
+    const int size = count / parts, larger = count % parts;
+    const int begin = part * size + std::min(part, larger);
+    return {begin, begin + size + (part < larger)};
 }
 
 // Ranges that so many keys reach into.
@@ -432,7 +440,6 @@ void Model::multiply(const Matrix& w, const Activations& x, int rows, const Outp
     const bool adapted = stage >= 0 && !adapter_runs_.empty();
     const int copies = rows <= OWN_ROWS ? (thread + 1) * rows : 0;
     const auto prepare_rows = [&](Range mine) {
-        if (adapted) request_shrink(layer, stage, mine);
         for (int row = mine.begin; row < mine.end; row++) prepare(row, copies + row);
         if (adapted) shrink(layer, stage, x, w.scheme, mine, copies);
     };

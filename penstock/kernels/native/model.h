@@ -13,15 +13,6 @@
 
 namespace penstock {
 
-constexpr int STREAMING_ROWS = 16;  // up to here weights are read once, in order
-
-// Parts of nearly equal size, larger ones first: whoever takes a small one last has no more than the others.
-inline Range share(int count, int part, int parts) {
-    const int size = count / parts, larger = count % parts;
-    const int begin = part * size + (part < larger ? part : larger);
-    return {begin, begin + size + (part < larger)};
-}
-
 // The C ABI's view of a model; mirrored field by field in bindings.py.
 struct ModelSpec {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocab;
@@ -191,8 +182,8 @@ class Model {
     LowRank low_rank_of(const AdapterSlot& adapter);
     template <class Work>
     void by_adapter(Range rows, int layer, int stage, const Work& work);
-    void request_shrink(int layer, int stage, Range rows);
     void shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to);
+    const std::vector<Beside::Stream>& streams_beside(Range rows, int layer, int stage, int first, int panels, int thread);
     void multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                           const Output& out, int copies, int thread);
 
@@ -241,7 +232,8 @@ class Model {
     std::vector<int8_t> low_q_;
     std::vector<int32_t> low_offset_;
     size_t low_stride_ = 0;
-    std::vector<std::vector<float>> expand_scratch_;  // per thread
+    std::vector<std::vector<float>> expand_scratch_;  // these two: per thread
+    std::vector<std::vector<Beside::Stream>> expand_streams_;
     std::vector<WorkCounter> counters_;
     std::vector<Range> runs_;                   // of logit rows that are sampled in order
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]
