@@ -16,7 +16,7 @@ from penstock.core.errors import StartupError
 from penstock.kernels.attention_reference import torch_block_bytes
 from penstock.models.llama import Llama
 from penstock.quantization.fp8 import quantize_model
-from penstock.runner.cuda_runner import CudaRunner
+from penstock.runner.cuda_runner import CudaRunner, most_sampled
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
 from penstock.runner.memory import GIB, kv_blocks
@@ -67,7 +67,7 @@ def _with_smallest_cache(plan: Plan, model: Llama, kv_dtype: torch.dtype, free: 
             plan.model,
             num_blocks=1,
             block_size=config.block_size,
-            max_seqs=config.max_seqs,
+            max_seqs=most_sampled(config.max_seqs),
             max_model_len=plan.max_model_len,
             kv_dtype=kv_dtype,
             deterministic=config.deterministic,

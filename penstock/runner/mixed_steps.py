@@ -5,7 +5,7 @@ hundred tokens, or for thousands by a small model; streams would stall for it an
 lies in one fixed buffer, sent in one copy. Padding has context 0, writes to no slot and samples into a spare row. Only
 the number of tokens costs time, so its buckets are close together; for the number of decoding sequences there are few:
 decode attention writes zeros beyond them, and attention of the prompts, which comes after, overwrites those.
-T tokens, S sequences, N sequences that sample.
+T tokens, S sequences, N tokens after which one is sampled.
 """
 
 from __future__ import annotations
@@ -91,27 +91,29 @@ class MixedSteps:
         *,
         max_tokens: int,
     ) -> None:
-        """`tables` are the block tables of all rows, the last of which is spare. `logits` [S, V] and `tokens` [S] are
-        where the results of the sequences that sample go."""
+        """`tables` are the block tables of all rows, the last of which is spare. `logits` [N, V] and `tokens` [N] are
+        where the results go."""
         self._forward = forward
         self._tables = tables
         self._logits = logits
         self._sampled = tokens
         self._scratch = scratch
-        self._max_seqs = len(logits)
+        self._max_seqs = len(tables) - 1
         self._decodes = [size for size in _DECODES if size < self._max_seqs] + [self._max_seqs]
         self._prompts = _PROMPTS if self._max_seqs > _PROMPTS[0] else _PROMPTS[:1]
         buckets = _TOKENS + _TOKENS_OF_SMALL if forward.parameters < _SMALL else _TOKENS
         self._tokens = [size for size in buckets if size <= max_tokens]
         self._max_tokens = max_tokens
-        largest = self._layout(self._max_seqs, self._max_seqs, max_tokens)
+        largest = self._layout(self._max_seqs, len(logits), max_tokens)
         self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
         self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
 
     def run(self, batch: Batch, state: RowState) -> None:
-        """Logits and greedy tokens of the sequences that sample; the tokens go to their rows as well."""
+        """Logits and greedy tokens where something is sampled; the tokens go to their rows as well, of a sequence that
+        samples several of them any one."""
         decodes = batch.num_decodes
-        layout = self._layout(decodes, len(batch.contexts_S) - decodes, len(batch.tokens_T))
+        prompts = max(len(batch.contexts_S), len(batch.last_N)) - decodes
+        layout = self._layout(decodes, prompts, len(batch.tokens_T))
         packed = torch.from_numpy(layout.pack(batch, spare=self._max_seqs))
         source = packed.pin_memory() if self._inputs.is_cuda else packed
         self._inputs[: len(packed)].copy_(source, non_blocking=True)
@@ -129,7 +131,7 @@ class MixedSteps:
         most = self._prompts[-1]
         prompts = next((size for size in self._prompts if size >= prompts), -(-prompts // most) * most)
         tokens = self.padded(max(tokens, decodes))
-        return Layout(decodes, prompts, tokens, min(self._max_seqs, decodes + prompts))
+        return Layout(decodes, prompts, tokens, min(len(self._logits), decodes + prompts))
 
     def _body(self, layout: Layout, state: RowState, layers: int | None = None) -> None:
         forward = self._forward
