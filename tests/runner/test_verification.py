@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from tests.runner.test_fused_forward import load
 
 BLOCK, BLOCKS_EACH, VOCAB, OUTPUT = 16, 8, 64, 10
 GRAMMAR = Grammar("regex", "x")
-PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=OUTPUT),
     SamplingParams(temperature=0, logprobs=3, max_tokens=OUTPUT, **PENALTIES),
