@@ -1,5 +1,5 @@
-"""A safetensors file: tensors as float32 arrays, read from a memory map. numpy has no bfloat16, so the library's own
-numpy reader refuses most checkpoints.
+"""A safetensors file: tensors as float32 arrays. numpy has no bfloat16, so the library's own numpy reader refuses most
+checkpoints.
 
 Layout: the header's length in 8 bytes, the header as JSON (dtype, shape and byte range of each tensor), the bytes.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -33,28 +36,56 @@ _DTYPES: dict[str, tuple[str, Callable[[npt.NDArray[Any]], Floats]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One entry of the header, checked: it lies in the file, and its bytes are as many as its shape says."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # in the file
+
+    def read(self, data: bytes | mmap.mmap) -> Floats:
+        """A new array, of the whole file's bytes."""
+        storage, widen = _DTYPES[self.dtype]
+        return widen(np.frombuffer(data, storage, prod(self.shape), self.start)).reshape(self.shape)
+
+
 def read_tensors(path: Path, order: Callable[[str], int] | None = None) -> Iterator[tuple[str, Floats]]:
     """Every tensor of the file, each as a new array; in an order of their names, or as they lie there."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        header_size = int.from_bytes(data[:8], "little")
-        try:
-            header = json.loads(data[8 : 8 + header_size])
-            entries = [(name, *_entry(entry)) for name, entry in header.items() if name != "__metadata__"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StartupError(f"cannot read {path}: {error!r}. Download it again.") from error
+    with path.open("rb") as file:
+        tensors = stored_tensors(file, os.fstat(file.fileno()).st_size, path)
         if order is not None:
-            entries.sort(key=lambda entry: order(entry[0]))
-        for name, dtype, shape, begin, end in entries:
-            if dtype not in _DTYPES:
-                raise StartupError(f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(_DTYPES)}")
-            storage, widen = _DTYPES[dtype]
-            at = 8 + header_size + begin
-            if 8 + header_size + end > len(data):
-                raise StartupError(f"cannot read {path}: it ends before {name} does. Download it again.")
-            stored = np.frombuffer(data[at : at + end - begin], dtype=storage)
-            yield name, widen(stored).reshape(shape)
+            tensors.sort(key=lambda tensor: order(tensor.name))
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            for tensor in tensors:
+                yield tensor.name, tensor.read(data)
 
 
-def _entry(entry: dict[str, Any]) -> tuple[str, list[int], int, int]:
+def stored_tensors(file: BinaryIO, size: int, path: Path) -> list[StoredTensor]:
+    """The header of a file of so many bytes, read from its beginning; nothing it says is believed."""
+    header_size = int.from_bytes(file.read(8), "little")
+    try:
+        header = json.loads(file.read(min(header_size, size)))
+        entries = [(name, *_entry(entry)) for name, entry in header.items() if name != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise StartupError(f"cannot read {path}: {error!r}. Download it again.") from error
+    return [_checked(*entry, 8 + header_size, size, path) for entry in entries]
+
+
+def _entry(entry: dict[str, Any]) -> tuple[str, tuple[int, ...], int, int]:
     begin, end = entry["data_offsets"]
-    return str(entry["dtype"]), [int(n) for n in entry["shape"]], int(begin), int(end)
+    return str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), int(begin), int(end)
+
+
+def _checked(
+    name: str, dtype: str, shape: tuple[int, ...], begin: int, end: int, data_start: int, size: int, path: Path
+) -> StoredTensor:
+    if dtype not in _DTYPES:
+        raise StartupError(f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(_DTYPES)}")
+    if data_start + end > size:
+        raise StartupError(f"cannot read {path}: it ends before {name} does. Download it again.")
+    needed = prod(shape) * np.dtype(_DTYPES[dtype][0]).itemsize
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != needed:
+        raise StartupError(f"cannot read {path}: {name} has {end - begin} bytes, and its shape {list(shape)} {needed}")
+    return StoredTensor(name, dtype, shape, data_start + begin)

@@ -38,6 +38,7 @@ QUEUE_CAUSES = {
     "order": "others went first",
     "rows": "as many sequences as allowed were running",
     "memory": "no KV memory was free",
+    "adapters": "every adapter slot was in use",
     "preempted": "its KV memory was taken away",
 }
 CACHE_STATES = {

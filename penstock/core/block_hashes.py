@@ -18,11 +18,11 @@ def extend_block_hashes(
 ) -> None:
     """Extend the hashes of a request's first blocks until there are `blocks` of them; `tokens` are its prompt and
     output. Those of tokens that all scopes share form one chain, from which each scope's own goes on."""
-    common = request.common_tokens // block_size
+    common, digest = request.common_tokens // block_size, request.adapter.digest if request.adapter else ""
     while (done := len(hashes)) < blocks:
         end = min(blocks, common) if done < common else blocks
         scope = "" if done < common else request.prefix_scope
-        parent = hashes[-1] if done else root_hash(scope, request.cache_salt)
+        parent = hashes[-1] if done else root_hash(scope, request.cache_salt, digest)
         if done and done == common and scope:
             parent = _enter_scope(parent, scope, request.cache_salt)
         hashes += chain_hashes(parent, tokens[done * block_size : end * block_size], block_size)
@@ -41,9 +41,9 @@ def chain_hashes(parent: bytes, tokens: Sequence[int], block_size: int) -> list[
     return hashes
 
 
-def root_hash(scope: str, salt: str) -> bytes:
-    """Where the chains of a scope and salt begin."""
-    return hashlib.blake2b(f"{len(scope)}:{scope}{salt}".encode(), digest_size=16).digest()
+def root_hash(scope: str, salt: str, adapter: str = "") -> bytes:
+    """Where the chains of a scope, a salt and a LoRA adapter, named by its digest, begin."""
+    return hashlib.blake2b(f"{len(scope)}:{scope}{len(salt)}:{salt}{adapter}".encode(), digest_size=16).digest()
 
 
 def _enter_scope(parent: bytes, scope: str, salt: str) -> bytes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-QueueCause = Literal["step", "order", "rows", "memory", "preempted"]
+QueueCause = Literal["step", "order", "rows", "memory", "adapters", "preempted"]
 MissCause = Literal["never_seen", "evicted", "too_short", "other_salt", "off"]
 
 MAX_CHUNKS = 64  # a ledger is sent with the answer: what is beyond these is summed up in the last entry
@@ -53,7 +53,7 @@ class Ledger:
     total: float = 0.0  # from arrival to the last token
     ttft: float | None = None
     predicted_ttft: float | None = None  # as forecast on arrival; None: the engine knew too little to say
-    # step: the step under way at arrival had to end; order: others went first; rows, memory: nothing was free;
+    # step: the step under way at arrival had to end; order: others went first; rows, memory, adapters: none was free;
     # preempted: its memory was taken away
     queued: dict[QueueCause, float] = field(default_factory=dict)
     prefill: list[PrefillChunk] = field(default_factory=list)

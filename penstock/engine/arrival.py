@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from penstock.core.request import GenerateRequest, Objective
 from penstock.engine.bookkeeping import open_ledger
+from penstock.engine.executor import AdapterWeights
 from penstock.engine.fairness import TenantCounter
 from penstock.engine.grammar import Constraint, Matcher, constraint_of
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.sequence import Sequence
 
 _NO_OBJECTIVE = Objective()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a request needs beside its tokens."""
+
+    constraint: Constraint | None = None  # its grammar, at the beginning of its output
+    adapter: AdapterWeights | None = None  # read from its folder
+
+
+NOTHING = Prepared()
 
 
 def objective_of(request: GenerateRequest, limits: SchedulerLimits) -> Objective:
@@ -41,11 +54,12 @@ def sequence_of(
     counter: TenantCounter,
     limits: SchedulerLimits,
     now: float,
-    constraint: Constraint | None = None,
+    prepared: Prepared = NOTHING,
 ) -> Sequence:
     """`number` counts arrivals. Its due time is now, and all its tokens are to be computed."""
     params, objective, max_len = request.params, objective_of(request, limits), max_len_of(request, limits)
     given = len(request.prompt) + len(request.output)
+    constraint = prepared.constraint
     tokens = [*request.prompt, *request.output, *(constraint.unsent if constraint is not None else ())]
     return Sequence(
         request=request,
@@ -67,4 +81,5 @@ def sequence_of(
         prompt_logprobs=None if params.prompt_logprobs is None or request.output else [None],
         mark=now,
         constraint=constraint,
+        adapter=prepared.adapter,
     )

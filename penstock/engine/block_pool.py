@@ -15,8 +15,8 @@ from penstock.core.block_hashes import chain_hashes, root_hash
 from penstock.core.ledger import MissCause
 
 
-def _unsalted(first_tokens: Sequence[int], scope: str) -> bytes:
-    return chain_hashes(root_hash(scope, ""), first_tokens, len(first_tokens))[0]
+def _unsalted(first_tokens: Sequence[int], scope: str, adapter: str) -> bytes:
+    return chain_hashes(root_hash(scope, "", adapter), first_tokens, len(first_tokens))[0]
 
 
 _REMEMBERED_SALTS = 4096
@@ -86,14 +86,14 @@ class BlockPool:
             self._by_hash[value] = block
             self._hash_of[block] = value
 
-    def remember_salt(self, first_tokens: Sequence[int], scope: str, salt: str) -> None:
-        """The tokens of a first block were seen in this scope under this salt."""
-        self._salts[_unsalted(first_tokens, scope)] = salt
+    def remember_salt(self, first_tokens: Sequence[int], scope: str, adapter: str, salt: str) -> None:
+        """The tokens of a first block were seen in this scope and with this LoRA adapter under this salt."""
+        self._salts[_unsalted(first_tokens, scope, adapter)] = salt
         if len(self._salts) > _REMEMBERED_SALTS:
             self._salts.popitem(last=False)
 
     def miss_cause(
-        self, hashes: Sequence[bytes], found: int, first_tokens: Sequence[int], scope: str, salt: str
+        self, hashes: Sequence[bytes], found: int, first_tokens: Sequence[int], scope: str, adapter: str, salt: str
     ) -> MissCause:
         """Why the block after the first `found` of this chain, which begins with these tokens, was not there. Says
         nothing of other scopes."""
@@ -102,7 +102,7 @@ class BlockPool:
         if hashes[found] in self._evicted:
             return "evicted"
         if found == 0 and self._salts:
-            seen = self._salts.get(_unsalted(first_tokens, scope))
+            seen = self._salts.get(_unsalted(first_tokens, scope, adapter))
             if seen is not None and seen != salt:
                 return "other_salt"
         return "never_seen"

@@ -41,7 +41,7 @@ class QueueClock:
     """Why requests waited, as running sums, so that a thousand waiting ones cost nothing per step."""
 
     def __init__(self) -> None:
-        self._sums: dict[QueueCause, float] = {"order": 0.0, "rows": 0.0, "memory": 0.0}
+        self._sums: dict[QueueCause, float] = {"order": 0.0, "rows": 0.0, "memory": 0.0, "adapters": 0.0}
         self._cause: QueueCause = "order"
         self._since = 0.0
         self._entered: dict[Sequence, dict[QueueCause, float]] = {}

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.request import SamplingParams, TokenLogprob
+from penstock.core.request import Adapter, SamplingParams, TokenLogprob
 
 # Which tokens of the vocabulary may be sampled: bit t % 32 of word t // 32.
 TokenMask: TypeAlias = npt.NDArray[np.int32]
@@ -35,6 +35,14 @@ class AdapterWeights:
     # By the module's name in the checkpoint without ".weight", such as "model.layers.3.self_attn.q_proj":
     # A [rank, inputs] and B [outputs, rank], float32, the adapter's scale multiplied into B.
     modules: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
+
+
+class Adapters(Protocol):
+    """LoRA adapters in host memory. May be used from several threads."""
+
+    def get(self, adapter: Adapter, /) -> AdapterWeights:
+        """Reads it from its folder if it is not at hand. Raises InvalidRequest if it is not there, or does not fit."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +125,12 @@ class HostMemory:
 
 class LoadedExecutor(Executor, Protocol):
     """An executor over the weights of a model, as the worker process runs it."""
+
+    @property
+    def adapter_modules(self) -> Mapping[str, tuple[int, int]]:
+        """Linear modules that LoRA adapters may change, by their names in the checkpoint without ".weight": how many
+        inputs and outputs they have. Empty: it computes without adapters."""
+        ...
 
     @property
     def host_memory(self) -> HostMemory | None:

@@ -20,6 +20,7 @@ class SchedulerLimits:
     prefix_caching: bool = True
     max_waiting: int = 4096
     fcfs: bool = False  # first come, first served: objectives and tenants are ignored
+    max_adapters: int = 0  # LoRA adapters that one step computes with
     query_tile: int = 1  # tokens that attention computes together: a part of a prompt is a multiple of this
 
     @property
@@ -48,6 +49,8 @@ class SchedulerLimits:
                 f"{self.longest_sequence} tokens per request",
                 param="output",
             )
+        if request.adapter is not None and not self.max_adapters:
+            raise InvalidRequest("this engine runs without LoRA adapters", param="model")
         params = request.params
         for name, ids in (
             ("prompt", request.prompt),

@@ -14,8 +14,8 @@ from typing import Any
 from penstock.core.engine import EngineStats, Health
 from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.request import Chunk, FinishReason, GenerateRequest
-from penstock.engine.arrival import constrained
-from penstock.engine.executor import Executor
+from penstock.engine.arrival import Prepared, constrained
+from penstock.engine.executor import Adapters, Executor
 from penstock.engine.grammar import Grammars, Masks
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
@@ -39,6 +39,7 @@ class EngineLoop:
         executor: Executor,
         emit: Callable[[list[Chunk]], None],
         grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -47,6 +48,7 @@ class EngineLoop:
         self._executor = executor
         self._emit = emit
         self.grammars = grammars
+        self.adapters = adapters
         limits = scheduler.limits
         self._masks = None if grammars is None else Masks(grammars, limits.max_seqs, limits.vocab_size)
         self._clock = clock
@@ -61,15 +63,19 @@ class EngineLoop:
     def submit(self, request: GenerateRequest) -> None:
         """Raises InvalidRequest for what could never run, Overloaded for what could not keep its objective."""
         self._scheduler.limits.check(request)
-        constraint = None
+        constraint = adapter = None
         if (grammar := request.params.grammar) is not None:
             if self.grammars is None:
                 raise InvalidRequest("this engine has no grammars", param=grammar.param)
             constraint = constrained(request, self.grammars.matcher(grammar), self._scheduler.limits)
+        if request.adapter is not None:
+            if self.adapters is None:
+                raise InvalidRequest("this engine has no LoRA adapters", param="model")
+            adapter = self.adapters.get(request.adapter)
         with self._lock:
             if not self._busy:
                 self._last_progress = self._clock()
-            self._scheduler.add(request, self._clock(), constraint)
+            self._scheduler.add(request, self._clock(), Prepared(constraint, adapter))
         self._wake.set()
 
     def abort(self, request_id: str) -> None:

@@ -1,13 +1,14 @@
-"""Rows and blocks: what running sequences hold on the device, and what the next step must tell it about that."""
+"""Rows, blocks and adapter slots: what running sequences hold on the device, and what the next step says of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
 
-from penstock.core.ledger import MissCause
+from penstock.core.ledger import MissCause, QueueCause
+from penstock.engine.adapter_slots import AdapterSlots
 from penstock.engine.block_pool import BlockPool
-from penstock.engine.executor import RowSetup, Step
+from penstock.engine.executor import NO_ADAPTER, AdapterWeights, RowSetup, Step
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.sequence import Sequence
 
@@ -19,6 +20,8 @@ class Placement:
         self.pool = BlockPool(limits.num_blocks)
         self._limits = limits
         self._free_rows = list(range(limits.max_seqs - 1, -1, -1))
+        self._adapters = AdapterSlots(limits.max_adapters)
+        self._filled: list[tuple[int, AdapterWeights]] = []
         self._setups: list[RowSetup] = []
         self._new_blocks: list[tuple[int, int, list[int]]] = []
 
@@ -39,12 +42,21 @@ class Placement:
         limits = self._limits
         alone = len(self._free_rows) == limits.max_seqs
         kept = _KEPT_FROM_LEADERS if leads and not alone else 0.0
-        if len(self._free_rows) <= kept * limits.max_seqs or sequence.pending:
+        if len(self._free_rows) <= kept * limits.max_seqs or sequence.pending or not self._has_slot(sequence):
             return None
         hits = self.cached_blocks(sequence)
         needed = self.missing_blocks(sequence, sequence.known) - len(hits)
         available = self.pool.available - self.pool.evictable_among(hits) - int(kept * limits.num_blocks)
         return hits if reserved + needed <= available else None
+
+    def _has_slot(self, sequence: Sequence) -> bool:
+        return sequence.adapter is None or self._adapters.has_room(sequence.adapter.digest)
+
+    def lacking(self, sequence: Sequence) -> QueueCause:
+        """What a waiting sequence, for which there is no room, waits for."""
+        if not self._free_rows:
+            return "rows"
+        return "memory" if self._has_slot(sequence) else "adapters"
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
         """Blocks that hold the beginning of this sequence. One token at least is left to compute, to have logits."""
@@ -59,13 +71,14 @@ class Placement:
             return "off"
         first = sequence.tokens[: self._limits.block_size]
         request = sequence.request
-        return self.pool.miss_cause(sequence.hashes, hits, first, request.prefix_scope, request.cache_salt)
+        digest = request.adapter.digest if request.adapter else ""
+        return self.pool.miss_cause(sequence.hashes, hits, first, request.prefix_scope, digest, request.cache_salt)
 
     def missing_blocks(self, sequence: Sequence, tokens: int) -> int:
         return max(0, -(-tokens // self._limits.block_size) - len(sequence.blocks))
 
     def seat(self, sequence: Sequence, hits: list[int]) -> None:
-        """Give it a row, with the cached blocks it starts with."""
+        """Give it a row, with the cached blocks it starts with and a slot for its adapter."""
         self.pool.acquire(hits)
         sequence.blocks = hits
         sequence.shared = len(hits)
@@ -84,10 +97,17 @@ class Placement:
                 tokens=tuple(sequence.tokens),
                 prompt_len=sequence.prompt_len,
                 stop_ids=tuple(sequence.stop_ids),
+                adapter=self._slot_for(sequence.adapter) if sequence.adapter is not None else NO_ADAPTER,
             )
         )
         if hits:
             self._new_blocks.append((sequence.row, 0, list(hits)))
+
+    def _slot_for(self, adapter: AdapterWeights) -> int:
+        slot, fill = self._adapters.acquire(adapter.digest)
+        if fill:
+            self._filled.append((slot, adapter))
+        return slot
 
     def allocate(self, sequence: Sequence, tokens: int) -> None:
         """Blocks for this many tokens in all; the pool has them."""
@@ -108,27 +128,40 @@ class Placement:
                 self.pool.share(sequence.blocks[index], hashes[index])
             if sequence.shared == 0:
                 request, first = sequence.request, sequence.tokens[: self._limits.block_size]
-                self.pool.remember_salt(first, request.prefix_scope, request.cache_salt)
+                digest = request.adapter.digest if request.adapter else ""
+                self.pool.remember_salt(first, request.prefix_scope, digest, request.cache_salt)
             sequence.shared = full
 
     def release(self, sequence: Sequence) -> None:
         self.pool.release(sequence.blocks)
         self._free_rows.append(sequence.row)
+        if sequence.adapter is not None:
+            self._adapters.release(sequence.adapter.digest)
         sequence.blocks = []
         sequence.shared = sequence.computed = 0
         sequence.row = -1
 
     def write_into(self, step: Step) -> None:
         """What has changed since the last step."""
-        step.setups, step.blocks = self._setups, self._new_blocks
-        self._setups, self._new_blocks = [], []
+        step.adapters, step.setups, step.blocks = self._filled, self._setups, self._new_blocks
+        self._filled, self._setups, self._new_blocks = [], [], []
+
+    def forget(self) -> None:
+        """What is on the device can no longer be trusted. No sequence runs."""
+        self.pool.forget()
+        self._adapters.forget()
+        self._filled = []
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         held: dict[int, int] = {}
+        users: dict[str, int] = {}
         rows = list(self._free_rows)
         for sequence in running:
             rows.append(sequence.row)
             for block in sequence.blocks:
                 held[block] = held.get(block, 0) + 1
+            if sequence.adapter is not None:
+                users[sequence.adapter.digest] = users.get(sequence.adapter.digest, 0) + 1
         self.pool.check_integrity(held)
+        self._adapters.check_integrity(users)
         assert sorted(rows) == list(range(self._limits.max_seqs)), "rows were lost or given out twice"

@@ -20,10 +20,9 @@ from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, FinishReason, GenerateRequest, failed
 from penstock.engine import bookkeeping as books
 from penstock.engine.admission import Admission, Load, remaining_seconds
-from penstock.engine.arrival import objective_of, sequence_of
+from penstock.engine.arrival import NOTHING, Prepared, objective_of, sequence_of
 from penstock.engine.executor import StepResult
 from penstock.engine.fairness import TenantCounters
-from penstock.engine.grammar import Constraint
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.placement import Placement
@@ -59,7 +58,7 @@ class Scheduler:
 
     # -- requests in and out -----------------------------------------------------------------------------------------
 
-    def add(self, request: GenerateRequest, now: float, constraint: Constraint | None = None) -> None:
+    def add(self, request: GenerateRequest, now: float, prepared: Prepared = NOTHING) -> None:
         """Raises Overloaded for work whose objective cannot be met, and when too much is waiting already."""
         limits = self.limits
         if len(self.waiting) >= limits.max_waiting and not request.resumed:
@@ -67,7 +66,7 @@ class Scheduler:
             raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=self._queue_seconds())
         objective = objective_of(request, limits)
         counter = self._tenants.enter("" if limits.fcfs else request.tenant, request.weight)
-        sequence = sequence_of(request, self._arrivals, counter, limits, now, constraint)
+        sequence = sequence_of(request, self._arrivals, counter, limits, now, prepared)
         if not limits.fcfs:
             sequence.to_compute -= len(self._placement.cached_blocks(sequence)) * limits.block_size
             sequence.due += objective.ttft or patience(remaining_seconds(sequence, self.times))
@@ -218,7 +217,7 @@ class Scheduler:
             leads = bool(ranking.leads.get(sequence.counter))
             hits = [] if runs else self._placement.room_for(sequence, reserved, leads=leads)
             if hits is None:
-                self._clock.blocked_by("memory" if self._placement.has_free_row else "rows")
+                self._clock.blocked_by(self._placement.lacking(sequence))
                 admit = False
                 continue
             start = sequence.computed + len(hits) * self.limits.block_size
@@ -357,7 +356,7 @@ class Scheduler:
         chunks = [self._fail(sequence, "error", error, now) for sequence in lost]
         for sequence in list(self.running):
             self._preempt(sequence)
-        self.pool.forget()
+        self._placement.forget()
         return chunks
 
     def _fail(self, sequence: Sequence, reason: FinishReason, error: PenstockError, now: float) -> Chunk:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from penstock.core.block_hashes import extend_block_hashes
 from penstock.core.ledger import Ledger
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
+from penstock.engine.executor import AdapterWeights
 from penstock.engine.fairness import TenantCounter
 from penstock.engine.grammar import Constraint, follow
 
@@ -50,6 +51,7 @@ class Sequence:
     first_token: float | None = None
     last_token: float = 0.0
     constraint: Constraint | None = None  # what its output must match
+    adapter: AdapterWeights | None = None  # that it is computed with
     late_tokens: int = 0  # that came later after the one before than the objective says
     stalls: dict[str, list[float]] = field(default_factory=dict)  # by the request at fault: seconds, steps
 

@@ -35,6 +35,9 @@ class EngineConfig:
     deterministic: bool = False  # logits of a request have the same bits in any batch; on CPU they have without it
     scheduling: Scheduling = "deadline"  # fcfs: first come, first served, objectives and tenants ignored
     max_waiting: int = 4096  # requests queued in the engine; more are refused
+    max_adapters: int = 8  # LoRA adapters that one step computes with; 0 refuses them all
+    max_adapter_rank: int = 64  # an adapter of a higher rank is refused
+    adapter_memory_gib: float = 1.0  # of host memory, for adapters that have been read
     # For requests that do not set them: fields of `RECOMMENDED`; the others are as the model's authors recommend.
     sampling_defaults: Mapping[str, Any] = field(
         default_factory=dict, metadata={"expected": "a mapping such as {temperature: 1, top_p: 1}"}
@@ -55,6 +58,9 @@ class EngineConfig:
         check(power_of_two, "block_size", "must be a power of two up to 256")
         check_choice(self.scheduling, Scheduling, "scheduling")
         check(self.max_waiting >= 1, "max_waiting", "must be at least 1")
+        check(0 <= self.max_adapters <= 1024, "max_adapters", "must be between 0 and 1024")
+        check(1 <= self.max_adapter_rank <= 1024, "max_adapter_rank", "must be between 1 and 1024")
+        check(self.adapter_memory_gib > 0, "adapter_memory_gib", "must be above 0")
         _check_sampling_defaults(self.sampling_defaults)
 
 

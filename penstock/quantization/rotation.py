@@ -67,16 +67,35 @@ def behind_norm(
     return numbers, {name: transform(np.divide(matrix, numbers, out=matrix)) for name, matrix in folded.items()}
 
 
-def balanced_mlp(up: Sequence[Floats], down: Floats, inputs: Floats, transform: Rows) -> tuple[list[Floats], Floats]:
-    """Rows (weight, and bias where there is one) of the up projection, and the down projection; `inputs` are its."""
+def scaled_rows(rows: Floats, numbers: Floats) -> Floats:
+    return (rows.T * numbers).T
+
+
+def mixed_rows(rows: Floats, numbers: Floats, transform: Rows) -> Floats:
+    """What comes out of a value projection with these rows, multiplied by these numbers and transformed."""
+    scaled = scaled_rows(rows, numbers).reshape(len(rows), -1)
+    return transform(np.ascontiguousarray(scaled.T)).T.reshape(rows.shape)
+
+
+def for_query_heads(numbers: Floats, width: int, head_dim: int) -> Floats:
+    """Numbers of the channels of key/value heads, for those of all the query heads that read them."""
+    return np.repeat(numbers.reshape(-1, 1, head_dim), width // len(numbers), axis=1).reshape(-1)
+
+
+def balanced_mlp(
+    up: Sequence[Floats], down: Floats, inputs: Floats, transform: Rows
+) -> tuple[Floats, list[Floats], Floats]:
+    """Numbers, rows (weight, and bias where there is one) of the up projection, and the down projection; `inputs` are
+    its."""
     numbers = balance([down], inputs)
-    return [(rows.T * numbers).T for rows in up], transform(down / numbers)
+    return numbers, [scaled_rows(rows, numbers) for rows in up], transform(down / numbers)
 
 
 def balanced_keys(
     query: Sequence[Floats], key: Sequence[Floats], q_HTD: Floats, k_KTD: Floats
-) -> tuple[list[Floats], list[Floats]]:
-    """Rows (weight, and bias where there is one) of the query and key projections, by examples of what they give.
+) -> tuple[Floats, list[Floats], list[Floats]]:
+    """Numbers, and rows (weight, and bias where there is one) of the query and key projections, by examples of what
+    they give.
 
     Rotary embedding mixes the values of a pair, half a head apart, so they share a number.
     """
@@ -86,15 +105,17 @@ def balanced_keys(
         """What belongs to the same pair of keys in the same column."""
         return heads.reshape(kv_heads, -1, dim // 2).swapaxes(0, 1).reshape(-1, kv_heads * dim // 2)
 
-    numbers = np.tile(balance([by_pair(q_HTD)], by_pair(k_KTD)).reshape(kv_heads, 1, dim // 2), (1, 2, 1))
-    asked = np.repeat(numbers.reshape(kv_heads, 1, dim), len(q_HTD) // kv_heads, axis=1)
-    return [(rows.T / asked.reshape(-1)).T for rows in query], [(rows.T * numbers.reshape(-1)).T for rows in key]
+    pairs = balance([by_pair(q_HTD)], by_pair(k_KTD)).reshape(kv_heads, 1, dim // 2)
+    numbers = np.tile(pairs, (1, 2, 1)).reshape(-1)
+    asked = for_query_heads(numbers, len(q_HTD) * dim, dim)
+    return numbers, [(rows.T / asked).T for rows in query], [scaled_rows(rows, numbers) for rows in key]
 
 
 def balanced_values(
     value: Sequence[Floats], output: Floats, inputs: Floats, head_dim: int, transform: Rows
-) -> tuple[list[Floats], Floats]:
-    """Rows (weight, and bias where there is one) of the value projection, and the output projection; `inputs` are its.
+) -> tuple[Floats, list[Floats], Floats]:
+    """Numbers, rows (weight, and bias where there is one) of the value projection, and the output projection; `inputs`
+    are its.
 
     Attention is linear in the values, so what is done to those of a head can be undone behind all the query heads that
     read them.
@@ -107,10 +128,8 @@ def balanced_values(
         return heads.swapaxes(1, 2).reshape(-1, width)
 
     numbers = balance([by_value(output)], by_value(inputs))
-    rows = [(rows.T * numbers).T.reshape(width, -1) for rows in value]
-    mixed = [transform(np.ascontiguousarray(r.T)).T.reshape(v.shape) for r, v in zip(rows, value, strict=True)]
-    repeated = np.repeat(numbers.reshape(-1, 1, head_dim), output.shape[1] // width, axis=1).reshape(-1)
-    return mixed, transform(output / repeated)
+    mixed = [mixed_rows(rows, numbers, transform) for rows in value]
+    return numbers, mixed, transform(output / for_query_heads(numbers, output.shape[1], head_dim))
 
 
 def split_name(name: str) -> tuple[str, str]:

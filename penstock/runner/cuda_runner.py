@@ -80,6 +80,7 @@ def most_sampled(max_seqs: int) -> int:
 
 class CudaRunner:
     runs_ahead = True
+    adapter_modules: Mapping[str, tuple[int, int]] = {}  # none yet
     host_memory = None
 
     def __init__(

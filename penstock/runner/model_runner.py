@@ -15,6 +15,7 @@ from penstock.runner.forward import Forward
 from penstock.runner.row_state import TorchRows
 from penstock.runner.sampler import sample
 from penstock.runner.scoring import scored_rows as scored_rows
+from penstock.runner.torch_adapters import TorchAdapters
 
 
 class ModelRunner:
@@ -23,11 +24,21 @@ class ModelRunner:
     runs_ahead = False
     host_memory = None
 
-    def __init__(self, forward: Forward, state: TorchRows, *, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        state: TorchRows,
+        adapters: TorchAdapters | None = None,
+        *,
+        num_blocks: int,
+        block_size: int,
+    ) -> None:
         self.num_blocks = num_blocks
         self.idle_seconds: float | None = None
         self._forward = forward
         self._state = state
+        self._adapters = adapters
+        self.adapter_modules: Mapping[str, tuple[int, int]] = adapters.modules if adapters is not None else {}
         self._block_size = block_size
         self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
 
@@ -47,6 +58,8 @@ class ModelRunner:
     def collect(self, step: Step) -> StepResult:
         self._state.apply(step)
         batch = build_batch(step, self._state, self._block_size)
+        if self._adapters is not None:
+            self._adapters.apply(step, self._state.adapter[batch.rows_T])
         scored = scored_prompts(self._state, step)
         logit_rows = np.concatenate([batch.last_N, *(rows for _, rows, _ in scored)])
         logits_RV, greedy_R = self._forward(batch, self._state, logit_rows)

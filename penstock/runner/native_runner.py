@@ -6,8 +6,17 @@ from collections.abc import Mapping
 from itertools import accumulate, chain, compress, count, repeat
 from typing import TypeAlias
 
-from penstock.engine.executor import SAMPLED, HostMemory, Step, StepResult, TokenMask, at_most_one_each
+from penstock.engine.executor import (
+    SAMPLED,
+    AdapterWeights,
+    HostMemory,
+    Step,
+    StepResult,
+    TokenMask,
+    at_most_one_each,
+)
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
+from penstock.kernels.native.shape import adapter_modules
 from penstock.runner.host_rows import HostRows
 from penstock.runner.scoring import scored_prompts
 
@@ -27,10 +36,11 @@ class NativeRunner:
     def __init__(self, model: NativeModel, state: HostRows) -> None:
         self.model = model
         self.num_blocks = model.num_blocks
+        self.adapter_modules = adapter_modules(model.config)
         self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost
         self._state = state
         self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
-        self._rows = NativeRows(state.tables_RM, state.last_token_R, state.sampling)
+        self._rows = NativeRows(state.tables_RM, state.last_token_R, state.sampling, state.adapter)
 
     @property
     def host_memory(self) -> HostMemory:
@@ -51,6 +61,8 @@ class NativeRunner:
     def collect(self, step: Step) -> StepResult:
         state, ended = self._state, self.model.call_ended
         state.apply(step)
+        for slot, adapter in step.adapters:
+            self._fill(slot, adapter)
         wanted = [end - 1 for end in compress(accumulate(step.counts), step.samples)]  # last tokens of who samples
         sampling, targets, scores = len(wanted), [], not state.scored.isdisjoint(step.rows)
         prompts = [(i, rows.tolist(), ids.tolist()) for i, rows, ids in scored_prompts(state, step)] if scores else []
@@ -66,6 +78,11 @@ class NativeRunner:
         if not step.setups:  # all that it computes was at hand when the last step ended
             self.idle_seconds = (self.idle_seconds or 0.0) + self.model.call_began - ended
         return result
+
+    def _fill(self, slot: int, adapter: AdapterWeights) -> None:
+        self.model.clear_adapter(slot, adapter.rank)
+        for name, (a, b) in adapter.modules.items():
+            self.model.set_adapter_module(slot, name, a, b)
 
     def _score(self, step: Step, tokens: list[int], prompts: list[Prompt], result: StepResult) -> None:
         state, scores, at = self._state, self.model.scores, count()

@@ -11,7 +11,7 @@ from enum import IntFlag
 import numpy as np
 
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import RowSetup, Step
+from penstock.engine.executor import NO_ADAPTER, RowSetup, Step
 
 
 class Needs(IntFlag):
@@ -60,6 +60,7 @@ class Rows:
         self.min_p = np.zeros(rows, dtype=np.float32)
         self.seed = np.zeros(rows, dtype=np.int64)
         self.needs = np.zeros(rows, dtype=np.uint8)  # of each row, as `Needs`
+        self.adapter = np.full(rows, NO_ADAPTER, dtype=np.int32)  # slot of each row
         self._setups: list[RowSetup | None] = [None] * rows
 
     def apply(self, step: Step) -> None:
@@ -77,6 +78,7 @@ class Rows:
         self.top_k[row] = params.top_k
         self.min_p[row] = params.min_p
         self.seed[row] = setup.seed
+        self.adapter[row] = setup.adapter
 
     def params(self, row: int) -> SamplingParams:
         return self._setup(row).params

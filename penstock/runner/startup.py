@@ -132,6 +132,7 @@ def start(
         prefix_caching=config.prefix_caching,
         max_waiting=config.max_waiting,
         fcfs=config.scheduling == "fcfs",
+        max_adapters=config.max_adapters if executor.adapter_modules else 0,
         query_tile=_TILE_ROWS * model_config.num_kv_heads // model_config.num_heads if device == "cuda" else 1,
     )
     if limits.longest_sequence < plan.max_model_len:
@@ -263,6 +264,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     from penstock.runner.forward import TorchForward
     from penstock.runner.model_runner import ModelRunner
     from penstock.runner.row_state import TorchRows
+    from penstock.runner.torch_adapters import adapters_of
 
     plan.times.ended("import")
     config, spec = plan.engine, model.attention_spec
@@ -271,7 +273,8 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     attention = ReferenceAttention(spec, num_blocks, config.block_size, plan.dtype, plan.device)
     state = TorchRows(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)
     forward = TorchForward(model, attention, plan.device)
-    runner = ModelRunner(forward, state, num_blocks=num_blocks, block_size=config.block_size)
+    adapters = adapters_of(model, plan.device)
+    runner = ModelRunner(forward, state, adapters, num_blocks=num_blocks, block_size=config.block_size)
     plan.times.ended("kernels")
     return runner
 

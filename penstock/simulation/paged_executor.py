@@ -1,6 +1,7 @@
 """An executor that computes nothing but honours the cache: it stores token ids in the slots that a step assigns and
 samples from what it reads back through the block tables. If blocks are shared, freed or reused wrongly, it samples
-something else than `expected_output` says, or finds a slot that nobody wrote.
+something else than `expected_output` says, or finds a slot that nobody wrote. What it samples depends on the LoRA
+adapter that is in the row's adapter slot, too.
 
 One request:
 
@@ -18,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, TokenMask
+from penstock.engine.executor import NO_ADAPTER, SAMPLED, RowSetup, Step, StepResult, TokenMask
 
 VOCAB = 50
 EOS = 7
@@ -36,6 +37,11 @@ def next_token(
     while (token := draw.randrange(VOCAB)) not in choices and choices:
         pass
     return token
+
+
+def seed_with(seed: int, adapter: str) -> int:
+    """The seed to expect a request's output by, whose LoRA adapter has this digest; "" for none."""
+    return hash((seed, adapter)) if adapter else seed
 
 
 def expected_output(
@@ -58,7 +64,8 @@ class PagedExecutor:
         self.runs_ahead = runs_ahead
         self.num_blocks = num_blocks
         self._block_size = block_size
-        self._slots: dict[int, int] = {}
+        self._slots: dict[int, tuple[int, str]] = {}  # token, and the adapter that it was computed with
+        self._adapters = {NO_ADAPTER: ""}
         self._tables: dict[int, dict[int, int]] = {}
         self._setups: dict[int, RowSetup] = {}
         self._last: dict[int, int] = {}
@@ -75,6 +82,7 @@ class PagedExecutor:
         if self.fail_next:
             self.fail_next = False
             raise RuntimeError("device lost")
+        self._adapters |= {slot: adapter.digest for slot, adapter in step.adapters}
         for setup in step.setups:
             self._setups[setup.row] = setup
             self._tables[setup.row] = {}
@@ -91,7 +99,7 @@ class PagedExecutor:
                 slot = self._slot(row, position)
                 assert slot not in written, "two sequences write one slot in a step"
                 written.add(slot)
-                self._slots[slot] = self._last[row] if token == SAMPLED else token
+                self._slots[slot] = self._last[row] if token == SAMPLED else token, self._adapter(row)
             offset += count
         self._launched, waiting = step, set(step.constrained)
         return StepResult([[] if i in waiting else self._sample(i) for i in range(len(step.rows))])
@@ -101,11 +109,13 @@ class PagedExecutor:
         step = self._launched
         row, samples = step.rows[index], step.samples[index]
         setup, sampled, end = self._setups[row], list[int](), step.starts[index] + step.counts[index]
-        context = [self._slots[self._slot(row, position)] for position in range(end)] if samples else []
+        cached = [self._slots[self._slot(row, position)] for position in range(end)] if samples else []
+        context, adapter = [token for token, _ in cached], self._adapter(row)
+        assert all(used == adapter for _, used in cached), "KV was computed with another adapter"
         for length in range(end - samples + 1, end + 1):
             early = length - setup.prompt_len < setup.params.min_tokens
             forbidden = setup.stop_ids if early else ()
-            token = next_token(context[:length], setup.prompt_len, setup.seed, forbidden, allowed)
+            token = next_token(context[:length], setup.prompt_len, seed_with(setup.seed, adapter), forbidden, allowed)
             assert self._outputs[row] == context[setup.prompt_len : length], "penalties would count other tokens"
             self._outputs[row].append(token)
             sampled.append(token)
@@ -113,6 +123,9 @@ class PagedExecutor:
             if length < end and context[length] != token:
                 break
         return sampled
+
+    def _adapter(self, row: int) -> str:
+        return self._adapters[self._setups[row].adapter]
 
     def _slot(self, row: int, position: int) -> int:
         return self._tables[row][position // self._block_size] * self._block_size + position % self._block_size

@@ -29,18 +29,26 @@ def prompt_hashes(request: GenerateRequest) -> list[bytes]:
     common=st.integers(0, 18),
     scopes=st.tuples(st.sampled_from(["", "a", "b"]), st.sampled_from(["", "a", "b"])),
     salts=st.tuples(st.sampled_from(["", "x"]), st.sampled_from(["", "x"])),
+    adapters=st.tuples(st.sampled_from(["", "x"]), st.sampled_from(["", "x"])),
 )
 def test_hashes_from_outside_tell_what_the_engine_finds(
-    prompt: list[int], other: list[int], kept: int, common: int, scopes: tuple[str, str], salts: tuple[str, str]
+    prompt: list[int],
+    other: list[int],
+    kept: int,
+    common: int,
+    scopes: tuple[str, str],
+    salts: tuple[str, str],
+    adapters: tuple[str, str],
 ) -> None:
     harness = Harness(limits())
     follower = [*prompt[:kept], *other]
     options = [
-        {"common_tokens": common, "prefix_scope": s, "cache_salt": t} for s, t in zip(scopes, salts, strict=True)
+        {"common_tokens": common, "prefix_scope": s, "cache_salt": t, "adapter": a}
+        for s, t, a in zip(scopes, salts, adapters, strict=True)
     ]
     first = harness.submit(prompt, 1, **options[0])
     harness.run()
-    second = harness.submit(follower, 1, common_tokens=common, prefix_scope=scopes[1], cache_salt=salts[1])
+    second = harness.submit(follower, 1, **options[1])
     harness.run()
     cached = {*prompt_hashes(replace(harness.requests[first], prompt=[*prompt, 0]))}
     expected = [value in cached for value in prompt_hashes(harness.requests[second])]

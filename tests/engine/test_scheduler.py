@@ -19,11 +19,12 @@ from penstock.core.errors import (
     Unavailable,
 )
 from penstock.core.ledger import Ledger
-from penstock.core.request import Chunk, GenerateRequest, Grammar, SamplingParams
+from penstock.core.request import Adapter, Chunk, GenerateRequest, Grammar, SamplingParams
+from penstock.engine.executor import AdapterWeights, Step, StepResult
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
-from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output
+from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output, seed_with
 from tests.engine.toy_grammar import ToyGrammars, constrained_output
 
 
@@ -36,6 +37,7 @@ def limits(**changes: Any) -> SchedulerLimits:
         max_model_len=40,
         vocab_size=VOCAB,
         eos_ids=frozenset({EOS}),
+        max_adapters=2,
     )
     return replace(tiny, **changes)
 
@@ -49,6 +51,11 @@ class Outcome:
     ledger: Ledger | None = None
 
 
+class ToyAdapters:
+    def get(self, adapter: Adapter) -> AdapterWeights:
+        return AdapterWeights(adapter.digest, 1, {})
+
+
 class Harness:
     """An engine loop with its outcomes written down."""
 
@@ -56,7 +63,7 @@ class Harness:
         self.limits = bounds
         self.scheduler = Scheduler(bounds)
         self.executor = PagedExecutor(bounds.num_blocks, bounds.block_size, runs_ahead=runs_ahead)
-        self.loop = EngineLoop(self.scheduler, self.executor, self._take, ToyGrammars())
+        self.loop = EngineLoop(self.scheduler, self.executor, self._take, ToyGrammars(), ToyAdapters())
         self.requests: dict[str, GenerateRequest] = {}
         self.outcomes: dict[str, Outcome] = {}
 
@@ -77,7 +84,8 @@ class Harness:
             ignore_eos=options.pop("ignore_eos", False),
             grammar=Grammar("regex", source) if (source := options.pop("grammar", "")) else None,
         )
-        request = GenerateRequest(f"r{len(self.requests)}", prompt, params, **options)
+        adapter = Adapter(digest, "") if (digest := options.pop("adapter", "")) else None
+        request = GenerateRequest(f"r{len(self.requests)}", prompt, params, adapter=adapter, **options)
         self.loop.submit(request)
         self.requests[request.id] = request
         self.outcomes[request.id] = Outcome()
@@ -86,12 +94,13 @@ class Harness:
     def expected(self, request_id: str) -> list[int]:
         request = self.requests[request_id]
         params, room = request.params, self.limits.longest_sequence - len(request.prompt)
+        seed = seed_with(request.seed, request.adapter.digest if request.adapter else "")
         stop = frozenset() if params.ignore_eos else frozenset({EOS})
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         if (grammar := params.grammar) is not None:
-            output = constrained_output(request.prompt, request.seed, most, stop, params.min_tokens, grammar.source)
+            output = constrained_output(request.prompt, seed, most, stop, params.min_tokens, grammar.source)
         else:
-            output = expected_output(request.prompt, request.seed, most, stop, params.min_tokens)
+            output = expected_output(request.prompt, seed, most, stop, params.min_tokens)
         assert output[: len(request.output)] == list(request.output), "carried output that no engine gave"
         return output[len(request.output) :]
 
@@ -131,6 +140,7 @@ class EngineMachine(RuleBasedStateMachine):
         common=st.sampled_from([0, 0, 5, 8]),
         ignore_eos=st.booleans(),
         grammar=st.sampled_from(["", "", "6", "9 1 2 3", "1 5", "4 2 2 2 2", "30"]),
+        adapter=st.sampled_from(["", "", "one", "two", "three"]),
     )
     def submit(
         self,
@@ -146,15 +156,16 @@ class EngineMachine(RuleBasedStateMachine):
         common: int,
         ignore_eos: bool,
         grammar: str,
+        adapter: str,
     ) -> str:
         prompt, least = [*range(shared), *own], min(min_tokens, max_tokens)
         stop = frozenset() if ignore_eos else frozenset({EOS})
         room = self.harness.limits.longest_sequence - len(prompt)
         most = min(max_tokens, room)
         if grammar:
-            output = constrained_output(prompt, seed, most, stop, least, grammar)[:-1]
+            output = constrained_output(prompt, seed_with(seed, adapter), most, stop, least, grammar)[:-1]
         else:
-            output = expected_output(prompt, seed, most, stop, least)
+            output = expected_output(prompt, seed_with(seed, adapter), most, stop, least)
         if output and output[-1] in stop and len(output) >= least:
             output.pop()  # what it ends with is never carried: it would not be resumed
         return self.harness.submit(
@@ -169,6 +180,7 @@ class EngineMachine(RuleBasedStateMachine):
             common_tokens=min(common, shared),
             ignore_eos=ignore_eos,
             grammar=grammar,
+            adapter=adapter,
         )
 
     @rule(target=live, request_id=consumes(live))
@@ -232,6 +244,52 @@ def test_forced_tokens_take_no_step_of_their_own(runs_ahead: bool) -> None:
     assert harness.scheduler.counters.output_tokens == 6
     assert outcome.ledger is not None
     assert (outcome.ledger.output_tokens, outcome.ledger.forced_tokens) == (6, 5)
+
+
+def test_a_request_waits_for_an_adapter_slot() -> None:
+    harness = Harness(limits(num_blocks=64, max_seqs=8, max_step_tokens=64))
+    names = ["one", "two", "one", "three", ""]
+    ids = [harness.submit([1, 2, 3], 6, ignore_eos=True, adapter=name) for name in names]
+    harness.loop.step()
+    assert [s.request.adapter and s.request.adapter.digest for s in harness.scheduler.running] == names[:3]
+    harness.run()
+    assert all(harness.outcomes[i].tokens == harness.expected(i) for i in ids)
+    queued = [ledger.queued for i in ids if (ledger := harness.outcomes[i].ledger) is not None]
+    assert queued[3]["adapters"] > 0
+    assert "adapters" not in queued[0]
+
+
+def test_an_adapter_stays_in_its_slot_until_another_needs_it() -> None:
+    harness, filled = Harness(limits(num_blocks=64), runs_ahead=False), list[str]()
+    launch = harness.executor.launch
+
+    def watch(step: Step) -> StepResult:
+        filled.extend(adapter.digest for _, adapter in step.adapters)
+        return launch(step)
+
+    harness.executor.launch = watch  # type: ignore[method-assign]
+    for name in ("one", "two", "one", "", "two", "three", "two", "one"):
+        request_id = harness.submit([1, 2, 3], 3, adapter=name)
+        harness.run()
+        assert harness.outcomes[request_id].tokens == harness.expected(request_id)
+    assert filled == ["one", "two", "three", "one"]
+
+
+def test_a_lost_step_leaves_no_adapter_behind() -> None:
+    harness = Harness(limits(num_blocks=64))
+    lost = harness.submit([1, 2, 3], 6, adapter="one")
+    harness.executor.fail_next = True
+    harness.run()
+    assert harness.outcomes[lost].finish_reasons == ["error"]
+    again = harness.submit([1, 2, 3], 6, adapter="one")
+    harness.run()
+    assert harness.outcomes[again].tokens == harness.expected(again)
+
+
+def test_adapters_are_refused_where_there_are_none() -> None:
+    harness = Harness(limits(max_adapters=0))
+    with pytest.raises(InvalidRequest, match="without LoRA adapters"):
+        harness.submit([1, 2, 3], 6, adapter="one")
 
 
 def test_in_flight_prefix_is_computed_once() -> None:

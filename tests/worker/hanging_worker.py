@@ -22,6 +22,7 @@ class HangingExecutor:
     runs_ahead = False
     idle_seconds: float | None = None
     host_memory = None
+    adapter_modules: Mapping[str, tuple[int, int]] = {}
 
     def enter_thread(self) -> None:
         pass

@@ -189,6 +189,24 @@ PENSTOCK_API const char* penstock_model_set(Model* model, int32_t kind, int32_t 
     return answer(model->set_tensor(Tensor(kind), layer, data, rows, columns));
 }
 
+PENSTOCK_API const float* penstock_model_floats(Model* model, int32_t kind, int32_t layer) {
+    return model->floats(Tensor(kind), layer);
+}
+
+// Empty a slot for an adapter whose modules, set one by one, have at most this rank.
+PENSTOCK_API const char* penstock_adapter_clear(Model* model, int32_t slot, int32_t rank) {
+    try {
+        return answer(model->clear_adapter(slot, rank));
+    } catch (const std::exception& e) {
+        return answer(e.what());
+    }
+}
+
+PENSTOCK_API const char* penstock_adapter_set(Model* model, int32_t slot, int32_t kind, int32_t layer, const float* a,
+                                              const float* b, int32_t rank) {
+    return answer(model->set_adapter(slot, Tensor(kind), layer, a, b, rank));
+}
+
 PENSTOCK_API const char* penstock_model_forward(Model* model, const Step* step) {
     try {
         return answer(model->forward(*step));

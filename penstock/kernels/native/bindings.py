@@ -47,8 +47,8 @@ class CStep(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "num_rows", "table_width", "num_logits")),
         *((name, ctypes.c_void_p) for name in ("tokens", "rows", "starts", "counts", "logit_rows", "targets")),
-        *((name, ctypes.c_void_p) for name in ("masks", "tables", "last_tokens", "sampling", "logits", "sampled")),
-        ("scores", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("masks", "tables", "last_tokens", "sampling", "adapters", "logits")),
+        *((name, ctypes.c_void_p) for name in ("sampled", "scores")),
     ]
 
 
@@ -94,6 +94,9 @@ def _load() -> ctypes.CDLL | str:
         "penstock_model_new": (pointer, [pointer, pointer, pointer, ctypes.POINTER(message)]),
         "penstock_model_free": (None, [pointer]),
         "penstock_model_set": (message, [pointer, i32, i32, pointer, i64, i64]),
+        "penstock_model_floats": (pointer, [pointer, i32, i32]),
+        "penstock_adapter_clear": (message, [pointer, i32, i32]),
+        "penstock_adapter_set": (message, [pointer, i32, i32, i32, pointer, pointer, i32]),
         "penstock_model_forward": (message, [pointer, pointer]),
         "penstock_model_sample": (None, [pointer, pointer, pointer]),
         "penstock_sampling_new": (pointer, [i32, i32]),

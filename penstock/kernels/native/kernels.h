@@ -72,6 +72,30 @@ struct Output {
     float* peaks = nullptr;  // [row][panel]; PEAKS only
 };
 
+constexpr int MODULES = 4;  // that a stage of a layer may have, rounded up: query, key and value
+
+// One of the two factors of a LoRA adapter, for all modules of a stage, as panels of 16 outputs, each of one module:
+//   INT8  inputs/4 steps of [16 outputs][4 inputs] bytes w / scale + 128, then [16 outputs] float scale and, where x may
+//         have a middle, [16 outputs] float sum of the weights
+//   BF16  inputs/2 steps of [16 outputs][2 inputs] bfloat16
+struct Factor {
+    Scheme format;
+    int32_t inputs, num_panels;
+    size_t panel_bytes;
+    bool has_totals;
+    uint8_t* panels;
+};
+
+// A x of the rows of a step: `rank` floats for each module of a stage, and the same as int8 with a scale for each module.
+struct LowRank {
+    float* f;      // [row][stride]
+    int8_t* q;     // [row][stride]
+    float* scale;  // [row][MODULES]
+    float* sum;    // [row][MODULES]: of the int8 values, times scale
+    size_t stride;
+    int32_t rank;  // padded to a multiple of 16
+};
+
 enum KVFormat : int32_t { KV_BF16 = 0, KV_INT8 = 1 };
 
 // Keys and values of one layer. A block holds, per key/value head,
@@ -146,6 +170,11 @@ struct Kernels {
     void (*attend)(const Cache& cache, int kv_head, const AttentionTask& task, const AttentionBuffers& buffers);
     void (*merge_partials)(const float* partials, int count, int heads, int head_dim, float* out);
     float (*dot_bf16)(const float* x, const uint16_t* w, int width);
+    // In lora.h.
+    void (*shrink)(const Factor& a, const Activations& x, Scheme scheme, int row, int count, const LowRank& h, int to);
+    void (*expand)(const Factor& b, const LowRank& h, int from, int count, const uint8_t* modules, int columns, float* out,
+                   size_t stride);
+    void (*silu_mul)(const float* pairs, int width, float* out);
     // Of n logits and the largest of each block of them, in sampling.h.
     void (*block_maxima)(const float* logits, int n, float* maxima);
     void (*mask_logits)(float* logits, int n, const int32_t* mask, float* maxima);

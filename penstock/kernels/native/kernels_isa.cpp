@@ -6,6 +6,7 @@
 #include "gemm_float.h"
 #include "gemm_int4.h"
 #include "gemm_int8.h"
+#include "lora.h"
 #include "ops.h"
 #include "sampling.h"
 
@@ -43,6 +44,9 @@ extern const penstock::Kernels penstock::PENSTOCK_JOIN(PENSTOCK_ISA, _kernels) =
     PENSTOCK_ISA::attend,
     PENSTOCK_ISA::merge_partials,
     PENSTOCK_ISA::dot_bf16,
+    PENSTOCK_ISA::shrink,
+    PENSTOCK_ISA::expand,
+    PENSTOCK_ISA::silu_mul,
     PENSTOCK_ISA::block_maxima,
     PENSTOCK_ISA::mask_logits,
     PENSTOCK_ISA::count_above,

@@ -58,6 +58,7 @@ Model::Model(const ModelSpec& spec, const int32_t* windows, const float* inverse
       counters_(size_t(spec.layers) * 10 + 4) {  // phases of a step with many rows
     weights_ = Region(lay_out(nullptr));
     lay_out(weights_.data());
+    lay_out_modules();
     for (int i = 0; i < spec.layers; i++) layers_[i].window = windows[i];
     has_windows_ = std::any_of(windows, windows + spec.layers, [](int32_t window) { return window > 0; });
     cache_ = Region(block_bytes() * spec.num_blocks);
@@ -124,8 +125,11 @@ std::string Model::check(const Step& s) const {
     if (s.sampling && int(s.sampling->rows.size()) != s.num_rows) return "sampling must have a row for each table";
     if (s.targets && std::any_of(s.targets, s.targets + s.num_logits, [&](int32_t t) { return t >= spec_.vocab; }))
         return "targets holds an id outside the vocabulary";
+    const auto empty_slot = [&](int32_t slot) { return slot >= int(adapters_.size()) || !adapters_[slot].rank; };
     int64_t at = 0;
     for (int i = 0; i < s.num_sequences; i++) {
+        if (const int32_t slot = s.adapters ? s.adapters[s.rows[i]] : -1; slot >= 0 && empty_slot(slot))
+            return "adapters names an empty slot";
         const int64_t count = s.counts[i], context = s.starts[i] + count;
         if (s.starts[i] < 0) return "starts must not be negative";
         if (count < 1 || (at += count) > s.num_tokens) return "counts must be positive and make up all tokens";
@@ -146,17 +150,22 @@ void Model::expand(const Step& s) {
     b.first.assign(1, 0);
     b.contexts.clear();
     b.tables.clear();
-    b.tokens.assign(s.tokens, s.tokens + s.num_tokens);
+    b.tokens.resize(s.num_tokens);
     b.positions.resize(s.num_tokens);
     b.slots.resize(s.num_tokens);
     b.last_of.assign(s.num_tokens, -1);
     b.rows.resize(s.num_tokens);
-    for (int i = 0; i < s.num_sequences; i++) {
+    b.given.resize(s.num_sequences);
+    for (int i = 0, token = 0; i < s.num_sequences; token += s.counts[i++]) b.given[i] = token;
+    b.moved_to.resize(runs_.empty() ? 0 : s.num_tokens);
+    for (const int i : order_) {
         const int first = b.first.back();
         const int32_t* table = s.tables + size_t(s.rows[i]) * s.table_width;
         for (int t = 0; t < s.counts[i]; t++) {
             const int position = s.starts[i] + t;
-            if (b.tokens[first + t] == SAMPLED) b.tokens[first + t] = s.last_tokens[s.rows[i]];
+            const int32_t token = s.tokens[b.given[i] + t];
+            b.tokens[first + t] = token == SAMPLED ? s.last_tokens[s.rows[i]] : token;
+            if (!runs_.empty()) b.moved_to[b.given[i] + t] = first + t;
             b.positions[first + t] = position;
             b.rows[first + t] = s.rows[i];
             b.slots[first + t] = table[position / spec_.block_size] * spec_.block_size + position % spec_.block_size;
@@ -250,14 +259,20 @@ void Model::plan_attention() {
 std::string Model::forward(const Step& step) {
     if (std::string problem = check(step); !problem.empty()) return problem;
     reserve(step);
+    plan_adapters(step);
     expand(step);
     plan_attention();
     peaks_.resize(size_t(step.num_logits) * head_.num_panels());
     row_logits_.resize(size_t(pool_.size()) * spec_.vocab);
     sampling_scratch_.resize(pool_.size());
     Step computed = step;
+    if (!runs_.empty()) {
+        logit_rows_.resize(step.num_logits);
+        for (int i = 0; i < step.num_logits; i++) logit_rows_[i] = batch_.moved_to[step.logit_rows[i]];
+        computed.logit_rows = logit_rows_.data();
+    }
     logits_stride_ = spec_.vocab;
-    if (!step.logits && needs_logits(step)) {
+    if (!step.logits && needs_logits(computed)) {
         logits_stride_ = operand_stride(spec_.vocab);
         const size_t bytes = step.num_logits * logits_stride_ * sizeof(float);
         if (bytes > logits_.size()) logits_ = Region(bytes);
@@ -300,25 +315,25 @@ void Model::run(const Step& step, int thread) {
     for (int i = 0; i < spec_.layers; i++) {
         const Layer& layer = layers_[i];
         const Cache cache = cache_of(i);
-        multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, number,
+        multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, number, i, 0,
                  [&](int row, int to) { normalize(layer.input_norm, layer.qkv.scheme, row, to); });
         by_rows(number, tokens * spec_.kv_heads, [&](int item) {
             rotate_and_cache(layer, cache, item / spec_.kv_heads, item % spec_.kv_heads);
         });
         attend(layer, cache, thread, number);
-        multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, number, [&](int row, int to) {
+        multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, number, i, 1, [&](int row, int to) {
             copy_row(attention_, row, to, q_width);
             merge_attention(row, to);
             quantize(attention_, to, q_width, 0);
         });
-        multiply(layer.gate_up, hidden_, tokens, {SILU_MUL, mlp_.f, mlp_.stride}, thread, number,
+        multiply(layer.gate_up, hidden_, tokens, {SILU_MUL, mlp_.f, mlp_.stride}, thread, number, i, 2,
                  [&](int row, int to) { normalize(layer.post_norm, layer.gate_up.scheme, row, to); });
-        multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, thread, number, [&](int row, int to) {
+        multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, thread, number, i, 3, [&](int row, int to) {
             copy_row(mlp_, row, to, spec_.intermediate);
             quantize(mlp_, to, spec_.intermediate, spec_.mlp_transform);
         });
     }
-    multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, logits_stride_, peaks_.data()}, thread, number,
+    multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, logits_stride_, peaks_.data()}, thread, number, 0, -1,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
     phase(number, step.num_logits, [&](int row) {
         const int token = step.logit_rows[row];
@@ -404,18 +419,29 @@ int Model::runs_of(const Matrix& w, int rows) const {
 }
 
 // prepare(row, to) makes row `to` of the operand. Many rows are prepared by all threads together; of a few, each thread
-// makes copies for itself behind the shared ones, once it has a part of the GEMM.
+// makes copies for itself behind the shared ones, once it has a part of the GEMM. Adapters change this GEMM as that of a
+// stage of a layer, unless the stage is negative.
 template <class Prepare>
 void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& number,
-                     const Prepare& prepare) {
+                     int layer, int stage, const Prepare& prepare) {
+    const bool adapted = stage >= 0 && !runs_.empty();
     const int copies = rows <= OWN_ROWS ? (thread + 1) * rows : 0;
-    if (!copies) by_rows(number, rows, [&](int row) { prepare(row, row); });
+    const auto prepare_rows = [&](Range mine) {
+        for (int row = mine.begin; row < mine.end; row++) prepare(row, copies + row);
+        if (adapted) shrink(layer, stage, x, w.scheme, mine, copies);
+    };
+    const int parts = std::min(rows, 4 * pool_.size());
+    if (!copies) phase(number, parts, [&](int i) { prepare_rows(share(rows, i, parts)); });
     bool prepared = !copies;
     const int runs = runs_of(w, rows), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     phase(number, blocks * runs, [&](int i) {
-        for (int row = 0; !prepared && row < rows; row++) prepare(row, copies + row);
+        if (!prepared) prepare_rows({0, rows});
         prepared = true;
-        kernels_->gemm(w, x.from(copies), share(rows, i / runs, blocks), share(w.num_panels(), i % runs, runs), out);
+        const Range mine = share(rows, i / runs, blocks), panels = share(w.num_panels(), i % runs, runs);
+        if (adapted)
+            multiply_adapted(w, x, layer, stage, mine, panels, out, copies, thread);
+        else
+            kernels_->gemm(w, x.from(copies), mine, panels, out);
     });
 }
 

@@ -29,6 +29,8 @@ enum Tensor : int32_t {
     EMBEDDING, HEAD, FINAL_NORM, INPUT_NORM, POST_NORM, Q, K, V, O, GATE, UP, DOWN,
     Q_NORM, K_NORM, Q_BIAS, K_BIAS, V_BIAS, O_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS,
     EXACT_NORM,  // FINAL_NORM as the embedding, read as an output projection, expects it; of INT8 models
+    // What balancing multiplied channels of INT8 models by (rotation.py): adapters are changed alike.
+    QKV_CHANNELS, KEY_CHANNELS, VALUE_CHANNELS, GATE_UP_CHANNELS, DOWN_CHANNELS,
 };
 
 // One step: tokens of several sequences, one after the other. All arrays belong to the caller. A sequence has a row in
@@ -43,6 +45,7 @@ struct Step {
     const int32_t* tables;                   // [num_rows, table_width]
     int32_t* last_tokens;                    // [num_rows]: set to what is sampled after a sequence's last token
     SamplingRows* sampling;                  // what the rows ask for; null: the argmax of all logits
+    const int32_t* adapters;                 // [num_rows]: the slot of a row's adapter, or -1; null: no row has one
     float* logits;                           // [num_logits, vocab]; null: they are not wanted
     int32_t* sampled;                        // [num_logits]
     Score* scores;                           // [num_logits]: of those whose rows ask for it
@@ -58,6 +61,8 @@ struct Batch {
     std::vector<const int32_t*> tables;             // [num_sequences]
     std::vector<int32_t> last_of;                   // [num_tokens]: the row of which this is the last token, or -1
     std::vector<int32_t> rows;                      // [num_tokens]
+    std::vector<int32_t> given;                     // [num_sequences]: first token in the order of the step
+    std::vector<int32_t> moved_to;                  // [num_tokens], by the step's order; empty: they were not moved
 };
 
 // One row of logits that is to be sampled or scored.
@@ -97,8 +102,26 @@ class Region {
     size_t size_ = 0;
 };
 
+// Which rows of a step use the adapter in a slot.
+struct AdapterRun {
+    int32_t slot, begin, end;
+};
+
+// The factors of an adapter for one GEMM of a layer.
+struct AdapterStage {
+    Factor a{}, b{};
+    bool used = false;  // whether it has any of the modules
+};
+
+struct AdapterSlot {
+    int32_t rank = 0;  // padded; 0: the slot is empty
+    Region memory;
+    std::vector<AdapterStage> stages{};  // of each layer: q, k, v; o; gate, up; down
+};
+
 struct Layer {
     float *input_norm, *post_norm, *q_norm, *k_norm;
+    float *qkv_channels, *key_channels, *value_channels, *gate_up_channels, *down_channels;  // of INT8 models
     Matrix qkv, o, gate_up, down;
     int32_t window;
 };
@@ -107,9 +130,14 @@ class Model {
   public:
     Model(const ModelSpec& spec, const int32_t* windows, const float* inverse_frequencies, const Kernels& kernels);
 
-    // Both return an empty string, or what is wrong with the arguments.
+    // These return an empty string, or what is wrong with the arguments.
     std::string set_tensor(Tensor kind, int layer, const float* data, int64_t rows, int64_t columns);
+    std::string clear_adapter(int slot, int rank);
+    std::string set_adapter(int slot, Tensor kind, int layer, const float* a, const float* b, int rank);
     std::string forward(const Step& step);
+
+    // Of a tensor that is kept in floats; else null.
+    const float* floats(Tensor kind, int layer) { return place_of(kind, layer).floats; }
 
     void sample(SamplingRows& rows, const SampleCall& call);
 
@@ -121,7 +149,17 @@ class Model {
     void pin_caller() const { pool_.pin_caller(); }
 
   private:
-    struct Place;
+    // The shape a tensor must have and where it goes: rows of a matrix, or floats.
+    struct Place {
+        int64_t rows, columns;
+        Matrix* matrix = nullptr;
+        int first = 0;        // output column of the first row
+        bool paired = false;  // gate and up alternate in runs of 16 outputs
+        float* floats = nullptr;
+        uint16_t* table = nullptr;
+
+        int column(int64_t row) const { return first + int(paired ? row / 16 * PANEL + row % 16 : row); }
+    };
     size_t lay_out(uint8_t* base);
     Cache cache_of(int layer) const;
     Place place_of(Tensor kind, int layer);
@@ -139,7 +177,16 @@ class Model {
     void by_rows(int& number, int rows, const Work& work);
     template <class Prepare>
     void multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& number,
-                  const Prepare& prepare);
+                  int layer, int stage, const Prepare& prepare);
+
+    void lay_out_modules();
+    void plan_adapters(const Step& step);
+    LowRank low_rank_of(const AdapterSlot& adapter);
+    template <class Work>
+    void by_adapter(Range rows, int layer, int stage, const Work& work);
+    void shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to);
+    void multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
+                          const Output& out, int copies, int thread);
 
     void run(const Step& step, int thread);
     int choose(const Step& step, int row, int thread);
@@ -177,6 +224,14 @@ class Model {
         int32_t token, slot, parts;  // the first of its slots
     };
     std::vector<Merge> merges_;  // by token
+    std::vector<AdapterSlot> adapters_;
+    std::vector<uint8_t> stage_modules_[4];          // of each stage, by 16 outputs: their module
+    std::vector<AdapterRun> runs_;                   // of a step
+    std::vector<int32_t> order_, logit_rows_;        // of a step: its sequences by adapter, and what that moves
+    std::vector<float> low_f_, low_scale_, low_sum_;  // LowRank
+    std::vector<int8_t> low_q_;
+    size_t low_stride_ = 0;
+    std::vector<std::vector<float>> expand_scratch_;  // per thread
     std::vector<WorkCounter> counters_;
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]
     std::vector<float> row_logits_;             // per thread: of one row

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.machine import usable_cpus
-from penstock.kernels.native.balancing import EXACT_NORM, balanced
+from penstock.kernels.native.balancing import CHANNELS, EXACT_NORM, Channels, balanced, balanced_adapter, channel_counts
 from penstock.kernels.native.bindings import (
     KV_FORMATS,
     SCHEMES,
@@ -37,7 +37,7 @@ from penstock.kernels.native.sampling import NativeSampling, Scores
 from penstock.kernels.native.shape import ModelShape, native_block_bytes, tensor_shapes, unsupported_reason
 from penstock.quantization.rotation import hadamard_block, split_name
 
-LAYOUT_VERSION = 5  # of packed files; raise it whenever the order or packing of weights changes
+LAYOUT_VERSION = 6  # of packed files; raise it whenever the order or packing of weights changes
 MAGIC = b"PENSTOCK"
 ALIGNMENT = 4096  # of the weights in a packed file, so that they can be mapped
 PIECE = 4 * 2**20  # bytes of weights for which a packed file has a checksum
@@ -66,6 +66,7 @@ TENSORS = (
     "mlp.up_proj.bias",
     "mlp.down_proj.bias",
     EXACT_NORM,
+    *CHANNELS,
 )
 
 
@@ -87,6 +88,11 @@ def _remove_leftovers(path: Path) -> None:
             partial.unlink(missing_ok=True)
         except PermissionError:
             pass  # it lives, as another user's
+
+
+def _adapter_said(problem: bytes | None) -> None:
+    if problem:
+        raise EngineFailure(f"native adapter: {problem.decode()}")
 
 
 def _round_up(n: int, step: int) -> int:
@@ -128,21 +134,30 @@ class SampledLogits:
 
 
 class NativeRows:
-    """Block tables and last tokens, int32 [R, M] and [R], in memory that stays where it is, and how rows are sampled.
+    """Block tables, last tokens and adapter slots, int32 [R, M], [R] and [R], in memory that stays where it is, and how
+    rows are sampled.
 
     A step reads them, and where it computes the logits of a sequence's last token, it leaves what it sampled there: the
     argmax, if `sampling` is None.
     """
 
-    def __init__(self, tables_RM: Ints, last_token_R: Ints, sampling: NativeSampling | None = None) -> None:
+    def __init__(
+        self,
+        tables_RM: Ints,
+        last_token_R: Ints,
+        sampling: NativeSampling | None = None,
+        adapters_R: Ints | None = None,
+    ) -> None:
         if tables_RM.ndim != 2 or len(tables_RM) != len(last_token_R):
             raise EngineFailure("native rows: there must be one last token for each table")
-        if not all(a.dtype == np.int32 and a.flags.c_contiguous for a in (tables_RM, last_token_R)):
-            raise EngineFailure("native rows: tables and last tokens must be contiguous int32")
-        self.tables_RM, self.last_token_R = tables_RM, last_token_R
+        given = [tables_RM, last_token_R, *([] if adapters_R is None else [adapters_R])]
+        if not all(a.dtype == np.int32 and a.flags.c_contiguous for a in given):
+            raise EngineFailure("native rows: tables, last tokens and adapters must be contiguous int32")
+        self.tables_RM, self.last_token_R, self.adapters_R = tables_RM, last_token_R, adapters_R
         self.shape = tables_RM.shape
         self.sampling = sampling
-        self.addresses = (tables_RM.ctypes.data, last_token_R.ctypes.data, sampling and sampling.address)
+        adapters_at = None if adapters_R is None else adapters_R.ctypes.data
+        self.addresses = (tables_RM.ctypes.data, last_token_R.ctypes.data, sampling and sampling.address, adapters_at)
 
 
 class NativeModel:
@@ -258,6 +273,27 @@ class NativeModel:
             missing.discard(name)
         if missing:
             raise StartupError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
+
+    def clear_adapter(self, slot: int, rank: int) -> None:
+        """Empty a slot for a LoRA adapter of this rank."""
+        _adapter_said(self._library.penstock_adapter_clear(self._handle, slot, rank))
+
+    def set_adapter_module(self, slot: int, name: str, a: Floats, b: Floats) -> None:
+        """A [rank, inputs] and B [outputs, rank] of a linear module, by its name in a checkpoint without `.weight`."""
+        layer, part = split_name(name)
+        number = int(layer.split(".")[2])
+        if self.scheme == "int8":
+            a, b = balanced_adapter(part, a, b, self._channels(number), self.config.head_dim)
+        a, b = np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32)
+        given = (TENSORS.index(f"{part}.weight"), number, a.ctypes.data, b.ctypes.data, len(a))
+        _adapter_said(self._library.penstock_adapter_set(self._handle, slot, *given))
+
+    def _channels(self, layer: int) -> Channels:
+        return Channels(*(self._floats(name, layer, size) for name, size in channel_counts(self.config).items()))
+
+    def _floats(self, name: str, layer: int, size: int) -> Floats:
+        address = self._library.penstock_model_floats(self._handle, TENSORS.index(name), layer)
+        return np.ctypeslib.as_array((ctypes.c_float * size).from_address(address))
 
     def save_packed(self, path: Path, fingerprint: str) -> None:
         """Write the packed weights, so that `load_packed` needs no quantising. `fingerprint` names their source."""

@@ -64,6 +64,12 @@ def native_block_bytes(config: ModelShape, block_size: int, kv: KVFormat) -> int
     return 2 * config.num_layers * config.num_kv_heads * block_size * vector
 
 
+def adapter_modules(config: ModelShape) -> dict[str, tuple[int, int]]:
+    """Linear modules that LoRA adapters may change, with their inputs and outputs."""
+    matrices = {name: size for name, size in tensor_shapes(config).items() if name.endswith("_proj.weight")}
+    return {name.removesuffix(".weight"): (size[1], size[0]) for name, size in matrices.items()}
+
+
 def tensor_shapes(config: ModelShape) -> dict[str, tuple[int, ...]]:
     """The tensors of a checkpoint of this model; the output projection is there also where it is tied."""
     hidden, intermediate = config.hidden_size, config.intermediate_size

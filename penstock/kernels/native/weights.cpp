@@ -61,6 +61,8 @@ size_t Model::lay_out(uint8_t* base) {
     Cursor cursor{base};
     const ModelSpec& s = spec_;
     const size_t hidden = round_up(s.hidden, 64);
+    const auto channels = [&](size_t count) { return s.scheme == INT8 ? cursor.take<float>(count) : nullptr; };
+    const size_t kv = size_t(s.kv_heads) * s.head_dim;
     for (Layer& layer : layers_) {
         layer.input_norm = cursor.take<float>(hidden);
         layer.qkv = cursor.matrix(s.scheme, (s.heads + 2 * s.kv_heads) * s.head_dim, s.hidden, s.attention_bias);
@@ -70,6 +72,11 @@ size_t Model::lay_out(uint8_t* base) {
         layer.post_norm = cursor.take<float>(hidden);
         layer.gate_up = cursor.matrix(s.scheme, 2 * int(round_up(s.intermediate, 16)), s.hidden, s.mlp_bias);
         layer.down = cursor.matrix(s.scheme, s.hidden, s.intermediate, s.mlp_bias);
+        layer.qkv_channels = channels(s.hidden);
+        layer.key_channels = channels(kv);
+        layer.value_channels = channels(kv);
+        layer.gate_up_channels = channels(s.hidden);
+        layer.down_channels = channels(s.intermediate);
     }
     final_norm_ = cursor.take<float>(hidden);
     exact_norm_ = s.scheme == INT8 ? cursor.take<float>(hidden) : final_norm_;
@@ -77,16 +84,6 @@ size_t Model::lay_out(uint8_t* base) {
     embedding_ = cursor.take<uint16_t>(size_t(s.vocab) * s.hidden);
     return cursor.used;
 }
-
-// The shape a tensor must have and where it goes: rows of a matrix, or floats.
-struct Model::Place {
-    int64_t rows, columns;
-    Matrix* matrix = nullptr;
-    int first = 0;        // output column of the first row
-    bool paired = false;  // gate and up alternate in runs of 16 outputs
-    float* floats = nullptr;
-    uint16_t* table = nullptr;
-};
 
 Model::Place Model::place_of(Tensor kind, int index) {
     const ModelSpec& s = spec_;
@@ -118,6 +115,11 @@ Model::Place Model::place_of(Tensor kind, int index) {
         case UP_BIAS: return bias(s.intermediate, layer.gate_up, 16, true);
         case DOWN_BIAS: return bias(s.hidden, layer.down, 0);
         case EXACT_NORM: return {s.hidden, 1, nullptr, 0, false, exact_norm_};
+        case QKV_CHANNELS: return {s.hidden, 1, nullptr, 0, false, layer.qkv_channels};
+        case KEY_CHANNELS: return {kv, 1, nullptr, 0, false, layer.key_channels};
+        case VALUE_CHANNELS: return {kv, 1, nullptr, 0, false, layer.value_channels};
+        case GATE_UP_CHANNELS: return {s.hidden, 1, nullptr, 0, false, layer.gate_up_channels};
+        case DOWN_CHANNELS: return {s.intermediate, 1, nullptr, 0, false, layer.down_channels};
     }
     return {-1, -1};
 }
@@ -129,11 +131,8 @@ std::string Model::set_tensor(Tensor kind, int index, const float* data, int64_t
         return "has shape [" + std::to_string(rows) + ", " + std::to_string(columns) + "], expected [" +
                std::to_string(place.rows) + ", " + std::to_string(place.columns) + "]";
     if (!place.matrix && !place.floats && !place.table) return "is not part of a model with this configuration";
-    const auto column = [&](int64_t row) {
-        return place.first + int(place.paired ? row / 16 * PANEL + row % 16 : row);
-    };
     if (place.floats) {
-        for (int64_t row = 0; row < rows; row++) place.floats[column(row)] = data[row];
+        for (int64_t row = 0; row < rows; row++) place.floats[place.column(row)] = data[row];
         return "";
     }
     pool_.run([&](int thread) {
@@ -143,7 +142,7 @@ std::string Model::set_tensor(Tensor kind, int index, const float* data, int64_t
             if (place.table)
                 for (int64_t i = 0; i < columns; i++) place.table[row * columns + i] = round_to_bf16(from[i]);
             else
-                pack_row(*place.matrix, column(row), from, int(columns));
+                pack_row(*place.matrix, place.column(row), from, int(columns));
         }
     });
     return "";

@@ -1,0 +1,195 @@
+// LoRA adapters in a model: where their factors lie, and how a step computes with them.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "model.h"
+#include "pack.h"
+
+namespace penstock {
+
+namespace {
+
+constexpr int STAGES = 4;
+constexpr int STAGE_MODULES[STAGES] = {3, 1, 2, 1};  // q, k, v; o; gate, up; down
+
+struct ModulePlace {
+    int stage, module;
+};
+
+ModulePlace place_in_stage(Tensor kind) {
+    switch (kind) {
+        case Q: return {0, 0};
+        case K: return {0, 1};
+        case V: return {0, 2};
+        case O: return {1, 0};
+        case GATE: return {2, 0};
+        case UP: return {2, 1};
+        case DOWN: return {3, 0};
+        default: return {-1, -1};
+    }
+}
+
+// A row of weights as output `column` of a factor. Scales of zero, which memory begins with, are outputs of zero.
+void pack_factor_row(const Factor& to, int column, const float* row, int width) {
+    uint8_t* panel = to.panels + column / 16 * to.panel_bytes;
+    const int lane = column % 16;
+    if (to.format == BF16) {
+        for (int k = 0; k < width; k++) {
+            const uint16_t value = round_to_bf16(row[k]);
+            std::memcpy(panel + k / 2 * 64 + lane * 4 + k % 2 * 2, &value, 2);
+        }
+        return;
+    }
+    float peak = 0, total = 0;
+    for (int k = 0; k < width; k++) peak = std::max(peak, std::fabs(row[k]));
+    const float scale = peak / 127.f, inverse = peak > 0 ? 127.f / peak : 0.f;
+    for (int k = 0; k < width; k++) {
+        const int level = int(std::lrintf(row[k] * inverse));
+        panel[k / 4 * 64 + lane * 4 + k % 4] = uint8_t(level + 128);
+        total += float(level);
+    }
+    float* levels = reinterpret_cast<float*>(panel + 16 * to.inputs);
+    levels[lane] = scale;
+    if (to.has_totals) levels[16 + lane] = scale * total;
+}
+
+}  // namespace
+
+std::string Model::clear_adapter(int slot, int rank) {
+    if (slot < 0 || rank < 1) return "an adapter needs a slot and a rank";
+    if (slot >= int(adapters_.size())) adapters_.resize(slot + 1);
+    const Scheme format = spec_.scheme == INT8 ? INT8 : BF16;
+    const int padded = int(round_up(rank, 16)), q_width = spec_.heads * spec_.head_dim;
+    const int inputs[STAGES] = {spec_.hidden, q_width, spec_.hidden, spec_.intermediate};
+    AdapterSlot made{padded, {}, std::vector<AdapterStage>(size_t(spec_.layers) * STAGES)};
+    const auto lay_out = [&](uint8_t* base) {
+        size_t used = 0;
+        const auto factor = [&](int panels, int k, bool totals) {
+            const size_t levels = format == INT8 ? (totals ? 128 : 64) : 0;
+            Factor f{format, k, panels, size_t(k) * 16 * (format == INT8 ? 1 : 2) + levels, totals, base + used};
+            used += panels * f.panel_bytes;
+            return f;
+        };
+        for (int i = 0; i < spec_.layers; i++) {
+            const Matrix* matrices[STAGES] = {&layers_[i].qkv, &layers_[i].o, &layers_[i].gate_up, &layers_[i].down};
+            for (int s = 0; s < STAGES; s++) {
+                AdapterStage& stage = made.stages[size_t(i) * STAGES + s];
+                stage.a = factor(STAGE_MODULES[s] * padded / 16, int(round_up(inputs[s], 4)), true);
+                stage.b = factor(int(round_up(matrices[s]->n, 16) / 16), padded, false);
+            }
+        }
+        return used;
+    };
+    made.memory = Region(lay_out(nullptr));
+    lay_out(made.memory.data());
+    adapters_[slot] = std::move(made);
+    return "";
+}
+
+std::string Model::set_adapter(int slot, Tensor kind, int layer, const float* a, const float* b, int rank) {
+    if (slot < 0 || slot >= int(adapters_.size()) || rank < 1 || rank > adapters_[slot].rank)
+        return "the adapter's slot has not been prepared for this rank";
+    const auto [number, module] = place_in_stage(kind);
+    if (number < 0 || layer < 0 || layer >= spec_.layers) return "is not a module that adapters may change";
+    const AdapterSlot& adapter = adapters_[slot];
+    AdapterStage& stage = adapters_[slot].stages[size_t(layer) * STAGES + number];
+    const Place place = place_of(kind, layer);
+    stage.used = true;
+    for (int r = 0; r < rank; r++)
+        pack_factor_row(stage.a, module * adapter.rank + r, a + size_t(r) * place.columns, int(place.columns));
+    for (int64_t row = 0; row < place.rows; row++) pack_factor_row(stage.b, place.column(row), b + row * rank, rank);
+    return "";
+}
+
+// Tokens in the order of their adapters, so that those of one are neighbours.
+void Model::plan_adapters(const Step& s) {
+    runs_.clear();
+    order_.resize(s.num_sequences);
+    for (int i = 0; i < s.num_sequences; i++) order_[i] = i;
+    if (!s.adapters) return;
+    const auto slot_of = [&](int sequence) { return s.adapters[s.rows[sequence]]; };
+    if (std::none_of(order_.begin(), order_.end(), [&](int i) { return slot_of(i) >= 0; })) return;
+    std::stable_sort(order_.begin(), order_.end(), [&](int i, int j) { return slot_of(i) < slot_of(j); });
+    int token = 0, widest = 0;
+    for (const int i : order_) {
+        const int slot = slot_of(i), end = token + s.counts[i];
+        if (slot >= 0 && !runs_.empty() && runs_.back().slot == slot)
+            runs_.back().end = end;
+        else if (slot >= 0)
+            runs_.push_back({slot, token, end});
+        if (slot >= 0) widest = std::max(widest, adapters_[slot].rank);
+        token = end;
+    }
+    const size_t rows = capacity_, stride = size_t(3) * widest;
+    low_stride_ = stride;
+    low_f_.resize(std::max(low_f_.size(), rows * stride));
+    low_q_.resize(std::max(low_q_.size(), rows * stride));
+    low_scale_.resize(std::max(low_scale_.size(), rows * MODULES));
+    low_sum_.resize(std::max(low_sum_.size(), rows * MODULES));
+    expand_scratch_.resize(pool_.size());
+}
+
+LowRank Model::low_rank_of(const AdapterSlot& adapter) {
+    return {low_f_.data(), low_q_.data(), low_scale_.data(), low_sum_.data(), low_stride_, adapter.rank};
+}
+
+template <class Work>
+void Model::by_adapter(Range rows, int layer, int stage, const Work& work) {
+    for (const AdapterRun& run : runs_) {
+        const int begin = std::max(run.begin, rows.begin), end = std::min(run.end, rows.end);
+        AdapterSlot& adapter = adapters_[run.slot];
+        const AdapterStage& factors = adapter.stages[size_t(layer) * STAGES + stage];
+        if (begin < end && factors.used) work(factors, low_rank_of(adapter), begin, end - begin);
+    }
+}
+
+// A x for rows of x that have been prepared, with an adapter's rows at `to` + their number.
+void Model::shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to) {
+    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank& h, int begin, int count) {
+        kernels_->shrink(factors.a, x, scheme, to + begin, count, h, to + begin);
+    });
+}
+
+// The GEMM of these rows and panels, with what adapters add before the epilogue SILU_MUL or after the others.
+void Model::multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
+                             const Output& out, int copies, int thread) {
+    const int count = rows.end - rows.begin, width = panels.end - panels.begin, first = panels.begin * PANEL;
+    Matrix part = w;
+    part.n -= first;
+    part.panels += panels.begin * w.panel_bytes();
+    if (w.bias) part.bias += first;
+    const bool gated = out.epilogue == SILU_MUL;
+    Output to{gated ? STORE : out.epilogue, nullptr, gated ? size_t(width) * PANEL : out.stride};
+    if (gated) {
+        std::vector<float>& scratch = expand_scratch_[thread];
+        scratch.resize(std::max(scratch.size(), count * to.stride));
+        to.data = scratch.data();
+    } else {
+        to.data = out.data + rows.begin * out.stride + first;
+    }
+    kernels_->gemm(part, x.from(copies + rows.begin), {0, count}, {0, width}, to);
+    const int columns = std::min(width * PANEL, part.n);
+    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank& h, int begin, int number) {
+        Factor b = factors.b;
+        b.panels += size_t(2 * panels.begin) * b.panel_bytes;
+        kernels_->expand(b, h, copies + begin, number, stage_modules_[stage].data() + 2 * panels.begin, columns,
+                         to.data + (begin - rows.begin) * to.stride, to.stride);
+    });
+    for (int r = 0; gated && r < count; r++)
+        kernels_->silu_mul(to.data + r * to.stride, std::min(width * 16, spec_.intermediate - first / 2),
+                           out.data + (rows.begin + r) * out.stride + first / 2);
+}
+
+// Which module of its stage the outputs of each 16 columns belong to.
+void Model::lay_out_modules() {
+    const int q = spec_.heads * spec_.head_dim, kv = spec_.kv_heads * spec_.head_dim;
+    const Layer& layer = layers_[0];
+    const Matrix* matrices[STAGES] = {&layer.qkv, &layer.o, &layer.gate_up, &layer.down};
+    for (int s = 0; s < STAGES; s++)
+        for (int column = 0; column < matrices[s]->n; column += 16)
+            stage_modules_[s].push_back(s == 0 ? (column >= q) + (column >= q + kv) : s == 2 ? column / 16 % 2 : 0);
+}
+
+}  // namespace penstock
