@@ -16,17 +16,18 @@ from functools import partial
 import numpy as np
 import torch
 
-from penstock.core.request import SamplingParams
-from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, TokenMask, at_most_one_each
+from penstock.engine.executor import NO_ADAPTER, SAMPLED, Step, StepResult, TokenMask, at_most_one_each
 from penstock.kernels.triton.argmax import argmax, argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.drafts import accept
 from penstock.kernels.triton.prefix import prefix_splits
 from penstock.runner.batch import Batch, Ints, build_batch
+from penstock.runner.device_adapters import DeviceAdapters
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.device_scores import DeviceScores
 from penstock.runner.fused_forward import FusedForward
+from penstock.runner.largest_step import largest_step, most_sampled
 from penstock.runner.mixed_steps import MixedSteps
 from penstock.runner.paged_attention import MOST_DRAFTED
 from penstock.runner.parallel_tasks import run_in_parallel
@@ -40,14 +41,8 @@ from penstock.runner.verification import accepted_entries, without_excess
 # of tokens of those with drafts.
 BUCKETS = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
 SHARED_PREFIX_BUCKETS = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
+ADAPTED_BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # with LoRA adapters
 DRAFT_BUCKETS = [4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
-_LEAST_SAMPLED = 64
-
-
-# The most that a request can ask of a step's sampling.
-_DEMANDING = SamplingParams(
-    temperature=1.0, top_k=40, top_p=0.9, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=20, max_tokens=1
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +52,7 @@ class _Kind:
     size: int
     shared: bool = False  # with shared-prefix attention
     stacked: bool = False  # all layers in one persistent kernel
+    adapted: bool = False  # with LoRA adapters
     drafts: bool = False  # its entries are tokens, of which a sequence may have several
 
 
@@ -73,20 +69,15 @@ class _InFlight:
     scores: list[Callable[[StepResult], None]] = field(default_factory=list)
 
 
-def most_sampled(max_seqs: int) -> int:
-    """How many tokens a step can sample, drafts included."""
-    return max(max_seqs, _LEAST_SAMPLED)
-
-
 class CudaRunner:
     runs_ahead = True
-    adapter_modules: Mapping[str, tuple[int, int]] = {}  # none yet
     host_memory = None
 
     def __init__(
         self,
         forward: FusedForward,
         state: DeviceRows,
+        adapters: DeviceAdapters,
         *,
         block_size: int,
         vocab_size: int,
@@ -99,14 +90,16 @@ class CudaRunner:
         self.idle_seconds: float | None = 0.0
         self._forward = forward
         self._state = state
+        self._adapters = adapters
+        self.adapter_modules = adapters.modules
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._max_seqs = rows - 1
         self._most = most = most_sampled(self._max_seqs)
         self._max_step_tokens = max_step_tokens
-        self._sizes, self._sharing_sizes = (
+        self._sizes, self._sharing_sizes, self._adapted_sizes = (
             [size for size in buckets if size < self._max_seqs] + [self._max_seqs]
-            for buckets in (BUCKETS, SHARED_PREFIX_BUCKETS)
+            for buckets in (BUCKETS, SHARED_PREFIX_BUCKETS, ADAPTED_BUCKETS)
         )
         self._draft_sizes = [size for size in DRAFT_BUCKETS if size <= most]
         self._tables = torch.zeros((rows, table_blocks), dtype=torch.int32, device=device)
@@ -116,7 +109,7 @@ class CudaRunner:
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._scratch = argmax_scratch(most, vocab_size, device)
         self._mixed_steps = MixedSteps(
-            forward, self._tables, self._logits, self._tokens, self._scratch, max_tokens=max_step_tokens
+            forward, self._tables, self._logits, self._tokens, self._scratch, adapters, max_tokens=max_step_tokens
         )
         self._sampler = DeviceSampler(state, self._logits, self._tokens, self._inputs.of_sampling, self._inputs.drafts)
         self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
@@ -137,6 +130,8 @@ class CudaRunner:
         began.record()
         self._state.apply(step)
         send_blocks(step, self._tables)
+        for slot, adapter in step.adapters:
+            self._adapters.fill(slot, adapter)
         if len(step.tokens) > self._most:
             step = without_excess(step, self._most)
         flight = _InFlight(step, began, done, self._under_way)
@@ -191,12 +186,16 @@ class CudaRunner:
         rows = np.array(step.rows, dtype=np.int32)
         contexts = np.array(step.starts, dtype=np.int32) + 1
         flight.sampled, flight.rows = list(range(len(rows))), rows
-        shared, length = None, 0
-        if not self._forward.deterministic:
+        slots = self._state.adapter[rows]
+        shared, length, adapted = None, 0, self._adapters.used(slots)
+        if not self._forward.deterministic and not adapted:
             shared, length = shared_prefix(self._state.tables_RM, rows, contexts, self._block_size)
-        sizes = self._sharing_sizes if length else self._sizes
+        sizes = self._sharing_sizes if length else self._adapted_sizes if adapted else self._sizes
         size = next(size for size in sizes if size >= len(rows))
-        kind = _Kind(size, length > 0, self._forward.stacks(size, int(contexts.max())))
+        stacked = not adapted and self._forward.stacks(size, int(contexts.max()))
+        kind = _Kind(size, length > 0, stacked, adapted)
+        if adapted:
+            self._adapters.send(slots, size)
         self._inputs.send(rows, contexts, step.constrained, shared, length)
         self._graphs[kind].replay()
 
@@ -215,7 +214,11 @@ class CudaRunner:
             self._accept(len(batch.rows_N))
 
     def _run_scored(self, step: Step, flight: _InFlight, batch: Batch, scored: list[tuple[int, Ints, Ints]]) -> None:
-        hidden_TC = self._forward.step_hidden(batch, self._state)
+        slots_T, size = self._state.adapter[batch.rows_T], len(batch.rows_T)
+        if adapted := self._adapters.used(slots_T):
+            self._adapters.send(slots_T, size)
+        adapters = self._adapters.of_step(size) if adapted else None
+        hidden_TC = self._forward.step_hidden(batch, self._state, adapters)
         for index, rows, tokens in scored:
             width = self._state.params(step.rows[index]).prompt_logprobs or 0
             flight.scores.append(self._prompt_scores(index, hidden_TC, rows, tokens, width))
@@ -230,7 +233,10 @@ class CudaRunner:
         flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
         self._send_entries(step, flight, batch, drafted=True)
         size = next(size for size in self._draft_sizes if size >= len(batch.rows_N))
-        self._graphs[_Kind(size, drafts=True)].replay()
+        slots = self._state.adapter[batch.rows_N]
+        if adapted := self._adapters.used(slots):
+            self._adapters.send(slots, size)
+        self._graphs[_Kind(size, adapted=adapted, drafts=True)].replay()
 
     def _accept(self, size: int) -> None:
         inputs = self._inputs
@@ -301,7 +307,7 @@ class CudaRunner:
         tasks: list[Callable[[], object]] = [*self._forward.compile_tasks]
         tasks += [partial(self._sampler.run, 1, drafts) for drafts in (False, True)]
         tasks += [partial(decode, kind, layers) for kind in self._kinds]
-        tasks += [partial(mixed.compile, layout, self._state) for layout in mixed.layouts]
+        tasks += [partial(mixed.compile, layout, adapted, self._state) for layout, adapted in mixed.layouts]
         nothing = np.zeros(0, np.int32)
         self._inputs.send(nothing, nothing)
         self._inputs.send_drafts(nothing, nothing)
@@ -319,24 +325,13 @@ class CudaRunner:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         try:
-            self.collect(self.launch(self._largest_step(max_step_tokens or self._max_step_tokens)))
+            tokens = max_step_tokens or self._max_step_tokens
+            slot = 0 if self._adapters.slots else NO_ADAPTER
+            self.collect(self.launch(largest_step(self._state, tokens, self._block_size, slot)))
             return torch.cuda.max_memory_allocated() - before
         finally:
             self.idle_seconds, self._under_way = 0.0, None
             torch.cuda.empty_cache()
-
-    def _largest_step(self, max_tokens: int) -> Step:
-        longest = self._state.tables_RM.shape[1] * self._block_size
-        rows = min(self._max_seqs, max_tokens)
-        counts = [min(len(part), longest) for part in np.array_split(np.arange(max_tokens), rows)]
-        return Step(
-            rows=list(range(rows)),
-            starts=[0] * rows,
-            counts=counts,
-            samples=[1] * rows,
-            tokens=[0] * sum(counts),
-            setups=[RowSetup(row, _DEMANDING, 0, [0] * count, count, ()) for row, count in enumerate(counts)],
-        )
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Call it before capturing: graphs hold addresses in the cache."""
@@ -360,8 +355,10 @@ class CudaRunner:
         sharing = [_Kind(size, shared=True) for size in reversed(self._sharing_sizes) if size >= MIN_SHARING]
         if self._forward.deterministic:
             sharing = []
-        drafts = [_Kind(size, drafts=True) for size in reversed(self._draft_sizes)]
-        return [_Kind(size) for size in reversed(self._sizes)] + sharing + drafts + alone
+        either = (True, False) if self._adapters.slots else (False,)
+        drafts = [_Kind(size, adapted=which, drafts=True) for which in either for size in reversed(self._draft_sizes)]
+        adapted = [_Kind(size, adapted=True) for size in reversed(self._adapted_sizes) if True in either]
+        return adapted + [_Kind(size) for size in reversed(self._sizes)] + sharing + drafts + alone
 
     def _capture(self, kind: _Kind) -> None:
         torch.cuda.synchronize()
@@ -386,7 +383,8 @@ class CudaRunner:
         splits = prefix_splits(size, forward.num_heads, forward.max_model_len)
         prefix = self._inputs.prefix(size, splits) if kind.shared else None
         attend = forward.attention.attend_decode(inputs, contexts, prefix, drafts=kind.drafts)
-        logits = forward.logits(forward.hidden(inputs.x_SC, attend, layers), self._logits[:size])
+        adapters = self._adapters.of_step(size) if kind.adapted else None
+        logits = forward.logits(forward.hidden(inputs.x_SC, attend, layers, adapters), self._logits[:size])
         argmax(logits, self._tokens, self._scratch, feed=None if kind.drafts else (state.last_token_R, rows))
         if kind.drafts:
             self._accept(size)

@@ -13,9 +13,11 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.models.config import ModelConfig
 from penstock.models.llama import Llama
-from penstock.runner.cuda_runner import CudaRunner, most_sampled
+from penstock.runner.cuda_runner import CudaRunner
+from penstock.runner.device_adapters import DeviceAdapters, no_adapters
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.fused_forward import FusedForward
+from penstock.runner.largest_step import most_sampled
 
 CPU = torch.device("cpu")
 
@@ -51,7 +53,7 @@ class Replayed(dict[Any, Any]):
 
 def emulated_runner(
     model: Llama, config: ModelConfig, patch: pytest.MonkeyPatch, *, max_seqs: int, num_blocks: int, block_size: int,
-    max_step_tokens: int, **options: Any,
+    max_step_tokens: int, adapter_rank: int = 0, **options: Any,
 ) -> tuple[CudaRunner, Replayed]:  # fmt: skip
     patch.setattr(torch.cuda, "Event", Event)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -66,8 +68,13 @@ def emulated_runner(
         **options,
     )
     state = DeviceRows(max_seqs + 1, length // block_size, config.vocab_size, CPU)
+    adapters = no_adapters(CPU)
+    if adapter_rank:
+        adapters = DeviceAdapters(
+            forward.adapter_shapes, slots=3, max_rank=adapter_rank, max_tokens=512, dtype=torch.float32, device=CPU
+        )
     runner = CudaRunner(
-        forward, state, block_size=block_size, vocab_size=config.vocab_size, max_step_tokens=max_step_tokens
+        forward, state, adapters, block_size=block_size, vocab_size=config.vocab_size, max_step_tokens=max_step_tokens
     )
     graphs = Replayed(runner._decode_body)
     runner._graphs = graphs

@@ -32,6 +32,7 @@ from penstock.kernels.triton.argmax import argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.runner import fused_forward, mixed_steps
 from penstock.runner.cuda_startup import fused_executor
+from penstock.runner.device_adapters import no_adapters
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
 from penstock.runner.mixed_steps import MixedSteps
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
@@ -101,7 +102,7 @@ class Steps:
         self._tables = torch.zeros((SEQS + 1, TABLE), dtype=torch.int32)
         self._logits, tokens = torch.empty((SEQS, VOCAB)), torch.empty(SEQS, dtype=torch.int64)
         scratch = argmax_scratch(SEQS, VOCAB, CPU)
-        self._mixed = MixedSteps(forward, self._tables, self._logits, tokens, scratch, max_tokens=48)
+        self._mixed = MixedSteps(forward, self._tables, self._logits, tokens, scratch, no_adapters(CPU), max_tokens=48)
         greedy = SamplingParams(temperature=0)
         places = [(row, 0, list(range(row * TABLE, (row + 1) * TABLE))) for row in range(SEQS)]
         setups = [RowSetup(row, greedy, 0, self.tokens[row], LENGTH, ()) for row in range(SEQS)]

@@ -30,6 +30,7 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 from penstock.kernels.triton.argmax import argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs, gather_decode_inputs_reference
 from penstock.runner import mixed_steps
+from penstock.runner.device_adapters import no_adapters
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.mixed_steps import MixedSteps
 
@@ -124,7 +125,9 @@ class GraphPath:
         vocab = SIZES["vocab_size"]
         self._logits, self._tokens = torch.empty((MAX_SEQS, vocab)), torch.empty(MAX_SEQS, dtype=torch.int64)
         scratch = argmax_scratch(MAX_SEQS, vocab, CPU)
-        self._mixed = MixedSteps(forward, self._tables, self._logits, self._tokens, scratch, max_tokens=STEP_TOKENS)
+        self._mixed = MixedSteps(
+            forward, self._tables, self._logits, self._tokens, scratch, no_adapters(CPU), max_tokens=STEP_TOKENS
+        )
         self.steps = self.mixed_steps = 0
 
     def __call__(

@@ -14,7 +14,7 @@ projection, one after the other, so all offsets are proportional to the rank. T 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -25,10 +25,12 @@ from penstock.kernels.triton.overlap import overlaps_launches
 
 TILE_FIELDS = 4  # slot (-1: no adapter), rank, first entry of the order, number of tokens
 RANK_STEP = 16  # ranks are padded to a multiple of it
-_COLUMNS = 256  # of a program
-_INNER_COLUMNS = 512  # of a program for SwiGLU
+MOST_RANK = 256  # for which a program's part of a factor fits into its shared memory
+_COLUMNS = 256  # of a program, at most
+_FACTOR_ELEMENTS = 1 << 15  # of a program, at most: ranks times columns
+_INNER_ELEMENTS = 1 << 13  # of a program for SwiGLU: tokens times columns
 _MOST_PREFETCHED = 1 << 14  # elements of A that a program holds in registers before its input is there
-_PARTIALS_AT_ONCE = 1 << 13  # elements
+_PARTIALS_AT_ONCE = 1 << 12  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,10 @@ class LowRank:
     def end(self) -> int:
         return self.b_offset + sum(self.outputs)
 
+    def within(self, weights: torch.Tensor) -> LowRank:
+        """The same projection in another buffer."""
+        return replace(self, weights=weights)
+
     def matrices(self, slot: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A [modules, rank, inputs] and B [outputs, rank] where a slot has an adapter of this rank."""
         a = self.weights[slot, rank * self.offset : rank * self.b_offset].view(len(self.outputs), rank, self.inputs)
@@ -75,13 +81,13 @@ class Shrunk:
 
 @triton.jit
 def _tile_of(tiles, order, ROWS: tl.constexpr):
-    """Slot, rank, tokens, which of them are real, and whether the tile has an adapter."""
+    """Slot, rank, tokens, and which of them are real."""
     tile = tiles + tl.program_id(0) * 4
     slot = tl.load(tile).to(tl.int64)
     rank = tl.multiple_of(tl.load(tile + 1), 16)
     rows = tl.arange(0, ROWS)
     real = rows < tl.load(tile + 3)
-    tokens = tl.load(order + tl.load(tile + 2) + rows, mask=real, other=0).to(tl.int64)
+    tokens = tl.load(order + tl.load(tile + 2) + rows, mask=real, other=0)
     return slot, rank, tokens, real
 
 
@@ -129,7 +135,7 @@ def _multiply(a, b):
     return tl.dot(a.to(b.dtype), b, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _residual_kernel(
     x, values, squares, partials, shrunk, gain, b_weights, a_weights, b_offset, a_offset, slot_stride, tiles, order,
     num_tokens, width, parts,
@@ -182,7 +188,7 @@ def _residual_kernel(
                     tl.store(into + module * R, found, mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
     partials, x, a_weights, a_offset, slot_stride, tiles, order, num_tokens, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
@@ -203,7 +209,7 @@ def _shrink_kernel(
         tl.store(into, _multiply(found, a), mask=real[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
     out, shrunk, squares, b_weights, b_offset, slot_stride, tiles, order, num_tokens, inputs, parts, eps,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
@@ -236,7 +242,7 @@ def _expand_kernel(
         tl.store(out + cells, summed.to(out.dtype.element_ty), mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _swiglu_kernel(
     inner, partials, gate_up, shrunk, squares, b_weights, a_weights, b_offset, a_offset, slot_stride, tiles, order,
     num_tokens, inputs, width, parts, eps,
@@ -283,12 +289,12 @@ def add_and_shrink(
     """Adds what a projection gives to the residual stream `x` [T, C]. `following` are the modules that read it after an
     RMSNorm, with its gain and eps: of them the deferred norm and the shrink are returned."""
     T, C = x.shape
-    parts = triton.cdiv(C, _COLUMNS)
     low = following[0] if following else added[1] if added else None
     assert low is not None, "there is nothing to do"
     modules = len(low.outputs) if following else 0
     gain, eps = following[1:] if following else (x, 0.0)
-    R = low.most_rank
+    R, columns = low.most_rank, _columns(low)
+    parts = triton.cdiv(C, columns)
     values = torch.empty_like(x) if following else x
     squares = _float32(x, parts, T) if following else x
     partials = _float32(x, parts, T, modules * R) if following else x
@@ -297,8 +303,8 @@ def add_and_shrink(
     _residual_kernel[len(tiles.tiles), parts](
         x, values, squares, partials, shrunk.partials, gain, low.weights, low.weights, source.b_offset, low.offset,
         low.weights.stride(0), tiles.tiles, tiles.order, T, C, len(shrunk.partials),
-        ROWS=tiles.rows, COLUMNS=_COLUMNS, R=R, MODULES=modules, AT_ONCE=_at_once(tiles, R), EXPAND=added is not None,
-        PREFETCH=modules * R * _COLUMNS <= _MOST_PREFETCHED, PDL=pdl, num_warps=8, launch_pdl=pdl,
+        ROWS=tiles.rows, COLUMNS=columns, R=R, MODULES=modules, AT_ONCE=_at_once(tiles, R), EXPAND=added is not None,
+        PREFETCH=modules * R * columns <= _MOST_PREFETCHED, PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return (DeferredNorm(values, squares), Shrunk(partials, squares, eps)) if following else None
 
@@ -306,11 +312,12 @@ def add_and_shrink(
 def shrink(x: torch.Tensor, low: LowRank, tiles: AdapterTiles) -> Shrunk:
     """Of one module whose input `x` [T, inputs] comes without a norm."""
     T, inputs = x.shape
-    parts, pdl = triton.cdiv(inputs, _COLUMNS), overlaps_launches()
+    columns, pdl = _columns(low), overlaps_launches()
+    parts = triton.cdiv(inputs, columns)
     partials = _float32(x, parts, T, low.most_rank)
     _shrink_kernel[len(tiles.tiles), parts](
         partials, x, low.weights, low.offset, low.weights.stride(0), tiles.tiles, tiles.order, T, inputs,
-        ROWS=tiles.rows, COLUMNS=_COLUMNS, R=low.most_rank, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        ROWS=tiles.rows, COLUMNS=columns, R=low.most_rank, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return Shrunk(partials)
 
@@ -319,12 +326,13 @@ def expand(out: torch.Tensor, shrunk: Shrunk, low: LowRank, tiles: AdapterTiles)
     """Adds what three modules give, beside each other in `out` [T, outputs of all]."""
     assert shrunk.squares is not None
     first, second, third = low.outputs
-    places = sum(triton.cdiv(width, _COLUMNS) for width in low.outputs)
+    columns = _columns(low)
+    places = sum(triton.cdiv(width, columns) for width in low.outputs)
     parts, pdl = len(shrunk.partials), overlaps_launches()
     _expand_kernel[len(tiles.tiles), places](
         out, shrunk.partials, shrunk.squares, low.weights, low.b_offset, low.weights.stride(0), tiles.tiles,
         tiles.order, len(out), low.inputs, parts, shrunk.eps, FIRST=first, SECOND=second, THIRD=third,
-        ROWS=tiles.rows, COLUMNS=_COLUMNS, R=low.most_rank, PARTS=triton.next_power_of_2(parts),
+        ROWS=tiles.rows, COLUMNS=columns, R=low.most_rank, PARTS=triton.next_power_of_2(parts),
         AT_ONCE=_at_once(tiles, low.most_rank), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -336,12 +344,13 @@ def swiglu(
     assert shrunk.squares is not None
     T, I = len(gate_up), low.outputs[0]  # noqa: E741
     inner = torch.empty((T, I), dtype=gate_up.dtype, device=gate_up.device)
-    into = _float32(gate_up, triton.cdiv(I, _INNER_COLUMNS), T, down.most_rank)
+    columns = min(_INNER_ELEMENTS // tiles.rows, _FACTOR_ELEMENTS // (2 * low.most_rank))  # of two modules
+    into = _float32(gate_up, triton.cdiv(I, columns), T, down.most_rank)
     parts, pdl = len(shrunk.partials), overlaps_launches()
     _swiglu_kernel[len(tiles.tiles), len(into)](
         inner, into, gate_up, shrunk.partials, shrunk.squares, low.weights, down.weights, low.b_offset, down.offset,
         low.weights.stride(0), tiles.tiles, tiles.order, T, low.inputs, I, parts, shrunk.eps,
-        ROWS=tiles.rows, COLUMNS=_INNER_COLUMNS, R=low.most_rank, PARTS=triton.next_power_of_2(parts),
+        ROWS=tiles.rows, COLUMNS=columns, R=low.most_rank, PARTS=triton.next_power_of_2(parts),
         AT_ONCE=_at_once(tiles, low.most_rank), PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return inner, Shrunk(into)
@@ -349,6 +358,10 @@ def swiglu(
 
 def _float32(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _columns(low: LowRank) -> int:
+    return min(_COLUMNS, _FACTOR_ELEMENTS // low.most_rank)
 
 
 def _at_once(tiles: AdapterTiles, most_rank: int) -> int:
