@@ -2,11 +2,14 @@
 
     python benchmarks/structured.py valid [--count 1000]   # the built-in model at temperature 1 as a fuzzer
     python benchmarks/structured.py speed [--rounds 15]    # tokens per second, kinds interleaved
+    python benchmarks/structured.py suite --folder json/tests/draft2020-12   # the official JSON Schema test suite, from
+                                      # the source distribution: pip download --no-binary jsonschema jsonschema
 
 `valid`: batches of 32 constrained requests beside 8 free ones, in a KV cache too small for them, so that sequences are
 preempted, with prompts that share prefixes. Outputs that ended by themselves must be valid; those cut off by
 `max_tokens` are counted apart. `speed`: `text` is free, `string` is as long but inside a JSON string, where nothing is
-forced, `json` is an invoice, most of which is forced.
+forced, `json` is an invoice, most of which is forced. `suite`: instances that the suite calls invalid must be refused;
+valid ones may be, where the grammar has one way to write a thing (the order of properties, 1 and not 1.0).
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -26,9 +30,13 @@ import numpy.typing as npt
 
 from penstock import LLM, SamplingParams
 from penstock.bench.schemas import INVOICE, SCHEMAS
+from penstock.checkpoint.source import DEFAULT_MODEL, resolve
+from penstock.core.errors import EngineFailure, InvalidRequest
 from penstock.core.request import Grammar
 from penstock.grammar.compiler import LLGuidance
+from penstock.grammar.matcher import LLGuidanceMatcher
 from penstock.llm import Completion
+from penstock.text.tokenizer import load_tokenizer
 
 BATCH, FREE = 32, 8
 Validator = jsonschema.Draft202012Validator
@@ -94,6 +102,37 @@ def valid(count: int, max_tokens: int) -> None:
     print(f"{len(timed.seconds):,} masks: {percentiles(timed.seconds)}")
 
 
+def suite(folder: Path) -> None:
+    tokenizer = load_tokenizer(resolve(DEFAULT_MODEL))
+    grammars = LLGuidance(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    schemas, found = Counter[str](), Counter[tuple[str, str]]()
+    for file in sorted(folder.rglob("*.json")):
+        for group in json.loads(file.read_text()):
+            constraint = grammar(group["schema"])
+            try:
+                grammars.compile(constraint)
+            except InvalidRequest:
+                schemas["refused"] += 1
+                continue
+            schemas["enforced"] += 1
+            for test in group["tests"]:
+                text = json.dumps(test["data"], separators=(",", ":"), ensure_ascii=False)
+                accepted = accepts(grammars.matcher(constraint), tokenizer.encode(text))
+                found["valid" if test["valid"] else "invalid", "accepted" if accepted else "refused"] += 1
+                if accepted != test["valid"]:
+                    print(f"{'accepted' if accepted else 'refused'}:", file.stem, text[:80])
+    print(dict(schemas), {" ".join(kind): count for kind, count in found.items()})
+
+
+def accepts(matcher: LLGuidanceMatcher, tokens: list[int]) -> bool:
+    """Whether these tokens are a whole output."""
+    try:
+        matcher.consume(tokens)
+    except EngineFailure:
+        return False
+    return bool(matcher.state.is_accepting())
+
+
 def speed(rounds: int, sequences: int) -> None:
     llm = LLM(kv_memory_gib=0.5, max_model_len=512, max_seqs=sequences, prefix_caching=False)
     common: dict[str, Any] = {"temperature": 1, "ignore_eos": True}
@@ -123,14 +162,17 @@ def speed(rounds: int, sequences: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["valid", "speed"])
+    parser.add_argument("what", choices=["valid", "speed", "suite"])
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     if options.what == "valid":
         valid(options.count, options.max_tokens)
+    elif options.what == "suite":
+        suite(options.folder)
     else:
         speed(options.rounds, options.sequences)
 

@@ -31,8 +31,12 @@ LAYERS = read_layers()
 WITHOUT_TORCH = (
     *("core", "checkpoint", "text", "engine", "observability", "cache", "gateway", "autoscaling", "fleet"),
     "simulation",
+    "speculative",
 )
-ENGINE_HALF = ("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "runner", "bench.engine")
+ENGINE_HALF = (
+    *("core", "checkpoint", "text", "engine", "kernels", "models", "quantization", "speculative", "runner"),
+    "bench.engine",
+)
 SERVER_ONLY = {
     *("starlette", "uvicorn", "msgspec", "pydantic", "prometheus_client", "yaml", "rich", "prompt_toolkit"),
     *("redis", "jwt", "llguidance"),

@@ -37,12 +37,26 @@ class Profile:
     """What arrives at each time of a period: the median of the latest periods."""
 
     def __init__(self, period: float) -> None:
+        self.period = period
         self._bins = min(_PROFILE_BINS, int(period / _BIN_SECONDS))
         self._width = period / self._bins
         self._seen: list[deque[float]] = [deque(maxlen=_PERIODS) for _ in range(self._bins)]
         self._rates = [0.0] * self._bins
         self._open = -1  # number of the bin that is being summed up
         self._work = self._seconds = 0.0
+
+    @property
+    def seen(self) -> list[list[float]]:
+        """By bin, what arrived in each of the latest periods."""
+        return [list(rates) for rates in self._seen]
+
+    def restore(self, seen: list[list[float]]) -> None:
+        """Go on from what another process saw of the same period."""
+        if len(seen) != self._bins:
+            raise ValueError(f"there are {self._bins} bins, not {len(seen)}")
+        for at, rates in enumerate(seen):
+            self._seen[at].extend(rates)
+            self._rates[at] = median(rates) if rates else 0.0
 
     def add(self, begin: float, end: float, rate: float) -> None:
         while end - begin > 1e-6:
@@ -108,7 +122,7 @@ class Arrivals:
         self.level = 0.0  # rate of work now, without the noise of single requests
         self.last = 0.0  # rate of work in the latest bin
         self._trend = 0.0  # a bin
-        self._profile = Profile(period_seconds)
+        self.profile = Profile(period_seconds)
         self._spread, self._last_spread = Spread(), Spread()
         self._since: tuple[float, float] | None = None  # time and work at the beginning of the bin
         self._bins = 0
@@ -122,7 +136,7 @@ class Arrivals:
         if seconds < _BIN_SECONDS:
             return
         rate = max(0.0, work - before) / seconds
-        self._profile.add(began, now, rate)
+        self.profile.add(began, now, rate)
         self._spread.observe(now, rate)
         self._last_spread.observe(now, rate)
         self._learn(now, seconds, rate)
@@ -133,7 +147,7 @@ class Arrivals:
     def _learn(self, now: float, seconds: float, rate: float) -> None:
         self.last = rate
         self._bins += 1
-        expected = max(0.0, self.level + self._trend) * self._profile.growth(now - 1.5 * seconds, now - seconds / 2)
+        expected = max(0.0, self.level + self._trend) * self.profile.growth(now - 1.5 * seconds, now - seconds / 2)
         error, weight = rate - expected, max(_LEVEL_WEIGHT, 1 / self._bins)
         self.level = expected + weight * error
         self._trend = _TREND_DAMPING * self._trend + _TREND_WEIGHT * weight * error
@@ -141,7 +155,7 @@ class Arrivals:
     def _mean(self, now: float, ahead: float) -> float:
         bins = ahead / _BIN_SECONDS
         trend = self._trend * (1 - pow(_TREND_DAMPING, bins)) / (1 - _TREND_DAMPING)
-        return max(0.0, self.level + trend) * self._profile.growth(now, now + ahead)
+        return max(0.0, self.level + trend) * self.profile.growth(now, now + ahead)
 
     def expected(self, now: float, ahead: float) -> Expected:
         """The most of what is forecast between now and then, and for a bin longer: it may come a little earlier."""

@@ -32,10 +32,14 @@ def take_chunk(timeline: Timeline, chunk: Chunk, now: float) -> None:
         timeline.error = {"error": "engine", "deadline": "deadline"}.get(chunk.finish_reason)
 
 
-def make_request(job: Job, request_id: str, salt: str, objective: Objective | None = None) -> GenerateRequest:
+def make_request(
+    job: Job, request_id: str, salt: str, objective: Objective | None = None, seed: int = 0
+) -> GenerateRequest:
     params = replace(job.sampling, max_tokens=job.output_len, ignore_eos=True)
     objective = objective or Objective()
-    return GenerateRequest(request_id, job.prompt, params, cache_salt=salt, objective=objective, tenant=job.tenant)
+    return GenerateRequest(
+        request_id, job.prompt, params, seed=seed, cache_salt=salt, objective=objective, tenant=job.tenant
+    )
 
 
 class ClosedLoop:
@@ -63,7 +67,7 @@ class ClosedLoop:
         return timelines
 
     def _send(self, job: Job, salt: str) -> Timeline:
-        request = make_request(job, f"{salt}/{self._sent}", salt)
+        request = make_request(job, f"{salt}/{self._sent}", salt, seed=self._sent)
         self._sent += 1
         timeline = Timeline(time.perf_counter(), prompt_tokens=len(job.prompt), kind=job.kind)
         self._open[request.id] = timeline

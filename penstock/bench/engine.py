@@ -9,6 +9,7 @@ import time
 from argparse import Namespace
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from penstock.core.engine import EngineInfo
 from penstock.core.errors import InvalidRequest
 from penstock.engine.executor import Executor
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.settings import EngineConfig, Scheduling
+from penstock.engine.settings import EngineConfig, Scheduling, SpeculationConfig
+from penstock.engine.speculation import Speculation
 
 DEFAULT_WORKLOADS = "cpu_single,cpu_prefill,cpu_clients8"
 CLOSED_SEEDS, OPEN_SEEDS = 3, 1
@@ -36,6 +38,7 @@ class Variant:
 
     mode: Scheduling
     sampling: str
+    drafts: str  # method of speculative decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Plan:
 
     modes: list[Scheduling]
     sampling: list[str]
+    speculation: list[str]
     bases: list[Workload | str]  # a mix by its name
     arrivals: ArrivalPlan
     workloads: list[Workload]
@@ -61,16 +65,21 @@ class Plan:
         workloads = arrivals.workloads(bases)
         if arrivals.trace and any(job.content is not None for job in workloads[0].jobs(0)):
             raise InvalidRequest("a trace with texts needs a tokenizer: use bench serve", param="trace")
-        return cls(args.scheduling, args.sampling, bases, arrivals, workloads, args.seeds, args.targets)
+        compared = args.scheduling, args.sampling, args.speculation
+        return cls(*compared, bases, arrivals, workloads, args.seeds, args.targets)
 
     @property
     def variants(self) -> list[Variant]:
-        return [Variant(mode, sampling) for mode in self.modes for sampling in self.sampling]
+        return [Variant(*each) for each in product(self.modes, self.sampling, self.speculation)]
 
     def name(self, variant: Variant) -> str:
         """What tells a variant from the others."""
-        parts = [variant.mode] * (len(self.modes) > 1) + [variant.sampling] * (len(self.sampling) > 1)
-        return " ".join(parts)
+        parts = (
+            (variant.mode, self.modes),
+            (variant.sampling, self.sampling),
+            (variant.drafts, self.speculation),
+        )
+        return " ".join(name for name, compared in parts if len(compared) > 1)
 
 
 @dataclass(slots=True)
@@ -118,7 +127,7 @@ class EngineBench:
         results = []
         while (rate := search.next_rate()) is not None:
             workload = replace(arrivals.workload(base, rate), sampling=variant.sampling)
-            run = self.engine.measure(variant.mode, workload, seed=0, attainment=attainment)
+            run = self.engine.measure(variant.mode, workload, 0, attainment, variant.drafts)
             search.record(rate, held=not run.stopped_early and (run.summary.share_met or 0.0) >= attainment)
             announce(f"{workload.name} {variant.mode}", workload.metric, run.summary, run.stopped_early)
             results.append(self._result(workload, variant, [run]))
@@ -129,7 +138,8 @@ class EngineBench:
         runs: dict[Variant, list[Run]] = {variant: [] for variant in self.plan.variants}
         for seed in range(self.plan.seeds or (CLOSED_SEEDS if workload.rate is None else OPEN_SEEDS)):
             for variant in self.plan.variants[:: -1 if seed % 2 else 1]:
-                run = self.engine.measure(variant.mode, replace(workload, sampling=variant.sampling), seed)
+                job = replace(workload, sampling=variant.sampling)
+                run = self.engine.measure(variant.mode, job, seed, drafts=variant.drafts)
                 runs[variant].append(run)
                 name = self.plan.name(variant) or variant.mode
                 announce(f"{workload.name} {name} seed {seed}", workload.metric, run.summary)
@@ -143,7 +153,8 @@ class EngineBench:
             target = find_target(self.engine.info.model, self.precision, workload.name, self.device)
         values = [run.summary.figure(workload.metric) for run in runs]
         label = f"{workload.name} {self.plan.name(variant)}".strip()
-        detail = {"scheduling": variant.mode, "sampling": variant.sampling, "values": values, **best.detail()}
+        compared = {"scheduling": variant.mode, "sampling": variant.sampling, "speculation": variant.drafts}
+        detail = {**compared, "values": values, **best.detail()}
         return Result(workload, best.summary, target, detail, label, best.timelines)
 
 
@@ -162,6 +173,7 @@ def run(args: Namespace) -> int:
         kv_dtype=args.kv_dtype,
         deterministic=args.deterministic,
         scheduling=plan.modes[0],
+        speculation=_speculation(plan, args),
     )
     scheduler, executor, info = _start(args.model, config)
     cold_start = time.perf_counter() - began
@@ -169,7 +181,7 @@ def run(args: Namespace) -> int:
     schedulers = {
         mode: Scheduler(replace(scheduler.limits, fcfs=mode == "fcfs"), scheduler.times) for mode in plan.modes
     }
-    engine = LoadedEngine(executor, info, schedulers)
+    engine = LoadedEngine(executor, info, schedulers, _speculations(plan, scheduler))
     bench = EngineBench(plan, engine, device, precision)
     results, capacities = bench.find_capacities() if args.find_capacity else (bench.run(), {})
     engine.check_integrity()
@@ -188,6 +200,21 @@ def run(args: Namespace) -> int:
     if args.html:
         write_html(args.html, "engine", results, facts)
     return 1 if any(result.summary.errors for result in results) else 0
+
+
+def _speculation(plan: Plan, args: Namespace) -> SpeculationConfig:
+    """What the engine is started with: a draft model if one is to be measured."""
+    if "draft" not in plan.speculation:
+        return SpeculationConfig()
+    return SpeculationConfig("draft", args.draft_model, args.draft_quantization)
+
+
+def _speculations(plan: Plan, scheduler: Scheduler) -> dict[str, Speculation | None]:
+    from penstock.speculative.suffix import SuffixDrafter
+
+    most = SpeculationConfig().max_tokens
+    known = {"off": None, "suffix": Speculation(SuffixDrafter(), scheduler.times, most), "draft": scheduler.speculation}
+    return {method: known[method] for method in plan.speculation}
 
 
 def _start(model: str, config: EngineConfig) -> tuple[Scheduler, Executor, EngineInfo]:

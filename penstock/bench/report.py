@@ -217,7 +217,8 @@ def latency_table(results: Sequence[Result]) -> str:
 
 def steps_table(results: Sequence[Result]) -> str:
     """What the engine did; only known in process."""
-    columns = ["engine", "steps", "sequences/step", "tokens/step", "cached tokens", "preemptions", "device waited"]
+    columns = ["engine", "steps", "sequences/step", "tokens/step", "cached tokens", "preemptions"]
+    columns += ["drafted", "accepted", "device waited"]
     rows = []
     for result in results:
         detail, metric = result.detail, result.workload.metric
@@ -229,6 +230,7 @@ def steps_table(results: Sequence[Result]) -> str:
                 *(result.label, str(detail["steps"])),
                 *(f"{detail['mean_batch']:.1f}", f"{detail['mean_step_tokens']:.1f}"),
                 *(str(detail["cached_tokens"]), str(detail["preemptions"])),
+                *(str(detail["drafted_tokens"]), str(detail["accepted_tokens"])),
                 "-"
                 if idle is None
                 else f"{idle / result.summary.wall_s:.1%}, {idle / detail['steps'] * 1e3:.2f} ms/step",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, product
 from typing import Any
 
 from penstock.bench.capacity import allowed_misses
 from penstock.bench.driver import ClosedLoop, OpenLoop
 from penstock.bench.measure import Summary, Timeline, better, summarise
 from penstock.bench.progress import Progress
+from penstock.bench.replay import Replay
 from penstock.bench.workloads import VOCAB, Job, Metric, Workload
 from penstock.core.engine import EngineInfo
 from penstock.core.request import Objective
@@ -19,6 +20,7 @@ from penstock.engine.executor import Executor
 from penstock.engine.local import LocalEngine
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.settings import Scheduling
+from penstock.engine.speculation import Speculation
 
 WARM_UP_REQUESTS = 32
 WARM_UP_OUTPUT = 16
@@ -38,6 +40,8 @@ class Run:
     tokens: int
     cached_tokens: int
     preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
     device_idle_s: float | None  # how long GPU or CPU kernels waited for launches; None where that is not measured
     step_time_error: float  # median, relative; 0 where the engine keeps no step-time model
     stopped_early: bool = False
@@ -50,6 +54,8 @@ class Run:
             "mean_step_tokens": self.tokens / self.steps,
             "cached_tokens": self.cached_tokens,
             "preemptions": self.preemptions,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
             "device_idle_s": self.device_idle_s,
             "step_time_error": self.step_time_error,
             "stopped_early": self.stopped_early,
@@ -68,6 +74,8 @@ def pooled(runs: Sequence[Run]) -> Run:
         tokens=sum(run.tokens for run in runs),
         cached_tokens=sum(run.cached_tokens for run in runs),
         preemptions=sum(run.preemptions for run in runs),
+        drafted_tokens=sum(run.drafted_tokens for run in runs),
+        accepted_tokens=sum(run.accepted_tokens for run in runs),
         device_idle_s=sum(idle) if idle else None,
         step_time_error=runs[-1].step_time_error,
     )
@@ -84,13 +92,17 @@ class LoadedEngine:
     executor: Executor
     info: EngineInfo
     schedulers: dict[Scheduling, Scheduler]
+    speculations: Mapping[str, Speculation | None] = field(default_factory=lambda: {"off": None})  # by method
     # The schedulers write to the same blocks, so what one has cached may be another's by now: no salt is used twice.
     _salts: count[int] = field(default_factory=count)
 
-    def measure(self, mode: Scheduling, workload: Workload, seed: int, attainment: float | None = None) -> Run:
-        """With an attainment, an open loop stops as soon as that can no longer be reached."""
+    def measure(
+        self, mode: Scheduling, workload: Workload, seed: int, attainment: float | None = None, drafts: str = "off"
+    ) -> Run:
+        """With an attainment, an open loop stops as soon as that can no longer be reached. `drafts`: the method."""
         jobs = workload.jobs(seed, self._vocab)
         scheduler, idle = self.schedulers[mode], self.executor.idle_seconds
+        scheduler.speculation = self.speculations[drafts]
         before = scheduler.stats()
         allowed = None if attainment is None else allowed_misses(len(jobs), attainment)
         with Progress(f"{workload.name} {mode} seed {seed}", len(jobs)) as progress:
@@ -109,6 +121,8 @@ class LoadedEngine:
             tokens=after.batch_tokens - before.batch_tokens,
             cached_tokens=after.cached_tokens - before.cached_tokens,
             preemptions=after.preemptions - before.preemptions,
+            drafted_tokens=after.drafted_tokens - before.drafted_tokens,
+            accepted_tokens=after.accepted_tokens - before.accepted_tokens,
             device_idle_s=None if idle is None else (self.executor.idle_seconds or 0.0) - idle,
             step_time_error=after.step_time_error,
             stopped_early=len(timelines) < len(jobs),
@@ -118,7 +132,8 @@ class LoadedEngine:
         """The same shapes in small, before the clock: first calls compile, allocate and page in."""
         jobs = workload.jobs(0, self._vocab)[:WARM_UP_REQUESTS]
         short = [replace(job, output_len=min(job.output_len, WARM_UP_OUTPUT)) for job in jobs]
-        for mode, scheduler in self.schedulers.items():
+        for (mode, scheduler), speculation in product(self.schedulers.items(), self.speculations.values()):
+            scheduler.speculation = speculation
             with Progress(f"{workload.name} {mode} warm-up", len(jobs)) as progress:
                 if workload.rate is None:
                     self._closed_loop(scheduler, short, workload.clients, progress)
@@ -128,7 +143,10 @@ class LoadedEngine:
     def _closed_loop(
         self, scheduler: Scheduler, jobs: Sequence[Job], clients: int | None, progress: Progress
     ) -> list[Timeline]:
-        return ClosedLoop(scheduler, self.executor, progress).run(jobs, clients, self._salt())
+        executor, outputs = self.executor, {number: job.output for number, job in enumerate(jobs) if job.output}
+        if outputs:
+            executor = Replay(executor, outputs)
+        return ClosedLoop(scheduler, executor, progress).run(jobs, clients, self._salt())
 
     def _open_loop(
         self,

@@ -1,7 +1,8 @@
 """Workloads: prompts and output lengths as a pure function of a seed, so that every engine is given the same work.
 
 Prompts are random token ids (so nothing is shared by chance between two seeds) and output lengths are fixed (so
-end-of-text is ignored). The open-loop mixes also have arrival times and objectives.
+end-of-text is ignored). Some outputs are given as well, for
+speculative decoding. The open-loop mixes also have arrival times and objectives.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from penstock.bench.sampling import GREEDY, sampling_of
@@ -32,6 +34,7 @@ class Job:
     tenant: str = ""
     content: str | list[dict[str, Any]] | None = None  # text or messages to send as they are, in place of the ids
     sampling: SamplingParams = GREEDY  # how many tokens it may generate is `output_len`
+    output: list[int] | None = None  # what it generates, whatever is sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,44 @@ class Source:
 
         return [one() for _ in range(count)]
 
+    def edits(self, count: int, prompt_len: int) -> list[Job]:
+        """Outputs that repeat their prompts with 1 token in 25 changed, left out or put in between."""
+
+        def one() -> Job:
+            prompt, output = self.ids(prompt_len), list[int]()
+            for token in prompt:
+                change = self.random.choice(("change", "leave out", "insert")) if self.random.random() < 0.04 else ""
+                output += {"": [token], "change": self.ids(1), "leave out": [], "insert": [*self.ids(1), token]}[change]
+            return Job(prompt, len(output), output=output)
+
+        return [one() for _ in range(count)]
+
+    def extractions(self, count: int, prompt_len: int, fields: int) -> list[Job]:
+        """Outputs of records: a key of 6 tokens, always the same ones in the same order, and 8 to 40 of the prompt."""
+        keys = [self.ids(6) for _ in range(4)]
+
+        def one() -> Job:
+            prompt, output = self.ids(prompt_len), list[int]()
+            for number in range(fields):
+                begin, length = self.random.randrange(prompt_len - 40), self.random.randint(8, 40)
+                output += [*keys[number % len(keys)], *prompt[begin : begin + length]]
+            return Job(prompt, len(output), output=output)
+
+        return [one() for _ in range(count)]
+
+    def chats(self, count: int, prompt_len: int, output_len: int) -> list[Job]:
+        """Outputs that repeat hardly more than prose does: phrases of 1 to 5 tokens, some of them frequent."""
+        phrases = [self.ids(self.random.randint(1, 5)) for _ in range(4000)]
+        weights = [1 / (rank + 20) for rank in range(len(phrases))]
+
+        def text(length: int) -> list[int]:
+            tokens = list[int]()
+            while len(tokens) < length:
+                tokens += self.random.choices(phrases, weights)[0]
+            return tokens[:length]
+
+        return [Job(text(prompt_len), output_len, output=text(output_len)) for _ in range(count)]
+
     def arrivals(self, mix: Mix, rate: float, seconds: float) -> list[Job]:
         """Poisson arrivals."""
         rng = self.random
@@ -137,6 +178,10 @@ class Workload:
             seed = rounds.getrandbits(48)
 
 
+def _chats(clients: int, source: Source) -> list[Job]:
+    return source.chats(clients, 64, 128)
+
+
 # name, what it is, the figure it is judged by, how its jobs are drawn, requests in flight (None: all at once)
 _TABLE: list[tuple[str, str, Metric, Callable[[Source], list[Job]], int | None]] = [
     ("single", "1 x 128 in, 256 out", "ms_per_token", lambda s: s.uniform(1, 128, 256), None),
@@ -150,6 +195,12 @@ _TABLE: list[tuple[str, str, Metric, Callable[[Source], list[Job]], int | None]]
     ("cpu_prefill", "1 x 1024 in, 1 out", "prompt_tok_s", lambda s: s.uniform(1, 1024, 1), None),
     ("cpu_clients8", "8 clients, 16 x 128 in, 128 out", "output_tok_s", lambda s: s.uniform(16, 128, 128), 8),
     ("cpu_clients32", "32 clients, 64 x 128 in, 128 out", "output_tok_s", lambda s: s.uniform(64, 128, 128), 32),
+    ("edit", "1 client, 4 x 384 in, the same out with 4% changed", "output_tok_s", lambda s: s.edits(4, 384), 1),
+    ("extract", "1 client, 4 x 384 in, parts of it out", "output_tok_s", lambda s: s.extractions(4, 384, 12), 1),
+    *(
+        (f"chat{n}", f"{n} x 64 in, 128 out as prose", "output_tok_s", partial(_chats, n), None)
+        for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    ),
     ("cpu_prefix", "32 x (768 shared + 32) in, 32 out", "output_tok_s", lambda s: s.shared(32, 768, 32, 32), None),
 ]
 WORKLOADS = {row[0]: Workload(*row) for row in _TABLE}

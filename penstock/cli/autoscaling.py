@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 from penstock.core.engine import EngineStats
+from penstock.fleet.arrival_profile import profile_path
 from penstock.fleet.autoscaler import Autoscaler, Objectives
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
@@ -26,6 +27,7 @@ def autoscalers(settings: Settings, fleets: Mapping[str, Fleet], control: FleetC
                 lambda model=fleet.model: control.launcher(model),  # type: ignore[misc]
                 drain_seconds=settings.server.drain_seconds,
                 objectives=shortest_objectives(settings),
+                profile_path=profile_path(fleet.model),
             )
     return found
 

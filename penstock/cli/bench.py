@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, get_args
 
 from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.cli.environment import add_server_arguments
-from penstock.engine.settings import Device, Dtype, KVDtype, Quantization, Scheduling
+from penstock.engine.settings import Device, Dtype, KVDtype, Quantization, Scheduling, SpeculationMethod
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -43,6 +43,15 @@ def _add_engine(kinds: Subparsers) -> None:
         metavar="KIND[,KIND...]",
         help=f"{_sampling_help()}, or several interleaved to compare them with the first (default greedy)",
     )
+    parser.add_argument(
+        "--speculation",
+        type=speculation_methods,
+        default=["off"],
+        metavar="METHOD[,METHOD...]",
+        help="off, suffix, draft, or several interleaved to compare them with the first (default off)",
+    )
+    parser.add_argument("--draft-model", metavar="MODEL", default="", help="for --speculation draft")
+    parser.add_argument("--draft-quantization", choices=("auto", "none", "int8", "int4"), default="auto")
     _add_open_loop(parser)
     parser.add_argument("--device", choices=get_args(Device), default="auto")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
@@ -155,6 +164,13 @@ def scheduling_modes(text: str) -> list[str]:
     if not set(modes) <= set(get_args(Scheduling)) or len(set(modes)) < len(modes):
         raise argparse.ArgumentTypeError(f"{text} is not {' or '.join(get_args(Scheduling))}, or both once")
     return modes
+
+
+def speculation_methods(text: str) -> list[str]:
+    methods = text.split(",")
+    if not set(methods) <= set(get_args(SpeculationMethod)) or len(set(methods)) < len(methods):
+        raise argparse.ArgumentTypeError(f"{text} is not {' or '.join(get_args(SpeculationMethod))}, each once")
+    return methods
 
 
 def sampling_kinds(text: str) -> list[str]:

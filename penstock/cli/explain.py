@@ -197,6 +197,8 @@ def _engine(ledger: dict[str, Any]) -> Iterable[RenderableType]:
         forced = f" ({ledger['forced_tokens']} forced by the grammar)" if ledger["forced_tokens"] else ""
         steps = f"in {ledger['decode_steps']} steps of {duration(each)}"
         yield f"Decode: {ledger['output_tokens']} tokens{forced} {steps}."
+    if drafted := ledger["drafted_tokens"]:
+        yield f"Speculation: {drafted} tokens drafted, {ledger['accepted_tokens']} of them right."
     if ledger["stalled"] > 0:
         by = [
             f"{duration(stall['seconds'])} by {stall['request_id'] or 'others'} ({stall['steps']} steps)"

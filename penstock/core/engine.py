@@ -43,6 +43,8 @@ class EngineStats:
     seconds_since_step: float = 0.0  # while there is work; 0 when idle
     refused: int = 0  # requests whose objective could not be met
     expired: int = 0  # requests whose deadline passed
+    drafted_tokens: int = 0  # guessed ahead of sampling
+    accepted_tokens: int = 0  # those of them that were sampled
     # From the step-time model; 0 until it has seen enough steps.
     prefill_tokens_per_second: float = 0.0
     decode_step_seconds: float = 0.0  # of a step that advances the sequences now running by one token each

@@ -66,6 +66,8 @@ class Ledger:
     missed_tokens: dict[MissCause, int] = field(default_factory=dict)  # with cached_tokens: the whole prompt
     output_tokens: int = 0
     forced_tokens: int = 0  # of the output: those that its grammar forced and nobody sampled
+    drafted_tokens: int = 0  # guessed ahead of sampling, to be sampled several in a step
+    accepted_tokens: int = 0  # those of them that were sampled
     preemptions: int = 0
     recomputed_tokens: int = 0
     met_ttft: bool | None = None  # None: nothing was promised

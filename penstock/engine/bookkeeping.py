@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from penstock.core.cost import OUTPUT_TOKEN_COST
 from penstock.core.ledger import MAX_CHUNKS, MAX_STALLS, Ledger, MissCause, PrefillChunk, QueueCause, Stall
-from penstock.core.request import FinishReason, GenerateRequest
+from penstock.core.request import Chunk, FinishReason, GenerateRequest, TokenLogprob
 from penstock.engine.sequence import Sequence
 
 
@@ -29,6 +30,8 @@ class Counts:
     batch_sequences: int = 0
     refused: int = 0
     expired: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 def prefill_tokens(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> int:
@@ -110,6 +113,15 @@ def decoded(sequence: Sequence, usual: float, culprit: Sequence | None, now: flo
     sequence.mark = now
 
 
+def drafted(sequence: Sequence, tokens: int, accepted: int, counts: Counts) -> None:
+    """So many tokens were drafted in a step, and so many of them were right: its tenant pays for those."""
+    sequence.ledger.drafted_tokens += tokens
+    sequence.ledger.accepted_tokens += accepted
+    counts.drafted_tokens += tokens
+    counts.accepted_tokens += accepted
+    sequence.counter.charge(OUTPUT_TOKEN_COST * accepted)
+
+
 def ended(sequence: Sequence, now: float) -> None:
     """It ended before the step under way did: what that has taken so far belongs to it."""
     if sequence.first_token is not None:
@@ -141,16 +153,41 @@ def _stall(sequence: Sequence, seconds: float, culprit: Sequence | None) -> None
     entry[1] += 1
 
 
-def missed(sequence: Sequence, block_size: int, cause: MissCause) -> None:
-    """Of the prompt: what was cached, what no block could hold, and why the rest was not there."""
+def looked_up(sequence: Sequence, cached: int, block_size: int, cause: MissCause) -> int:
+    """Of the prompt: what was cached, what no block could hold, and why the rest was not there. Returns the first."""
     ledger, prompt = sequence.ledger, sequence.prompt_len
+    ledger.cached_tokens = min(cached, prompt)
     full = (prompt - 1) // block_size * block_size
     if cause == "off":
         ledger.missed_tokens = {"off": prompt}
-        return
+        return ledger.cached_tokens
     if full > ledger.cached_tokens:
         ledger.missed_tokens[cause] = full - ledger.cached_tokens
     ledger.missed_tokens["too_short"] = prompt - max(full, ledger.cached_tokens)
+    return ledger.cached_tokens
+
+
+def scored(sequence: Sequence, first: int, logprobs: list[TokenLogprob]) -> None:
+    """Log-probabilities of its prompt from this position on; a recomputed prompt gives them again."""
+    if (known := sequence.prompt_logprobs) is not None:
+        known.extend(logprobs[len(known) - first :])
+
+
+def open_stream(sequence: Sequence, chunk: Chunk) -> int:
+    """Put into the first chunk of a request what comes only once. Returns how many tokens those are."""
+    chunk.cached_tokens = sequence.ledger.cached_tokens
+    chunk.queue_seconds = (sequence.started or sequence.arrival) - sequence.arrival
+    chunk.prompt_logprobs = sequence.prompt_logprobs
+    forced = sequence.constraint.unsent if sequence.constraint is not None else []
+    chunk.token_ids[:0] = forced
+    return len(forced)
+
+
+def sent(sequence: Sequence, now: float) -> None:
+    """It has given a chunk, the first or another one."""
+    if sequence.first_token != now and now - sequence.last_token > sequence.itl:
+        sequence.late_tokens += 1
+    sequence.last_token = now
 
 
 def close_ledger(sequence: Sequence, reason: FinishReason, now: float) -> Ledger:

@@ -30,9 +30,11 @@ _LOADED_STEPS = 12
 def calibrate(scheduler: Scheduler, executor: Executor, clock: Callable[[], float] = time.monotonic) -> bool:
     """Whether enough was seen. Leaves the scheduler as it was, but for what it has learnt."""
     run = _Calibration(scheduler, executor, clock)
+    speculation, scheduler.speculation = scheduler.speculation, None  # a step gives one token to each sequence
     run.mix()
     yardsticks = run.yardsticks()
     run.end()
+    scheduler.speculation = speculation
     scheduler.times.yardsticks = yardsticks
     scheduler.times.save()
     scheduler.pool.forget()

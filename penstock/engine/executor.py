@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -17,7 +18,8 @@ import numpy.typing as npt
 
 from penstock.core.request import Adapter, SamplingParams, TokenLogprob
 
-# Which tokens of the vocabulary may be sampled: bit t % 32 of word t // 32.
+# Which tokens of the vocabulary may be sampled: bit t % 32 of word t // 32. Of a sequence that samples several
+# positions in a step one such row for each, [samples, words].
 TokenMask: TypeAlias = npt.NDArray[np.int32]
 
 SAMPLED = -1  # in Step.tokens: the token this row sampled last, which only the device knows yet
@@ -65,7 +67,10 @@ class Step:
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # position of the first token computed
     counts: list[int] = field(default_factory=list)  # how many tokens
-    samples: list[int] = field(default_factory=list)  # of how many tokens, the last ones, the logits are sampled
+    # Of how many tokens, the last ones, the logits are sampled. Where it is more than one, all but the first of these
+    # tokens are a draft: positions are sampled in order, each with the tokens before it counted, up to the first token
+    # that is not the one of the draft.
+    samples: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # all sequences' tokens, one after the other; may be SAMPLED
     constrained: list[int] = field(default_factory=list)  # sequences that may sample once `constrain` says what
     adapters: list[tuple[int, AdapterWeights]] = field(default_factory=list)  # (slot, what it holds from now on)
@@ -84,12 +89,12 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # for positions start+1 … start+count
 
 
-def at_most_one_each(samples: list[int], tokens: list[int]) -> list[list[int]]:
-    """`StepResult.tokens` of a step in which no sequence samples more than one token."""
-    if len(tokens) == len(samples):
+def by_sequence(samples: list[int], tokens: list[int]) -> list[list[int]]:
+    """`StepResult.tokens` from those of all sampled positions, one after the other; negative where none was sampled."""
+    if len(tokens) == len(samples) and all(samples):
         return [[token] for token in tokens]
     sampled = iter(tokens)
-    return [[next(sampled)] if count else [] for count in samples]
+    return [[token for token in islice(sampled, count) if token >= 0] for count in samples]
 
 
 class Executor(Protocol):
@@ -125,6 +130,8 @@ class HostMemory:
 
 class LoadedExecutor(Executor, Protocol):
     """An executor over the weights of a model, as the worker process runs it."""
+
+    verifies_drafts: bool  # whether `Step.samples` may be more than one
 
     @property
     def adapter_modules(self) -> Mapping[str, tuple[int, int]]:

@@ -45,6 +45,14 @@ class Matcher(Protocol):
         """Tokens that must follow, as the tokenizer would split their text; may be fewer than there are."""
         ...
 
+    def allows(self, token: int, /) -> bool:
+        """Whether the output may go on with this token."""
+        ...
+
+    def copy(self) -> Matcher:
+        """At the same place, to go on from there by itself."""
+        ...
+
 
 class Grammars(Protocol):
     """Compiled grammars of one model, shared by its requests. May be used from several threads."""
@@ -142,6 +150,23 @@ def follow(sequence: EngineSequence, constraint: Constraint, sampled: list[int])
     return constraint.ended
 
 
+def allowed_draft(constraint: Constraint, draft: list[int]) -> list[int]:
+    """The beginning of a draft that the grammar allows. It ends with a token after which others are forced, for those
+    need no draft, and before one that completes the output."""
+    if constraint.ahead or constraint.void:
+        return []
+    matcher = constraint.matcher.copy()
+    for length, token in enumerate(draft):
+        if not matcher.allows(token):
+            return draft[:length]
+        matcher.consume([token])
+        if matcher.ended:
+            return draft[:length]
+        if matcher.forced():
+            return draft[: length + 1]
+    return draft
+
+
 class Masks:
     """Which tokens the constrained sequences of a launched step may sample. One buffer, overwritten by every step."""
 
@@ -154,20 +179,26 @@ class Masks:
         masks: dict[int, TokenMask] = {}
         failures: list[tuple[str, PenstockError]] = []
         asked: list[tuple[EngineSequence, Matcher]] = []
+        needed = sum(planned.step.samples[index] for index in planned.step.constrained)
+        if needed > len(self._buffer):
+            self._buffer = np.zeros((needed, self._buffer.shape[1]), np.int32)
         free = len(self._buffer)
         for index in planned.step.constrained:
             sequence = planned.sequences[index]
             constraint = sequence.constraint
             if sequence.finished is not None or constraint is None:
                 continue
-            if (only := constraint.only) is None:
+            if (draft := planned.drafts.get(index)) is not None:
+                free -= 1 + len(draft)  # from the other end
+                masks[index] = self._buffer[free : free + 1 + len(draft)]
+                self._fill_along(constraint.matcher.copy(), draft, masks[index])
+            elif (only := constraint.only) is None:
                 masks[index] = self._buffer[len(asked)]
                 asked.append((sequence, constraint.matcher))
             else:
-                free -= 1  # from the other end
-                row = masks[index] = self._buffer[free]
-                row[:] = 0
-                row.view(np.uint32)[only // 32] = 1 << only % 32
+                free -= 1
+                masks[index] = self._buffer[free]
+                _allow_only(only, masks[index])
         if asked:
             self._grammars.fill([matcher for _, matcher in asked], self._buffer)
         for sequence, matcher in asked:
@@ -176,3 +207,18 @@ class Masks:
                 param = request.params.grammar.param if request.params.grammar is not None else None
                 failures.append((request.id, InvalidRequest(f"the output cannot go on: {problem}", param=param)))
         return masks, failures
+
+    def _fill_along(self, matcher: Matcher, draft: list[int], masks: npt.NDArray[np.int32]) -> None:
+        """What may stand at the place of each token of the draft, and behind it."""
+        for at, token in enumerate(draft):
+            self._grammars.fill([matcher], masks[at:])
+            matcher.consume([token])
+        if forced := matcher.forced():
+            _allow_only(forced[0], masks[-1])
+        else:
+            self._grammars.fill([matcher], masks[-1:])
+
+
+def _allow_only(token: int, mask: TokenMask) -> None:
+    mask[:] = 0
+    mask.view(np.uint32)[token // 32] = 1 << token % 32

@@ -77,6 +77,10 @@ class Placement:
     def missing_blocks(self, sequence: Sequence, tokens: int) -> int:
         return max(0, -(-tokens // self._limits.block_size) - len(sequence.blocks))
 
+    def most_tokens(self, sequence: Sequence) -> int:
+        """That it could have if it took all that is free."""
+        return (len(sequence.blocks) + self.pool.available) * self._limits.block_size
+
     def seat(self, sequence: Sequence, hits: list[int]) -> None:
         """Give it a row, with the cached blocks it starts with and a slot for its adapter."""
         self.pool.acquire(hits)

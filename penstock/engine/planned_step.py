@@ -21,6 +21,7 @@ class PlannedStep:
     planned: float  # when
     step: Step = field(default_factory=Step)
     sequences: list[Sequence] = field(default_factory=list)  # that it advances
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # by index of the sequence
     shape: StepShape = field(default_factory=StepShape)
     limited: bool = False  # whether its length was limited, for streams or for first tokens
     largest: int = 0  # tokens of its largest chunk
@@ -41,6 +42,22 @@ class PlannedStep:
             s.pending += 1
         for counter, number in Counter(s.counter for s in sequences).items():
             counter.charge(OUTPUT_TOKEN_COST * number)
+
+    def verify(self, sequence: Sequence, draft: list[int]) -> None:
+        """After those that decode: its next token and a draft of what follows. After each of these it samples."""
+        step, count = self.step, 1 + len(draft)
+        self.drafts[len(self.sequences)] = draft
+        self.sequences.append(sequence)
+        step.rows.append(sequence.row)
+        step.starts.append(sequence.computed)
+        step.counts.append(count)
+        step.samples.append(count)
+        step.tokens += [sequence.tokens[-1], *draft]
+        shape, end = self.shape, sequence.computed + count
+        self.shape = StepShape(shape.decodes + 1, shape.context + end, drafted=shape.drafted + len(draft))
+        sequence.computed = end
+        sequence.pending = count
+        sequence.counter.charge(OUTPUT_TOKEN_COST)  # for one token; for more once it is known how many there are
 
     def compute(self, sequence: Sequence, count: int) -> None:
         """The next so many tokens of a prompt; the last of them is sampled once it has caught up, if it samples."""

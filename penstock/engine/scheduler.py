@@ -11,7 +11,6 @@ import math
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import asdict
-from heapq import heappop, heappush
 from operator import attrgetter
 
 from penstock.core.engine import EngineStats
@@ -21,6 +20,7 @@ from penstock.core.request import Chunk, FinishReason, GenerateRequest, failed
 from penstock.engine import bookkeeping as books
 from penstock.engine.admission import Admission, Load, remaining_seconds
 from penstock.engine.arrival import NOTHING, Prepared, objective_of, sequence_of
+from penstock.engine.deadlines import Deadlines
 from penstock.engine.executor import StepResult
 from penstock.engine.fairness import TenantCounters
 from penstock.engine.limits import SchedulerLimits
@@ -28,6 +28,7 @@ from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.placement import Placement
 from penstock.engine.planned_step import PlannedStep, StepsInFlight
 from penstock.engine.sequence import Sequence
+from penstock.engine.speculation import Speculation, decode
 from penstock.engine.step_time import StepTimes
 from penstock.engine.urgency import Ranking, WaitingQueue, demote_if_late, patience
 
@@ -37,9 +38,12 @@ _ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smalle
 
 
 class Scheduler:
-    def __init__(self, limits: SchedulerLimits, times: StepTimes | None = None) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, times: StepTimes | None = None, speculation: Speculation | None = None
+    ) -> None:
         self.limits = limits
         self.times = times or StepTimes()
+        self.speculation = speculation
         self._placement = Placement(limits)
         self.pool = self._placement.pool
         self.running: list[Sequence] = []  # by order
@@ -51,7 +55,7 @@ class Scheduler:
         self._admission = Admission(self.times)
         self._pacing = Pacing(limits, self.times)
         self._clock = books.QueueClock()
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # heap
+        self._deadlines = Deadlines()
         self._notices: list[Chunk] = []  # of requests that ended outside a step
         self.in_flight = StepsInFlight(self.times)
         self._now = 0.0
@@ -86,7 +90,7 @@ class Scheduler:
         self.counters.requests += 1
         self.counters.prompt_tokens += sequence.prompt_len
         if request.deadline is not None:
-            heappush(self._deadlines, (now + request.deadline, sequence.order[2], sequence))
+            self._deadlines.add(sequence, now + request.deadline)
 
     def _load(self, now: float) -> Load:
         prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > s.sampling)]
@@ -126,7 +130,9 @@ class Scheduler:
         prompts = self._plan_prompts(ranking)
         # From here on nothing is preempted, so what a planned sequence computes may be shared within the step.
         planned, size = PlannedStep(now), self.limits.block_size
-        planned.decode([s for s in decodes if s.row >= 0])
+        decode(
+            planned, [s for s in decodes if s.row >= 0], self.speculation, self._placement, self.limits.max_step_tokens
+        )
         for s in planned.sequences:
             if s.computed // size > s.shared:
                 self._placement.share_full_blocks(s)
@@ -139,12 +145,10 @@ class Scheduler:
         return Ranking(now, self._tenants.leads(), best)
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].finished is not None):
-            _, _, sequence = heappop(self._deadlines)
-            if sequence.finished is None:
-                self.counters.expired += 1
-                error = DeadlineExceeded(f"the deadline passed after {sequence.outputs} tokens")
-                self._notices.append(self._fail(sequence, "deadline", error, now))
+        for sequence in self._deadlines.passed(now):
+            self.counters.expired += 1
+            error = DeadlineExceeded(f"the deadline passed after {sequence.outputs} tokens")
+            self._notices.append(self._fail(sequence, "deadline", error, now))
 
     def _make_way(self, ranking: Ranking) -> None:
         """The most urgent request displaces running ones that may wait, those with the least work to lose first."""
@@ -164,7 +168,7 @@ class Scheduler:
         decodes = []
         for s in list(self.running):
             known = len(s.tokens) + s.pending
-            if known - s.computed != 1 or known >= s.max_len or s.row < 0:
+            if known - s.computed != 1 or known >= s.max_len or s.row < 0 or s.pending > 1:
                 continue
             if budget == 0:
                 break
@@ -198,7 +202,7 @@ class Scheduler:
 
     def _fill(self, planned: PlannedStep, prompts: list[Sequence], ranking: Ranking, *, admit: bool) -> None:
         """Give what is left of the step to prompts, running or waiting, in order of urgency."""
-        budget = self.limits.max_step_tokens - len(planned.sequences)
+        budget = self.limits.max_step_tokens - len(planned.step.tokens)
         limit = math.inf
         if prompts or self.waiting:
             ttft = self._admission.tightest_ttft(ranking.now)
@@ -223,7 +227,7 @@ class Scheduler:
             start = sequence.computed + len(hits) * self.limits.block_size
             most = budget
             if runs:
-                most = min(budget, (len(sequence.blocks) + self.pool.available) * self.limits.block_size - start)
+                most = min(budget, self._placement.most_tokens(sequence) - start)
             count = self._pacing.fitting(planned.shape, sequence, start, most, limit)
             if count == 0:
                 return
@@ -245,9 +249,8 @@ class Scheduler:
         cached = len(hits) * self.limits.block_size
         if sequence.started is None:
             sequence.started = now
-            sequence.ledger.cached_tokens = min(cached, sequence.prompt_len)
-            self.counters.cached_tokens += sequence.ledger.cached_tokens
-            books.missed(sequence, self.limits.block_size, self._placement.miss_cause(sequence, len(hits)))
+            cause = self._placement.miss_cause(sequence, len(hits))
+            self.counters.cached_tokens += books.looked_up(sequence, cached, self.limits.block_size, cause)
         else:
             sequence.ledger.recomputed_tokens += max(0, sequence.lost - cached)
         self._placement.seat(sequence, hits)
@@ -287,9 +290,7 @@ class Scheduler:
             else:
                 books.computed(sequence, step.counts[index], now)
             if sequence.prompt_logprobs is not None and index in result.prompt_logprobs:
-                known = len(sequence.prompt_logprobs)  # a recomputed prompt gives its logprobs again
-                skip = known - (step.starts[index] + 1)
-                sequence.prompt_logprobs.extend(result.prompt_logprobs[index][skip:])
+                books.scored(sequence, step.starts[index] + 1, result.prompt_logprobs[index])
             samples = all_samples[index]
             if samples and (constraint := sequence.constraint) is not None and constraint.void:
                 constraint.void -= 1
@@ -306,6 +307,8 @@ class Scheduler:
         tokens, sampled = sequence.tokens, result.tokens[index]
         tokens += sampled
         sequence.pending -= samples
+        if samples > 1:
+            books.drafted(sequence, samples - 1, len(sampled) - 1, self.counters)
         reason, constraint = None, sequence.constraint
         if samples != 1 or sampled[0] in sequence.stop_ids or len(tokens) >= sequence.max_len or constraint is not None:
             try:
@@ -318,11 +321,9 @@ class Scheduler:
         chunk = Chunk(sequence.request.id, sampled, reason)
         if sequence.first_token is None:
             self._first_chunk(sequence, chunk, now)
-        elif now - sequence.last_token > sequence.itl:
-            sequence.late_tokens += 1
         if constraint is not None and sequence.row >= 0:  # a reader is waiting for what follows the forced tokens
             sequence.due, sequence.promised = now, False
-        sequence.last_token = now
+        books.sent(sequence, now)
         if result.logprobs and index in result.logprobs:
             chunk.logprobs = result.logprobs[index]
         if reason is not None:
@@ -342,12 +343,7 @@ class Scheduler:
     def _first_chunk(self, sequence: Sequence, chunk: Chunk, now: float) -> None:
         sequence.first_token = now
         self._admission.learn(sequence, now)
-        chunk.cached_tokens = sequence.ledger.cached_tokens
-        chunk.queue_seconds = (sequence.started or sequence.arrival) - sequence.arrival
-        chunk.prompt_logprobs = sequence.prompt_logprobs
-        if (constraint := sequence.constraint) is not None:
-            chunk.token_ids[:0] = constraint.unsent
-            self.counters.output_tokens += len(constraint.unsent)
+        self.counters.output_tokens += books.open_stream(sequence, chunk)
 
     def fail(self, steps: Iterable[PlannedStep], error: PenstockError, now: float) -> list[Chunk]:
         """These steps were lost and cache contents with them: their sequences end, all others start over."""
@@ -366,6 +362,8 @@ class Scheduler:
         sequence.finished = reason
         del self._sequences[sequence.request.id]
         self._tenants.leave(sequence.counter)
+        if self.speculation is not None:
+            self.speculation.drafter.forget(sequence)
         if sequence.row < 0:
             self.waiting.remove(sequence)
             self._clock.leave(sequence, now)

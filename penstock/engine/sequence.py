@@ -52,6 +52,8 @@ class Sequence:
     last_token: float = 0.0
     constraint: Constraint | None = None  # what its output must match
     adapter: AdapterWeights | None = None  # that it is computed with
+    draft_from: int = 0  # tokens that it has when a draft is next thought of
+    draft_pause: int = 1  # tokens until then, if there is none now
     late_tokens: int = 0  # that came later after the one before than the objective says
     stalls: dict[str, list[float]] = field(default_factory=dict)  # by the request at fault: seconds, steps
 

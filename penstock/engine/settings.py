@@ -15,6 +15,24 @@ Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 KVDtype = Literal["auto", "bf16", "int8", "fp8"]
 Scheduling = Literal["deadline", "fcfs"]
+SpeculationMethod = Literal["suffix", "draft", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Speculative decoding: tokens are drafted, and verified several in one step. The output stays the same."""
+
+    method: SpeculationMethod = "suffix"  # look up repeated text; draft: ask a smaller model; off
+    model: str = field(default="", metadata={"expected": "a name or a path"})  # that drafts
+    quantization: Literal["auto", "none", "int8", "int4"] = "auto"  # of that model's weights; auto: int8
+    max_tokens: int = 15  # of one draft; how many pay is decided for every step
+
+    def __post_init__(self) -> None:
+        check_choice(self.method, SpeculationMethod, "method")
+        check_choice(self.quantization, Literal["auto", "none", "int8", "int4"], "quantization")
+        check(1 <= self.max_tokens <= 64, "max_tokens", "must be between 1 and 64")
+        check(self.method != "draft" or bool(self.model), "model", "must name the model that drafts")
+        check(self.method == "draft" or not self.model, "model", f"is for method draft, not {self.method}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,7 @@ class EngineConfig:
     max_adapters: int = 8  # LoRA adapters that one step computes with; 0 refuses them all
     max_adapter_rank: int = 64  # an adapter of a higher rank is refused
     adapter_memory_gib: float = 1.0  # of host memory, for adapters that have been read
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # For requests that do not set them: fields of `RECOMMENDED`; the others are as the model's authors recommend.
     sampling_defaults: Mapping[str, Any] = field(
         default_factory=dict, metadata={"expected": "a mapping such as {temperature: 1, top_p: 1}"}

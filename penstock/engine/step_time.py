@@ -3,7 +3,7 @@
 A step's time is a sum over what it does: a constant (weights are read whatever the batch), its tokens (GEMMs;
 cheaper while reading the weights hides them, hence a bend), the keys and values that decoding reads, the pairs of query
 and key in prefill attention, and the depth of each chunk, for a short chunk far into a prompt cannot fill a device.
-Pure decode steps take another path on a GPU: they have coefficients of their own.
+Pure decode steps take another path on a GPU: they have coefficients of their own, and so have those with drafts.
 The coefficients are non-negative and minimise the relative error over the recent past; a factor follows a machine whose
 speed drifts faster than that.
 """
@@ -48,7 +48,7 @@ _PATIENCE = 10.0
 _LEAST_PATIENCE_SECONDS = 10.0
 _PATIENCE_WITH_UNKNOWN_SECONDS = 600.0
 _OUTLIER = 5.0  # a step this many times longer than predicted says something about the machine, not about steps
-_VERSION = 4
+_VERSION = 5
 
 
 Padding = Callable[[int], int]  # tokens of a step with prompts -> tokens that are computed for it
@@ -61,20 +61,22 @@ class StepShape:
     prefill: int = 0  # tokens of all longer chunks
     pairs: int = 0  # of query and key in those
     depth: int = 0  # where those end, summed
+    drafted: int = 0  # tokens that are computed behind those of the decodes
 
     def with_chunk(self, start: int, tokens: int) -> StepShape:
         pairs = tokens * start + tokens * (tokens + 1) // 2
         depth = self.depth + start + tokens
-        return StepShape(self.decodes, self.context, self.prefill + tokens, self.pairs + pairs, depth)
+        return StepShape(self.decodes, self.context, self.prefill + tokens, self.pairs + pairs, depth, self.drafted)
 
     def without_prefill(self) -> StepShape:
-        return StepShape(self.decodes, self.context)
+        return StepShape(self.decodes, self.context, drafted=self.drafted)
 
     def features(self, padded: Padding) -> tuple[float, ...]:
         """Of the order of 1 each, so that the fit is well conditioned."""
+        tokens = self.decodes + self.drafted
         if not self.prefill:
-            return (1.0, self.decodes * 1e-2, self.context * 1e-5)
-        tokens = padded(self.decodes + self.prefill)
+            return (1.0, tokens * 1e-2, self.context * 1e-5)
+        tokens = padded(tokens + self.prefill)
         bent = max(0, tokens - _BEND)
         return (1.0, tokens * 1e-3, bent * 1e-3, self.context * 1e-5, self.pairs * 1e-7, self.depth * 1e-4)
 
@@ -147,6 +149,7 @@ class StepTimes:
         self._path = path
         self._padded = padded
         self._decode = _Fit(3)
+        self._drafted = _Fit(3)
         self._mixed = _Fit(6)
         self._errors: deque[float] = deque(maxlen=200)
         self._overrun = RecentPeak(*_MARGIN_STEPS)  # seconds that steps took longer than predicted
@@ -155,6 +158,10 @@ class StepTimes:
         self._yardsticks: Yardsticks | None = None
         if path is not None:
             self._load(path)
+
+    @property
+    def _fits(self) -> tuple[tuple[str, _Fit], ...]:
+        return ("decode", self._decode), ("drafted", self._drafted), ("mixed", self._mixed)
 
     @property
     def ready(self) -> bool:
@@ -173,15 +180,16 @@ class StepTimes:
             return self._decode.predict(shape.without_prefill().features(self._padded)) if self._decode.ready else 0.0
         if not shape.decodes:
             return 0.0
-        if self._decode.ready:
-            return self._decode.predict(shape.features(self._padded))
+        fit = self._drafted if shape.drafted and self._drafted.ready else self._decode
+        if fit.ready:
+            return fit.predict(shape.features(self._padded))
         return self.base_seconds(shape) if self._mixed.ready else 0.0
 
     def patience(self, steps: Iterable[StepShape]) -> float:
         """Seconds after which these steps, one after the other, should have ended by any measure."""
         expected = 0.0
         for shape in steps:
-            if not (self._mixed if shape.prefill else self._decode).ready:
+            if not self._fit(shape).ready:
                 return _PATIENCE_WITH_UNKNOWN_SECONDS
             expected += self.predict(shape)
         return max(_LEAST_PATIENCE_SECONDS, _PATIENCE * expected)
@@ -189,14 +197,14 @@ class StepTimes:
     def base_seconds(self, shape: StepShape) -> float:
         """What a step with prompts takes without those: reading the weights, and its streams."""
         if self._mixed.ready:
-            return self._mixed.predict((1.0, shape.decodes * 1e-3, 0.0, shape.context * 1e-5, 0.0, 0.0))
+            tokens = shape.decodes + shape.drafted
+            return self._mixed.predict((1.0, tokens * 1e-3, 0.0, shape.context * 1e-5, 0.0, 0.0))
         return self.predict(shape.without_prefill())
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         if seconds <= 0:
             return
-        fit = self._mixed if shape.prefill else self._decode
-        predicted = fit.observe(shape.features(self._padded), seconds)
+        predicted = self._fit(shape).observe(shape.features(self._padded), seconds)
         if predicted is not None:
             error = abs(predicted - seconds) / seconds
             self._errors.append(error)
@@ -204,6 +212,9 @@ class StepTimes:
             if self._observed > _SETTLED_STEPS:
                 self._overrun.add(seconds - predicted)
                 self._slowest.add(self._mixed.drift)
+
+    def _fit(self, shape: StepShape) -> _Fit:
+        return self._mixed if shape.prefill else self._drafted if shape.drafted else self._decode
 
     def plan_within(self, limit: float) -> float:
         """How long a step may be predicted to take if it has to end within `limit` seconds, as predictions err."""
@@ -303,7 +314,7 @@ class StepTimes:
                 "observed": fit.observed,
                 "drift": fit.drift,
             }
-            for name, fit in (("decode", self._decode), ("mixed", self._mixed))
+            for name, fit in self._fits
         }
         yardsticks = None if self.yardsticks is None else asdict(self.yardsticks)
         try:
@@ -319,7 +330,7 @@ class StepTimes:
             stored = json.loads(path.read_text())
             if stored["version"] != _VERSION:
                 return
-            for name, fit in (("decode", self._decode), ("mixed", self._mixed)):
+            for name, fit in self._fits:
                 known, size = stored[name], len(fit.targets)
                 moments = [[float(v) for v in row] for row in known["moments"]]
                 targets, coefficients = ([float(v) for v in known[part]] for part in ("targets", "coefficients"))

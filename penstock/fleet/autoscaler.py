@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 from penstock.autoscaling.load import Load, Meter
 from penstock.autoscaling.scaler import Decision, Scaler
 from penstock.autoscaling.settings import AutoscaleConfig
 from penstock.core.engine import EngineStats
+from penstock.fleet.arrival_profile import load_profile, save_profile
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import Launcher
 from penstock.fleet.replica import Replica
@@ -20,6 +22,7 @@ from penstock.fleet.snapshot import Snapshot
 log = logging.getLogger(__name__)
 
 _WARM_SECONDS = 0.5  # that a start from the warm pool takes at most
+_SAVE_SECONDS = 600.0  # between two writings of the profile of arrivals
 _FIRST_START_SECONDS = 5.0  # that a start is taken for before there was one
 
 Objectives = Callable[[EngineStats], tuple[float | None, float | None]]  # TTFT and ITL, in seconds
@@ -41,9 +44,10 @@ class Autoscaler:
         drain_seconds: float = 30.0,
         objectives: Objectives = lambda stats: (None, None),
         clock: Callable[[], float] | None = None,
+        profile_path: Path | None = None,
     ) -> None:
         """`launcher` makes that of one more replica. `objectives` are those of the classes, for what the settings do
-        not say."""
+        not say. `profile_path` is where the course of arrivals is kept from one run to the next."""
         self.fleet = fleet
         self.config = config
         self.decision: Decision | None = None  # the latest
@@ -53,6 +57,9 @@ class Autoscaler:
         self._objectives = objectives
         self._clock = clock or wall_clock()
         self._scaler = Scaler(config)
+        self._profile_path = profile_path
+        if profile_path is not None:
+            load_profile(self._scaler.arrivals.profile, profile_path)
         self._meter = Meter()
         self._start_seconds = _FIRST_START_SECONDS  # the longest of the replicas there are, or were last
         self._woken = asyncio.Event()
@@ -62,11 +69,20 @@ class Autoscaler:
 
     def start(self) -> None:
         self._in_background(self._run())
+        if self._profile_path is not None:
+            self._in_background(self._save_profile(self._profile_path))
 
     async def stop(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._profile_path is not None:
+            save_profile(self._scaler.arrivals.profile, self._profile_path)
+
+    async def _save_profile(self, path: Path) -> None:
+        while True:
+            await asyncio.sleep(_SAVE_SECONDS)
+            await asyncio.to_thread(save_profile, self._scaler.arrivals.profile, path)
 
     async def _run(self) -> None:
         while True:

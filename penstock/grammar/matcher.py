@@ -42,6 +42,14 @@ class LLGuidanceMatcher:
         forced: list[int] = self.state.compute_ff_tokens()
         return forced
 
+    def allows(self, token: int) -> bool:
+        return self.free or bool(self.state.validate_tokens([token]))
+
+    def copy(self) -> LLGuidanceMatcher:
+        made = LLGuidanceMatcher(self.state.deep_copy(), self._after)
+        made.free, made._seen = self.free, self._seen
+        return made
+
 
 def one_line(message: str) -> str:
     """An error of llguidance, which may be drawn below a line of the grammar."""

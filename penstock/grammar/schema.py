@@ -16,6 +16,20 @@ from typing import Any
 # Compact JSON: a grammar that allows blanks lets a model write them until max_tokens. Not lenient: what cannot be
 # enforced is refused.
 JSON_OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+# RFC 3339, without the year 0000 and without leap seconds, which most parsers do not take. llguidance allows 29
+# February of every year and a leap second in every minute.
+_DAYS = (
+    "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+)
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_FOURTHS = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = f"(?:{_YEAR}-(?:{_DAYS})|(?:[0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)-02-29)"
+_CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_CLOCK})"
+_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+_DATA = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # whose values are schemas by name
+
 MOST_MULTIPLE = 100_000  # states of the automaton that checks divisibility
 
 
@@ -28,7 +42,7 @@ def checked_schema(source: str) -> str:
     if schema is True:
         return "{}"
     _check(schema)
-    return source
+    return _exact_formats(source)
 
 
 def checked_lark(source: str) -> str:
@@ -43,7 +57,7 @@ def checked_lark(source: str) -> str:
             raise ValueError("a schema is nested too deeply") from None
         _check(schema)
         options = json.dumps({"x-guidance": JSON_OPTIONS})[:-1] + (", " if schema else "")
-        parts += [source[end : place.end()], options, source[place.end() + 1 : after]]
+        parts += [source[end : place.end()], options, _exact_formats(source[place.end() : after])[1:]]
         end = after
     return "".join([*parts, source[end:]])
 
@@ -60,6 +74,31 @@ def _check(schema: Any) -> None:
         )
         if multiple.numerator > MOST_MULTIPLE:
             raise ValueError(f"the least common multiple of all multipleOf must be at most {MOST_MULTIPLE:,}")
+
+
+def _exact_formats(source: str) -> str:
+    """The schema with the formats of dates and times as patterns."""
+    if '"format"' not in source or not any(f'"{name}"' in source for name in _FORMATS):
+        return source
+    return json.dumps(_with_patterns(json.loads(source)), allow_nan=False)
+
+
+def _with_patterns(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_patterns(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            found[key] = {name: _with_patterns(each) for name, each in value.items()}
+        else:
+            found[key] = value if key in _DATA else _with_patterns(value)
+    name = found.get("format")
+    if isinstance(name, str) and name in _FORMATS:
+        del found["format"]
+        found["allOf"] = [*found.get("allOf", ()), {"pattern": _FORMATS[name]}]
+    return found
 
 
 def _multiples(schema: Any) -> Iterator[Fraction]:

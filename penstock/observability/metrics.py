@@ -46,6 +46,8 @@ ENGINE_COUNTERS = (
     ("prompt_tokens", "Prompt tokens of admitted sequences, cached ones included"),
     ("cached_tokens", "Prompt tokens found in the prefix cache; over engine_prompt_tokens: the hit ratio"),
     ("output_tokens", "Tokens sampled"),
+    ("drafted_tokens", "Tokens guessed ahead, to be verified several in a step"),
+    ("accepted_tokens", "Drafted tokens that were right"),
     ("preemptions", "Sequences put back to waiting for lack of KV memory"),
     ("batch_tokens", "Tokens computed over all steps; over engine_steps: tokens per step"),
     ("batch_sequences", "Sequences advanced over all steps; over engine_steps: batch size"),

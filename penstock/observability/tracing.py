@@ -180,6 +180,8 @@ def _engine_attributes(ledger: Ledger) -> Attributes:
         "penstock.recomputed_tokens": ledger.recomputed_tokens,
         "penstock.cached_tokens": ledger.cached_tokens,
         "penstock.forced_tokens": ledger.forced_tokens or None,
+        "penstock.drafted_tokens": ledger.drafted_tokens or None,
+        "penstock.accepted_tokens": ledger.accepted_tokens or None,
         "penstock.predicted_ttft_s": ledger.predicted_ttft,
         "penstock.met_ttft": ledger.met_ttft,
         "penstock.met_gap": ledger.met_gap,

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from penstock.engine.executor import NO_ADAPTER, SAMPLED, Step, StepResult, TokenMask, at_most_one_each
+from penstock.engine.executor import NO_ADAPTER, SAMPLED, Step, StepResult, TokenMask, by_sequence
 from penstock.kernels.triton.argmax import argmax, argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.drafts import accept
@@ -71,6 +71,7 @@ class _InFlight:
 
 class CudaRunner:
     runs_ahead = True
+    verifies_drafts = True
     host_memory = None
 
     def __init__(
@@ -159,7 +160,7 @@ class CudaRunner:
             self._under_way = None
         tokens = handle.tokens.tolist()
         if handle.drafts is None:
-            result = StepResult(at_most_one_each(handle.step.samples, tokens))
+            result = StepResult(by_sequence(handle.step.samples, tokens))
         else:
             result = StepResult([[] for _ in handle.step.rows])
             for entry in accepted_entries(handle.sampled, handle.drafts, tokens):

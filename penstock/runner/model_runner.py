@@ -1,16 +1,17 @@
-"""The executor in plain torch, on any device: one forward pass per step, and one sampled token per sequence."""
+"""The executor in plain torch, on any device: one forward pass per step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.core.request import TokenLogprob
-from penstock.engine.executor import Step, StepResult, TokenMask, at_most_one_each
+from penstock.engine.executor import Step, StepResult, TokenMask
 from penstock.runner import scoring
-from penstock.runner.batch import Ints, build_batch
+from penstock.runner.batch import Batch, Ints, build_batch
 from penstock.runner.forward import Forward
 from penstock.runner.row_state import TorchRows
 from penstock.runner.sampler import sample
@@ -22,6 +23,7 @@ class ModelRunner:
     """Runs a step when its result is collected: on a CPU, a step launched ahead would compete with the scheduling."""
 
     runs_ahead = False
+    verifies_drafts = True
     host_memory = None
 
     def __init__(
@@ -61,34 +63,55 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.apply(step, self._state.adapter[batch.rows_T])
         scored = scored_prompts(self._state, step)
-        logit_rows = np.concatenate([batch.last_N, *(rows for _, rows, _ in scored)])
+        samples_S = np.array(step.samples)
+        ends_S = samples_S.cumsum()
+        sampled = [
+            np.arange(end - n, end) for end, n in zip(batch.query_starts[1:].tolist(), step.samples, strict=True)
+        ]
+        logit_rows = np.concatenate([*sampled, *(rows for _, rows, _ in scored)]).astype(np.int32)
         logits_RV, greedy_R = self._forward(batch, self._state, logit_rows)
         result = StepResult([[] for _ in step.rows])
-        sampling = len(batch.rows_N)
-        if sampling:
-            logits_NV = logits_RV[:sampling]
-            masks, self._masks = self._masks, {}
-            tokens_N = sample(
-                logits_NV,
-                greedy_R[:sampling],
-                self._state,
-                batch.rows_N,
-                batch.next_positions_N,
-                masks={i: masks[s] for i, s in enumerate(batch.sampled_N.tolist()) if s in masks},
-            )
-            result.tokens = at_most_one_each(step.samples, tokens_N.tolist())
-            asked, widths = scored_rows(self._state, batch.rows_N)
-            if asked:
-                scores = score(logits_NV[asked], tokens_N[asked], widths)
-                result.logprobs = {
-                    index: [one] for index, one in zip(batch.sampled_N[asked].tolist(), scores, strict=True)
-                }
-        first = sampling
-        for index, rows, tokens in scored:
+        masks, self._masks = self._masks, {}
+        # Every sequence samples its first position, then those whose draft was right so far their second, and so on.
+        going, depth = np.flatnonzero(samples_S), 0
+        while len(going):
+            at = ends_S[going] - samples_S[going] + depth
+            tokens = self._sample(batch, going, logits_RV[at], greedy_R[at], logit_rows[at], masks, depth, result)
+            depth += 1
+            more = samples_S[going] > depth
+            drafted = batch.tokens_T[logit_rows[at[more]] + 1]
+            going = going[more][drafted == tokens[more]]
+        first = int(ends_S[-1])
+        for index, rows, following in scored:
             width = self._state.params(step.rows[index]).prompt_logprobs or 0
-            result.prompt_logprobs[index] = score(logits_RV[first : first + len(rows)], tokens, [width] * len(rows))
+            result.prompt_logprobs[index] = score(logits_RV[first : first + len(rows)], following, [width] * len(rows))
             first += len(rows)
         return result
+
+    def _sample(
+        self,
+        batch: Batch,
+        sequences: npt.NDArray[np.int64],
+        logits_NV: torch.Tensor,
+        greedy_N: torch.Tensor,
+        after_N: Ints,
+        masks: Mapping[int, TokenMask],
+        depth: int,
+        result: StepResult,
+    ) -> npt.NDArray[np.int64]:
+        """One token for each of these sequences, after these tokens of the batch; `depth` of each came before it."""
+        rows, positions = batch.rows_T[after_N], batch.positions_T[after_N] + np.int32(1)
+        chosen = {i: np.atleast_2d(masks[index])[depth] for i, index in enumerate(sequences.tolist()) if index in masks}
+        tokens_N = sample(logits_NV, greedy_N, self._state, rows, positions, chosen)
+        tokens: npt.NDArray[np.int64] = tokens_N.cpu().numpy()
+        for index, token in zip(sequences.tolist(), tokens.tolist(), strict=True):
+            result.tokens[index].append(token)
+        asked, widths = scored_rows(self._state, rows)
+        if asked:
+            scores = score(logits_NV[asked], tokens_N[asked], widths)
+            for index, one in zip(sequences[asked].tolist(), scores, strict=True):
+                result.logprobs.setdefault(index, []).append(one)
+        return tokens
 
 
 def scored_prompts(state: TorchRows, step: Step) -> list[tuple[int, Ints, torch.Tensor]]:

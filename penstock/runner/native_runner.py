@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate, chain, compress, count, repeat
+from itertools import accumulate, chain, count, repeat
 from typing import TypeAlias
+
+import numpy as np
 
 from penstock.engine.executor import (
     SAMPLED,
@@ -13,7 +15,7 @@ from penstock.engine.executor import (
     Step,
     StepResult,
     TokenMask,
-    at_most_one_each,
+    by_sequence,
 )
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.kernels.native.shape import adapter_modules
@@ -32,6 +34,7 @@ class NativeRunner:
     """
 
     runs_ahead = False
+    verifies_drafts = True
 
     def __init__(self, model: NativeModel, state: HostRows) -> None:
         self.model = model
@@ -63,18 +66,21 @@ class NativeRunner:
         state.apply(step)
         for slot, adapter in step.adapters:
             self._fill(slot, adapter)
-        wanted = [end - 1 for end in compress(accumulate(step.counts), step.samples)]  # last tokens of who samples
+        ends = zip(accumulate(step.counts), step.samples, strict=True)
+        wanted = [at for end, samples in ends for at in range(end - samples, end)]
         sampling, targets, scores = len(wanted), [], not state.scored.isdisjoint(step.rows)
+        runs = [samples for samples in step.samples if samples]
         prompts = [(i, rows.tolist(), ids.tolist()) for i, rows, ids in scored_prompts(state, step)] if scores else []
         if prompts:
             targets = [*repeat(SAMPLED, sampling), *chain.from_iterable(ids for _, _, ids in prompts)]
             wanted += chain.from_iterable(rows for _, rows, _ in prompts)
+            runs += repeat(1, len(wanted) - sampling)
         masks, self._masks = _by_sample(step, self._masks) if self._masks else {}, {}
-        native = NativeStep(step.tokens, step.rows, step.starts, step.counts, wanted, targets, masks)
+        native = NativeStep(step.tokens, step.rows, step.starts, step.counts, wanted, runs, targets, masks)
         _, tokens = self.model.forward(native, self._rows, logits=False)
-        result = StepResult(at_most_one_each(step.samples, tokens[:sampling]))
+        result = StepResult(by_sequence(step.samples, tokens[:sampling]))
         if scores:
-            self._score(step, tokens, prompts, result)
+            self._score(step, prompts, result)
         if not step.setups:  # all that it computes was at hand when the last step ended
             self.idle_seconds = (self.idle_seconds or 0.0) + self.model.call_began - ended
         return result
@@ -84,18 +90,21 @@ class NativeRunner:
         for name, (a, b) in adapter.modules.items():
             self.model.set_adapter_module(slot, name, a, b)
 
-    def _score(self, step: Step, tokens: list[int], prompts: list[Prompt], result: StepResult) -> None:
-        state, scores, at = self._state, self.model.scores, count()
-        for index in compress(count(), step.samples):
-            i, row = next(at), step.rows[index]
-            if row in state.scored and (width := state.params(row).logprobs) is not None:
-                result.logprobs[index] = [scores.read(i, tokens[i], width)]
+    def _score(self, step: Step, prompts: list[Prompt], result: StepResult) -> None:
+        state, scores, first = self._state, self.model.scores, 0
+        for index, (row, samples) in enumerate(zip(step.rows, step.samples, strict=True)):
+            if samples and row in state.scored and (width := state.params(row).logprobs) is not None:
+                found = enumerate(result.tokens[index], first)
+                result.logprobs[index] = [scores.read(i, token, width) for i, token in found]
+            first += samples
+        at = count(first)
         for index, _, ids in prompts:
             width = state.params(step.rows[index]).prompt_logprobs or 0
             result.prompt_logprobs[index] = [scores.read(next(at), token, width) for token in ids]
 
 
 def _by_sample(step: Step, masks: Mapping[int, TokenMask]) -> dict[int, TokenMask]:
-    """Masks by the number of the sequence among those that sample."""
-    sampling = enumerate(compress(count(), step.samples))
-    return {i: masks[index] for i, index in sampling if index in masks}
+    """Masks by the number of the position among those that are sampled."""
+    firsts = accumulate(step.samples, initial=0)
+    rows = ((first, np.atleast_2d(masks[index])) for index, first in enumerate(firsts) if index in masks)
+    return {first + i: mask for first, of_sequence in rows for i, mask in enumerate(of_sequence)}

@@ -26,6 +26,7 @@ from penstock.engine.step_time import kept_step_times
 from penstock.kernels.native.bindings import KVFormat, Scheme, isa
 from penstock.kernels.native.shape import native_block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config
+from penstock.runner.drafting import drafter_of, speculation_by
 from penstock.runner.memory import KVDemand, kv_blocks
 
 if TYPE_CHECKING:  # the native CPU path does without torch: 0.2 GiB and a second or two
@@ -120,6 +121,7 @@ def start(
     plan = planned(checkpoint, config, device, progress, times or StartTimes())
     model_config = plan.model
     sampling = _sampling_defaults(checkpoint, model_config, config)
+    drafter = drafter_of(checkpoint, model_config, config, plan.max_model_len)  # first: what is left is the KV cache's
     executor = _cuda_executor(plan) if device == "cuda" else _cpu_executor(plan)
     limits = SchedulerLimits(
         num_blocks=executor.num_blocks,
@@ -154,7 +156,7 @@ def start(
         sampling,
         block_size=limits.block_size,
     )
-    return Scheduler(limits, step_times), executor, info
+    return Scheduler(limits, step_times, speculation_by(drafter, executor, step_times, config)), executor, info
 
 
 def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> SamplingParams:

@@ -104,7 +104,7 @@ class PagedExecutor:
         self._launched, waiting = step, set(step.constrained)
         return StepResult([[] if i in waiting else self._sample(i) for i in range(len(step.rows))])
 
-    def _sample(self, index: int, allowed: Collection[int] = range(VOCAB)) -> list[int]:
+    def _sample(self, index: int, mask: TokenMask | None = None) -> list[int]:
         """After each of the last `samples` tokens, as long as the token that follows is the one that was sampled."""
         step = self._launched
         row, samples = step.rows[index], step.samples[index]
@@ -112,9 +112,10 @@ class PagedExecutor:
         cached = [self._slots[self._slot(row, position)] for position in range(end)] if samples else []
         context, adapter = [token for token, _ in cached], self._adapter(row)
         assert all(used == adapter for _, used in cached), "KV was computed with another adapter"
-        for length in range(end - samples + 1, end + 1):
+        for depth, length in enumerate(range(end - samples + 1, end + 1)):
             early = length - setup.prompt_len < setup.params.min_tokens
             forbidden = setup.stop_ids if early else ()
+            allowed = range(VOCAB) if mask is None else _tokens_of(np.atleast_2d(mask)[depth])
             token = next_token(context[:length], setup.prompt_len, seed_with(setup.seed, adapter), forbidden, allowed)
             assert self._outputs[row] == context[setup.prompt_len : length], "penalties would count other tokens"
             self._outputs[row].append(token)
@@ -132,11 +133,12 @@ class PagedExecutor:
 
     def constrain(self, handle: StepResult, masks: Mapping[int, TokenMask]) -> None:
         for index in self._launched.constrained:
-            allowed: Collection[int] = range(VOCAB)
-            if index in masks:
-                bits = np.unpackbits(masks[index].view(np.uint8), bitorder="little")
-                allowed = np.flatnonzero(bits).tolist()
-            handle.tokens[index] = self._sample(index, allowed)
+            handle.tokens[index] = self._sample(index, masks.get(index))
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle
+
+
+def _tokens_of(mask: TokenMask) -> Collection[int]:
+    tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return tokens

@@ -127,6 +127,12 @@ class Tokenizer:
         found: int | None = self._backend.token_to_id(text)
         return found
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """All tokens by their spelling, as `token_spelling` gives it."""
+        tokens: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return tokens
+
     def serialized(self) -> str:
         """As the text of a tokenizer.json."""
         text: str = self._backend.to_str()

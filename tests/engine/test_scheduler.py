@@ -24,7 +24,9 @@ from penstock.engine.executor import AdapterWeights, Step, StepResult
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculation import Speculation
 from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output, seed_with
+from tests.engine.guessing import FreeDrafts, Guesser
 from tests.engine.toy_grammar import ToyGrammars, constrained_output
 
 
@@ -59,9 +61,12 @@ class ToyAdapters:
 class Harness:
     """An engine loop with its outcomes written down."""
 
-    def __init__(self, bounds: SchedulerLimits, *, runs_ahead: bool = True) -> None:
+    def __init__(self, bounds: SchedulerLimits, *, runs_ahead: bool = True, guesses: int | None = None) -> None:
+        """`guesses`: the seed of a drafter, whose guesses are often right and often wrong."""
         self.limits = bounds
         self.scheduler = Scheduler(bounds)
+        if guesses is not None:
+            self.scheduler.speculation = Speculation(Guesser(self.full_output, guesses), FreeDrafts(), max_tokens=5)
         self.executor = PagedExecutor(bounds.num_blocks, bounds.block_size, runs_ahead=runs_ahead)
         self.loop = EngineLoop(self.scheduler, self.executor, self._take, ToyGrammars(), ToyAdapters())
         self.requests: dict[str, GenerateRequest] = {}
@@ -93,16 +98,18 @@ class Harness:
 
     def expected(self, request_id: str) -> list[int]:
         request = self.requests[request_id]
+        output = self.full_output(request)
+        assert output[: len(request.output)] == list(request.output), "carried output that no engine gave"
+        return output[len(request.output) :]
+
+    def full_output(self, request: GenerateRequest) -> list[int]:
         params, room = request.params, self.limits.longest_sequence - len(request.prompt)
         seed = seed_with(request.seed, request.adapter.digest if request.adapter else "")
         stop = frozenset() if params.ignore_eos else frozenset({EOS})
         most = room if params.max_tokens is None else min(params.max_tokens, room)
         if (grammar := params.grammar) is not None:
-            output = constrained_output(request.prompt, seed, most, stop, params.min_tokens, grammar.source)
-        else:
-            output = expected_output(request.prompt, seed, most, stop, params.min_tokens)
-        assert output[: len(request.output)] == list(request.output), "carried output that no engine gave"
-        return output[len(request.output) :]
+            return constrained_output(request.prompt, seed, most, stop, params.min_tokens, grammar.source)
+        return expected_output(request.prompt, seed, most, stop, params.min_tokens)
 
     def run(self, steps: int = 10_000) -> None:
         for _ in range(steps):
@@ -122,9 +129,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.harness = Harness(limits())
         self.aborted: set[str] = set()
 
-    @initialize(runs_ahead=st.booleans())
-    def choose_executor(self, runs_ahead: bool) -> None:
-        self.harness = Harness(limits(), runs_ahead=runs_ahead)
+    @initialize(runs_ahead=st.booleans(), guesses=st.none() | st.integers(0, 9))
+    def choose_executor(self, runs_ahead: bool, guesses: int | None) -> None:
+        self.harness = Harness(limits(), runs_ahead=runs_ahead, guesses=guesses)
 
     @rule(
         target=live,
@@ -450,37 +457,6 @@ def test_output_from_elsewhere_counts_in_the_ledger_and_not_among_cached_prompt_
     assert ledger is not None
     assert (ledger.prompt_tokens, ledger.cached_tokens, ledger.output_tokens) == (6, 6, 12)
     assert ledger.decode_steps == 2, "three tokens were sampled here, the first of them with the prefill"
-
-
-@given(data=st.data(), max_tokens=st.integers(1, 30), seed=st.integers(0, 5), ignore_eos=st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_a_step_may_yield_several_tokens(data: st.DataObject, max_tokens: int, seed: int, ignore_eos: bool) -> None:
-    """Tokens are proposed as a drafter would, right and wrong ones: what comes out is what comes without it."""
-    harness = Harness(limits(block_size=64, max_step_tokens=64), runs_ahead=False)
-    request_id = harness.submit([1, 2, 3], max_tokens, seed=seed, ignore_eos=ignore_eos)
-    expected, outcome = harness.expected(request_id), harness.outcomes[request_id]
-    now = 0.0
-    while not outcome.finish_reasons:
-        now += 1.0
-        planned = harness.scheduler.schedule(now)
-        assert planned is not None
-        step, (sequence,) = planned.step, planned.sequences
-        draft = expected[sequence.outputs + 1 :][: data.draw(st.integers(0, 3))] if sequence.outputs else []
-        if len(draft) > 0 and data.draw(st.booleans()):
-            wrong = data.draw(st.integers(0, len(draft) - 1))
-            draft[wrong] = (draft[wrong] + 1) % VOCAB
-        step.tokens += draft
-        for counts in (step.counts, step.samples):
-            counts[0] += len(draft)
-        sequence.computed += len(draft)
-        sequence.pending += len(draft)
-        result = harness.executor.collect(harness.executor.launch(step))
-        harness._take(harness.scheduler.complete(planned, result, now + 0.5))
-        assert sequence.pending == 0
-        assert outcome.finish_reasons or sequence.known - sequence.computed == 1
-    harness.scheduler.check_integrity()
-    assert outcome.tokens == expected
-    assert harness.scheduler.counters.output_tokens == len(expected)
 
 
 @given(prompt_len=st.integers(1, 60))

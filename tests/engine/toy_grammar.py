@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,12 @@ class ToyMatcher:
 
     def forced(self) -> list[int]:
         return self.ahead[:2]
+
+    def allows(self, token: int) -> bool:
+        return token in self.allowed
+
+    def copy(self) -> ToyMatcher:
+        return deepcopy(self)
 
 
 class ToyGrammars:

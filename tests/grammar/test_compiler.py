@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from datetime import date, datetime, time
 from typing import Any
 
 import jsonschema
@@ -254,6 +255,35 @@ def test_gbnf_and_lark(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
     assert accepts(grammars, Grammar("lark", '# a comment\nroot ::= "a"'), tokenizer, "a")
     empty = Grammar("lark", "start: %json {}")
     assert accepts(grammars, empty, tokenizer, '{"a":1}')
+
+
+@pytest.mark.parametrize("name", ["date", "time", "date-time"])
+def test_dates_exist(grammars: LLGuidance, tokenizer: Tokenizer, name: str) -> None:
+    """As Python reads them: leap years, months of 30 days, hours of the day."""
+    draw = random.Random(name)
+    source = {"properties": {"default": {"type": "string", "format": name}}, "type": "object", "required": ["default"]}
+    by_name, pattern = schema(source), schema({"type": "string", "format": name, "pattern": "^[0-9]"})
+    read = {"date": date.fromisoformat, "time": time.fromisoformat, "date-time": datetime.fromisoformat}[name]
+    days = ["2024-02-29", "2023-02-29", "1900-02-29", "2000-02-29", "2024-06-31", "2024-12-31", "0004-02-29"]
+    days += [f"{draw.randrange(1, 3000):04}-{draw.randrange(14):02}-{draw.randrange(28, 33)}" for _ in range(60)]
+    clocks = [f"{draw.randrange(26):02}:{draw.randrange(58, 61):02}:{draw.randrange(61):02}Z" for _ in days]
+    texts = {"date": days, "time": clocks, "date-time": [f"{d}T{c}" for d, c in zip(days, clocks, strict=True)]}[name]
+    outcomes = set()
+    for text in texts:
+        try:
+            read(text)
+            exists = True
+        except ValueError:
+            exists = False
+        outcomes.add(exists)
+        assert accepts(grammars, pattern, tokenizer, f'"{text}"') is exists, text
+        assert accepts(grammars, by_name, tokenizer, f'{{"default":"{text}"}}') is exists, text
+    assert outcomes == {True, False}
+
+
+def test_data_that_looks_like_a_format_stays(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
+    grammar = schema({"enum": [{"format": "date"}], "$defs": {"day": {"format": "date"}}})
+    assert accepts(grammars, grammar, tokenizer, '{"format":"date"}')
 
 
 def test_a_model_without_a_tokenizer() -> None:

@@ -23,6 +23,7 @@ class HangingExecutor:
     idle_seconds: float | None = None
     host_memory = None
     adapter_modules: Mapping[str, tuple[int, int]] = {}
+    verifies_drafts = False
 
     def enter_thread(self) -> None:
         pass

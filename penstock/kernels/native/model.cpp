@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -122,6 +123,9 @@ std::string Model::check(const Step& s) const {
     if (s.num_tokens < 1) return "tokens must not be empty";
     if (outside(s.rows, s.num_sequences, s.num_rows)) return "rows must be rows of the tables";
     if (outside(s.logit_rows, s.num_logits, s.num_tokens)) return "logit_rows must be indices of tokens";
+    if (std::any_of(s.runs, s.runs + s.num_runs, [](int32_t length) { return length < 1; }) ||
+        std::accumulate(s.runs, s.runs + s.num_runs, int64_t(0)) != s.num_logits)
+        return "runs must be positive and make up all logit_rows";
     if (s.sampling && int(s.sampling->rows.size()) != s.num_rows) return "sampling must have a row for each table";
     if (s.targets && std::any_of(s.targets, s.targets + s.num_logits, [&](int32_t t) { return t >= spec_.vocab; }))
         return "targets holds an id outside the vocabulary";
@@ -262,6 +266,9 @@ std::string Model::forward(const Step& step) {
     plan_adapters(step);
     expand(step);
     plan_attention();
+    sampled_runs_.clear();
+    for (int i = 0, begin = 0; i < step.num_runs; begin = sampled_runs_[i++].end)
+        sampled_runs_.push_back({begin, begin + step.runs[i]});
     peaks_.resize(size_t(step.num_logits) * head_.num_panels());
     row_logits_.resize(size_t(pool_.size()) * spec_.vocab);
     sampling_scratch_.resize(pool_.size());
@@ -335,7 +342,13 @@ void Model::run(const Step& step, int thread) {
     }
     multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, logits_stride_, peaks_.data()}, thread, number, 0, -1,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
-    phase(number, step.num_logits, [&](int row) {
+    phase(number, int(sampled_runs_.size()), [&](int run) { sample_run(step, sampled_runs_[run], thread); });
+}
+
+void Model::sample_run(const Step& step, Range rows, int thread) {
+    std::fill(step.sampled + rows.begin, step.sampled + rows.end, SAMPLED);
+    const int last_of = batch_.last_of[step.logit_rows[rows.end - 1]];
+    for (int row = rows.begin; row < rows.end; row++) {
         const int token = step.logit_rows[row];
         int32_t& sampled = step.sampled[row] = choose(step, row, thread);
         if (step.sampling && step.logits) {
@@ -348,8 +361,9 @@ void Model::run(const Step& step, int thread) {
                                 step.scores + row};
             sampled = sample_row(choice, step.sampling->rows[batch_.rows[token]], thread);
         }
-        if (batch_.last_of[token] >= 0) step.last_tokens[batch_.last_of[token]] = sampled;
-    });
+        if (last_of >= 0) step.last_tokens[last_of] = sampled;
+        if (row + 1 < rows.end && batch_.tokens[step.logit_rows[row + 1]] != sampled) return;
+    }
 }
 
 // The token of a row's largest logit. Where an output projection in int8 is the embedding, which exists in bfloat16 too,

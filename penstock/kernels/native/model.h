@@ -36,10 +36,13 @@ enum Tensor : int32_t {
 // One step: tokens of several sequences, one after the other. All arrays belong to the caller. A sequence has a row in
 // the tables of blocks and among the last tokens.
 struct Step {
-    int32_t num_tokens, num_sequences, num_rows, table_width, num_logits;
+    int32_t num_tokens, num_sequences, num_rows, table_width, num_logits, num_runs;
     const int32_t* tokens;                   // [num_tokens]; SAMPLED: the last token of the sequence's row
     const int32_t *rows, *starts, *counts;   // [num_sequences]: row, first position and number of tokens
     const int32_t* logit_rows;               // [num_logits]: indices of the tokens whose logits are wanted
+    // [num_runs]: lengths of runs of logit rows. The rows of a run follow one another in a sequence and are sampled in
+    // order, until a token is sampled that is not the one that follows in the step (a draft); the rest are not sampled.
+    const int32_t* runs;
     const int32_t* targets;                  // [num_logits]: SAMPLED, or a token that is to be scored; null: SAMPLED
     const int32_t* const* masks;             // [num_logits]: one bit per token that may be sampled, or null; or null
     const int32_t* tables;                   // [num_rows, table_width]
@@ -47,7 +50,7 @@ struct Step {
     SamplingRows* sampling;                  // what the rows ask for; null: the argmax of all logits
     const int32_t* adapters;                 // [num_rows]: the slot of a row's adapter, or -1; null: no row has one
     float* logits;                           // [num_logits, vocab]; null: they are not wanted
-    int32_t* sampled;                        // [num_logits]
+    int32_t* sampled;                        // [num_logits]; SAMPLED where a run ended before
     Score* scores;                           // [num_logits]: of those whose rows ask for it
 
     int32_t target(int i) const { return targets ? targets[i] : SAMPLED; }
@@ -189,6 +192,7 @@ class Model {
                           const Output& out, int copies, int thread);
 
     void run(const Step& step, int thread);
+    void sample_run(const Step& step, Range rows, int thread);
     int choose(const Step& step, int row, int thread);
     bool needs_logits(const Step& step) const;
     int32_t sample_row(const Choice& choice, SamplingRow& row, int thread);
@@ -233,6 +237,7 @@ class Model {
     size_t low_stride_ = 0;
     std::vector<std::vector<float>> expand_scratch_;  // per thread
     std::vector<WorkCounter> counters_;
+    std::vector<Range> sampled_runs_;           // of logit rows that are sampled in order
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]
     std::vector<float> row_logits_;             // per thread: of one row
     Region logits_;                             // of rows that ask for more than their argmax

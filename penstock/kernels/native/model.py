@@ -119,6 +119,9 @@ class NativeStep:
     starts: Sequence[int]  # position of its first token
     counts: Sequence[int]  # of its tokens
     logit_rows: Sequence[int]  # indices of the tokens whose logits are wanted
+    # Lengths of runs of logit rows. Those of a run follow one another in a sequence and are sampled in order, until a
+    # token is sampled that is not the one that follows in the step (a draft). (): each row is sampled by itself.
+    runs: Sequence[int] = ()
     targets: Sequence[int] = ()  # an entry per logit row: a token to score, or -1 to sample one; (): all are sampled
     masks: Mapping[int, Ints] = field(default_factory=dict)  # by logit row: one bit per token that may be sampled
 
@@ -360,7 +363,8 @@ class NativeModel:
         return self._logits[:rows]
 
     def forward(self, step: NativeStep, rows: NativeRows, *, logits: bool = True) -> tuple[Floats, list[int]]:
-        """Logits of the wanted rows, [R, V], valid until the next call, and the token sampled from each.
+        """Logits of the wanted rows, [R, V], valid until the next call, and the token sampled from each; -1 where a run
+        ended before it.
 
         Without `logits` there are only the latter. Logits of rows that want more than the argmax may have been changed.
         """
@@ -370,7 +374,8 @@ class NativeModel:
         out = self._logits_buffer(wanted if logits else 0)
         if step.targets and len(step.targets) != wanted:
             raise EngineFailure("native step: targets must describe all logit rows")
-        inputs = (step.tokens, step.rows, step.starts, step.counts, step.logit_rows, step.targets)
+        runs = step.runs or [1] * wanted
+        inputs = (step.tokens, step.rows, step.starts, step.counts, step.logit_rows, runs, step.targets)
         # All lists in one array, with room for the answer. No numpy: in caches that a step has swept it is slow.
         values = array("i", [*chain.from_iterable(inputs), *repeat(0, wanted)])
         begin, size = values.buffer_info()[0], values.itemsize
@@ -379,7 +384,7 @@ class NativeModel:
         masks_at = masks.buffer_info()[0] if masks else None
         logits_at = out.ctypes.data if logits else None
         scores_at = self.scores.reserve(wanted)
-        sizes = (len(step.tokens), sequences, *rows.shape, wanted)
+        sizes = (len(step.tokens), sequences, *rows.shape, wanted, len(runs))
         optional_at = (targets_at if step.targets else None, masks_at)
         call = CStep(*sizes, *inputs_at, *optional_at, *rows.addresses, logits_at, sampled_at, scores_at)
         self.call_began = time.perf_counter()

@@ -72,12 +72,12 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
         std::vector<int32_t> ids(tokens), rows = {0, count - 1, count}, last = {0, vocab - 1};
         for (int i = 0; i < count; i++) ids[i] = (first + i) * 7 % vocab;
         ids[count] = SAMPLED;
-        const std::vector<int32_t> sequences = {0, 1}, starts = {first, step}, lengths = {count, 1};
+        const std::vector<int32_t> sequences = {0, 1}, starts = {first, step}, lengths = {count, 1}, runs = {1, 1, 1};
         std::vector<float> logits(rows.size() * vocab);
         std::vector<int32_t> argmax(rows.size());
         const Step call{tokens,      2,              2,           5,
-                        int32_t(rows.size()), ids.data(), sequences.data(), starts.data(),
-                        lengths.data(), rows.data(), nullptr, nullptr,
+                        int32_t(rows.size()), int32_t(runs.size()), ids.data(), sequences.data(), starts.data(),
+                        lengths.data(), rows.data(), runs.data(), nullptr, nullptr,
                         tables.data(), last.data(), nullptr, logits.data(), argmax.data(), nullptr};
         if (!model.forward(call).empty()) return 2;
         for (float v : logits)

@@ -1,0 +1,171 @@
+"""Speculative decoding: how many tokens are drafted for which sequence, so that a step is never worth less for it.
+
+A drafter guesses how a sequence goes on. A step computes the guessed tokens behind the last known one, as it would
+compute a piece of a prompt, and samples after each of them: what was sampled is the output, as far as the guesses were
+right, and the token that corrects the first wrong one. The output is the same as without drafts, token for token.
+
+Every drafted token lengthens the step a little. It is worth that if the tokens that are expected to be accepted come
+faster with it than without: `best_depths` decides by the step-time model and by how often drafts were right of late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.engine.grammar import allowed_draft
+from penstock.engine.placement import Placement
+from penstock.engine.planned_step import PlannedStep
+from penstock.engine.sequence import Sequence
+from penstock.engine.step_time import StepShape, StepTimes
+
+# Both because predictions err: speed that drafts must be expected to gain, and by how much the tokens that are expected
+# of a draft must be worth more than its time.
+_LEAST_GAIN = 1.03
+_DOUBT = 1.5
+# Tokens that a draft must be expected to gain for a sequence to wait for its last token, where others would not wait.
+_WORTH_WAITING = 1.5
+# Tokens for which a sequence without a draft is left alone at most: asking for one costs some microseconds each time.
+_LONGEST_PAUSE = 8
+_PROBE = 8  # drafted tokens from which the step-time model's price of one is taken
+
+
+class Drafter(Protocol):
+    """Guesses how sequences go on. Used by one thread at a time."""
+
+    def outlook(self, sequence: Sequence, /) -> float:
+        """How likely the next token of a draft for it would be accepted, and then the one after it; 0: no draft."""
+        ...
+
+    def seconds(self, sequences: int, /) -> float:
+        """What it takes to draft one more token for so many sequences at once."""
+        ...
+
+    def propose(self, sequences: list[Sequence], depths: list[int], /) -> list[list[int]]:
+        """Guesses for each, at most as many as its depth says."""
+        ...
+
+    def forget(self, sequence: Sequence, /) -> None:
+        """It has ended."""
+        ...
+
+
+class Speculation:
+    """Drafts for the sequences of a step that decode. `max_tokens`: of one draft."""
+
+    def __init__(self, drafter: Drafter, times: StepTimes, max_tokens: int) -> None:
+        self.drafter = drafter
+        self._times = times
+        self._most = max_tokens
+
+    def plan(self, decodes: list[Sequence], budget: int) -> tuple[dict[Sequence, list[int]], set[Sequence]]:
+        """Drafts of at most `budget` tokens in all, and the sequences that should not be in this step.
+
+        Those are sequences whose last token is still being computed: a draft after it, one step later, is expected to
+        gain more than the token that this step would give them.
+        """
+        due = [s for s in decodes if len(s.tokens) >= s.draft_from and s.first_token is not None]
+        if not due or budget < 1:
+            return {}, set()
+        prices = self._prices(decodes)
+        known, waiting = [], set()
+        if _DOUBT * prices.token * len(decodes) < prices.plain:  # else not even tokens that are certain would pay
+            for s in due:
+                if not s.pending:
+                    known.append(s)
+                elif expected_tokens(self.drafter.outlook(s), self._most) > _WORTH_WAITING:
+                    waiting.add(s)
+        drafts = self._drafts(known, len(decodes) - len(waiting), budget, prices)
+        for s in due:
+            if s in drafts:
+                s.draft_pause = 1
+            elif s not in waiting:
+                s.draft_from = len(s.tokens) + s.draft_pause
+                s.draft_pause = min(_LONGEST_PAUSE, 2 * s.draft_pause)
+        return drafts, waiting
+
+    def _drafts(self, known: list[Sequence], streams: int, budget: int, prices: Prices) -> dict[Sequence, list[int]]:
+        outlooks = [self.drafter.outlook(s) for s in known]
+        rooms = [min(self._most, s.max_len - len(s.tokens) - 1) for s in known]
+        depths = best_depths(outlooks, rooms, streams, budget, prices)
+        drafting = [s for s, depth in zip(known, depths, strict=True) if depth]
+        if not drafting:
+            return {}
+        proposed = self.drafter.propose(drafting, [depth for depth in depths if depth])
+        found = ((s, sensible(s, draft)) for s, draft in zip(drafting, proposed, strict=True))
+        return {s: draft for s, draft in found if draft}
+
+    def _prices(self, decodes: list[Sequence]) -> Prices:
+        streams, context = len(decodes), sum(s.computed for s in decodes)
+        plain, few, many = (
+            self._times.predict(StepShape(streams, context, drafted=drafted)) for drafted in (0, 1, 1 + _PROBE)
+        )
+        token = max(0.0, many - few) / _PROBE
+        longest = self._times.plan_within(min((s.itl for s in decodes), default=math.inf))
+        return Prices(plain, max(0.0, few - token - plain), token, self.drafter.seconds, longest)
+
+
+def decode(
+    planned: PlannedStep, decodes: list[Sequence], speculation: Speculation | None, placement: Placement, most: int
+) -> None:
+    """Give each of these its next token and, where that pays, a draft of those after it; `most` tokens in all."""
+    if speculation is None or not decodes:
+        planned.decode(decodes)
+        return
+    drafts, waiting = speculation.plan(decodes, most - len(decodes))
+    planned.decode([s for s in decodes if s not in drafts and s not in waiting])
+    for s, draft in drafts.items():
+        end = min(s.computed + 1 + len(draft), placement.most_tokens(s))
+        placement.allocate(s, end)
+        planned.verify(s, draft[: end - s.computed - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """In seconds."""
+
+    plain: float  # of the step without drafts
+    start: float  # that drafts add, however few they are
+    token: float  # that every drafted token adds
+    draft: Callable[[int], float]  # to draft one more token for so many sequences
+    longest: float = math.inf  # that the step may take
+
+
+def best_depths(
+    outlooks: Collection[float], rooms: Collection[int], streams: int, budget: int, prices: Prices
+) -> list[int]:
+    """How many tokens to draft for each sequence, so that the step gives the most tokens a second.
+
+    Depth after depth: the tokens at a depth are taken for those sequences where they are expected to give more tokens
+    a second than the step does without them, until that holds for none.
+    """
+    depths, token = [0] * len(outlooks), _DOUBT * prices.token
+    tokens, seconds, chances = float(streams), prices.plain + prices.start, list(outlooks)
+    for depth in range(1, max(rooms, default=0) + 1):
+        rate = tokens / seconds if seconds else 0.0
+        deeper = [i for i, chance in enumerate(chances) if depths[i] == depth - 1 < rooms[i] and chance > token * rate]
+        deeper = sorted(deeper, key=lambda i: -chances[i])[:budget]
+        gain, price = sum(chances[i] for i in deeper), token * len(deeper) + prices.draft(len(deeper))
+        if not deeper or gain <= price * rate or seconds + price > prices.longest:
+            break
+        tokens, seconds, budget = tokens + gain, seconds + price, budget - len(deeper)
+        for i in deeper:
+            depths[i] = depth
+            chances[i] *= outlooks[i]
+    worth = tokens * prices.plain > _LEAST_GAIN * streams * seconds
+    return depths if worth else [0] * len(depths)
+
+
+def expected_tokens(outlook: float, depth: int) -> float:
+    """Of a draft of this depth: those that will be accepted."""
+    return float(depth) if outlook >= 1 else outlook * (1 - outlook**depth) / (1 - outlook)
+
+
+def sensible(sequence: Sequence, draft: list[int]) -> list[int]:
+    """The draft up to where it would end the output, or leave what its grammar allows."""
+    stops = sequence.stop_ids
+    end = next((at for at, token in enumerate(draft) if token in stops), len(draft))
+    return draft[:end] if sequence.constraint is None else allowed_draft(sequence.constraint, draft[:end])

@@ -1,0 +1,77 @@
+"""Builds the drafter that the settings ask for."""
+
+from __future__ import annotations
+
+from penstock.checkpoint.source import Checkpoint, resolve
+from penstock.core.errors import StartupError
+from penstock.core.machine import usable_cpus
+from penstock.engine.executor import LoadedExecutor
+from penstock.engine.settings import EngineConfig
+from penstock.engine.speculation import Drafter, Speculation
+from penstock.engine.step_time import StepTimes
+from penstock.kernels.native.bindings import Scheme
+from penstock.kernels.native.shape import unsupported_reason
+from penstock.models.config import ModelConfig, read_config
+from penstock.speculative.draft_model import DraftLimits, ModelDrafter
+from penstock.speculative.suffix import SuffixDrafter
+
+_ROWS = 8  # sequences that a draft model drafts for at once; with more in a batch, drafts seldom pay
+_STEP_TOKENS = 256
+
+
+def drafter_of(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, max_model_len: int) -> Drafter | None:
+    """None: nothing is drafted."""
+    wanted = config.speculation
+    if wanted.method == "off":
+        return None
+    if wanted.method == "suffix":
+        return SuffixDrafter()
+    drafting = resolve(wanted.model)
+    draft = read_config(drafting)
+    _check_tokenizers(checkpoint, model, drafting, draft)
+    if problem := unsupported_reason(draft, config.block_size):
+        raise StartupError(f"{drafting.name} cannot draft: {problem}", param="engine.speculation.model")
+    if draft.max_position < max_model_len:
+        max_model_len = draft.max_position
+    return _model_drafter(drafting, draft, wanted.quantization, config.block_size, max_model_len)
+
+
+def speculation_by(
+    drafter: Drafter | None, executor: LoadedExecutor, times: StepTimes, config: EngineConfig
+) -> Speculation | None:
+    if drafter is None or not executor.verifies_drafts:
+        return None
+    return Speculation(drafter, times, config.speculation.max_tokens)
+
+
+def _model_drafter(
+    checkpoint: Checkpoint, model: ModelConfig, quantization: str, block_size: int, max_model_len: int
+) -> ModelDrafter:
+    from penstock.runner.host_rows import HostRows
+    from penstock.runner.native_runner import NativeRunner
+    from penstock.runner.packed import fill, native_model
+
+    scheme: Scheme = "int4" if quantization == "int4" else "none" if quantization == "none" else "int8"
+    table_blocks = -(-max_model_len // block_size)
+    network = native_model(model, scheme, block_size=block_size, num_blocks=_ROWS * table_blocks, threads=usable_cpus())
+    fill(network, checkpoint, model, None)
+    runner = NativeRunner(network, HostRows(_ROWS, table_blocks, model.vocab_size))
+    return ModelDrafter(runner, DraftLimits(_ROWS, table_blocks, block_size, _STEP_TOKENS))
+
+
+def _check_tokenizers(
+    target: Checkpoint, target_model: ModelConfig, draft: Checkpoint, draft_model: ModelConfig
+) -> None:
+    """A token must mean the same to both."""
+    from penstock.text.tokenizer import load_tokenizer
+
+    if target.path == draft.path or "dummy" in (target.kind, draft.kind):
+        same = target_model.vocab_size == draft_model.vocab_size
+    else:
+        same = load_tokenizer(target).vocabulary == load_tokenizer(draft).vocabulary
+    if not same:
+        raise StartupError(
+            f"{draft.name} cannot draft for {target.name}: their tokenizers differ, and a draft needs the same tokens "
+            f"({draft_model.vocab_size} and {target_model.vocab_size} ids); name a model of the same family",
+            param="engine.speculation.model",
+        )

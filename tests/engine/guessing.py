@@ -1,0 +1,43 @@
+"""A drafter for tests: it knows how outputs go on, and says so or something else."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from penstock.core.request import GenerateRequest
+from penstock.engine.sequence import Sequence
+from penstock.engine.step_time import StepShape, StepTimes
+from penstock.simulation.paged_executor import VOCAB
+
+
+class FreeDrafts(StepTimes):
+    """A machine on which drafted tokens cost nothing, so that every draft pays."""
+
+    def predict(self, shape: StepShape) -> float:
+        return 1.0
+
+
+class Guesser:
+    """`output_of`: the whole output of a request."""
+
+    def __init__(self, output_of: Callable[[GenerateRequest], list[int]], seed: int) -> None:
+        self._output_of = output_of
+        self._random = random.Random(seed)
+        self._right = self._random.choice([0.0, 0.5, 0.9, 1.0])
+
+    def outlook(self, sequence: Sequence) -> float:
+        return self._random.choice([0.0, 0.5, 0.9, 1.0])
+
+    def seconds(self, sequences: int) -> float:
+        return 0.0
+
+    def propose(self, sequences: list[Sequence], depths: list[int]) -> list[list[int]]:
+        drafts = []
+        for sequence, depth in zip(sequences, depths, strict=True):
+            right = self._output_of(sequence.request)[sequence.outputs :][: self._random.randint(0, depth)]
+            drafts.append([t if self._random.random() < self._right else self._random.randrange(VOCAB) for t in right])
+        return drafts
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
