@@ -281,8 +281,7 @@ def measure_drafts(runner: CudaRunner, vocab: int) -> None:
         base = milliseconds({name: runner._graphs[kind] for name, kind in kinds.items()})
         for name, size in entries.items():
             rows, contexts = np.zeros(size, np.int32), np.arange(context - size + 1, context + 1, dtype=np.int32)
-            runner._inputs.send(rows, contexts)
-            runner._inputs.send_drafts(np.arange(size, dtype=np.int32), rows)
+            runner._inputs.send(rows, contexts, tokens=np.arange(size, dtype=np.int32), sequences=rows)
             torch.cuda.synchronize()
             found = milliseconds({name: runner._graphs[_Kind(size, drafts=True)]})[name]
             shown.append(f"{name} {found:.3f} ({found / base['decode'] - 1:+.1%})")

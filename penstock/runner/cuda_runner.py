@@ -172,13 +172,14 @@ class CudaRunner:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _run_of(self, step: Step) -> Callable[[Step, _InFlight], None]:
-        # The graph of a decode step takes every token from its row, and fills no block that another sequence may share.
-        if max(step.tokens) == SAMPLED:
+        if max(step.tokens) == SAMPLED or len(step.tokens) == sum(step.samples) == 1:
             return self._decode
         if sum(step.samples) != len(step.tokens):
             return self._mixed
-        if len(step.tokens) == 1:
-            self._state.last_token_R[step.rows[0]] = step.tokens[0]
+        # Sequences of a decode step attend before others have written their keys. So none may fill a block of known
+        # tokens, which another one could share within the step.
+        known = zip(step.tokens, step.starts, strict=False)
+        if len(step.tokens) == len(step.rows) and all(t == SAMPLED or (at + 1) % self._block_size for t, at in known):
             return self._decode
         verifies = len(step.tokens) <= self._draft_sizes[-1] and max(step.counts) <= MOST_DRAFTED
         return self._verify if verifies else self._mixed
@@ -197,7 +198,10 @@ class CudaRunner:
         kind = _Kind(size, length > 0, stacked, adapted)
         if adapted:
             self._adapters.send(slots, size)
-        self._inputs.send(rows, contexts, step.constrained, shared, length)
+        tokens = np.array(step.tokens, dtype=np.int32) if max(step.tokens) != SAMPLED else None
+        if stacked and tokens is not None:  # the persistent kernel reads it there
+            self._state.last_token_R[step.rows[0]] = step.tokens[0]
+        self._inputs.send(rows, contexts, tokens=tokens, masked=step.constrained, shared=shared, length=length)
         self._graphs[kind].replay()
 
     def _mixed(self, step: Step, flight: _InFlight) -> None:
@@ -291,10 +295,11 @@ class CudaRunner:
 
     def _send_entries(self, step: Step, flight: _InFlight, batch: Batch, drafted: bool) -> None:
         masked = np.flatnonzero(np.isin(batch.sampled_N, step.constrained)).tolist() if step.constrained else []
-        self._inputs.send(batch.rows_N, batch.next_positions_N, masked)
+        tokens = sequences = None
         if drafted:
-            flight.drafts = batch.tokens_T[batch.last_N].tolist()
-            self._inputs.send_drafts(batch.tokens_T[batch.last_N], batch.sampled_N.astype(np.int32))
+            tokens, sequences = batch.tokens_T[batch.last_N], batch.sampled_N.astype(np.int32)
+            flight.drafts = tokens.tolist()
+        self._inputs.send(batch.rows_N, batch.next_positions_N, tokens=tokens, sequences=sequences, masked=masked)
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
@@ -311,7 +316,6 @@ class CudaRunner:
         tasks += [partial(mixed.compile, layout, adapted, self._state) for layout, adapted in mixed.layouts]
         nothing = np.zeros(0, np.int32)
         self._inputs.send(nothing, nothing)
-        self._inputs.send_drafts(nothing, nothing)
         mixed.pad()
         run_in_parallel(tasks)
         self._forward.clear_scratch()
@@ -377,9 +381,9 @@ class CudaRunner:
                 rows, contexts, state.last_token_R, self._tables, self._logits[:size], self._tokens, layers
             )
             return
-        tokens = self._inputs.drafts.tokens[:size] if kind.drafts else None
+        tokens = self._inputs.drafts.tokens[:size]
         inputs = gather_decode_inputs(
-            rows, contexts, state.last_token_R, self._tables, forward.embedding, self._block_size, tokens
+            rows, contexts, state.last_token_R, tokens, self._tables, forward.embedding, self._block_size
         )
         splits = prefix_splits(size, forward.num_heads, forward.max_model_len)
         prefix = self._inputs.prefix(size, splits) if kind.shared else None

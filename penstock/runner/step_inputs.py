@@ -38,56 +38,56 @@ class StepInputs:
         self._tables_RM = tables_RM
         self._spare = len(tables_RM) - 1
         device = tables_RM.device
-        # Rows, contexts, masks, shared tokens of each sequence, the length of the shared prefix.
-        self._buffer = torch.zeros(4 * most + 1, dtype=torch.int32, device=device)
-        self.rows_S, self.contexts_S, self._masks_S, self._shared_S = self._buffer[: 4 * most].view(4, most)
+        # Six values of each entry, then the length of the shared prefix.
+        self._buffer = torch.zeros(6 * most + 1, dtype=torch.int32, device=device)
+        entries = self._buffer[: 6 * most].view(6, most)
+        self.of_sampling = entries[:3]  # rows, positions of the tokens to sample, which mask applies (-1: none)
+        self.rows_S, self.contexts_S, _, self._shared_S, tokens_S, firsts_S = entries
+        self.drafts = Drafts(tokens_S, firsts_S)
         self._prefix_table = torch.zeros(tables_RM.shape[1], dtype=torch.int32, device=device)
-        self._drafts = torch.zeros((2, most), dtype=torch.int32, device=device)
-        self.drafts = Drafts(*self._drafts)
-
-    @property
-    def of_sampling(self) -> torch.Tensor:
-        """int32 [3, S]: rows, positions of the tokens to sample, which mask applies (-1: none)."""
-        return self._buffer[: 3 * self._most].view(3, self._most)
 
     def send(
         self,
         rows: Ints,
         contexts: Ints,
+        *,
+        tokens: Ints | None = None,
+        sequences: Ints | None = None,
         masked: Sequence[int] = (),
         shared: Ints | None = None,
         length: int = 0,
     ) -> None:
-        """Of sequences that sample: a context is also the position of the token to be sampled. `masked`: which of them
-        are going to have a mask, in the order of the masks."""
+        """Of entries that sample: a context is also the position of the token to be sampled.
+
+        `tokens` are those that the entries sample after, unless all are SAMPLED; `sequences` says which one each entry
+        is of, where a sequence may have several. `masked`: which of them are going to have a mask, in the order of the
+        masks. `shared`: how many tokens of each are in the prefix of `length` tokens that some have in common.
+        """
         size, used = self._most, len(rows)
         values = np.zeros(len(self._buffer), dtype=np.int32)
-        values[:used], values[used:size] = rows, self._spare
-        values[size : size + used] = contexts
-        values[2 * size : 3 * size] = -1
+        entries = values[: 6 * size].reshape(6, size)
+        entries[0, :used], entries[0, used:] = rows, self._spare
+        entries[1, :used] = contexts
+        entries[2] = -1
         for mask, index in enumerate(masked):
-            values[2 * size + index] = mask
+            entries[2, index] = mask
         if shared is not None:
-            values[3 * size : 3 * size + used] = shared
-            values[4 * size] = length
+            entries[3, :used] = shared
+            values[-1] = length
             self._prefix_table.copy_(self._tables_RM[int(rows[np.argmax(shared)])])
-        self._copy(self._buffer, values)
-
-    def send_drafts(self, tokens: Ints, sequences: Ints) -> None:
-        """The tokens of the entries, and which sequence each is of."""
-        used = len(tokens)
-        values = np.stack([np.full(self._most, SAMPLED, np.int32), np.arange(self._most, dtype=np.int32)])
-        values[0, :used], values[1, :used] = tokens, first_entries(sequences)
-        self._copy(self._drafts, values)
+        entries[4] = SAMPLED
+        if tokens is not None:
+            entries[4, :used] = tokens
+        entries[5] = np.arange(size)
+        if sequences is not None:
+            entries[5, :used] = first_entries(sequences)
+        source = torch.from_numpy(values)
+        self._buffer.copy_(source.pin_memory() if self._buffer.is_cuda else source, non_blocking=True)
 
     def prefix(self, size: int, splits: int) -> SharedPrefix:
         return SharedPrefix(
             table_M=self._prefix_table,
-            length=self._buffer[4 * self._most :],
+            length=self._buffer[6 * self._most :],
             lengths_S=self._shared_S[:size],
             splits=splits,
         )
-
-    def _copy(self, buffer: torch.Tensor, values: Ints) -> None:
-        source = torch.from_numpy(values)
-        buffer.copy_(source.pin_memory() if buffer.is_cuda else source, non_blocking=True)

@@ -126,12 +126,11 @@ class Steps:
         if batch.num_decodes < len(chunks):
             self._mixed.run(batch, self._state)
             return list(self._logits[: len(chunks)].clone())
-        for row, first, _ in chunks:
-            self._state.last_token_R[row] = self.tokens[row][first]
+        tokens = torch.tensor([*(self.tokens[row][first] for row, first, _ in chunks), -1], dtype=torch.int32)
         rows = torch.from_numpy(np.append(batch.rows_T, SEQS).astype(np.int32))  # and one of padding
         contexts = torch.from_numpy(np.append(batch.contexts_S, 0).astype(np.int32))
-        forward = self._forward
-        inputs = gather_decode_inputs(rows, contexts, self._state.last_token_R, self._tables, forward.embedding, BLOCK)
+        forward, last = self._forward, self._state.last_token_R
+        inputs = gather_decode_inputs(rows, contexts, last, tokens, self._tables, forward.embedding, BLOCK)
         hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts))
         assert hidden.isfinite().all()
         return list(forward.logits(hidden)[: len(chunks)])

@@ -13,7 +13,7 @@ import torch
 from penstock.core.request import Grammar, SamplingParams, TokenLogprob
 from penstock.engine.executor import SAMPLED, Executor, RowSetup, Step, StepResult, TokenMask
 from penstock.kernels.attention_reference import ReferenceAttention
-from penstock.runner import mixed_steps
+from penstock.runner import cuda_runner, mixed_steps
 from penstock.runner.forward import TorchForward
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.row_state import TorchRows
@@ -21,14 +21,14 @@ from penstock.runner.verification import accepted_entries, first_entries, withou
 from tests.runner.emulated_cuda import CPU, emulated_runner
 from tests.runner.test_fused_forward import load
 
-BLOCK, BLOCKS_EACH, VOCAB, OUTPUT = 16, 8, 64, 10
+BLOCK, BLOCKS_EACH, VOCAB, OUTPUT = 16, 8, 64, 7
 GRAMMAR = Grammar("regex", "x")
 PENALTIES: dict[str, Any] = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4}
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=OUTPUT),
     SamplingParams(temperature=0, logprobs=3, max_tokens=OUTPUT, **PENALTIES),
     SamplingParams(temperature=1.5, max_tokens=OUTPUT, logprobs=0),
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_tokens=6, max_tokens=OUTPUT, **PENALTIES),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_tokens=4, max_tokens=OUTPUT, **PENALTIES),
     SamplingParams(temperature=0.8, logit_bias={5: 3.0, 9: -2.0}, max_tokens=OUTPUT),
     SamplingParams(temperature=0, grammar=GRAMMAR, max_tokens=OUTPUT),
 ]
@@ -153,6 +153,7 @@ def test_drafts_change_no_token(
     rows = TorchRows(len(requests) + 1, BLOCKS_EACH, VOCAB, CPU)
     plain = ModelRunner(TorchForward(model, attention, CPU), rows, num_blocks=blocks, block_size=BLOCK)
     expected = decoded(plain, requests)
+    monkeypatch.setattr(cuda_runner, "DRAFT_BUCKETS", [3, 7, 11, 15, 20, 30])
     monkeypatch.setattr(mixed_steps, "_DECODES", (3,))
     monkeypatch.setattr(mixed_steps, "_TOKENS", (40, 80))
     monkeypatch.setattr(mixed_steps, "_PROMPTS", (8,))
@@ -170,6 +171,10 @@ def test_drafts_change_no_token(
     assert any(kind.drafts for kind in graphs.used)
     counted = (runner._state.sampling.seen[1] & 0x3FFF).sum()  # what was rejected is not counted
     assert counted == len(found[1][0])
+    if len(requests) == 2:  # tokens that the host knows, one a step, need no drafts' graph unless they fill a block
+        graphs.used.clear()
+        assert [tokens for tokens, _ in decoded(runner, requests)] == [tokens for tokens, _ in expected]
+        assert sum(not kind.drafts for kind in graphs.used) >= OUTPUT - 1 - len(requests)
 
 
 def test_drafts_beyond_the_limit_are_left_out() -> None:
