@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from penstock.autoscaling.settings import AutoscaleConfig
+from penstock.batches.settings import BatchesConfig
 from penstock.cache.settings import CacheConfig
 from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.core.settings import check, convert_section
@@ -53,6 +54,7 @@ class Settings:
     state: str | None = field(  # default: SQLite in the state folder
         default=None, metadata={"expected": state_settings.EXPECTED}
     )
+    batches: BatchesConfig = field(default_factory=BatchesConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     tenant_defaults: TenantConfig = field(default_factory=TenantConfig)  # also of requests in open mode
     jwt: JwtConfig | None = None

@@ -55,11 +55,12 @@ def run(args: argparse.Namespace, work: Callable[[HttpClient, argparse.Namespace
     return 0
 
 
-def plain_console() -> Console:
+def plain_console(*, stderr: bool = False) -> Console:
     """Of a terminal; in a pipe no line is cut to a width."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _PIPE_WIDTH)
+    shown = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(highlight=False, markup=False, width=None if shown else _PIPE_WIDTH, stderr=stderr)
 
 
 async def _list(http: HttpClient, args: argparse.Namespace) -> list[Any]:

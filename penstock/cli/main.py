@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from penstock import __version__
 from penstock.cli import (
+    batch,
     bench,
     chaos,
     chat,
@@ -30,7 +31,7 @@ def make_parser() -> ArgumentParser:
     parser: ArgumentParser = Parser(prog="penstock", description="LLM serving that keeps a latency promise.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, check, quantize, bench, explain, status, fleet, chaos, keys, usage, worker):
+    for command in (serve, chat, check, quantize, bench, batch, explain, status, fleet, chaos, keys, usage, worker):
         command.add_parser(subparsers)
     completion.add_parser(subparsers, parser)
     return parser

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from penstock.core.errors import StartupError
 from penstock.settings import Settings
 
-_GATEWAY = ("httptools", "jinja2", "msgspec", "prometheus_client", "tokenizers")
+_GATEWAY = ("httptools", "jinja2", "msgspec", "prometheus_client", "python_multipart", "tokenizers")
 
 
 def check_requirements(settings: Settings, on: str) -> None:

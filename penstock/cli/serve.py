@@ -201,11 +201,13 @@ async def serve_fleets(
     shared: SharedParts | None = None,
 ) -> int:
     """Serve HTTP in this process, once these fleets have started. `shared`: it is one of several gateway processes."""
+    from penstock.batches.place import open_batches
     from penstock.cache.build import open_cache
     from penstock.cli.autoscaling import autoscalers, running
     from penstock.fleet.control import FleetControl
     from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
+    from penstock.gateway.batch_lines import running_batches
     from penstock.gateway.http.server import serve, tune_interpreter
     from penstock.gateway.tenancy.tenants import open_directory
     from penstock.state.open import open_store
@@ -215,6 +217,7 @@ async def serve_fleets(
     directory = await stack.enter_async_context(open_directory(settings, store))
     common = None if shared is None else shared.answers
     cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, common))
+    batches = await stack.enter_async_context(open_batches(settings.batches, settings.state))
     models = [model async for model in _served_models(settings, fleets, cache)]
     configs = {fleets[name].model: config for name, config in settings.served.items()}
     by_label = {fleet.model: fleet for fleet in fleets.values()}
@@ -228,9 +231,11 @@ async def serve_fleets(
         collectors=[*cache.collectors, *fleet_metrics(fleets.values(), own.autoscalers.values())],
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
+        batches=batches,
     )
     await asyncio.gather(*starts)
     await stack.enter_async_context(running(own.autoscalers.values()))
+    await stack.enter_async_context(running_batches(batches, app, directory))
 
     virtual = [name for name, config in settings.models.items() if config.is_virtual]
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -23,6 +25,7 @@ T = TypeVar("T")
 LINE_LIMIT = 1 << 20  # bytes in one header or chunk-size line
 READ_SIZE = 1 << 16
 NO_BODY = (204, 304)
+UPLOAD_BYTES = 1 << 18  # of a file, read and sent at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +219,7 @@ class HttpClient:
         if api_key:
             sent["Authorization"] = f"Bearer {api_key}"
         sent.update(headers or {})
-        self._head = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
+        self._sent = sent
         self._idle: list[_Connection] = []
 
     async def __aenter__(self) -> HttpClient:
@@ -257,9 +260,40 @@ class HttpClient:
 
     def _encode(self, method: str, path: str, payload: object, headers: Mapping[str, str]) -> bytes:
         body = b"" if payload is None else json.dumps(payload).encode()
-        own = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._head}{own}Content-Length: {len(body)}\r\n\r\n"
-        return head.encode("latin-1") + body
+        return self._head(method, path, headers, len(body)) + body
+
+    def _head(self, method: str, path: str, headers: Mapping[str, str], length: int) -> bytes:
+        lines = "".join(f"{name}: {value}\r\n" for name, value in {**self._sent, **headers}.items())
+        head = f"{method} {self._prefix}{path} HTTP/1.1\r\n{lines}Content-Length: {length}\r\n\r\n"
+        return head.encode("latin-1")
+
+    async def upload(
+        self, path: str, file: Path, fields: Mapping[str, str], on_sent: Callable[[int], object]
+    ) -> Response:
+        """A form with one file, read as it is sent; `on_sent` is told how many bytes of it have gone."""
+        boundary = secrets.token_hex(16)
+        head = "".join(
+            f'--{boundary}\r\nContent-Disposition: form-data; name="{name}"\r\n\r\n{value}\r\n'
+            for name, value in fields.items()
+        )
+        quoted = file.name.replace("\\", "\\\\").replace('"', '\\"')
+        head += f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{quoted}"\r\n\r\n'
+        before, after = head.encode(), f"\r\n--{boundary}--\r\n".encode()
+        kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+        length = len(before) + (await asyncio.to_thread(file.stat)).st_size + len(after)
+        connection = await self._acquire()
+        try:
+            with suppress(Unavailable):  # a server that refuses it may stop reading; its answer says why
+                await connection.send(self._head("POST", path, kind, length) + before)
+                with file.open("rb") as contents:
+                    while part := await asyncio.to_thread(contents.read, UPLOAD_BYTES):
+                        await connection.send(part)
+                        on_sent(len(part))
+                await connection.send(after)
+            response = await _read_head(connection)
+            return Response(response.status, response.headers, await response.read())
+        finally:
+            connection.close()
 
     async def _exchange(self, request: bytes) -> tuple[_Connection, StreamingResponse]:
         """Send and read the head of the answer. A kept connection that the server has since closed is replaced."""

@@ -14,6 +14,7 @@ PenstockError
 ├── DeadlineExceeded          504  the request's own deadline passed; what was done so far is lost
 ├── NotCached                 504  only a stored answer was wanted, and there is none
 ├── Unavailable               503  no worker can serve now (starting, draining, died)
+├── StorageFull               507  there is no room on disk for what was sent or is to be kept
 ├── EngineFailure             500  a step failed; the request was lost, others go on
 └── StartupError              --   settings, checkpoint or memory do not allow serving at all
 
@@ -114,6 +115,11 @@ class Unavailable(PenstockError):
     status = 503
     kind = "service_unavailable"
     retryable = True
+
+
+class StorageFull(PenstockError):
+    status = 507
+    code = "storage_full"
 
 
 class EngineFailure(PenstockError):

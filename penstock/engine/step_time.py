@@ -48,6 +48,9 @@ _PATIENCE = 10.0
 _LEAST_PATIENCE_SECONDS = 10.0
 _PATIENCE_WITH_UNKNOWN_SECONDS = 600.0
 _OUTLIER = 5.0  # a step this many times longer than predicted says something about the machine, not about steps
+# Decode steps without drafts after which the times of those with drafts are no longer believed: if they were learnt
+# while the machine was slow, drafts seem not to pay, and nobody would find out that they do.
+_STALE_STEPS = 512
 _VERSION = 5
 
 
@@ -150,6 +153,7 @@ class StepTimes:
         self._padded = padded
         self._decode = _Fit(3)
         self._drafted = _Fit(3)
+        self._undrafted = 0  # decode steps since one with drafts
         self._mixed = _Fit(6)
         self._errors: deque[float] = deque(maxlen=200)
         self._overrun = RecentPeak(*_MARGIN_STEPS)  # seconds that steps took longer than predicted
@@ -180,7 +184,8 @@ class StepTimes:
             return self._decode.predict(shape.without_prefill().features(self._padded)) if self._decode.ready else 0.0
         if not shape.decodes:
             return 0.0
-        fit = self._drafted if shape.drafted and self._drafted.ready else self._decode
+        known = self._drafted.ready and self._undrafted < _STALE_STEPS
+        fit = self._drafted if shape.drafted and known else self._decode
         if fit.ready:
             return fit.predict(shape.features(self._padded))
         return self.base_seconds(shape) if self._mixed.ready else 0.0
@@ -204,6 +209,8 @@ class StepTimes:
     def observe(self, shape: StepShape, seconds: float) -> None:
         if seconds <= 0:
             return
+        if not shape.prefill:
+            self._undrafted = 0 if shape.drafted else self._undrafted + 1
         predicted = self._fit(shape).observe(shape.features(self._padded), seconds)
         if predicted is not None:
             error = abs(predicted - seconds) / seconds

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from prometheus_client.registry import Collector
 
+from penstock.batches.place import Batches
 from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
+from penstock.gateway.api.batches import BatchEndpoints
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
 from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
+from penstock.gateway.api.files import FileEndpoints
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
@@ -49,6 +53,7 @@ def create_app(
     collectors: Sequence[Collector] = (),
     control: Control | None = None,
     siblings: Siblings | None = None,
+    batches: Batches | None = None,
 ) -> Edge:
     """Without a directory there are the tenants of the settings, no keys, and nothing is remembered. `control` acts on
     the replicas behind the models; `siblings` are other processes of the same server."""
@@ -79,9 +84,21 @@ def create_app(
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),
     )
     requests = RequestLog()
-    routes = _routes(serving, settings, directory, origins, requests, control or NoFleet(), siblings or Alone())
+    parts = Parts(directory, requests, control or NoFleet(), siblings or Alone(), batches)
+    routes = _routes(serving, settings, origins, parts)
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, origins, traffic, metrics, requests, serving.long_requests, serving.shadows, tracing)
+    return Edge(routes, origins, serving, requests, tracing)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What endpoints need beside the models."""
+
+    directory: Directory
+    requests: RequestLog
+    control: Control
+    siblings: Siblings
+    batches: Batches | None
 
 
 def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -> Model:
@@ -107,15 +124,8 @@ def _stats_of(engine: ServedEngine) -> Callable[[], EngineStats]:
     return lambda: engine.stats
 
 
-def _routes(
-    serving: Serving,
-    settings: GatewaySettings,
-    directory: Directory,
-    origins: Origins,
-    requests: RequestLog,
-    control: Control,
-    siblings: Siblings,
-) -> Routes:
+def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts: Parts) -> Routes:
+    directory, siblings = parts.directory, parts.siblings
     auth = Authenticator(directory, _verifier(settings.jwt), origins)
     authenticate: dict[Access, Authenticate] = {
         "public": public,
@@ -128,9 +138,11 @@ def _routes(
         completions=metered(directory.store, Completions(serving)),
         text=TextEndpoints(serving),
         status=StatusEndpoints(serving, settings.engine.max_waiting, siblings),
-        accounts=RequestEndpoints(requests, siblings),
+        accounts=RequestEndpoints(parts.requests, siblings),
         admin=AdminEndpoints(serving, directory),
-        fleet=FleetEndpoints(serving, control),
+        fleet=FleetEndpoints(serving, parts.control),
+        files=FileEndpoints(serving, parts.batches),
+        batches=BatchEndpoints(serving, parts.batches, {endpoint.path for endpoint in ENDPOINTS}),
         openapi=OpenApi(serving),
     )
     return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access]) for e in ENDPOINTS])

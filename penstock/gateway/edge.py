@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.core.errors import NotFound, PenstockError, Unavailable
 from penstock.gateway.api.generation import Answer, Handler
 from penstock.gateway.api.reading import LongRequests
-from penstock.gateway.api.shadow import Shadows
+from penstock.gateway.api.serving import Serving
 from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.request import Request
@@ -95,14 +95,24 @@ class Edge:
 
     routes: Routes
     origins: Origins
-    traffic: Traffic
-    metrics: GatewayMetrics
+    serving: Serving
     requests: RequestLog
-    long_requests: LongRequests
-    shadows: Shadows
     tracing: Tracing | None = None
 
-    async def answer(self, request: Request, response: Response) -> None:
+    @property
+    def traffic(self) -> Traffic:
+        return self.serving.traffic
+
+    @property
+    def metrics(self) -> GatewayMetrics:
+        return self.serving.metrics
+
+    @property
+    def long_requests(self) -> LongRequests:
+        return self.serving.long_requests
+
+    async def answer(self, request: Request, response: Response, known: Tenant | None = None) -> None:
+        """`known`: whose request it is, where that has been found out before."""
         quiet = request.path in _QUIET
         span = None
         if self.tracing is not None and not quiet:
@@ -118,7 +128,7 @@ class Edge:
                 raise request.error
             route = self.routes.find(request)
             endpoint = route.path
-            tenant = await route.authenticate(request)
+            tenant = await route.authenticate(request) if known is None else known
             answer = await route.handle(request, response, tenant)
             if answer is not None:
                 await answer.respond()
@@ -148,7 +158,7 @@ class Edge:
             self.requests.add(account)
 
     async def close(self) -> None:
-        await self.shadows.close()
+        await self.serving.shadows.close()
         await self.long_requests.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)

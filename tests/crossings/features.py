@@ -32,17 +32,20 @@ from penstock.engine.grammar import Grammars
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculation import Speculation
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_calls import hermes
 from penstock.text.tool_calls.grammar import literal
 from penstock.text.tool_calls.parser import Function
+from tests.engine.guessing import FreeDrafts, Guesser
 
 PROMPT = (
     "The harbour master wrote down every ship that came in before the storm, with its name, its captain and what it "
     "carried, and then he closed the book. The first one was"
 )
 SEED = 5
+ABORTED = ", aborted"  # of the id of a request
 SHIP = record(
     {
         "captain": {"type": "string", "pattern": "^[A-Z][a-z]{9}$"},
@@ -87,6 +90,7 @@ FEATURES = (
     Feature("chunked prefill", "the prompt is computed 16 tokens at a time", limits={"max_step_tokens": 16}),
     Feature("preemption", "its memory is taken away for others, and it is recomputed", limits={"num_blocks": 6}),
     Feature("run-ahead", "steps are launched before the one before them is read"),
+    Feature("speculation", "tokens are drafted, most of them rightly, and several verified in one step"),
     Feature("resumption", "another engine has given the first half of the output"),
     Feature("abort", "the same request, beside it, is aborted in the middle"),
 )
@@ -168,8 +172,8 @@ class _Run:
     def __init__(self, bench: Bench, limits: Mapping[str, Any], params: Mapping[str, Any]) -> None:
         self._bench = bench
         self._params = params
-        scheduler = Scheduler(replace(bench.limits, **limits))
-        self._loop = EngineLoop(scheduler, bench.executor, self._take, bench.grammars)
+        self._scheduler = Scheduler(replace(bench.limits, **limits))
+        self._loop = EngineLoop(self._scheduler, bench.executor, self._take, bench.grammars)
         self._outcomes: dict[str, Outcome] = {}
 
     def cross(self, names: set[str], plain: list[Outcome]) -> list[Outcome]:
@@ -182,6 +186,10 @@ class _Run:
         if "resumption" in names:
             halves = [outcome.tokens[: len(outcome.tokens) // 2] for outcome in plain]
             requests = [replace(r, output=half, resumed=True) for r, half in zip(requests, halves, strict=True)]
+        if "speculation" in names:
+            right = {request.id: outcome.tokens for request, outcome in zip(requests, plain, strict=True)}
+            drafter = Guesser(lambda request: right.get(request.id.removesuffix(ABORTED), []), SEED, right=0.8)
+            self._scheduler.speculation = Speculation(drafter, FreeDrafts(), max_tokens=5)
         try:
             return self.finish(requests, crowded=True, aborted="abort" in names)
         finally:
@@ -191,7 +199,7 @@ class _Run:
         self, requests: Sequence[GenerateRequest], crowded: bool = False, aborted: bool = False
     ) -> list[Outcome]:
         """Run these to their end; `crowded`: beside others that come a little later and go first."""
-        twins = [replace(request, id=f"{request.id}, aborted") for request in requests] if aborted else []
+        twins = [replace(request, id=request.id + ABORTED) for request in requests] if aborted else []
         for request in [*requests, *twins]:
             self._submit(request)
         for _ in range(3 if crowded else 0):

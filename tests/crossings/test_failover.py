@@ -183,6 +183,17 @@ async def test_prefix_cache_hits(server: Running) -> None:
     assert not difference(right, found)
 
 
+async def test_speculation(server: Running) -> None:
+    """Drafts of text that repeats itself, on the replica that is killed and on the next one."""
+    what = completion(prompt=LONG + LONG, temperature=0, max_tokens=150)
+    async with server.clients() as (http, admin):
+        right, _ = await ask(http, what)
+        ((found, _),) = await disturbed(http, admin, [what], replicas=1)
+    assert right.ledgers[0]["accepted_tokens"]
+    assert found.ledgers[0]["failovers"]
+    assert not difference(right, found)
+
+
 async def test_preemption(server: Running) -> None:
     """Of all streams together, which after the kill are in one KV cache that does not hold them."""
     asks = [completion(prompt=f"{number}. {LONG}", temperature=0.8, max_tokens=100) for number in range(12)]

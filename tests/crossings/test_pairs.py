@@ -46,6 +46,10 @@ def test_pair(bench: Bench, first: str, second: str) -> None:
             assert outcome.cached
         if "grammar" in names and not names & {"logprobs", "prompt logprobs", "resumption", "stop string"}:
             assert ledger.forced_tokens
+        if "speculation" in names:
+            assert ledger.accepted_tokens
+            if not names & {"grammar", "tools", "reasoning"}:  # these reject wrong tokens before they are computed
+                assert ledger.accepted_tokens < ledger.drafted_tokens
         if "logprobs" in names:
             resumed = len(outcome.tokens) // 2 if "resumption" in names else 0
             scored = [score.token_id for score in outcome.logprobs]  # but for tokens that lie in the stop string

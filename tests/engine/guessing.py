@@ -19,12 +19,14 @@ class FreeDrafts(StepTimes):
 
 
 class Guesser:
-    """`output_of`: the whole output of a request."""
+    """`output_of`: the whole output of a request. `right`: the share of guesses that are right; None: drawn."""
 
-    def __init__(self, output_of: Callable[[GenerateRequest], list[int]], seed: int) -> None:
+    def __init__(
+        self, output_of: Callable[[GenerateRequest], list[int]], seed: int, right: float | None = None
+    ) -> None:
         self._output_of = output_of
         self._random = random.Random(seed)
-        self._right = self._random.choice([0.0, 0.5, 0.9, 1.0])
+        self._right = self._random.choice([0.0, 0.5, 0.9, 1.0]) if right is None else right
 
     def outlook(self, sequence: Sequence) -> float:
         return self._random.choice([0.0, 0.5, 0.9, 1.0])

@@ -76,3 +76,16 @@ def test_steps_with_drafts_are_learnt_apart() -> None:
     plain, drafted = StepShape(4, 2000), StepShape(4, 2000, drafted=4)
     assert times.predict(plain) == pytest.approx(cpu_step_seconds(plain), rel=0.05)
     assert times.predict(drafted) == pytest.approx(2e-3 + cpu_step_seconds(StepShape(8, 2000)), rel=0.05)
+
+
+def test_a_slow_time_does_not_end_drafting_for_good() -> None:
+    times = StepTimes()
+    for number in range(200):
+        plain, drafted = StepShape(1 + number % 4, 500), StepShape(1 + number % 4, 500, drafted=1 + number % 7)
+        times.observe(plain, cpu_step_seconds(plain))
+        times.observe(drafted, 4 * cpu_step_seconds(StepShape(drafted.decodes + drafted.drafted, 500)))
+    shape, seconds = StepShape(1, 500, drafted=4), cpu_step_seconds(StepShape(5, 500))
+    assert times.predict(shape) > 3 * seconds
+    for _ in range(600):
+        times.observe(StepShape(1, 500), cpu_step_seconds(StepShape(1, 500)))
+    assert times.predict(shape) == pytest.approx(seconds, rel=0.1), "by the times of steps without drafts"

@@ -11,11 +11,14 @@ import openai
 import pytest
 import uvloop
 
+from penstock.batches.place import open_batches
+from penstock.batches.settings import BatchesConfig
 from penstock.cache.build import open_cache
 from penstock.cache.settings import CacheConfig
 from penstock.core.request import GenerateRequest
 from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
+from penstock.gateway.batch_lines import running_batches
 from penstock.gateway.edge import Edge
 from penstock.gateway.http.listener import bind
 from penstock.gateway.http.server import serve
@@ -107,15 +110,19 @@ def serving(
             open_store(settings.state or "memory") as store,
             open_directory(settings, store) as directory,
             open_cache(cache, settings.state) as answers,
+            open_batches(settings.batches, settings.state or "memory") as batches,
         ):
             gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
             model = ServedModel([MODEL, "org/alias"], tokenizer, answers.before(engine, tokenizer))
-            app = create_app([model, *beside], settings, directory=directory, collectors=answers.collectors)
+            app = create_app(
+                [model, *beside], settings, directory=directory, collectors=answers.collectors, batches=batches
+            )
             gateway.edge = app
-            task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
-            stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
-            with suppress(asyncio.CancelledError):
-                await task
+            async with running_batches(batches, app, directory):
+                task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
+                stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
+                with suppress(asyncio.CancelledError):
+                    await task
 
     def main() -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -139,7 +146,8 @@ def gateway(tokenizer: Tokenizer) -> Iterator[Gateway]:
 
 
 @pytest.fixture(scope="module")
-def shared_gateway(tokenizer: Tokenizer) -> Iterator[Gateway]:
+def shared_gateway(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """For requests that must not reach the engine and so leave nothing behind."""
-    with serving(tokenizer) as gateway:
+    batches = BatchesConfig(folder=str(tmp_path_factory.mktemp("batches")))
+    with serving(tokenizer, Settings(server=ServerConfig(max_body_mib=0.25), batches=batches)) as gateway:
         yield gateway

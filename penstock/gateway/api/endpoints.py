@@ -9,8 +9,10 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.gateway.api import openai_types as types
+from penstock.gateway.api.batches import BatchEndpoints, BatchList, BatchObject, NewBatch
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.files import PURPOSES, DeletedFile, FileEndpoints, FileList, FileObject
 from penstock.gateway.api.fleet import (
     Drain,
     FleetEndpoints,
@@ -32,6 +34,7 @@ Schema = dict[str, Any]
 Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed; metrics: an administrator's, or none
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
+JSONL = "application/jsonl"
 
 
 class AccountList(msgspec.Struct):
@@ -60,6 +63,8 @@ class Handlers:
     accounts: RequestEndpoints
     admin: AdminEndpoints
     fleet: FleetEndpoints
+    files: FileEndpoints
+    batches: BatchEndpoints
     openapi: Handler
 
 
@@ -75,6 +80,7 @@ class Endpoint:
     status: int = 200
     media: tuple[str, ...] = (JSON,)
     parameters: tuple[Schema, ...] = ()
+    form: Schema | None = None  # of a body that is multipart/form-data
 
 
 def _parameter(where: str, name: str, schema: Schema, about: str) -> Schema:
@@ -91,6 +97,18 @@ _GENERATE = (
     _parameter("header", "cache-control", _STRING, "no-cache, no-store, max-age=SECONDS or only-if-cached"),
     _parameter("header", "traceparent", _STRING, "W3C trace context"),
 )
+_LISTING = (
+    _parameter("query", "limit", _LIMIT, ""),
+    _parameter("query", "after", _STRING, "the id after which the list goes on"),
+)
+_UPLOAD = {
+    "type": "object",
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "purpose": {"enum": list(PURPOSES)},
+    },
+    "required": ["file", "purpose"],
+}
 _USAGE = (
     _parameter("query", "since", _DAY, "default: the first of this month"),
     _parameter("query", "until", _DAY, "default: today"),
@@ -153,6 +171,50 @@ ENDPOINTS = (
         lambda h: h.accounts.one,
         Account,
         parameters=_path("id", "of a response, or its x-request-id"),
+    ),
+    Endpoint("POST", "/v1/files", "tenant", "Upload a file", lambda h: h.files.upload, FileObject, form=_UPLOAD),
+    Endpoint("GET", "/v1/files", "tenant", "Uploaded files", lambda h: h.files.list, FileList, parameters=_LISTING),
+    Endpoint("GET", "/v1/files/{id}", "tenant", "One file", lambda h: h.files.one, FileObject, parameters=_path("id")),
+    Endpoint(
+        "GET",
+        "/v1/files/{id}/content",
+        "tenant",
+        "What a file holds",
+        lambda h: h.files.content,
+        None,
+        media=(JSONL,),
+        parameters=_path("id"),
+    ),
+    Endpoint(
+        "DELETE",
+        "/v1/files/{id}",
+        "tenant",
+        "Delete a file",
+        lambda h: h.files.delete,
+        DeletedFile,
+        parameters=_path("id"),
+    ),
+    Endpoint(
+        "POST",
+        "/v1/batches",
+        "tenant",
+        "Run the requests of a file, each once, when there is room",
+        lambda h: h.batches.create,
+        BatchObject,
+        NewBatch,
+    ),
+    Endpoint("GET", "/v1/batches", "tenant", "Batches", lambda h: h.batches.list, BatchList, parameters=_LISTING),
+    Endpoint(
+        "GET", "/v1/batches/{id}", "tenant", "One batch", lambda h: h.batches.one, BatchObject, parameters=_path("id")
+    ),
+    Endpoint(
+        "POST",
+        "/v1/batches/{id}/cancel",
+        "tenant",
+        "Stop a batch; what is answered stays",
+        lambda h: h.batches.cancel,
+        BatchObject,
+        parameters=_path("id"),
     ),
     Endpoint(
         "POST",

@@ -29,6 +29,7 @@ from penstock.gateway.api.cache_control import cache_control, cache_header
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.openai_types import CompletionTokensDetails, PromptTokensDetails, SamplingFields, Usage
 from penstock.gateway.api.reading import Prompt
+from penstock.gateway.api.resuming import resume
 from penstock.gateway.api.slices import SLICE, slices
 from penstock.gateway.api.trial import Escalated, Trial
 from penstock.gateway.errors import ClientGone, require
@@ -73,6 +74,7 @@ class Choice:
     first: float | None = None
     ended: float | None = None
     ledger: Ledger | None = None  # None as well: the engine computed the answer for another request
+    note: Callable[[list[int]], None] | None = None  # keeps tokens, of a request that outlives this process
 
     @property
     def computed(self) -> bool:
@@ -99,7 +101,7 @@ async def build_choices(
     """`n` choices of each prompt, in the order OpenAI numbers them."""
     deadline, tenant = context.remaining(), context.tenant
     tokenizer, prefixes = context.model.text.tokenizer, context.model.prefixes
-    control = cache_control(request)
+    control, journal = cache_control(request), request.journal
     choices: list[Choice] = []
     scores = 0
     for position, (prompt, params) in enumerate(prompts):
@@ -111,11 +113,13 @@ async def build_choices(
             require(scores <= MAX_SCORES, "prompt_logprobs", TOO_MANY_SCORES)
         common_tokens = prefixes.common_tokens(prompt.token_ids)
         for number in range(params.n):
+            resumed = None if journal is None else resume(journal, context.model.engine.info, params, len(choices))
             wanted = GenerateRequest(
                 id=f"{context.id}-{len(choices)}",
                 prompt=prompt.token_ids,
                 params=params,
-                seed=choice_seed(params.seed, number),
+                seed=choice_seed(params.seed, number) if resumed is None else resumed.seed(number),
+                output=() if resumed is None else resumed.output,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 prefix_scope=prefixes.scope(tenant.name),
@@ -129,6 +133,8 @@ async def build_choices(
             )
             stream = TextStream(tokenizer, params, prompt.form)
             choices.append(Choice(len(choices), prompt, wanted, stream, number == 0, prompt_only))
+            if resumed is not None:
+                choices[-1].note = resumed.note
     return choices
 
 
@@ -202,6 +208,12 @@ class Generation:
         last: float | None = None
         computed = True
         try:
+            if choice.request.output:
+                before = push(Chunk(choice.request.id, list(choice.request.output)))
+                if emit is not None:
+                    await emit(choice, before)
+                else:
+                    choice.keep(before)
             async for chunk in chunks:
                 if chunk.finish_reason is not None:
                     self._last_chunk(choice, chunk)
@@ -230,6 +242,8 @@ class Generation:
                     choice.keep(delta)
                 if finished is not None:
                     return
+                if choice.note is not None:
+                    choice.note(chunk.token_ids)
             raise EngineFailure("the engine ended the stream without a finish reason")
         finally:
             choice.ended = time.monotonic()

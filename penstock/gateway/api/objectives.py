@@ -51,7 +51,12 @@ class Objectives:
 
     def classify(self, request: Request, tenant: Tenant, tier: str | None) -> Objective:
         """The objective of the class that a request belongs to; `tier` is its `service_tier`."""
-        return self.objective(self._chosen(request, tenant, tier))
+        return self.objective(self.background if request.background else self._chosen(request, tenant, tier))
+
+    @property
+    def background(self) -> str:
+        """The class of requests that nobody waits for."""
+        return "batch" if "batch" in self.known else max(self.known, key=lambda name: self.objective(name).rank)
 
     def objective(self, name: str) -> Objective:
         return self.all()[name]

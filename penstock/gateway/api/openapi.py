@@ -113,6 +113,8 @@ def _operation(endpoint: Endpoint, schemas: dict[int, Schema]) -> Schema:
     described["responses"]["5XX"] = error
     if endpoint.body is not None:
         described["requestBody"] = {"required": True, "content": {JSON: {"schema": schemas[id(endpoint.body)]}}}
+    if endpoint.form is not None:
+        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": endpoint.form}}}
     if endpoint.access != "public":
         # Without tenants everybody may use the API, but never /admin.
         keys: list[Schema] = [{"key": []}, {"header": []}]

@@ -6,20 +6,40 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.errors import PenstockError, RequestTimeout, RequestTooLarge
+from penstock.core.output_journal import OutputJournal
 from penstock.gateway.errors import ClientGone
 
 if TYPE_CHECKING:
-    from penstock.gateway.http.connection import Connection
+    from penstock.gateway.http.response import Response
 
 Header = tuple[bytes, bytes]
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 _NO_PARAMS: Mapping[str, str] = {}
+
+
+class Peer(Protocol):
+    """Whoever sends requests and takes responses: a client's connection, or a part of this process."""
+
+    @property
+    def paused(self) -> bool:
+        """It does not take what was written."""
+        ...
+
+    async def resumed(self) -> None: ...
+
+    def write(self, data: bytes) -> None: ...
+
+    def write_soon(self, data: bytes) -> None: ...
+
+    def steer_reading(self) -> None: ...
+
+    def finish(self, response: Response) -> None: ...
 
 
 class Request:
@@ -30,8 +50,10 @@ class Request:
         "_body",
         "_cancelled_by",
         "_connection",
+        "_taken",
         "answered",
         "arrived",
+        "background",
         "body_complete",
         "body_size",
         "cancelled_on_disconnect",
@@ -40,6 +62,7 @@ class Request:
         "headers",
         "http_1_1",
         "id",
+        "journal",
         "method",
         "path",
         "path_params",
@@ -51,7 +74,7 @@ class Request:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: Peer,
         method: str,
         path: str,
         query: bytes,
@@ -78,8 +101,11 @@ class Request:
         self.disconnected = False  # its client has left
         self.cancelled_on_disconnect = False
         self.task: asyncio.Task[None] | None = None  # which answers it
+        self.background = False  # nobody waits for it: it runs in the class of the lowest rank
+        self.journal: OutputJournal | None = None  # if it outlives this process
         self._connection = connection
         self._body: list[bytes] = []
+        self._taken = 0  # bytes of the body that were handed on part by part
         self._awaited: asyncio.Future[None] | None = None  # more of the body
         self._cancelled_by: PenstockError | None = None
 
@@ -103,7 +129,7 @@ class Request:
 
     def unread(self) -> int:
         """How many bytes of the body lie here that nobody has asked for yet."""
-        return self.body_size if self._awaited is None and not self.answered else 0
+        return self.body_size - self._taken if self._awaited is None and not self.answered else 0
 
     def fail(self, error: PenstockError) -> None:
         """The body cannot be read to its end."""
@@ -114,15 +140,35 @@ class Request:
         if self._awaited is not None and not self._awaited.done():
             self._awaited.set_result(None)
 
+    async def parts(self, limit: int, seconds: float) -> AsyncIterator[bytes]:
+        """The body as it arrives, so that it may be larger than memory: no more is read while a part is worked on.
+        Each part must come within so many seconds."""
+        self._check_length(limit)
+        self._ask_for_body()
+        while True:
+            if self._body:
+                parts, self._body = self._body, []
+                for part in parts:
+                    self._taken += len(part)
+                    yield part
+            if self.body_size > limit:
+                raise _too_large(limit)
+            if self.body_complete and not self._body:
+                return
+            if not self._body:
+                try:
+                    async with asyncio.timeout(seconds):
+                        await self._more()
+                except TimeoutError:
+                    raise RequestTimeout(f"nothing of the body came for {seconds:g} s") from None
+                self._awaited = None
+
     async def body(self, limit: int, seconds: float) -> list[bytes]:
         """The whole body in the parts in which it arrived: joining much of it would take a while. It is refused at its
         Content-Length, as soon as a chunked one outgrows the limit, or if it is too slow."""
-        length = self.header(b"content-length", _LENGTH)
-        if length is not None and int(length) > limit:
-            raise _too_large(limit)
+        self._check_length(limit)
         if not self.body_complete:
-            if self.http_1_1 and self.headers.get(b"expect", b"").lower() == b"100-continue":
-                self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._ask_for_body()
             try:
                 async with asyncio.timeout(seconds):
                     await self._rest_of_body(limit)
@@ -133,15 +179,28 @@ class Request:
         parts, self._body = self._body, []
         return parts
 
+    def _check_length(self, limit: int) -> None:
+        length = self.header(b"content-length", _LENGTH)
+        if length is not None and int(length) > limit:
+            raise _too_large(limit)
+
+    def _ask_for_body(self) -> None:
+        if not self.body_complete and self.http_1_1 and self.headers.get(b"expect", b"").lower() == b"100-continue":
+            self._connection.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
     async def _rest_of_body(self, limit: int) -> None:
         while not self.body_complete and self.body_size <= limit:
-            if self.disconnected:
-                raise ClientGone("client left while sending the body")
-            if self.error is not None:
-                raise self.error
-            self._awaited = asyncio.get_running_loop().create_future()
-            self._connection.steer_reading()
-            await self._awaited
+            await self._more()
+
+    async def _more(self) -> None:
+        """Wait for more of the body."""
+        if self.disconnected:
+            raise ClientGone("client left while sending the body")
+        if self.error is not None:
+            raise self.error
+        self._awaited = asyncio.get_running_loop().create_future()
+        self._connection.steer_reading()
+        await self._awaited
 
     # ------------------------------------------------------------ its end
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
 from email.utils import formatdate
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.errors import error_body, error_headers, leaves_input
-from penstock.gateway.http.request import Header, Request
-
-if TYPE_CHECKING:
-    from penstock.gateway.http.connection import Connection
+from penstock.gateway.http.request import Header, Peer, Request
 
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
 _JSON: Header = (b"content-type", b"application/json")
@@ -26,7 +23,7 @@ _STREAM_HEADERS: list[Header] = [
 class Response:
     __slots__ = ("_chunked", "_connection", "_finished", "headers", "keep_alive", "request", "status", "streaming")
 
-    def __init__(self, connection: Connection, request: Request, *, keep_alive: bool) -> None:
+    def __init__(self, connection: Peer, request: Request, *, keep_alive: bool) -> None:
         self.request = request
         self.keep_alive = keep_alive
         self.headers: dict[bytes, bytes] = {}  # beside those that every response has
@@ -47,6 +44,26 @@ class Response:
         length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
         head = self._head(status, *length, *(headers or (_JSON,)))
         self._write_last(head if self.request.method == "HEAD" else head + body)
+
+    async def send_parts(self, length: int, parts: AsyncIterator[bytes], *headers: Header) -> None:
+        """A body of this length that need not fit into memory. What cannot be read to its end closes the connection."""
+        if self._connection.paused:
+            await self._connection.resumed()
+        head = self._head(200, (b"content-length", b"%d" % length), *headers)
+        if self.request.method == "HEAD":
+            self._write_last(head)
+            return
+        self._connection.write(head)
+        sent = 0
+        async for part in parts:
+            if self._connection.paused:
+                await self._connection.resumed()
+            if self.request.disconnected:
+                return
+            self._connection.write(part)
+            sent += len(part)
+        self.keep_alive = self.keep_alive and sent == length
+        self._write_last(b"")
 
     async def send_events(self, events: bytes) -> None:
         """Send server-sent events; the first call starts the response, so errors before it keep their status."""

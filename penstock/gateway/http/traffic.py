@@ -29,8 +29,11 @@ class Traffic:
             raise Unavailable("the server is shutting down; send the request to another one", code="draining")
 
     def drain(self) -> None:
-        """Refuse new generation requests from now on; those in flight go on."""
+        """Refuse new generation requests from now on; those in flight go on, except those that nobody waits for."""
         self.draining = True
+        for request in list(self.requests):
+            if request.background:
+                request.cancel(Unavailable("the server is shutting down; another goes on", code="draining"))
 
     async def idle(self) -> None:
         await self._idle.wait()

@@ -1,0 +1,1 @@
+"""Files, batches and the durable queue of their lines (docs/batches.md)."""

@@ -1,0 +1,60 @@
+"""What happens next to a batch and to its lines. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.batches.records import Batch, Ending, Status
+
+LEASE_SECONDS = 30.0  # after which a line belongs to nobody again, unless its lease is renewed
+RENEW_SECONDS = 5.0  # between renewals, and so between journal entries
+MAX_ATTEMPTS = 5  # that fail by the engine's fault; then the line is a dead letter
+MAX_LOSSES = 20  # leases that ended with the death of their process: a line may be what kills it
+FIRST_DELAY, MAX_DELAY = 1.0, 60.0  # seconds before another attempt
+
+_WINDOW_UNITS = {"m": 60, "h": 3600, "d": 86400}
+MAX_WINDOW = 30 * 86400
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """Try again after so many seconds. `counts`: the attempt counts against the line."""
+
+    delay: float
+    counts: bool
+
+
+def after_failure(status: int, retryable: bool, attempts: int, jitter: float, retry_after: float = 0.0) -> Retry | None:
+    """What follows an attempt that ended with this HTTP status. None: it is the line's answer.
+
+    A full engine or a spent limit says nothing of the line, so it waits however often; what fails in the engine may be
+    the line's own fault. `jitter` is between 0 and 1.
+    """
+    if not retryable:
+        return None
+    innocent = status in (429, 503)
+    if not innocent and attempts + 1 >= MAX_ATTEMPTS:
+        return None
+    delay = min(MAX_DELAY, FIRST_DELAY * 2 ** min(attempts, 6)) * (0.5 + jitter / 2)
+    return Retry(max(delay, min(retry_after, MAX_DELAY)), counts=not innocent)
+
+
+def next_status(batch: Batch, unanswered: int, leased: int, now: float) -> tuple[Status, Ending | None] | None:
+    """What a batch becomes by itself, and how it will end; None: it stays as it is."""
+    if batch.status == "in_progress":
+        if unanswered == 0:
+            return "finalizing", "completed"
+        if now >= batch.expires_at:
+            return "finalizing", "expired"
+    elif batch.status == "cancelling" and batch.ending is None and leased == 0:
+        return "cancelling", "cancelled"
+    return None
+
+
+def window_seconds(window: str) -> int | None:
+    """Of a completion window such as 24h, 30m or 7d; None: it is none."""
+    number, unit = window[:-1], _WINDOW_UNITS.get(window[-1:])
+    if unit is None or not (number.isascii() and number.isdigit() and len(number) <= 6):
+        return None
+    seconds = int(number) * unit
+    return seconds if 0 < seconds <= MAX_WINDOW else None

@@ -1,0 +1,263 @@
+"""Runs batches: leases their lines, has them answered, and keeps what became of them.
+
+One runner per gateway process. Everything that must survive is in the store; a runner that is killed leaves leases,
+which others take over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from penstock.batches import files
+from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure
+from penstock.batches.journal import LineJournal
+from penstock.batches.records import Answered, Job, Line
+from penstock.batches.settings import BatchesConfig
+from penstock.batches.store import BatchStore, Kept
+from penstock.batches.work import EXIT_FULL, Assignment
+from penstock.core.errors import PenstockError, StorageFull, Unavailable
+
+logger = logging.getLogger("penstock.batches")
+
+POLL_SECONDS = 1.0  # between looks for what other processes have queued
+LEASE_GAP_SECONDS = 0.02  # between two leases, so that lines which end together are replaced together
+RETRY_SECONDS = 2.0  # before an answer that could not be kept is written again
+JOB_RETRY_SECONDS = 10.0  # before a batch that could not be validated or assembled is tried again
+SWEEP_SECONDS = 600.0  # between looks for files whose time has passed
+
+
+class Attempt(NamedTuple):
+    """What came of one attempt to answer a line."""
+
+    answer: Answered
+    retryable: bool = False
+    retry_after: float = 0.0
+
+
+class Answers(Protocol):
+    """Answers lines by way of everything that requests over HTTP pass through."""
+
+    async def answer(self, line: Line, body: bytes, journal: LineJournal) -> Attempt: ...
+
+    def models(self, tenant: str) -> Sequence[str]:
+        """Names that a tenant may use."""
+        ...
+
+    def groups(self) -> Sequence[Sequence[str]]:
+        """The names of each engine's models."""
+        ...
+
+    def room(self, group: Sequence[str], running: int) -> int:
+        """How many more lines the engine of these models should be given, which has `running` of them."""
+        ...
+
+    @property
+    def draining(self) -> bool: ...
+
+
+class BatchRunner:
+    def __init__(
+        self, store: BatchStore, folder: Path, config: BatchesConfig, answers: Answers, max_line_bytes: int
+    ) -> None:
+        self._store = store
+        self._folder = folder
+        self._config = config
+        self._answers = answers
+        self._max_line_bytes = max_line_bytes
+        self._wake = asyncio.Event()
+        self._running: dict[tuple[str, int], tuple[Line, LineJournal, asyncio.Task[None]]] = {}
+        self._job: Job | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.outcomes: Counter[str] = Counter()  # of attempts: completed, failed, retried, dropped
+        self.waiting = 0  # lines of all batches, as of the last look
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    def start(self) -> None:
+        for work in (self._lease_lines, self._renew, self._sweep):
+            self._spawn(self._for_ever(work))
+
+    async def close(self) -> None:
+        """Give back what is running, so that others, or this server when it is started again, go on at once."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        running = list(self._running.values())
+        for _, _, task in running:
+            task.cancel()
+        await asyncio.gather(*(task for _, _, task in running), return_exceptions=True)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _for_ever(self, work: Callable[[], Awaitable[None]]) -> None:
+        """What fails is said once and tried again: a store that is away comes back."""
+        failing = False
+        while True:
+            try:
+                await work()
+                failing = False
+            except PenstockError as error:
+                if not failing:
+                    logger.warning("batches wait: %s", error.message)
+                failing = True
+                await asyncio.sleep(RETRY_SECONDS)
+
+    # ------------------------------------------------------------ lines
+
+    async def _lease_lines(self) -> None:
+        self._wake.clear()
+        in_progress = await self._store.advance(time.time())
+        self.waiting = sum(in_progress.values())
+        for line, _, task in list(self._running.values()):
+            if line.batch not in in_progress:  # it was cancelled, or its time has passed
+                task.cancel()
+        if self._job is None and (job := await self._store.claim_job(time.time())) is not None:
+            self._job = job
+            self._spawn(self._work_on(job))
+        if self.waiting and not self._answers.draining:
+            for group in self._answers.groups():
+                await self._fill(group)
+        try:
+            async with asyncio.timeout(POLL_SECONDS):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(LEASE_GAP_SECONDS)
+
+    async def _fill(self, group: Sequence[str]) -> None:
+        running = sum(line.model in group for line, _, _ in self._running.values())
+        room = min(self._answers.room(group, running), self._config.concurrent - len(self._running))
+        if room <= 0:
+            return
+        for line in await self._store.lease(group, room, time.time()):
+            journal = LineJournal(line.seed, line.journal)
+            task = asyncio.create_task(self._run(line, journal))
+            self._running[line.batch, line.number] = line, journal, task
+
+    async def _run(self, line: Line, journal: LineJournal) -> None:
+        """To its answer, or to the next attempt. Cancelled, it gives the line back with what it has."""
+        done = False
+        try:
+            attempt = await self._attempt(line, journal)
+            status = attempt.answer.status
+            retry = after_failure(status, attempt.retryable, line.attempts, random.random(), attempt.retry_after)
+            if retry is None:
+                done = True
+                await self._keep(line, attempt.answer)
+            else:
+                self.outcomes["retried"] += 1
+                await self._give_back(line, journal, time.time() + retry.delay, counts=retry.counts)
+        except asyncio.CancelledError:
+            if not done:
+                await self._give_back(line, journal, time.time(), counts=False)
+            raise
+        finally:
+            del self._running[line.batch, line.number]
+            self._wake.set()
+
+    async def _attempt(self, line: Line, journal: LineJournal) -> Attempt:
+        if line.losses >= MAX_LOSSES:
+            return failure(Unavailable(f"given up: {line.losses} processes ended while they worked on it"))
+        body = await asyncio.to_thread(files.read_part, self._folder, line.file, line.start, line.size)
+        if body is None or len(body) != line.size:
+            return failure(Unavailable("the input file is gone", code="file_not_found"))
+        return await self._answers.answer(line, body, journal)
+
+    async def _keep(self, line: Line, answer: Answered) -> None:
+        """The answer waits for as long as there is no room for it, and its lease is renewed meanwhile."""
+        failed = answer.status >= 400
+        while True:
+            try:
+                taken = await self._store.answer(line, answer, failed=failed)
+                self.outcomes["dropped" if not taken else "failed" if failed else "completed"] += 1
+                return
+            except (StorageFull, Unavailable) as error:
+                logger.warning("an answer of %s waits to be kept: %s", line.batch, error.message)
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _give_back(self, line: Line, journal: LineJournal, not_before: float, *, counts: bool) -> None:
+        """If that fails, the lease ends by itself."""
+        packed = journal.packed() if journal.changed else None
+        try:
+            await self._store.release(line, not_before, counts=counts, journal=packed)
+        except PenstockError as error:
+            logger.warning("a line of %s is free once its lease ends: %s", line.batch, error.message)
+
+    async def _renew(self) -> None:
+        await asyncio.sleep(RENEW_SECONDS)
+        if self._job is not None:
+            await self._store.renew_job(self._job, time.time())
+        kept = [
+            Kept(line, journal.packed() if journal.changed else None) for line, journal, _ in self._running.values()
+        ]
+        for lost in await self._store.renew(kept, time.time()) if kept else ():
+            if lost in self._running:
+                self._running[lost][2].cancel()
+
+    # ------------------------------------------------------------ whole batches
+
+    async def _work_on(self, job: Job) -> None:
+        """In a process of its own, see `work.py`."""
+        given = Assignment(
+            job.kind,
+            str(self._folder),
+            job.batch.id,
+            list(self._answers.models(job.batch.tenant)),
+            self._config.max_lines,
+            self._max_line_bytes,
+            int(self._config.keep_days * 86400),
+        )
+        retry_at = time.time()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "penstock.batches.work"),
+                stdin=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C in the terminal is not for it
+            )
+            try:
+                _, said = await process.communicate(msgspec.json.encode(given))
+            except asyncio.CancelledError:
+                process.kill()
+                await process.wait()
+                raise
+            if process.returncode:
+                retry_at += JOB_RETRY_SECONDS
+                why = said.decode(errors="replace").strip().rpartition("\n")[2]
+                room = "; there is no room on disk" if process.returncode == EXIT_FULL else ""
+                logger.error("cannot %s %s, it is tried again: %s%s", job.kind, job.batch.id, why, room)
+        finally:
+            self._job = None
+            await self._store.end_job(job, retry_at)
+            self._wake.set()
+
+    async def _sweep(self) -> None:
+        gone = await self._store.expired_files(time.time())
+        await asyncio.to_thread(files.delete, self._folder, gone)
+        await asyncio.to_thread(files.clear_parts, self._folder, time.time() - 86400)
+        await asyncio.sleep(SWEEP_SECONDS)
+
+
+def failure(error: PenstockError) -> Attempt:
+    """An answer that says so, not to be tried again."""
+    body = {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+    return Attempt(Answered(error.status, "", msgspec.json.encode(body)))

@@ -1,0 +1,101 @@
+"""Whole batches in a SQLite file: what the process that validates and assembles them does there."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from penstock.batches.records import Answered, Batch, LineError, StoredFile
+from penstock.batches.sqlite import COMPLETED, FAILED, connect, load_batch, save_batch, transaction
+from penstock.batches.store import NewLine, Row
+
+_SLICE = 10_000  # lines deleted, or read, in one transaction: others write in between
+
+
+class SqliteWork:
+    def __init__(self, path: Path) -> None:
+        self._db = connect(path)
+
+    def begin_lines(self, batch: str) -> None:
+        self._forget_lines(batch)
+
+    def _forget_lines(self, batch: str) -> None:
+        gone = 1
+        while gone:
+            with transaction(self._db):
+                gone = self._db.execute(
+                    "DELETE FROM lines WHERE batch = ? AND number IN "
+                    "(SELECT number FROM lines WHERE batch = ? LIMIT ?)",
+                    (batch, batch, _SLICE),
+                ).rowcount
+
+    def add_lines(self, batch: str, lines: Sequence[NewLine]) -> list[LineError]:
+        errors = []
+        with transaction(self._db):
+            for line in lines:
+                try:
+                    self._db.execute(
+                        "INSERT INTO lines (batch, number, custom_id, model, start, size, seed) "
+                        "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                        (batch, *line),
+                    )
+                except sqlite3.IntegrityError:
+                    errors.append(_repeated(line))
+        return errors
+
+    def validated(self, batch: str, total: int, model: str | None, errors: Sequence[LineError], now: float) -> None:
+        with transaction(self._db):
+            found = load_batch(self._db, batch)
+            if found is None or found.status != "validating":  # cancelled meanwhile
+                return
+            if errors:
+                found = replace(found, status="failed", failed_at=int(now), errors=tuple(errors), model=model)
+            else:
+                found = replace(found, status="in_progress", in_progress_at=int(now), total=total, model=model)
+            save_batch(self._db, found)
+        if errors:
+            self._forget_lines(batch)
+
+    def batch(self, id: str) -> Batch | None:
+        return load_batch(self._db, id)
+
+    def rows(self, batch: str) -> Iterator[Row]:
+        last = 0
+        while True:
+            rows = self._db.execute(
+                "SELECT number, custom_id, state, status, request_id, body FROM lines WHERE batch = ? AND number > ? "
+                "ORDER BY number LIMIT ?",
+                (batch, last, 100),
+            ).fetchall()
+            if not rows:
+                return
+            for number, custom_id, state, status, request_id, body in rows:
+                answered = state in (COMPLETED, FAILED)
+                yield Row(number, custom_id, Answered(status, request_id, body) if answered else None)
+            last = rows[-1][0]
+
+    def assembled(self, batch: str, files: Iterable[StoredFile], now: float) -> None:
+        with transaction(self._db):
+            found = load_batch(self._db, batch)
+            assert found is not None
+            assert found.ending is not None
+            ids: dict[str, str] = {}
+            for file in files:
+                names = ", ".join(f.name for f in fields(file))
+                values = tuple(asdict(file).values())
+                self._db.execute(f"INSERT OR REPLACE INTO files ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+                ids["error_file_id" if file.filename.endswith("_error.jsonl") else "output_file_id"] = file.id
+            ended = {f"{found.ending}_at": int(now)}
+            save_batch(self._db, replace(found, status=found.ending, **ids, **ended))  # type: ignore[arg-type]
+        self._forget_lines(batch)
+
+    def close(self) -> None:
+        self._db.close()
+
+
+def _repeated(line: NewLine) -> LineError:
+    return LineError(
+        "duplicate_custom_id", f"custom_id {line.custom_id[:200]!r} came on an earlier line", line.number, "custom_id"
+    )

@@ -1,0 +1,91 @@
+"""Answers the lines of batches: each is a request of its tenant, in the class that goes last."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.batches.journal import LineJournal
+from penstock.batches.place import Batches
+from penstock.batches.records import Answered, Line
+from penstock.batches.runner import Attempt, BatchRunner, failure
+from penstock.core.errors import Forbidden, Overloaded
+from penstock.gateway.edge import Edge
+from penstock.gateway.http.local import LocalResponse, local_request
+from penstock.gateway.tenancy.tenants import Directory, Tenant
+
+
+class LineAnswers:
+    def __init__(self, edge: Edge, directory: Directory) -> None:
+        self._edge = edge
+        self._directory = directory
+
+    @property
+    def draining(self) -> bool:
+        return self._edge.traffic.draining
+
+    def models(self, tenant: str) -> Sequence[str]:
+        found = self._tenant(tenant)
+        return [] if found is None else list(self._edge.serving.models.names(found))
+
+    def groups(self) -> Sequence[Sequence[str]]:
+        """Virtual models are with the one that stands in for them."""
+        models = self._edge.serving.models
+        return [[name for name, found in models.by_name.items() if found is model] for model in models.all]
+
+    def room(self, group: Sequence[str], running: int) -> int:
+        return 64 - running
+
+    async def answer(self, line: Line, body: bytes, journal: LineJournal) -> Attempt:
+        tenant = self._tenant(line.tenant)
+        if tenant is None:
+            return failure(Forbidden("the tenant of this batch is gone", code="unknown_tenant"))
+        request = local_request(line.endpoint, body)
+        request.background, request.journal = True, journal
+        response = LocalResponse(request)
+        await self._edge.answer(request, response, tenant)
+        error = response.error
+        wait = error.retry_after if isinstance(error, Overloaded) else 0.0
+        retryable = error is not None and error.retryable
+        return Attempt(Answered(response.status, request.id, response.body), retryable, wait)
+
+    def _tenant(self, name: str) -> Tenant | None:
+        return self._directory.tenants.get(name) if name else self._directory.public
+
+
+class BatchMetrics(Collector):
+    def __init__(self, runner: BatchRunner) -> None:
+        self._runner = runner
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        attempts = CounterMetricFamily(
+            "penstock_batch_lines", "Attempts to answer lines of batches", labels=["outcome"]
+        )
+        for outcome, count in self._runner.outcomes.items():
+            attempts.add_metric([outcome], count)
+        yield attempts
+        yield GaugeMetricFamily("penstock_batch_lines_running", "Lines being computed", self._runner.running)
+        yield GaugeMetricFamily("penstock_batch_lines_waiting", "Lines not answered yet", self._runner.waiting)
+
+
+@asynccontextmanager
+async def running_batches(batches: Batches | None, edge: Edge, directory: Directory) -> AsyncIterator[None]:
+    """Batches make progress while this is open. None: there is no place for them."""
+    if batches is None or not batches.config.concurrent:
+        yield
+        return
+    answers = LineAnswers(edge, directory)
+    runner = BatchRunner(batches.store, batches.folder, batches.config, answers, edge.serving.max_body)
+    edge.metrics.registry.register(BatchMetrics(runner))
+    batches.wake = runner.wake
+    runner.start()
+    try:
+        yield
+    finally:
+        await runner.close()

@@ -1,0 +1,64 @@
+"""Requests that this process sends itself: they pass through everything that those of clients pass through."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from penstock.core.errors import PenstockError
+from penstock.gateway.http.request import Header, Request
+from penstock.gateway.http.response import Response
+
+
+class _Nobody:
+    """In place of a connection. What is sent goes to the `LocalResponse` instead."""
+
+    paused = False
+
+    async def resumed(self) -> None:
+        pass
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    def write_soon(self, data: bytes) -> None:
+        pass
+
+    def steer_reading(self) -> None:
+        pass
+
+    def finish(self, response: Response) -> None:
+        pass
+
+
+def local_request(path: str, body: bytes, *headers: Header) -> Request:
+    """A POST of JSON, to be answered by the task that makes it."""
+    request = Request(_Nobody(), "POST", path, b"", [(b"content-type", b"application/json"), *headers])
+    request.receive(body)
+    request.receive_end()
+    request.task = asyncio.current_task()
+    return request
+
+
+class LocalResponse(Response):
+    """Keeps an answer that is sent whole, and the error where it is one."""
+
+    __slots__ = ("body", "error")
+
+    def __init__(self, request: Request) -> None:
+        super().__init__(_Nobody(), request, keep_alive=False)
+        self.body = b""
+        self.error: PenstockError | None = None
+
+    async def send(self, status: int, body: bytes, *headers: Header) -> None:
+        self._begin(status)
+        self.body = body
+        self._finished = time.monotonic()
+
+    async def send_error(self, error: PenstockError) -> None:
+        self.error = error
+        await super().send_error(error)
+
+    def _begin(self, status: int) -> None:
+        self.status = status
+        self.request.answered = True

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.batches.decisions import MAX_ATTEMPTS, MAX_DELAY, after_failure, next_status, window_seconds
+from penstock.batches.records import Batch
+
+RUNNING = Batch("batch_1", "", "/v1/completions", "file-1", "24h", 0, 100, "in_progress", total=3)
+
+
+def test_answers_and_refusals_are_final() -> None:
+    assert after_failure(200, False, 0, 0.5) is None
+    assert after_failure(400, False, 0, 0.5) is None
+
+
+def test_a_full_engine_is_not_the_fault_of_the_line() -> None:
+    for attempts in (0, MAX_ATTEMPTS, 1000):
+        retry = after_failure(429, True, attempts, 0.0, retry_after=7.0)
+        assert retry is not None
+        assert not retry.counts
+        assert 7.0 <= retry.delay <= MAX_DELAY
+
+
+def test_what_fails_in_the_engine_is_tried_again_ever_later_and_then_given_up() -> None:
+    retries = [after_failure(500, True, attempts, 1.0) for attempts in range(MAX_ATTEMPTS)]
+    assert retries[-1] is None
+    delays = [retry.delay for retry in retries if retry is not None]
+    assert delays == sorted(delays)
+    assert len(set(delays)) == len(delays) == MAX_ATTEMPTS - 1
+
+
+def test_a_batch_ends_when_all_is_answered_or_its_time_has_passed() -> None:
+    assert next_status(RUNNING, unanswered=1, leased=1, now=99) is None
+    assert next_status(RUNNING, unanswered=0, leased=0, now=99) == ("finalizing", "completed")
+    assert next_status(RUNNING, unanswered=1, leased=1, now=100) == ("finalizing", "expired")
+
+
+def test_a_cancelled_batch_waits_for_what_runs() -> None:
+    cancelling = replace(RUNNING, status="cancelling")
+    assert next_status(cancelling, unanswered=2, leased=1, now=1) is None
+    assert next_status(cancelling, unanswered=2, leased=0, now=1) == ("cancelling", "cancelled")
+    assert next_status(replace(cancelling, ending="cancelled"), unanswered=2, leased=0, now=1) is None
+
+
+@pytest.mark.parametrize(
+    ("window", "seconds"), [("24h", 86400), ("30m", 1800), ("7d", 604800), ("0h", None), ("31d", None), ("h", None)]
+)
+def test_completion_windows(window: str, seconds: int | None) -> None:
+    assert window_seconds(window) == seconds
