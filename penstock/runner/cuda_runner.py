@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from penstock.engine.executor import NO_ADAPTER, SAMPLED, Step, StepResult, TokenMask, by_sequence
+from penstock.engine.executor import NO_ADAPTER, SAMPLED, AdapterWeights, Step, StepResult, TokenMask, by_sequence
 from penstock.kernels.triton.argmax import argmax, argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.drafts import accept
@@ -121,6 +121,9 @@ class CudaRunner:
 
     def enter_thread(self) -> None:
         """Nothing to prepare."""
+
+    def prepare_adapter(self, adapter: AdapterWeights) -> None:
+        self._adapters.prepare(adapter)
 
     def padded_tokens(self, tokens: int) -> int:
         return self._mixed_steps.padded(tokens)
