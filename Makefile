@@ -13,7 +13,7 @@ NATIVE := penstock/kernels/native/_native.so
 # Quiet, except for the progress of what takes long.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 
-.PHONY: serve check fast-tests test lint install wheel redis clean
+.PHONY: serve check fast-tests test lint install wheel redis chromium clean
 
 serve: $(NATIVE) $(SERVE)
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
@@ -32,7 +32,7 @@ fast-tests: $(VENV)/.test redis
 # which dies takes no other along: it is reported, and another worker goes on. Both parts always run.
 COMPUTES := tests/checkpoint tests/engine tests/kernels tests/models tests/runner tests/text
 
-test: lint redis
+test: lint redis chromium
 	@status=0; \
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(COMPUTES) || status=$$?; \
 	$(BIN)/python -m pytest -n 1 $(COMPUTES:%=--ignore=%) || status=$$?; \
@@ -90,6 +90,13 @@ redis:
 		else \
 			echo "The tests need redis-server on the PATH: apt-get install redis-server, or brew install redis"; exit 1; \
 		fi; }
+
+# For the tests of the web page, which are skipped where it is missing.
+chromium:
+	@command -v chromium > /dev/null || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+			echo "» installing chromium"; apt-get update -qq && apt-get install -y -qq chromium > /dev/null; \
+		else false; fi; } || echo "Without Chromium the tests of the web page are skipped: apt-get install chromium"
 
 clean:
 	rm -rf $(VENV) $(NATIVE) build dist *.egg-info

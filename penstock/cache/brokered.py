@@ -34,6 +34,9 @@ class BrokeredTier:
     async def release(self, key: bytes) -> None:
         await self._call("release_answer", key)
 
+    async def clear(self) -> None:
+        await self._call("clear_answers")
+
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
             return await self._channel.call(method, *arguments)
@@ -70,4 +73,13 @@ def answer_handlers(memory_mib: float) -> dict[str, Callable[..., Awaitable[Any]
     async def release(key: bytes) -> None:
         claims.pop(key, None)
 
-    return {"get_answer": get, "put_answer": put, "claim_answer": claim, "release_answer": release}
+    async def clear() -> None:
+        memory.clear()
+
+    return {
+        "get_answer": get,
+        "put_answer": put,
+        "claim_answer": claim,
+        "release_answer": release,
+        "clear_answers": clear,
+    }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.registry import Collector
@@ -15,10 +17,20 @@ from penstock.cache.memory import MemoryTier
 from penstock.cache.metrics import CacheMetrics
 from penstock.cache.settings import CacheConfig, SemanticConfig
 from penstock.cache.similar import SimilarPrompts
-from penstock.cache.tier import Tier
+from penstock.cache.tier import Reading, Tier
 from penstock.core.engine import ServedEngine
 from penstock.core.machine import cache_folder
 from penstock.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """Of one gateway process since its start."""
+
+    enabled: bool
+    requests: dict[str, int]  # by state: hit, similar, shared, miss, bypass
+    stored: int
+    tiers: list[Reading]
 
 
 class AnswerCache:
@@ -49,6 +61,21 @@ class AnswerCache:
         )
         self._engines.append(cached)
         return cached
+
+    def view(self) -> CacheView:
+        states: Counter[str] = Counter()
+        for (state, _), count in self._metrics.requests.items():
+            states[state] += count
+        tiers = [self._memory.reading(), *(tier.reading() for tier in self._tiers)]
+        return CacheView(self._config.enabled, dict(states), self._metrics.stored, tiers)
+
+    async def flush(self) -> None:
+        """Forget all answers. Those that are being computed now are stored as ever."""
+        self._memory.clear()
+        for tier in self._tiers:
+            await tier.clear()
+        if self._similar is not None:
+            self._similar.clear()
 
     async def close(self) -> None:
         for engine in self._engines:

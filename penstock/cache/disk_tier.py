@@ -65,6 +65,9 @@ class DiskTier:
     async def release(self, key: bytes) -> None:
         pass
 
+    async def clear(self) -> None:
+        await self._on_thread(self._clear)
+
     def reading(self) -> Reading:
         return Reading(self.name, self.bytes, self.evictions, self.errors)
 
@@ -129,6 +132,10 @@ class DiskTier:
     def _put(self, key: bytes, value: bytes, ttl: float) -> None:
         now = int(time.time())
         self._database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?, ?, ?)", (key, value, now, now + int(ttl)))
+        self._evict(self._database)
+
+    def _clear(self) -> None:
+        self._database.execute("DELETE FROM answers")
         self._evict(self._database)
 
     def _evict(self, database: sqlite3.Connection) -> None:

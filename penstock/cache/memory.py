@@ -39,6 +39,10 @@ class MemoryTier:
             self.discard(next(iter(self._values)))
             self.evictions += 1
 
+    def clear(self) -> None:
+        self._values.clear()
+        self.bytes = 0
+
     def discard(self, key: bytes) -> None:
         value = self._values.pop(key, None)
         if value is not None:

@@ -66,6 +66,13 @@ class RedisTier:
     async def release(self, key: bytes) -> None:
         await self._call(lambda: self._redis.delete(CLAIM_PREFIX + key))
 
+    async def clear(self) -> None:
+        await self._call(self._delete_all)
+
+    async def _delete_all(self) -> None:
+        async for key in self._redis.scan_iter(match=PREFIX + b"*", count=1000):
+            await self._redis.unlink(key)
+
     async def _call(self, command: Callable[[], Awaitable[Any]]) -> Any:
         if not self.up:
             return None

@@ -64,6 +64,9 @@ class SimilarPrompts:
         """Forget the prompt whose answer, `place.nearest`, is gone."""
         self._thread.submit(self._forget, place)
 
+    def clear(self) -> None:
+        self._thread.submit(self._clear)
+
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -92,6 +95,10 @@ class SimilarPrompts:
     def _forget(self, place: Place) -> None:
         if place.nearest is not None and place.bucket in self._buckets:
             self._drop(place.bucket, place.nearest)
+
+    def _clear(self) -> None:
+        self._buckets.clear()
+        self._count = 0
 
     def _drop(self, name: bytes, key: bytes) -> None:
         bucket = self._buckets[name]

@@ -16,6 +16,7 @@ import msgspec
 import uvloop
 
 from penstock.cache.brokered import BrokeredTier
+from penstock.cache.build import AnswerCache
 from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import PenstockError
@@ -49,6 +50,10 @@ class OtherProcesses:
         found: list[bytes] = await self._channel.call("slowest", tenant, limit)
         return found
 
+    async def flush(self) -> bool:
+        await self._channel.call("flush")
+        return True
+
 
 async def serve(connection: socket.socket) -> int:
     fleets: dict[str, Fleet] = {}
@@ -76,8 +81,8 @@ async def serve(connection: socket.socket) -> int:
         for fleet in by_name.values():
             stack.push_async_callback(fleet.stop)
 
-        def on_ready(app: Edge, own: FleetControl, models: list[str], open: bool) -> None:
-            handlers.update(_own(app, own))
+        def on_ready(app: Edge, own: FleetControl, cache: AnswerCache, models: list[str], open: bool) -> None:
+            handlers.update({**_own(app, own), "own_flush": cache.flush})
             channel.tell("ready", models, open)
 
         store, answers = (None, None) if told["own_store"] else (BrokeredStore(channel), BrokeredTier(channel))

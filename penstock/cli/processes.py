@@ -158,7 +158,10 @@ class GatewayProcesses:
             """Those launched here, and workers on other machines and upstreams as one of the processes sees them."""
             return [*await launched(), *next(iter(await self._ask("own_replicas")), [])]
 
-        return {"metrics": metrics, "account": account, "slowest": slowest, "replicas": replicas}
+        async def flush() -> None:
+            await self._ask("own_flush")
+
+        return {"metrics": metrics, "account": account, "slowest": slowest, "replicas": replicas, "flush": flush}
 
 
 async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Place) -> int:

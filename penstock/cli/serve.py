@@ -111,7 +111,7 @@ class SharedParts:
     answers: Tier | None  # None: the state has them
     control: Control
     siblings: Siblings
-    on_ready: Callable[[Edge, FleetControl, list[str], bool], None]
+    on_ready: Callable[[Edge, FleetControl, AnswerCache, list[str], bool], None]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -231,6 +231,7 @@ async def serve_fleets(
         collectors=[*cache.collectors, *fleet_metrics(fleets.values(), own.autoscalers.values())],
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
+        cache=cache,
         batches=batches,
     )
     await asyncio.gather(*starts)
@@ -244,7 +245,7 @@ async def serve_fleets(
         if shared is None:
             announce(host, port, names, directory.open)
         else:
-            shared.on_ready(app, own, names, directory.open)
+            shared.on_ready(app, own, cache, names, directory.open)
 
     tune_interpreter()
     warming = asyncio.create_task(app.long_requests.warm_up())

@@ -149,6 +149,17 @@ class FleetControl:
             self._checkpoints[model] = checkpoint
         return [self._view(model, replica) for replica in fleet.replicas]
 
+    async def restart(self, name: str, drain_seconds: float) -> list[ReplicaView]:
+        """Replace one worker by a new one of the same checkpoint, which is ready before the old one drains."""
+        model, replica = self._find_replica(name)
+        fleet = self._fleets[model]
+        if not replica.is_owned:
+            raise InvalidRequest(f"{name} was not started from here: restart it where it runs", param="replica")
+        async with fleet.resizing:
+            await self._add_version(model, self._checkpoints[model], replica.number)
+            await fleet.remove(replica, drain_seconds)
+        return [self._view(model, replica) for replica in fleet.replicas]
+
     async def _add_version(self, model: str, checkpoint: str, number: int) -> None:
         fleet = self._fleets[model]
         launcher = self._new_launcher(checkpoint, self._configs[model], number, self._log_level)

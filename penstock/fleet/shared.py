@@ -187,6 +187,7 @@ def launcher_handlers(fleets: Mapping[str, SharedFleet], control: FleetControl) 
         "add": control.add,
         "remove": control.remove,
         "replace": control.replace,
+        "restart": control.restart,
         "fault": control.fault,
     }
 
@@ -214,6 +215,10 @@ class RemoteControl:
 
     async def replace(self, model: str, checkpoint: str, drain_seconds: float) -> list[Any]:
         found: list[Any] = await self._channel.call("replace", model, checkpoint, drain_seconds)
+        return found
+
+    async def restart(self, name: str, drain_seconds: float) -> list[Any]:
+        found: list[Any] = await self._channel.call("restart", name, drain_seconds)
         return found
 
     async def fault(self, name: str, fault: str, seconds: float) -> Any:

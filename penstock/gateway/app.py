@@ -12,11 +12,13 @@ from penstock.batches.place import Batches
 from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
 from penstock.gateway.api.batches import BatchEndpoints
+from penstock.gateway.api.caches import AnswerCache, CacheEndpoints, NoAnswerCache
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
 from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
 from penstock.gateway.api.files import FileEndpoints
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
 from penstock.gateway.api.openapi import OpenApi
@@ -27,6 +29,7 @@ from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.api.siblings import Alone, Siblings
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
+from penstock.gateway.api.web import WebEndpoints
 from penstock.gateway.edge import Authenticate, Edge, Route, Routes
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.traffic import Traffic
@@ -53,10 +56,12 @@ def create_app(
     collectors: Sequence[Collector] = (),
     control: Control | None = None,
     siblings: Siblings | None = None,
+    cache: AnswerCache | None = None,
     batches: Batches | None = None,
 ) -> Edge:
     """Without a directory there are the tenants of the settings, no keys, and nothing is remembered. `control` acts on
-    the replicas behind the models; `siblings` are other processes of the same server."""
+    the replicas behind the models; `siblings` are other processes of the same server; `cache` is what stands before
+    the engines."""
     if not served or not all(model.names for model in served):
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
     traffic = Traffic()
@@ -84,10 +89,13 @@ def create_app(
         semantic_routes=frozenset(settings.cache.semantic.routes or ()) if settings.cache.enabled else frozenset(),
     )
     requests = RequestLog()
-    parts = Parts(directory, requests, control or NoFleet(), siblings or Alone(), batches)
+    control, siblings = control or NoFleet(), siblings or Alone()
+    caches = CacheEndpoints(serving, cache or NoAnswerCache(), siblings)
+    live = Live(serving, requests, control, caches, spend, directory)
+    parts = Parts(directory, requests, control, siblings, batches, caches, live)
     routes = _routes(serving, settings, origins, parts)
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, origins, serving, requests, tracing)
+    return Edge(routes, origins, serving, requests, live, tracing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,8 @@ class Parts:
     control: Control
     siblings: Siblings
     batches: Batches | None
+    caches: CacheEndpoints
+    live: Live
 
 
 def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -> Model:
@@ -143,6 +153,9 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         fleet=FleetEndpoints(serving, parts.control),
         files=FileEndpoints(serving, parts.batches),
         batches=BatchEndpoints(serving, parts.batches, {endpoint.path for endpoint in ENDPOINTS}),
+        caches=parts.caches,
+        live=parts.live,
+        web=WebEndpoints(),
         openapi=OpenApi(serving),
     )
     return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access]) for e in ENDPOINTS])

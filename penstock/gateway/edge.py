@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from penstock.core.errors import NotFound, PenstockError, Unavailable
 from penstock.gateway.api.generation import Answer, Handler
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.reading import LongRequests
 from penstock.gateway.api.serving import Serving
 from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
@@ -97,6 +98,7 @@ class Edge:
     origins: Origins
     serving: Serving
     requests: RequestLog
+    live: Live
     tracing: Tracing | None = None
 
     @property
@@ -131,6 +133,7 @@ class Edge:
             tenant = await route.authenticate(request) if known is None else known
             answer = await route.handle(request, response, tenant)
             if answer is not None:
+                self.live.running[request.unique] = answer
                 await answer.respond()
         except (Exception, asyncio.CancelledError) as raised:
             error = _error_for_client(request, raised)
@@ -142,7 +145,12 @@ class Edge:
             # An error in mid-stream is counted by its own status, though the response began with 200.
             status = response.status if error is None else error.status
             why = None if error is None else error.message
-            account = None if answer is None else answer.generation.account(status, why)
+            account = None
+            if answer is not None:
+                del self.live.running[request.unique]
+                account = answer.generation.account(status, why)
+            elif error is not None:
+                self.live.refused(endpoint, tenant.name, error)
             self._record(endpoint, status, account)
             if self.tracing is not None and span is not None:
                 self.tracing.end(span, request.method, endpoint, status, why, account)
@@ -155,7 +163,7 @@ class Edge:
         self.metrics.requests[endpoint, status] += 1
         if account is not None:
             self.metrics.settle(account)
-            self.requests.add(account)
+            self.live.ended(self.requests.add(account))
 
     async def close(self) -> None:
         await self.serving.shadows.close()

@@ -72,6 +72,12 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
+    def plus(self, other: Histogram) -> Histogram:
+        both = Histogram(self.name, self.help, self.bounds)
+        both.counts = [*map(add, self.counts, other.counts)]
+        both.sum = self.sum + other.sum
+        return both
+
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
         buckets: list[tuple[str, float]] = []
         total = 0
@@ -79,6 +85,18 @@ class Histogram:
             total += count
             buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
         family.add_metric(labels, buckets, self.sum)
+
+
+class ClassMetrics:
+    """The latencies of one class of requests."""
+
+    def __init__(self) -> None:
+        self.first_token = Histogram(
+            "penstock_time_to_first_token_seconds", "From arrival of a request to its first token", SECONDS
+        )
+        self.inter_token = Histogram(
+            "penstock_inter_token_seconds", "Between tokens of one choice, after the first", GAP_SECONDS
+        )
 
 
 class ModelMetrics:
@@ -89,12 +107,7 @@ class ModelMetrics:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
-        self.first_token = Histogram(
-            "penstock_time_to_first_token_seconds", "From arrival of a request to its first token", SECONDS
-        )
-        self.inter_token = Histogram(
-            "penstock_inter_token_seconds", "Between tokens of one choice, after the first", GAP_SECONDS
-        )
+        self.classes: dict[str, ClassMetrics] = {}
         self.request_time = Histogram(
             "penstock_request_seconds", "From arrival of a generation request to the end of its response", SECONDS
         )
@@ -102,7 +115,13 @@ class ModelMetrics:
 
     @property
     def histograms(self) -> tuple[Histogram, ...]:
-        return self.first_token, self.inter_token, self.request_time, self.queue_time
+        first, between = ClassMetrics().first_token, ClassMetrics().inter_token
+        for latencies in self.classes.values():
+            first, between = first.plus(latencies.first_token), between.plus(latencies.inter_token)
+        return first, between, self.request_time, self.queue_time
+
+    def of_class(self, name: str) -> ClassMetrics:
+        return self.classes.get(name) or self.classes.setdefault(name, ClassMetrics())
 
 
 class GatewayMetrics(Collector):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections import OrderedDict
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -41,13 +42,15 @@ class RequestLog:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, account: Account) -> None:
+    def add(self, account: Account) -> bytes:
+        """Returns its JSON."""
         entry = Entry(account.tenant, account.request_id, account.total, _encode(account))
         self._entries[account.id] = entry
         self._named[entry.tenant, entry.request_id] = account.id
         self._bytes += len(entry.body)
         while len(self._entries) > self._max_requests or self._bytes > self._max_bytes:
             self._drop_oldest()
+        return entry.body
 
     def _drop_oldest(self) -> None:
         id, entry = self._entries.popitem(last=False)
@@ -61,6 +64,10 @@ class RequestLog:
         if entry is None:
             entry = self._entries.get(self._named.get((tenant, id), ""))
         return entry.body if entry is not None and entry.tenant == tenant else None
+
+    def latest(self, limit: int) -> list[bytes]:
+        """Of all tenants, the oldest first."""
+        return [entry.body for entry in islice(reversed(self._entries.values()), limit)][::-1]
 
     def slowest(self, tenant: str, limit: int) -> list[bytes]:
         return [body for _, body in self.timed(tenant, limit)]

@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.batches import BatchEndpoints, BatchList, BatchObject, NewBatch
+from penstock.gateway.api.caches import CacheEndpoints, Caches, Flushed
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
 from penstock.gateway.api.files import PURPOSES, DeletedFile, FileEndpoints, FileList, FileObject
@@ -23,9 +24,11 @@ from penstock.gateway.api.fleet import (
     WholeFleet,
 )
 from penstock.gateway.api.generation import Handler
+from penstock.gateway.api.live import Live
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
+from penstock.gateway.api.web import WebEndpoints
 from penstock.gateway.settings import TenantConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
 from penstock.observability.account import Account
@@ -34,6 +37,7 @@ Schema = dict[str, Any]
 Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed; metrics: an administrator's, or none
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
+HTML, STYLES, SCRIPT, IMAGE = "text/html", "text/css", "text/javascript", "image/svg+xml"
 JSONL = "application/jsonl"
 
 
@@ -63,6 +67,9 @@ class Handlers:
     accounts: RequestEndpoints
     admin: AdminEndpoints
     fleet: FleetEndpoints
+    caches: CacheEndpoints
+    live: Live
+    web: WebEndpoints
     files: FileEndpoints
     batches: BatchEndpoints
     openapi: Handler
@@ -317,6 +324,16 @@ ENDPOINTS = (
     ),
     Endpoint(
         "POST",
+        "/admin/fleet/{replica}/restart",
+        "admin",
+        "Start a new replica in its place, then let it finish what it has, and stop it",
+        lambda h: h.fleet.restart,
+        Replicas,
+        Drain,
+        parameters=_path("replica"),
+    ),
+    Endpoint(
+        "POST",
         "/admin/fleet/{replica}/fault",
         "admin",
         "Break a replica on purpose",
@@ -325,6 +342,11 @@ ENDPOINTS = (
         InjectedFault,
         status=202,
         parameters=_path("replica"),
+    ),
+    Endpoint("GET", "/admin/cache", "admin", "What the caches hold and save", lambda h: h.caches.show, Caches),
+    Endpoint("DELETE", "/admin/cache", "admin", "Forget all cached answers", lambda h: h.caches.flush, Flushed),
+    Endpoint(
+        "GET", "/admin/live", "metrics", "What the engines do now", lambda h: h.live.stream, None, media=(EVENTS,)
     ),
     Endpoint(
         "GET", "/health", "public", "Whether requests make progress", lambda h: h.status.health, types.HealthReport
@@ -335,5 +357,15 @@ ENDPOINTS = (
     Endpoint("GET", "/version", "public", "Of this server", lambda h: h.status.version, types.Version),
     Endpoint("GET", "/metrics", "metrics", "Prometheus", lambda h: h.status.metrics, None, media=(TEXT,)),
     Endpoint("GET", "/openapi.json", "public", "This document", lambda h: h.openapi, dict[str, Any]),
-    Endpoint("GET", "/", "public", "A hint", lambda h: h.status.hint, None, media=(TEXT,)),
+    Endpoint("GET", "/", "public", "The web page, or a hint in text", lambda h: h.web.page, None, media=(TEXT, HTML)),
+    Endpoint(
+        "GET",
+        "/web/{name}",
+        "public",
+        "A file of the web page",
+        lambda h: h.web.file,
+        None,
+        media=(HTML, STYLES, SCRIPT, IMAGE),
+        parameters=_path("name"),
+    ),
 )

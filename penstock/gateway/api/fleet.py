@@ -30,6 +30,8 @@ class Control(Protocol):
 
     def replace(self, model: str, checkpoint: str, drain_seconds: float) -> Awaitable[list[Any]]: ...
 
+    def restart(self, name: str, drain_seconds: float) -> Awaitable[list[Any]]: ...
+
     def fault(self, name: str, fault: str, seconds: float) -> Awaitable[Any]: ...
 
 
@@ -49,6 +51,9 @@ class NoFleet:
         raise _no_fleet()
 
     async def replace(self, model: str, checkpoint: str, drain_seconds: float) -> list[Any]:
+        raise _no_fleet()
+
+    async def restart(self, name: str, drain_seconds: float) -> list[Any]:
         raise _no_fleet()
 
     async def fault(self, name: str, fault: str, seconds: float) -> Any:
@@ -123,6 +128,12 @@ class FleetEndpoints:
         body = await self.serving.read(request, _new_version)
         _check_seconds("drain_seconds", body.drain_seconds)
         views = await self.control.replace(body.model, body.checkpoint, body.drain_seconds)
+        await response.send(200, encode_json(Replicas(views)))
+
+    async def restart(self, request: Request, response: Response, tenant: Tenant) -> None:
+        body = await self.serving.read(request, _drain)
+        _check_seconds("drain_seconds", body.drain_seconds)
+        views = await self.control.restart(request.path_params["replica"], body.drain_seconds)
         await response.send(200, encode_json(Replicas(views)))
 
     async def fault(self, request: Request, response: Response, tenant: Tenant) -> None:

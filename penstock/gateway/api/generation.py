@@ -204,7 +204,8 @@ class Generation:
         choice.submitted = time.monotonic()
         chunks = self.engine.submit(choice.request)
         push, trial = choice.stream.push, self.trial
-        observe_inter_token = self.metrics.inter_token.observe
+        latencies = self.metrics.of_class(self.context.objective.name)
+        observe_inter_token = latencies.inter_token.observe
         last: float | None = None
         computed = True
         try:
@@ -232,7 +233,7 @@ class Generation:
                     delta = judged
                 if choice.first is None:
                     choice.first = time.monotonic()
-                    self.metrics.first_token.observe(choice.first - self.context.arrived)
+                    latencies.first_token.observe(choice.first - self.context.arrived)
                 finished = delta.finish_reason
                 if finished is not None:
                     choice.finish_reason, choice.stop_reason = finished, delta.stop_matched

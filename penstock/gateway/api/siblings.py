@@ -18,6 +18,10 @@ class Siblings(Protocol):
         """Of all processes, the slowest first; None: this one is alone."""
         ...
 
+    async def flush(self) -> bool:
+        """Forget the cached answers of all processes; False: this one is alone."""
+        ...
+
 
 class Alone:
     async def metrics(self) -> bytes | None:
@@ -28,3 +32,6 @@ class Alone:
 
     async def slowest(self, tenant: str, limit: int) -> list[bytes] | None:
         return None
+
+    async def flush(self) -> bool:
+        return False

@@ -6,6 +6,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.core.request import RECOMMENDED
+from penstock.gateway.api.models import Model
 from penstock.gateway.api.objectives import milliseconds
 from penstock.gateway.api.openai_types import ClassCard, HealthReport, ModelCard, ModelList, Version
 from penstock.gateway.api.serving import Serving, encode_json
@@ -14,9 +15,13 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
 
-HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
-Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GET /metrics.
-"""
+
+def class_cards(model: Model) -> dict[str, ClassCard]:
+    """What each class of requests is promised."""
+    return {
+        objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.itl))
+        for objective in model.objectives.all().values()
+    }
 
 
 class StatusEndpoints:
@@ -29,12 +34,8 @@ class StatusEndpoints:
         model = self.serving.models.by_name[name]
         info = model.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
-        classes = {
-            objective.name: ClassCard(milliseconds(objective.ttft), milliseconds(objective.itl))
-            for objective in model.objectives.all().values()
-        }
-        text = model.text
-        return ModelCard(name, self.serving.created, info.max_model_len, defaults, classes, text.tools, text.reasoning)
+        text, created = model.text, self.serving.created
+        return ModelCard(name, created, info.max_model_len, defaults, class_cards(model), text.tools, text.reasoning)
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
         cards = [self._card(name) for name in self.serving.models.names(tenant)]
@@ -76,6 +77,3 @@ class StatusEndpoints:
         content_type = (b"content-type", CONTENT_TYPE_LATEST.encode())
         exposition = await self.siblings.metrics() or self.serving.metrics.exposition()
         await response.send(200, exposition, content_type)
-
-    async def hint(self, request: Request, response: Response, tenant: Tenant) -> None:
-        await response.send(200, HINT, (b"content-type", b"text/plain; charset=utf-8"))

@@ -40,8 +40,8 @@ class Response:
     async def send(self, status: int, body: bytes, *headers: Header) -> None:
         if self._connection.paused:
             await self._connection.resumed()
-        # A response without content has no Content-Length.
-        length = () if status == 204 else ((b"content-length", b"%d" % len(body)),)
+        # A response without content has no Content-Length of its own.
+        length = () if status in (204, 304) else ((b"content-length", b"%d" % len(body)),)
         head = self._head(status, *length, *(headers or (_JSON,)))
         self._write_last(head if self.request.method == "HEAD" else head + body)
 

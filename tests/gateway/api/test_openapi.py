@@ -46,7 +46,7 @@ def admin_gateway(tokenizer: Tokenizer) -> Iterator[Gateway]:
         yield gateway
 
 
-CASES = [(op, GenerationMode.POSITIVE) for op in ENDPOINTS] + [
+CASES = [(op, GenerationMode.POSITIVE) for op in ENDPOINTS if op.path != "/admin/live"] + [  # whose stream never ends
     (op, GenerationMode.NEGATIVE) for op in ENDPOINTS if op.body is not None or op.path == "/v1/requests"
 ]
 
@@ -91,8 +91,8 @@ def test_every_route_is_documented(shared_gateway: Gateway) -> None:
         document = http.get("/openapi.json").json()
         documented = {(path, method) for path, operations in document["paths"].items() for method in operations}
         for path, method in documented:
-            response = http.request(method.upper(), path.replace("{", "").replace("}", ""), content=b"")
-            code = response.json().get("error", {}).get("code") if response.status_code == 404 else None
+            with http.stream(method, path.replace("{", "").replace("}", ""), content=b"") as response:
+                body = response.read() if response.status_code == 404 else b""
             assert response.status_code != 405, (method, path)
-            assert code != "unknown_path", (method, path)
+            assert b"unknown_path" not in body, (method, path)
     assert documented == {(documented_path(op), op.method.lower()) for op in ENDPOINTS}
