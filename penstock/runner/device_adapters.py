@@ -90,6 +90,7 @@ class DeviceAdapters:
         self._order = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         most = max(_most_tiles(tokens, slots) for tokens in (min(max_tokens, _FEW), max_tokens))
         self._tiles = torch.zeros((most, TILE_FIELDS), dtype=torch.int32, device=device)
+        self._sent: tuple[int, bytes, bytes] | None = None  # what the buffers hold
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()  # by digest, least recently used first
         self._lock = Lock()
 
@@ -123,6 +124,10 @@ class DeviceAdapters:
 
     def send(self, slots: Ints, tokens: int) -> None:
         """Which slot each token of a step uses (`NO_ADAPTER`: none); it is padded to `tokens`."""
+        asked = (tokens, slots.tobytes(), self._ranks.tobytes())
+        if asked == self._sent:  # as it usually is while the same sequences decode
+            return
+        self._sent = asked
         padded = np.full(tokens, NO_ADAPTER, dtype=np.int32)
         padded[: len(slots)] = slots
         order = np.argsort(padded, kind="stable").astype(np.int32)
