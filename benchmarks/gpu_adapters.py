@@ -26,7 +26,8 @@ from penstock.core.request import SamplingParams
 from penstock.engine.executor import NO_ADAPTER, SAMPLED, AdapterWeights, RowSetup, Step
 from penstock.engine.settings import EngineConfig
 from penstock.kernels.attention_reference import ReferenceAttention
-from penstock.kernels.triton.lora import LowRank, add_and_shrink, expand, lora_reference, shrink, swiglu
+from penstock.kernels.lora_reference import lora_reference
+from penstock.kernels.triton.lora import LowRank, add_and_shrink, expand, shrink, swiglu
 from penstock.kernels.triton.norm import add_rms_norm_reference
 from penstock.models.config import read_config
 from penstock.models.loader import load_model

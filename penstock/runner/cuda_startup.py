@@ -14,7 +14,6 @@ import torch
 
 from penstock.core.errors import StartupError
 from penstock.kernels.attention_reference import torch_block_bytes
-from penstock.kernels.triton.lora import MOST_RANK
 from penstock.models.llama import Llama
 from penstock.quantization.fp8 import quantize_model
 from penstock.runner.cuda_runner import CudaRunner
@@ -93,11 +92,6 @@ def _adapters(plan: Plan, forward: FusedForward) -> DeviceAdapters:
     config = plan.engine
     if config.deterministic or not config.max_adapters:
         return no_adapters(plan.device)
-    if config.max_adapter_rank > MOST_RANK:
-        raise StartupError(
-            f"LoRA adapters have at most rank {MOST_RANK} on a GPU; lower max_adapter_rank, or set max_adapters to 0",
-            param="engine.max_adapter_rank",
-        )
     largest = max(plan.max_step_tokens, most_sampled(config.max_seqs))
     try:
         adapters = DeviceAdapters(

@@ -8,7 +8,13 @@ order: the result depends on no batch. Shrinks are fused with what writes their 
     expand of gate, up   +   SiLU * up   +   shrink of down
 
 The adapter of a slot is stored with its own rank: A [modules, rank, inputs] and B [outputs, rank] of each layer and
-projection, one after the other, so all offsets are proportional to the rank. T tokens, R ranks.
+projection, one after the other, so all offsets are proportional to the rank. Kernels go through the ranks 16 at a time,
+so what a tile costs depends on its own adapter.
+
+These kernels stand between GEMMs that wait for memory and for nothing else, and would leave it idle. So each of them
+first asks for a part of the weights of the GEMM that follows: they come into the L2 cache while it computes.
+
+T tokens, R ranks at most.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -22,14 +28,12 @@ import triton.language as tl
 
 from penstock.kernels.hopper.gemm import DeferredNorm
 from penstock.kernels.triton.overlap import overlaps_launches
+from penstock.kernels.triton.prefetch import prefetch, prefetched
 
 TILE_FIELDS = 4  # slot (-1: no adapter), rank, first entry of the order, number of tokens
 RANK_STEP = 16  # ranks are padded to a multiple of it
-MOST_RANK = 256  # for which a program's part of a factor fits into its shared memory
-_COLUMNS = 256  # of a program, at most
-_FACTOR_ELEMENTS = 1 << 15  # of a program, at most: ranks times columns
+_COLUMNS = 256  # of a program
 _INNER_ELEMENTS = 1 << 13  # of a program for SwiGLU: tokens times columns
-_MOST_PREFETCHED = 1 << 14  # elements of A that a program holds in registers before its input is there
 _PARTIALS_AT_ONCE = 1 << 12  # elements
 
 
@@ -50,7 +54,7 @@ class LowRank:
     offset: int  # where they begin, in elements per rank
     inputs: int
     outputs: tuple[int, ...]  # of each module
-    most_rank: int  # a power of two
+    most_rank: int
 
     @property
     def b_offset(self) -> int:
@@ -92,33 +96,29 @@ def _tile_of(tiles, order, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_a(weights, rank, module, columns, inputs, R: tl.constexpr):
-    """A of one module for some columns, as [columns, R]."""
-    ranks = tl.arange(0, R)
-    at = weights + (module * rank + ranks)[None, :] * inputs + columns[:, None]
-    return tl.load(at, mask=(ranks < rank)[None, :] & (columns < inputs)[:, None], other=0.0)
+def _load_a(weights, rank, module, first, columns, inputs):
+    """A of one module for some columns and 16 ranks, as [columns, 16]."""
+    ranks = module * rank + first + tl.arange(0, 16)
+    return tl.load(weights + ranks[None, :] * inputs + columns[:, None], mask=(columns < inputs)[:, None], other=0.0)
 
 
 @triton.jit
-def _load_b(weights, rank, columns, real, R: tl.constexpr):
-    """B for some outputs, as [R, outputs]."""
-    ranks = tl.arange(0, R)
-    at = weights + columns[None, :] * rank + ranks[:, None]
-    return tl.load(at, mask=(ranks < rank)[:, None] & real[None, :], other=0.0)
+def _load_b(weights, rank, first, columns, real):
+    """B for some outputs and 16 ranks, as [16, outputs]."""
+    ranks = first + tl.arange(0, 16)
+    return tl.load(weights + columns[None, :] * rank + ranks[:, None], mask=real[None, :], other=0.0)
 
 
 @triton.jit
-def _sum_partials(partials, parts, tokens, real, num_tokens, width, first,
-                  ROWS: tl.constexpr, R: tl.constexpr, AT_ONCE: tl.constexpr):  # fmt: skip
-    """[ROWS, R]: the columns from `first` on, of all parts."""
-    ranks = tl.arange(0, R)
-    total = tl.zeros([ROWS, R], tl.float32)
+def _sum_partials(partials, parts, tokens, real, num_tokens, width, first, ROWS: tl.constexpr, AT_ONCE: tl.constexpr):
+    """[ROWS, 16]: the columns from `first` on, of all parts."""
+    ranks = first + tl.arange(0, 16)
+    total = tl.zeros([ROWS, 16], tl.float32)
     for base in range(0, parts, AT_ONCE):
         part = base + tl.arange(0, AT_ONCE)
         at = (part[:, None] * num_tokens + tokens[None, :]) * width
         there = (part < parts)[:, None, None] & real[None, :, None]
-        at = partials + at[:, :, None] + first + ranks[None, None, :]
-        total += tl.sum(tl.load(at, mask=there, other=0.0), 0)
+        total += tl.sum(tl.load(partials + at[:, :, None] + ranks[None, None, :], mask=there, other=0.0), 0)
     return total
 
 
@@ -138,9 +138,9 @@ def _multiply(a, b):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _residual_kernel(
     x, values, squares, partials, shrunk, gain, b_weights, a_weights, b_offset, a_offset, slot_stride, tiles, order,
-    num_tokens, width, parts,
+    num_tokens, width, parts, next_weight, next_rows, next_row_bytes, bytes_each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, MODULES: tl.constexpr, AT_ONCE: tl.constexpr,
-    EXPAND: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr,
+    EXPAND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x += expand(shrunk) for a tile and some columns; then, if MODULES, the RMSNorm but for its factor, and shrink."""
     slot, rank, tokens, real = _tile_of(tiles, order, ROWS)
@@ -150,16 +150,18 @@ def _residual_kernel(
     adapted = slot >= 0
     slot = tl.maximum(slot, 0)
     a = a_weights + slot * slot_stride + rank.to(tl.int64) * a_offset
+    b = b_weights + slot * slot_stride + rank.to(tl.int64) * b_offset
+    inputs = tl.where(adapted, width, 0)
     if EXPAND:
-        b = _load_b(b_weights + slot * slot_stride + rank.to(tl.int64) * b_offset, rank, columns, within & adapted, R)
+        b0 = _load_b(b, rank, 0, columns, within & adapted)
     if MODULES > 0:
         gains = tl.load(gain + columns, mask=within, other=0.0).to(tl.float32)
-        if PREFETCH:
-            a0 = _load_a(a, rank, 0, columns, tl.where(adapted, width, 0), R)
-            a1 = _load_a(a, rank, 1, columns, tl.where(adapted, width, 0), R)
-            if MODULES > 2:
-                a2 = _load_a(a, rank, 2, columns, tl.where(adapted, width, 0), R)
+        a0 = _load_a(a, rank, 0, 0, columns, inputs)
+        a1 = _load_a(a, rank, 1, 0, columns, inputs)
+        if MODULES > 2:
+            a2 = _load_a(a, rank, 2, 0, columns, inputs)
     if PDL:
+        prefetch(next_weight, next_rows, next_row_bytes, bytes_each, 256)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     cells = tokens[:, None] * width + columns[None, :]
@@ -167,8 +169,10 @@ def _residual_kernel(
     summed = tl.load(x + cells, mask=both, other=0.0).to(tl.float32)
     if EXPAND:  # noqa: SIM102  only this one is decided when the kernel is compiled
         if adapted:
-            low = _sum_partials(shrunk, parts, tokens, real, num_tokens, R, 0, ROWS, R, AT_ONCE)
-            summed += _multiply(low, b)
+            summed += _multiply(_sum_partials(shrunk, parts, tokens, real, num_tokens, R, 0, ROWS, AT_ONCE), b0)
+            for first in range(16, rank, 16):
+                low = _sum_partials(shrunk, parts, tokens, real, num_tokens, R, first, ROWS, AT_ONCE)
+                summed += _multiply(low, _load_b(b, rank, first, columns, within))
             tl.store(x + cells, summed.to(x.dtype.element_ty), mask=both)
             summed = summed.to(x.dtype.element_ty).to(tl.float32)
     if MODULES > 0:
@@ -176,21 +180,21 @@ def _residual_kernel(
         scaled = (summed * gains[None, :]).to(x.dtype.element_ty)
         tl.store(values + cells, scaled, mask=both)
         if adapted:
-            into = partials + (part * num_tokens + tokens)[:, None] * (MODULES * R) + tl.arange(0, R)[None, :]
-            if PREFETCH:
-                tl.store(into, _multiply(scaled, a0), mask=real[:, None])
-                tl.store(into + R, _multiply(scaled, a1), mask=real[:, None])
-                if MODULES > 2:
-                    tl.store(into + 2 * R, _multiply(scaled, a2), mask=real[:, None])
-            else:
+            into = partials + (part * num_tokens + tokens)[:, None] * (MODULES * R) + tl.arange(0, 16)[None, :]
+            tl.store(into, _multiply(scaled, a0), mask=real[:, None])
+            tl.store(into + R, _multiply(scaled, a1), mask=real[:, None])
+            if MODULES > 2:
+                tl.store(into + 2 * R, _multiply(scaled, a2), mask=real[:, None])
+            for first in range(16, rank, 16):
                 for module in tl.static_range(MODULES):
-                    found = _multiply(scaled, _load_a(a, rank, module, columns, width, R))
-                    tl.store(into + module * R, found, mask=real[:, None])
+                    found = _multiply(scaled, _load_a(a, rank, module, first, columns, width))
+                    tl.store(into + module * R + first, found, mask=real[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
     partials, x, a_weights, a_offset, slot_stride, tiles, order, num_tokens, width,
+    next_weight, next_rows, next_row_bytes, bytes_each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slot, rank, tokens, real = _tile_of(tiles, order, ROWS)
@@ -198,20 +202,24 @@ def _shrink_kernel(
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     adapted = slot >= 0
     a = a_weights + tl.maximum(slot, 0) * slot_stride + rank.to(tl.int64) * a_offset
-    a = _load_a(a, rank, 0, columns, tl.where(adapted, width, 0), R)
+    a0 = _load_a(a, rank, 0, 0, columns, tl.where(adapted, width, 0))
     if PDL:
+        prefetch(next_weight, next_rows, next_row_bytes, bytes_each, 128)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if adapted:
         both = real[:, None] & (columns < width)[None, :]
         found = tl.load(x + tokens[:, None] * width + columns[None, :], mask=both, other=0.0)
-        into = partials + (part * num_tokens + tokens)[:, None] * R + tl.arange(0, R)[None, :]
-        tl.store(into, _multiply(found, a), mask=real[:, None])
+        into = partials + (part * num_tokens + tokens)[:, None] * R + tl.arange(0, 16)[None, :]
+        tl.store(into, _multiply(found, a0), mask=real[:, None])
+        for first in range(16, rank, 16):
+            tl.store(into + first, _multiply(found, _load_a(a, rank, 0, first, columns, width)), mask=real[:, None])
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
     out, shrunk, squares, b_weights, b_offset, slot_stride, tiles, order, num_tokens, inputs, parts, eps,
+    next_weight, next_rows, next_row_bytes, bytes_each,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
@@ -229,23 +237,28 @@ def _expand_kernel(
     within = columns < end
     adapted = slot >= 0
     b = b_weights + tl.maximum(slot, 0) * slot_stride + rank.to(tl.int64) * b_offset
-    b = _load_b(b, rank, columns, within & adapted, R)
+    b0 = _load_b(b, rank, 0, columns, within & adapted)
     if PDL:
+        prefetch(next_weight, next_rows, next_row_bytes, bytes_each, 128)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if adapted:
-        low = _sum_partials(shrunk, parts, tokens, real, num_tokens, 3 * R, module * R, ROWS, R, AT_ONCE)
-        low *= _rms_factor(squares, parts, tokens, real, num_tokens, inputs, eps, PARTS)[:, None]
         cells = tokens[:, None] * (FIRST + SECOND + THIRD) + columns[None, :]
         both = real[:, None] & within[None, :]
-        summed = tl.load(out + cells, mask=both, other=0.0).to(tl.float32) + _multiply(low, b)
+        summed = tl.load(out + cells, mask=both, other=0.0).to(tl.float32)
+        factor = _rms_factor(squares, parts, tokens, real, num_tokens, inputs, eps, PARTS)[:, None]
+        low = _sum_partials(shrunk, parts, tokens, real, num_tokens, 3 * R, module * R, ROWS, AT_ONCE)
+        summed += _multiply(low * factor, b0)
+        for first in range(16, rank, 16):
+            low = _sum_partials(shrunk, parts, tokens, real, num_tokens, 3 * R, module * R + first, ROWS, AT_ONCE)
+            summed += _multiply(low * factor, _load_b(b, rank, first, columns, within))
         tl.store(out + cells, summed.to(out.dtype.element_ty), mask=both)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _swiglu_kernel(
     inner, partials, gate_up, shrunk, squares, b_weights, a_weights, b_offset, a_offset, slot_stride, tiles, order,
-    num_tokens, inputs, width, parts, eps,
+    num_tokens, inputs, width, parts, eps, next_weight, next_rows, next_row_bytes, bytes_each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -256,10 +269,13 @@ def _swiglu_kernel(
     within = columns < width
     adapted = slot >= 0
     slot = tl.maximum(slot, 0)
+    a = a_weights + slot * slot_stride + rank.to(tl.int64) * a_offset
     b = b_weights + slot * slot_stride + rank.to(tl.int64) * b_offset
-    b_gate = _load_b(b, rank, columns, within & adapted, R)
-    b_up = _load_b(b, rank, width + columns, within & adapted, R)
+    b_gate = _load_b(b, rank, 0, columns, within & adapted)
+    b_up = _load_b(b, rank, 0, width + columns, within & adapted)
+    a0 = _load_a(a, rank, 0, 0, columns, tl.where(adapted, width, 0))
     if PDL:
+        prefetch(next_weight, next_rows, next_row_bytes, bytes_each, 256)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     cells = tokens[:, None] * (2 * width) + columns[None, :]
@@ -268,16 +284,22 @@ def _swiglu_kernel(
     up = tl.load(gate_up + cells + width, mask=both, other=0.0).to(tl.float32)
     if adapted:
         factor = _rms_factor(squares, parts, tokens, real, num_tokens, inputs, eps, PARTS)[:, None]
-        low = _sum_partials(shrunk, parts, tokens, real, num_tokens, 2 * R, 0, ROWS, R, AT_ONCE)
+        low = _sum_partials(shrunk, parts, tokens, real, num_tokens, 2 * R, 0, ROWS, AT_ONCE)
         gate += _multiply(low * factor, b_gate)
-        low = _sum_partials(shrunk, parts, tokens, real, num_tokens, 2 * R, R, ROWS, R, AT_ONCE)
+        low = _sum_partials(shrunk, parts, tokens, real, num_tokens, 2 * R, R, ROWS, AT_ONCE)
         up += _multiply(low * factor, b_up)
+        for first in range(16, rank, 16):
+            low = _sum_partials(shrunk, parts, tokens, real, num_tokens, 2 * R, first, ROWS, AT_ONCE)
+            gate += _multiply(low * factor, _load_b(b, rank, first, columns, within))
+            low = _sum_partials(shrunk, parts, tokens, real, num_tokens, 2 * R, R + first, ROWS, AT_ONCE)
+            up += _multiply(low * factor, _load_b(b, rank, first, width + columns, within))
     result = (gate / (1 + tl.exp(-gate)) * up).to(inner.dtype.element_ty)
     tl.store(inner + tokens[:, None] * width + columns[None, :], result, mask=both)
     if adapted:
-        a = a_weights + slot * slot_stride + rank.to(tl.int64) * a_offset
-        into = partials + (part * num_tokens + tokens)[:, None] * R + tl.arange(0, R)[None, :]
-        tl.store(into, _multiply(result, _load_a(a, rank, 0, columns, width, R)), mask=real[:, None])
+        into = partials + (part * num_tokens + tokens)[:, None] * R + tl.arange(0, 16)[None, :]
+        tl.store(into, _multiply(result, a0), mask=real[:, None])
+        for first in range(16, rank, 16):
+            tl.store(into + first, _multiply(result, _load_a(a, rank, 0, first, columns, width)), mask=real[:, None])
 
 
 def add_and_shrink(
@@ -285,16 +307,17 @@ def add_and_shrink(
     tiles: AdapterTiles,
     added: tuple[Shrunk, LowRank] | None,
     following: tuple[LowRank, torch.Tensor, float] | None,
+    next_weight: torch.Tensor | None = None,
 ) -> tuple[DeferredNorm, Shrunk] | None:
     """Adds what a projection gives to the residual stream `x` [T, C]. `following` are the modules that read it after an
-    RMSNorm, with its gain and eps: of them the deferred norm and the shrink are returned."""
+    RMSNorm, with its gain and eps: of them the deferred norm and the shrink are returned. Here and below `next_weight`
+    is that of the GEMM that follows."""
     T, C = x.shape
     low = following[0] if following else added[1] if added else None
     assert low is not None, "there is nothing to do"
     modules = len(low.outputs) if following else 0
     gain, eps = following[1:] if following else (x, 0.0)
-    R, columns = low.most_rank, _columns(low)
-    parts = triton.cdiv(C, columns)
+    R, parts = low.most_rank, triton.cdiv(C, _COLUMNS)
     values = torch.empty_like(x) if following else x
     squares = _float32(x, parts, T) if following else x
     partials = _float32(x, parts, T, modules * R) if following else x
@@ -302,56 +325,64 @@ def add_and_shrink(
     pdl = overlaps_launches()
     _residual_kernel[len(tiles.tiles), parts](
         x, values, squares, partials, shrunk.partials, gain, low.weights, low.weights, source.b_offset, low.offset,
-        low.weights.stride(0), tiles.tiles, tiles.order, T, C, len(shrunk.partials),
-        ROWS=tiles.rows, COLUMNS=columns, R=R, MODULES=modules, AT_ONCE=_at_once(tiles, R), EXPAND=added is not None,
-        PREFETCH=modules * R * columns <= _MOST_PREFETCHED, PDL=pdl, num_warps=8, launch_pdl=pdl,
+        low.weights.stride(0), tiles.tiles, tiles.order, T, C, len(shrunk.partials), *prefetched(next_weight, x),
+        ROWS=tiles.rows, COLUMNS=_COLUMNS, R=R, MODULES=modules, AT_ONCE=_at_once(tiles), EXPAND=added is not None,
+        PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return (DeferredNorm(values, squares), Shrunk(partials, squares, eps)) if following else None
 
 
-def shrink(x: torch.Tensor, low: LowRank, tiles: AdapterTiles) -> Shrunk:
+def shrink(x: torch.Tensor, low: LowRank, tiles: AdapterTiles, next_weight: torch.Tensor | None = None) -> Shrunk:
     """Of one module whose input `x` [T, inputs] comes without a norm."""
     T, inputs = x.shape
-    columns, pdl = _columns(low), overlaps_launches()
-    parts = triton.cdiv(inputs, columns)
+    parts, pdl = triton.cdiv(inputs, _COLUMNS), overlaps_launches()
     partials = _float32(x, parts, T, low.most_rank)
     _shrink_kernel[len(tiles.tiles), parts](
         partials, x, low.weights, low.offset, low.weights.stride(0), tiles.tiles, tiles.order, T, inputs,
-        ROWS=tiles.rows, COLUMNS=columns, R=low.most_rank, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        *prefetched(next_weight, x),
+        ROWS=tiles.rows, COLUMNS=_COLUMNS, R=low.most_rank, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return Shrunk(partials)
 
 
-def expand(out: torch.Tensor, shrunk: Shrunk, low: LowRank, tiles: AdapterTiles) -> None:
+def expand(
+    out: torch.Tensor, shrunk: Shrunk, low: LowRank, tiles: AdapterTiles, next_weight: torch.Tensor | None = None
+) -> None:
     """Adds what three modules give, beside each other in `out` [T, outputs of all]."""
     assert shrunk.squares is not None
     first, second, third = low.outputs
-    columns = _columns(low)
-    places = sum(triton.cdiv(width, columns) for width in low.outputs)
+    places = sum(triton.cdiv(width, _COLUMNS) for width in low.outputs)
     parts, pdl = len(shrunk.partials), overlaps_launches()
     _expand_kernel[len(tiles.tiles), places](
         out, shrunk.partials, shrunk.squares, low.weights, low.b_offset, low.weights.stride(0), tiles.tiles,
-        tiles.order, len(out), low.inputs, parts, shrunk.eps, FIRST=first, SECOND=second, THIRD=third,
-        ROWS=tiles.rows, COLUMNS=columns, R=low.most_rank, PARTS=triton.next_power_of_2(parts),
-        AT_ONCE=_at_once(tiles, low.most_rank), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        tiles.order, len(out), low.inputs, parts, shrunk.eps, *prefetched(next_weight, out),
+        FIRST=first, SECOND=second, THIRD=third,
+        ROWS=tiles.rows, COLUMNS=_COLUMNS, R=low.most_rank, PARTS=triton.next_power_of_2(parts),
+        AT_ONCE=_at_once(tiles), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def swiglu(
-    gate_up: torch.Tensor, shrunk: Shrunk, low: LowRank, down: LowRank, tiles: AdapterTiles
+    gate_up: torch.Tensor,
+    shrunk: Shrunk,
+    low: LowRank,
+    down: LowRank,
+    tiles: AdapterTiles,
+    next_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Shrunk]:
     """SiLU(gate) * up [T, I] with what the adapters give to both, and its shrink for the down projection."""
     assert shrunk.squares is not None
     T, I = len(gate_up), low.outputs[0]  # noqa: E741
     inner = torch.empty((T, I), dtype=gate_up.dtype, device=gate_up.device)
-    columns = min(_INNER_ELEMENTS // tiles.rows, _FACTOR_ELEMENTS // (2 * low.most_rank))  # of two modules
+    columns = _INNER_ELEMENTS // tiles.rows
     into = _float32(gate_up, triton.cdiv(I, columns), T, down.most_rank)
     parts, pdl = len(shrunk.partials), overlaps_launches()
     _swiglu_kernel[len(tiles.tiles), len(into)](
         inner, into, gate_up, shrunk.partials, shrunk.squares, low.weights, down.weights, low.b_offset, down.offset,
         low.weights.stride(0), tiles.tiles, tiles.order, T, low.inputs, I, parts, shrunk.eps,
+        *prefetched(next_weight, gate_up),
         ROWS=tiles.rows, COLUMNS=columns, R=low.most_rank, PARTS=triton.next_power_of_2(parts),
-        AT_ONCE=_at_once(tiles, low.most_rank), PDL=pdl, num_warps=8, launch_pdl=pdl,
+        AT_ONCE=_at_once(tiles), PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return inner, Shrunk(into)
 
@@ -360,22 +391,5 @@ def _float32(like: torch.Tensor, *shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=like.device)
 
 
-def _columns(low: LowRank) -> int:
-    return min(_COLUMNS, _FACTOR_ELEMENTS // low.most_rank)
-
-
-def _at_once(tiles: AdapterTiles, most_rank: int) -> int:
-    return max(1, _PARTIALS_AT_ONCE // (tiles.rows * most_rank))
-
-
-def lora_reference(x: torch.Tensor, low: LowRank, slots_T: list[int], ranks: list[int]) -> torch.Tensor:
-    """What the adapters add to the outputs of a projection, float32 [T, outputs]. `ranks` are those of the slots."""
-    out = torch.zeros((len(x), sum(low.outputs)), dtype=torch.float32, device=x.device)
-    for token, slot in enumerate(slots_T):
-        if slot >= 0:
-            a, b = low.matrices(slot, ranks[slot])
-            halves = torch.split(b.float(), list(low.outputs))
-            out[token] = torch.cat(
-                [half @ (one.float() @ x[token].float()) for one, half in zip(a, halves, strict=True)]
-            )
-    return out
+def _at_once(tiles: AdapterTiles) -> int:
+    return _PARTIALS_AT_ONCE // (tiles.rows * RANK_STEP)

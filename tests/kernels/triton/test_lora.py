@@ -9,8 +9,9 @@ import torch
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.engine.executor import NO_ADAPTER, AdapterWeights
+from penstock.kernels.lora_reference import lora_reference
 from penstock.kernels.triton import lora
-from penstock.kernels.triton.lora import LowRank, add_and_shrink, expand, lora_reference, shrink, swiglu
+from penstock.kernels.triton.lora import LowRank, add_and_shrink, expand, shrink, swiglu
 from penstock.kernels.triton.norm import add_rms_norm_reference
 from penstock.runner import device_adapters
 from penstock.runner.device_adapters import AdapterShape, DeviceAdapters
