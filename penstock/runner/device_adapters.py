@@ -159,6 +159,7 @@ class DeviceAdapters:
         make = torch.empty if whole else torch.zeros
         packed = make((1, size), dtype=self._weights.dtype, pin_memory=self._device.type == "cuda")
 
+        @torch.inference_mode()  # as the caller may be, which is said for each thread
         def pack(name: str) -> None:
             (a, b), (low, module) = adapter.modules[name], self._places[name]
             a_all, b_all = low.within(packed).matrices(0, rank)
