@@ -14,7 +14,7 @@ from penstock.core.settings import check, convert_section
 from penstock.core.suggest import did_you_mean
 from penstock.engine.settings import EngineConfig
 from penstock.fleet.ray.settings import RayConfig, ResourcesConfig
-from penstock.fleet.settings import FailoverConfig, ModelConfig, RoutingConfig
+from penstock.fleet.settings import AdapterConfig, AdapterPaths, FailoverConfig, ModelConfig, RoutingConfig
 from penstock.gateway.settings import (
     ClassConfig,
     JwtConfig,
@@ -36,6 +36,9 @@ class Settings:
     model: str = field(default=DEFAULT_MODEL, metadata={"expected": "a name or a path"})
     replicas: int = 1  # worker processes that serve it
     standby: int = 0  # worker processes kept prepared, for each model
+    adapters: tuple[AdapterConfig, ...] = ()  # LoRA adapters of the one model
+    adapter_folder: str | None = None  # these two: of every model that does not say
+    adapter_paths: AdapterPaths = "folder"
     models: Mapping[str, ModelConfig] = field(  # in place of `model`, several of them by name
         default_factory=dict, metadata={"expected": "a mapping of names to models"}
     )
@@ -77,14 +80,29 @@ class Settings:
         check(price is None or 0 < price < 1e6, "machine_per_hour", "must be above 0")
         check_class("default_class", self.default_class, self.classes)
         check_class("tenant_defaults.default_class", self.tenant_defaults.default_class, self.classes)
+        self._check_adapters()
         for name, config in self.models.items():
             for setting, other in config.named_models().items():
                 self._check_named(f"models.{name}.{setting}", name, other)
         for name, tenant in self.tenants.items():
             check_class(f"tenants.{name}.default_class", tenant.default_class, self.classes)
 
+    def _check_adapters(self) -> None:
+        check(not (self.models and self.adapters), "adapters", "belongs to one of the models beside models")
+        taken = {name for model, config in self.models.items() for name in (model, *config.aliases)}
+        taken |= {self.server.served_model_name} if self.server.served_model_name else set()
+        for config in self.served.values():
+            for name in config.adapter_names:
+                check(name not in taken, "adapters", f"has {name!r}, which is the name of another model or adapter")
+                taken.add(name)
+
     def _check_named(self, where: str, entry: str, named: str) -> None:
-        real = [name for name, config in self.models.items() if not config.is_virtual]
+        """An adapter of the settings is as good as a model."""
+        served = [(name, config) for name, config in self.models.items() if not config.is_virtual]
+        adapters = [name for _, config in served for name in config.adapter_names]
+        if named in adapters:
+            return
+        real = [*(name for name, _ in served), *adapters]
         hint = f"{did_you_mean(named, real)}; there are: {', '.join(real)}"
         check(named in self.models, where, f"names {named!r}, which is not one of the models{hint}")
         check(named in real, where, f"must name a model with replicas, and {named!r} has versions or a cascade")
@@ -99,6 +117,9 @@ class Settings:
         name = self.server.served_model_name or ""
         one = ModelConfig(
             self.model,
+            adapters=self.adapters,
+            adapter_folder=self.adapter_folder,
+            adapter_paths=self.adapter_paths,
             replicas=self.replicas if self.autoscale is None else None,
             autoscale=self.autoscale,
             standby=self.standby,
@@ -142,9 +163,10 @@ def _with_defaults(model: Any, values: Mapping[str, Any]) -> Any:
     sections = ["engine", "routing", "failover", "resources"]
     if model.get("autoscale") is not None or (values.get("autoscale") is not None and not fixed):
         sections.append("autoscale")
-    merged = {"standby": values["standby"], **model} if "standby" in values else dict(model)
+    common = ["standby", "adapter_paths", *([] if model.get("upstreams") else ["adapter_folder"])]
+    merged = {**{name: values[name] for name in common if name in values}, **model}
     for section in sections:
-        common, own = values.get(section) or {}, model.get(section) or {}
-        if isinstance(common, dict) and isinstance(own, dict):
-            merged[section] = {**common, **own}
+        of_all, own = values.get(section) or {}, model.get(section) or {}
+        if isinstance(of_all, dict) and isinstance(own, dict):
+            merged[section] = {**of_all, **own}
     return merged

@@ -156,6 +156,18 @@ def test_environment_stands_between_flags_and_the_file(
         ({"tenant_defaults": {"default_class": "x"}}, r"^tenant_defaults\.default_class must be one of interactive"),
         ({"tenant_defaults": {"wait": 1}, "tenants": {"acme": {}}}, r"^tenant_defaults\.wait is not a setting"),
         ({"tenant_defaults": {"model_limits": {1: {}}}}, r"^tenant_defaults\.model_limits must be by names of models"),
+        ({"adapters": [{"name": "a b", "path": "p"}]}, r"^adapters\.0\.name must be up to 128 letters"),
+        ({"adapters": [{"name": "a"}]}, r"^adapters\.0\.path must be the adapter's folder$"),
+        ({"adapters": [{"name": "a", "path": "p"}] * 2}, "^adapters has 'a', which is the name of another"),
+        ({"adapters": [{"name": "a", "path": "p"}], "models": {"m": {}}}, "^adapters belongs to one of the models"),
+        ({"models": {"m": {"adapters": [{"name": "m", "path": "p"}]}}}, "^adapters has 'm', which is the name of"),
+        ({"models": {"m": {"adapter_paths": "all"}}}, r"^models\.m\.adapter_paths must be one of folder, any"),
+        (
+            {"models": {"m": {"adapter_folder": "f", "replicas": 0, "upstreams": [{"url": "http://h"}]}}},
+            "needs workers",
+        ),
+        ({"adapter_folder": "f", "engine": {"max_adapters": 0}}, "needs engine.max_adapters to be above 0"),
+        ({"models": {"m": {}, "v": {"versions": {"absent": 1}}}}, "names 'absent', which is not one of the models"),
         ({"prices": 1}, "^prices must be a mapping of model names to prices"),
         ({"prices": {"m": {"input": -1}}}, r"^prices\.m\.input must be between 0 and 1,000,000$"),
     ],
@@ -163,6 +175,15 @@ def test_environment_stands_between_flags_and_the_file(
 def test_errors_name_the_setting(values: object, message: str) -> None:
     with pytest.raises(StartupError, match=message):
         settings_from_mapping(values)
+
+
+def test_adapters_of_one_model_and_of_several() -> None:
+    one = settings_from_mapping({"adapters": [{"name": "a", "path": "p", "aliases": ["b"]}], "adapter_folder": "f"})
+    assert one.served[""].adapter_names == ["a", "b"]
+    assert one.served[""].adapter_folder == "f"
+    own, upstreams = {"adapter_folder": "g"}, {"upstreams": [{"url": "http://h"}]}
+    several = settings_from_mapping({"adapter_folder": "f", "models": {"m": {}, "n": own, "u": upstreams}})
+    assert [several.served[name].adapter_folder for name in "mnu"] == ["f", "g", None]
 
 
 def test_a_models_limits_win_over_the_general_ones() -> None:

@@ -49,12 +49,12 @@ class Answers(Protocol):
 
     async def answer(self, line: Line, body: bytes, journal: LineJournal) -> Attempt: ...
 
-    def models(self, tenant: str) -> Sequence[str]:
-        """Names that a tenant may use."""
+    async def models(self, tenant: str) -> Sequence[str]:
+        """Names of models and adapters that a tenant may use."""
         ...
 
-    def groups(self) -> Sequence[Sequence[str]]:
-        """The names of each engine's models."""
+    async def groups(self) -> Sequence[Sequence[str]]:
+        """The names of each engine's models and adapters."""
         ...
 
     def room(self, group: Sequence[str], running: int) -> int:
@@ -134,7 +134,7 @@ class BatchRunner:
             self._job = job
             self._spawn(self._work_on(job))
         if self.waiting and not self._answers.draining:
-            for group in self._answers.groups():
+            for group in await self._answers.groups():
                 await self._fill(group)
         try:
             async with asyncio.timeout(POLL_SECONDS):
@@ -221,7 +221,7 @@ class BatchRunner:
             job.kind,
             str(self._folder),
             job.batch.id,
-            list(self._answers.models(job.batch.tenant)),
+            list(await self._answers.models(job.batch.tenant)),
             self._config.max_lines,
             self._max_line_bytes,
             int(self._config.keep_days * 86400),

@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.Encoder().encode
 # All fields but those that say how soon and for whom to compute, not what, and those that `_digest` has in another
 # form. `n` is fanned out and `params.seed` mixed into the request's own before they come here.
 _APART = {"id", "prompt", "params", "seed", "priority", "objective", "deadline", "session", "tenant", "weight"}
-_APART |= {"cache", "prefix_scope", "common_tokens"}
+_APART |= {"cache", "prefix_scope", "common_tokens", "adapter"}
 _REQUEST = tuple(f.name for f in fields(GenerateRequest) if f.name not in _APART)
 _PARAMS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("n", "seed", "logit_bias"))
 
@@ -57,4 +57,6 @@ def _digest(
     seed = request.seed if params.seed is not None and not params.greedy else None
     bias = sorted(request.params.logit_bias.items())  # the order of a mapping means nothing
     asked = [getattr(params, name) for name in _PARAMS], [getattr(request, name) for name in _REQUEST]
-    return blake2b(_encode((kind, __version__, info, tenant, prompt, seed, bias, asked)), digest_size=32).digest()
+    adapter = None if request.adapter is None else request.adapter.digest  # wherever its files lie
+    key = (kind, __version__, info, tenant, prompt, seed, bias, adapter, asked)
+    return blake2b(_encode(key), digest_size=32).digest()

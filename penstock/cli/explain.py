@@ -133,6 +133,8 @@ def explanation(account: dict[str, Any]) -> Iterable[RenderableType]:
         f"{account['prompt_tokens']} tokens in ({account['cached_tokens']} cached), {account['output_tokens']} out"
         + (f"; tenant {account['tenant']}" if account["tenant"] else "")
     )
+    if adapter := account["adapter"]:
+        yield f"Adapter {adapter['name']} of {account['model']}, digest {adapter['digest']}."
     if account["why"]:
         yield f"Model {account['model']} for {account['asked']}: {account['why']}."
     for attempt in account["attempts"]:

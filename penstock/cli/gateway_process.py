@@ -25,6 +25,7 @@ from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.shared import BrokeredLauncher, RemoteControl, gateway_handlers
+from penstock.gateway.api.adapters import NamedAdapter
 from penstock.gateway.edge import Edge
 from penstock.gateway.http.listener import bind
 from penstock.observability.logging import configure_logging
@@ -86,7 +87,8 @@ async def serve(connection: socket.socket) -> int:
             channel.tell("ready", models, open)
 
         store, answers = (None, None) if told["own_store"] else (BrokeredStore(channel), BrokeredTier(channel))
-        shared = SharedParts(store, answers, RemoteControl(channel), OtherProcesses(channel), on_ready)
+        adapters = msgspec.convert(told["adapters"], list[NamedAdapter])
+        shared = SharedParts(store, answers, RemoteControl(channel), OtherProcesses(channel), adapters, on_ready)
         serving = asyncio.create_task(serve_fleets(settings, by_name, starts, listener, stack, local_launcher, shared))
         channel.closed.add_done_callback(lambda _: serving.cancel())  # the workers go with the launching process
         try:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from penstock import __version__
 from penstock.cli import (
+    adapters,
     batch,
     bench,
     chaos,
@@ -31,7 +32,8 @@ def make_parser() -> ArgumentParser:
     parser: ArgumentParser = Parser(prog="penstock", description="LLM serving that keeps a latency promise.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (serve, chat, check, quantize, bench, batch, explain, status, fleet, chaos, keys, usage, worker):
+    serving = (serve, chat, check, quantize, bench, batch, explain)
+    for command in (*serving, status, fleet, adapters, chaos, keys, usage, worker):
         command.add_parser(subparsers)
     completion.add_parser(subparsers, parser)
     return parser

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from penstock.cache.brokered import answer_handlers
 from penstock.cli.autoscaling import autoscalers, running
 from penstock.cli.serve import Place, announce, end_at_signals, label_of, launchers_on
+from penstock.cli.served_adapters import adapters_at_start
 from penstock.core.errors import Unavailable
 from penstock.fleet.build import own_launchers
 from penstock.fleet.channel import Channel, Handler
@@ -185,7 +186,8 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
         if not own_store:
             handlers |= store_handlers(await stack.enter_async_context(open_store(settings.state)))
             handlers |= answer_handlers(settings.cache.memory_mib)
-        welcome = {"settings": values, "port": port, "own_store": own_store}
+        adapters = await adapters_at_start(settings)
+        welcome = {"settings": values, "port": port, "own_store": own_store, "adapters": adapters}
         control.autoscalers = autoscalers(settings, fleets, control)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(ScalingMetrics(by_label.values(), control.autoscalers.values()))

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.fleet.fleet import Fleet
     from penstock.fleet.launcher import Launcher
     from penstock.fleet.settings import ModelConfig
+    from penstock.gateway.api.adapters import NamedAdapter
     from penstock.gateway.api.fleet import Control
     from penstock.gateway.api.models import ServedModel
     from penstock.gateway.api.siblings import Siblings
@@ -111,6 +112,7 @@ class SharedParts:
     answers: Tier | None  # None: the state has them
     control: Control
     siblings: Siblings
+    adapters: Sequence[NamedAdapter]  # that are there from the start
     on_ready: Callable[[Edge, FleetControl, AnswerCache, list[str], bool], None]
 
 
@@ -204,6 +206,7 @@ async def serve_fleets(
     from penstock.batches.place import open_batches
     from penstock.cache.build import open_cache
     from penstock.cli.autoscaling import autoscalers, running
+    from penstock.cli.served_adapters import adapters_at_start
     from penstock.fleet.control import FleetControl
     from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
@@ -215,13 +218,12 @@ async def serve_fleets(
     opening = open_store(settings.state) if shared is None or shared.store is None else nullcontext(shared.store)
     store = await stack.enter_async_context(opening)
     directory = await stack.enter_async_context(open_directory(settings, store))
-    common = None if shared is None else shared.answers
-    cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, common))
+    answers = None if shared is None else shared.answers
+    cache = await stack.enter_async_context(open_cache(settings.cache, settings.state, answers))
     batches = await stack.enter_async_context(open_batches(settings.batches, settings.state))
     models = [model async for model in _served_models(settings, fleets, cache)]
     configs = {fleets[name].model: config for name, config in settings.served.items()}
-    by_label = {fleet.model: fleet for fleet in fleets.values()}
-    own = FleetControl(by_label, configs, settings.server.log_level, new_launcher)
+    own = FleetControl({f.model: f for f in fleets.values()}, configs, settings.server.log_level, new_launcher)
     if shared is None:
         own.autoscalers = autoscalers(settings, fleets, own)
     app = create_app(
@@ -231,6 +233,7 @@ async def serve_fleets(
         collectors=[*cache.collectors, *fleet_metrics(fleets.values(), own.autoscalers.values())],
         control=own if shared is None else shared.control,
         siblings=None if shared is None else shared.siblings,
+        adapters=await adapters_at_start(settings) if shared is None else shared.adapters,
         cache=cache,
         batches=batches,
     )
@@ -238,30 +241,31 @@ async def serve_fleets(
     await stack.enter_async_context(running(own.autoscalers.values()))
     await stack.enter_async_context(running_batches(batches, app, directory))
 
-    virtual = [name for name, config in settings.models.items() if config.is_virtual]
+    virtual = (name for name, config in settings.models.items() if config.is_virtual)
+    names = [*(model.names[0] for model in models), *virtual]
 
     def on_ready(host: str, port: int) -> None:
-        names = [*(model.names[0] for model in models), *virtual]
         if shared is None:
             announce(host, port, names, directory.open)
         else:
             shared.on_ready(app, own, cache, names, directory.open)
 
     tune_interpreter()
-    warming = asyncio.create_task(app.long_requests.warm_up())
-    stack.callback(warming.cancel)
+    stack.callback(asyncio.create_task(app.long_requests.warm_up()).cancel)
     return await serve(app, listener, on_ready, settings.server.drain_seconds)
 
 
 async def _served_models(
     settings: Settings, fleets: Mapping[str, Fleet], cache: AnswerCache
 ) -> AsyncIterator[ServedModel]:
+    from penstock.cli.served_adapters import adapter_base
     from penstock.gateway.api.models import ServedModel
 
     for name, config in settings.served.items():
         checkpoint, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
         names = [name or checkpoint.name, *config.aliases]
-        yield ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer))
+        base = adapter_base(checkpoint, config, tokenizer)
+        yield ServedModel(names, tokenizer, cache.before(fleets[name], tokenizer), base)
 
 
 @asynccontextmanager

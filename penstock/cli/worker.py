@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from penstock.gateway.http.listener import bind
     from penstock.grammar.compiler import grammars_of
     from penstock.observability.logging import configure_logging
-    from penstock.worker.main import load, serve
+    from penstock.worker.main import adapters_of, load, serve
     from penstock.worker.protocol import Start
     from penstock.worker.remote import SECRET, Port
 
@@ -64,5 +64,6 @@ def run(args: argparse.Namespace) -> int:
     log.info("started: %s", listed(times.seconds))
     gateways = Port(listener, secret)
     grammars = grammars_of(scheduler.limits, settings.model)
-    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, settings.server.drain_seconds, grammars))
+    adapters, drain_seconds = adapters_of(executor, settings.engine), settings.server.drain_seconds
+    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, drain_seconds, grammars, adapters))
     return 0

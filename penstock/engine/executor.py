@@ -28,7 +28,7 @@ SAMPLED = -1  # in Step.tokens: the token this row sampled last, which only the 
 NO_ADAPTER = -1  # in RowSetup.adapter
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AdapterWeights:
     """A LoRA adapter in host memory. A linear module that it has adds (x @ A.T) @ B.T to its output."""
 
@@ -37,6 +37,10 @@ class AdapterWeights:
     # By the module's name in the checkpoint without ".weight", such as "model.layers.3.self_attn.q_proj":
     # A [rank, inputs] and B [outputs, rank], float32, the adapter's scale multiplied into B.
     modules: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes + b.nbytes for a, b in self.modules.values())
 
 
 class Adapters(Protocol):

@@ -17,7 +17,10 @@ from penstock.text.tool_calls.formats import ToolFormatName
 
 _WORKER = re.compile(r"(?:tcp|dns)://(\[[0-9a-fA-F:]+\]|[\w.-]+):([0-9]{1,5})")
 
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9][\w.:@+/-]{0,127}", re.ASCII)
+
 PolicyName = Literal["forecast", "latency", "round_robin"]
+AdapterPaths = Literal["folder", "any"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,21 @@ class FailoverConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """A LoRA adapter of a model, which clients name in `model` as they do the model itself."""
+
+    name: str = ""
+    path: str = ""  # the folder that PEFT wrote
+    aliases: tuple[str, ...] = ()  # other names that clients may use
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.aliases):
+            known = ADAPTER_NAME.fullmatch(name) is not None
+            check(known, "name", f"must be up to 128 letters, digits and any of . _ : @ + / -, not {name!r}")
+        check(bool(self.path), "path", "must be the adapter's folder")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A model, and the replicas that serve it: worker processes here, workers on other machines, other servers. Or a
     virtual model, with `versions` or a `cascade` in place of all that: its requests go to other models."""
@@ -97,6 +115,9 @@ class ModelConfig:
     upstreams: tuple[UpstreamConfig, ...] = ()  # other servers that have the same model
     devices: tuple[str, ...] = ()  # GPUs or MIG instances by id, for one replica after the other; default: all
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)  # of each replica on a Ray cluster
+    adapters: tuple[AdapterConfig, ...] = ()  # LoRA adapters, served from the start
+    adapter_folder: str | None = None  # every folder in it is an adapter of its name; more are loaded from there
+    adapter_paths: AdapterPaths = "folder"  # what may be loaded at run time; any: from wherever a request says
     tool_parser: ToolFormatName | Literal["auto", "none"] = "auto"  # of its tool calls; auto: as its template has them
     reasoning_parser: ReasoningFormatName | Literal["auto", "none"] = "auto"
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -123,6 +144,11 @@ class ModelConfig:
             check(known, "workers", f"must be as tcp://HOST:PORT or dns://NAME:PORT, not {worker!r}")
         some = self.local_replicas or self.workers or self.upstreams
         check(bool(some), "replicas", "must be at least 1 where there are no workers and no upstreams")
+        check_choice(self.adapter_paths, AdapterPaths, "adapter_paths")
+        if self.adapters or self.adapter_folder is not None:
+            setting = "adapters" if self.adapters else "adapter_folder"
+            check(bool(self.local_replicas or self.workers), setting, "needs workers: upstreams serve no adapters")
+            check(self.engine.max_adapters > 0, setting, "needs engine.max_adapters to be above 0")
 
     def _check_virtual(self) -> None:
         kind = "versions" if self.versions else "cascade"
@@ -135,6 +161,11 @@ class ModelConfig:
         for model, weight in self.versions.items():
             check(0 <= weight < float("inf"), f"versions.{model}", "must not be negative")
         check(not self.versions or sum(self.versions.values()) > 0, "versions", "must have a weight above 0")
+
+    @property
+    def adapter_names(self) -> list[str]:
+        """Of the adapters that it lists."""
+        return [name for adapter in self.adapters for name in (adapter.name, *adapter.aliases)]
 
     @property
     def is_virtual(self) -> bool:

@@ -11,6 +11,8 @@ from prometheus_client.registry import Collector
 from penstock.batches.place import Batches
 from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
+from penstock.gateway.api.adapter_endpoints import AdapterEndpoints
+from penstock.gateway.api.adapters import Adapters, NamedAdapter
 from penstock.gateway.api.batches import BatchEndpoints
 from penstock.gateway.api.caches import AnswerCache, CacheEndpoints, NoAnswerCache
 from penstock.gateway.api.chat import ChatCompletions
@@ -56,12 +58,13 @@ def create_app(
     collectors: Sequence[Collector] = (),
     control: Control | None = None,
     siblings: Siblings | None = None,
+    adapters: Sequence[NamedAdapter] = (),
     cache: AnswerCache | None = None,
     batches: Batches | None = None,
 ) -> Edge:
     """Without a directory there are the tenants of the settings, no keys, and nothing is remembered. `control` acts on
-    the replicas behind the models; `siblings` are other processes of the same server; `cache` is what stands before
-    the engines."""
+    the replicas behind the models; `siblings` are other processes of the same server; `adapters` are there from the
+    start; `cache` is what stands before the engines."""
     if not served or not all(model.names for model in served):
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
     traffic = Traffic()
@@ -72,12 +75,15 @@ def create_app(
     origins = Origins(settings.server)
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
-    models = Models([_model(model, settings, spend) for model in served], settings.models)
+    fixed = {each.name: each.model for each in adapters if each.source == "settings"}
+    models = Models([_model(model, settings, spend) for model in served], settings.models, fixed)
+    bases = {model.names[0]: model.adapter_base for model in served if model.adapter_base is not None}
     metrics.registry.register(ObjectiveMetrics({model.name: model.objectives for model in models.all}))
     _warn_of_other_models(settings, [name for model in models.all for name in model.names])
     texts = {name: model.text for name, model in models.by_name.items()}
     serving = Serving(
         models,
+        Adapters(directory.store, bases, adapters, models.by_name),
         texts,
         metrics,
         traffic,
@@ -142,6 +148,7 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         "tenant": auth.authenticate,
         "admin": auth.authenticate_admin,
         "metrics": auth.authenticate_metrics,
+        "operator": auth.authenticate_operator,
     }
     handlers = Handlers(
         chat=metered(directory.store, ChatCompletions(serving)),
@@ -151,6 +158,7 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         accounts=RequestEndpoints(parts.requests, siblings),
         admin=AdminEndpoints(serving, directory),
         fleet=FleetEndpoints(serving, parts.control),
+        adapters=AdapterEndpoints(serving),
         files=FileEndpoints(serving, parts.batches),
         batches=BatchEndpoints(serving, parts.batches, {endpoint.path for endpoint in ENDPOINTS}),
         caches=parts.caches,

@@ -27,14 +27,18 @@ class LineAnswers:
     def draining(self) -> bool:
         return self._edge.traffic.draining
 
-    def models(self, tenant: str) -> Sequence[str]:
+    async def models(self, tenant: str) -> Sequence[str]:
         found = self._tenant(tenant)
-        return [] if found is None else list(self._edge.serving.models.names(found))
+        await self._edge.serving.adapters.refresh()
+        return [] if found is None else self._edge.serving.names(found)
 
-    def groups(self) -> Sequence[Sequence[str]]:
-        """Virtual models are with the one that stands in for them."""
-        models = self._edge.serving.models
-        return [[name for name, found in models.by_name.items() if found is model] for model in models.all]
+    async def groups(self) -> Sequence[Sequence[str]]:
+        """Virtual models are with the one that stands in for them, adapters with the one that they change."""
+        models, adapters = self._edge.serving.models, self._edge.serving.adapters
+        await adapters.refresh()
+        engines = {name: model.name for name, model in models.by_name.items()}
+        engines |= {adapter.name: adapter.model for adapter in adapters.all()}
+        return [[name for name, engine in engines.items() if engine == model.name] for model in models.all]
 
     def room(self, group: Sequence[str], running: int) -> int:
         return 64 - running

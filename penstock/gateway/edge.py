@@ -211,6 +211,8 @@ def _log(
 def _log_account(account: Account) -> str:
     choice = account.choices[0]
     line = f" model={quoted(account.model)}" if account.why else ""
+    if account.adapter is not None:
+        line += f" adapter={quoted(account.adapter.name)}"
     line += f" class={quoted(account.objective)}"
     if choice.cache is not None:
         line += f" cache={quoted(choice.cache)}"

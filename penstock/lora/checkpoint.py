@@ -23,7 +23,7 @@ import numpy.typing as npt
 from penstock.checkpoint.safetensors_file import StoredTensor, stored_tensors
 from penstock.core.errors import StartupError
 from penstock.engine.executor import AdapterWeights
-from penstock.lora.config import SUPPORTED, AdapterConfig, invalid_adapter, parse_config
+from penstock.lora.config import SUPPORTED, PeftConfig, invalid_adapter, parse_config
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST_CONFIG_BYTES = 2**20
@@ -56,7 +56,7 @@ class AdapterModule:
 class AdapterSummary:
     """What is in an adapter's folder, without its weights."""
 
-    config: AdapterConfig
+    config: PeftConfig
     modules: Mapping[str, AdapterModule]  # by the module's name in the base model's checkpoint
     weight_bytes: int
     dtypes: tuple[str, ...]
@@ -71,7 +71,7 @@ def summarize_adapter(folder: str | Path) -> AdapterSummary:
     """Configuration and header, both checked. Of the weights nothing is read."""
     config = _read_config(Path(folder))
     path = Path(folder) / WEIGHTS
-    with _open(path, MOST_WEIGHT_BYTES) as file:
+    with open_file(path, MOST_WEIGHT_BYTES) as file:
         size = os.fstat(file.fileno()).st_size
         tensors = _stored(file, size, path)
     pairs = _pairs(tensors, config, path)
@@ -82,7 +82,7 @@ def summarize_adapter(folder: str | Path) -> AdapterSummary:
 def adapter_digest(folder: str | Path) -> str:
     """The digest that `read_adapter` gives for the same content. Streams the file: 80 MB take some 30 ms."""
     config = _read_config(Path(folder))
-    with _open(Path(folder) / WEIGHTS, MOST_WEIGHT_BYTES) as file:
+    with open_file(Path(folder) / WEIGHTS, MOST_WEIGHT_BYTES) as file:
         number = file.fileno()
         return _digest(config, os.fstat(number).st_size, lambda start: os.pread(number, PIECE_BYTES, start))
 
@@ -90,7 +90,7 @@ def adapter_digest(folder: str | Path) -> str:
 def read_adapter(folder: str | Path) -> AdapterWeights:
     config = _read_config(Path(folder))
     path = Path(folder) / WEIGHTS
-    with _open(path, MOST_WEIGHT_BYTES) as file:
+    with open_file(path, MOST_WEIGHT_BYTES) as file:
         data = file.read()
     view = memoryview(data)
     digest = _digest(config, len(data), lambda start: view[start : start + PIECE_BYTES])
@@ -108,7 +108,7 @@ def read_adapter(folder: str | Path) -> AdapterWeights:
     return AdapterWeights(digest, max(a.shape[0] for a, _ in modules.values()), modules)
 
 
-def _digest(config: AdapterConfig, size: int, piece: Callable[[int], bytes | memoryview]) -> str:
+def _digest(config: PeftConfig, size: int, piece: Callable[[int], bytes | memoryview]) -> str:
     """A hash over hashes of pieces: hashlib releases the GIL, so several cores work on one adapter."""
     whole = sha256(config.identity() + b"\0" + str(size).encode())
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -117,13 +117,13 @@ def _digest(config: AdapterConfig, size: int, piece: Callable[[int], bytes | mem
     return whole.hexdigest()[:32]
 
 
-def _read_config(folder: Path) -> AdapterConfig:
+def _read_config(folder: Path) -> PeftConfig:
     path = folder / CONFIG
-    with _open(path, MOST_CONFIG_BYTES) as file:
+    with open_file(path, MOST_CONFIG_BYTES) as file:
         return parse_config(file.read(MOST_CONFIG_BYTES), path)
 
 
-def _open(path: Path, most_bytes: int) -> BinaryIO:
+def open_file(path: Path, most_bytes: int) -> BinaryIO:
     """A regular file of a sane size; a pipe in its place does not block."""
     try:
         file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
@@ -145,9 +145,7 @@ def _stored(file: BinaryIO, size: int, path: Path) -> list[StoredTensor]:
         raise invalid_adapter(error.message) from error
 
 
-def _pairs(
-    tensors: list[StoredTensor], config: AdapterConfig, path: Path
-) -> dict[str, tuple[StoredTensor, StoredTensor]]:
+def _pairs(tensors: list[StoredTensor], config: PeftConfig, path: Path) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     """A and B of each module, with shapes that belong together and the rank of the configuration."""
     halves: dict[str, dict[str, StoredTensor]] = {_A: {}, _B: {}}
     for tensor in tensors:

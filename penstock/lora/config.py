@@ -63,7 +63,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterConfig:
+class PeftConfig:
     rank: int
     alpha: float
     rslora: bool
@@ -85,7 +85,7 @@ class AdapterConfig:
         return json.dumps([self.rank, self.alpha, self.rslora, *patterns]).encode()
 
 
-def parse_config(raw: bytes, path: Path) -> AdapterConfig:
+def parse_config(raw: bytes, path: Path) -> PeftConfig:
     try:
         fields = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -110,7 +110,7 @@ def parse_config(raw: bytes, path: Path) -> AdapterConfig:
     if not _number(alpha):
         raise invalid_adapter(f"{path}: lora_alpha must be a number, not {alpha!r}")
     targets = fields.get("target_modules") or []
-    return AdapterConfig(
+    return PeftConfig(
         rank=rank,
         alpha=float(alpha),
         rslora=bool(fields.get("use_rslora")),

@@ -73,5 +73,5 @@ def check_fit(modules: Mapping[str, AdapterModule], base: Projections, max_rank:
             )
         if module.rank > max_rank:
             raise invalid_adapter(
-                f"the adapter's rank is {module.rank} at {name}; supported: up to {max_rank}, by engine.max_lora_rank"
+                f"the adapter's rank is {module.rank} at {name}; supported: up to {max_rank} (engine.max_adapter_rank)"
             )

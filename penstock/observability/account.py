@@ -44,6 +44,13 @@ class Attempt(Struct, kw_only=True):
     output_tokens: int  # that it had given by then; they are not charged
 
 
+class AdapterAccount(Struct):
+    """The LoRA adapter that a model computed with."""
+
+    name: str
+    digest: str
+
+
 class Account(Struct, kw_only=True):
     id: str  # ours; the client's own is `request_id`
     request_id: str
@@ -52,6 +59,7 @@ class Account(Struct, kw_only=True):
     endpoint: str
     asked: str  # what the client called the model
     model: str  # that answered
+    adapter: AdapterAccount | None = None
     why: str = ""  # a phrase for people: why that one; empty if it is the one that was asked for
     status: int
     error: str | None

@@ -8,15 +8,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from penstock.engine.executor import (
-    SAMPLED,
-    AdapterWeights,
-    HostMemory,
-    Step,
-    StepResult,
-    TokenMask,
-    by_sequence,
-)
+from penstock.engine.executor import SAMPLED, AdapterWeights, HostMemory, Step, StepResult, TokenMask, by_sequence
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.kernels.native.shape import adapter_modules
 from penstock.runner.host_rows import HostRows

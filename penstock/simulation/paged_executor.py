@@ -112,11 +112,12 @@ class PagedExecutor:
         cached = [self._slots[self._slot(row, position)] for position in range(end)] if samples else []
         context, adapter = [token for token, _ in cached], self._adapter(row)
         assert all(used == adapter for _, used in cached), "KV was computed with another adapter"
+        seed = seed_with(setup.seed, adapter)
         for depth, length in enumerate(range(end - samples + 1, end + 1)):
             early = length - setup.prompt_len < setup.params.min_tokens
             forbidden = setup.stop_ids if early else ()
             allowed = range(VOCAB) if mask is None else _tokens_of(np.atleast_2d(mask)[depth])
-            token = next_token(context[:length], setup.prompt_len, seed_with(setup.seed, adapter), forbidden, allowed)
+            token = next_token(context[:length], setup.prompt_len, seed, forbidden, allowed)
             assert self._outputs[row] == context[setup.prompt_len : length], "penalties would count other tokens"
             self._outputs[row].append(token)
             sampled.append(token)

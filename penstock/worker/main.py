@@ -26,10 +26,11 @@ from penstock.core.errors import PenstockError
 from penstock.core.machine import lower_priority, process_began
 from penstock.core.start_times import StartTimes
 from penstock.engine.calibration import calibrate
-from penstock.engine.executor import LoadedExecutor
+from penstock.engine.executor import Adapters, LoadedExecutor
 from penstock.engine.grammar import Grammars
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.settings import EngineConfig
 from penstock.grammar.compiler import grammars_of
 from penstock.observability.logging import configure_logging
 from penstock.worker.control import Control
@@ -85,8 +86,8 @@ def main() -> int:
         listener = socket.socket(fileno=int(sys.argv[2]))
         listener.set_inheritable(False)
         gateways = Everywhere(control, Port(listener, wanted.secret, LEASE_SECONDS))
-    grammars = grammars_of(scheduler.limits, wanted.model)
-    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, grammars=grammars))
+    grammars, adapters = grammars_of(scheduler.limits, wanted.model), adapters_of(executor, wanted.engine)
+    asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, grammars=grammars, adapters=adapters))
     return 0
 
 
@@ -127,6 +128,15 @@ def load(wanted: Start, times: StartTimes) -> tuple[Scheduler, LoadedExecutor, E
     return scheduler, executor, info
 
 
+def adapters_of(executor: LoadedExecutor, config: EngineConfig) -> Adapters | None:
+    """LoRA adapters in host memory, if the executor computes with any."""
+    from penstock.lora.host_memory import HostAdapters
+
+    if not executor.adapter_modules:
+        return None
+    return HostAdapters(executor.adapter_modules, config.max_adapter_rank, int(config.adapter_memory_gib * 2**30))
+
+
 async def serve(
     scheduler: Scheduler,
     executor: LoadedExecutor,
@@ -135,11 +145,12 @@ async def serve(
     start_seconds: Mapping[str, float],
     drain_seconds: float = 0.0,
     grammars: Grammars | None = None,
+    adapters: Adapters | None = None,
 ) -> None:
     """Run the engine for its gateways, until there will be none any more or SIGTERM comes. Gateways are told how long
     the phases of the start took. Requests that are under way at SIGTERM may take `drain_seconds` more."""
     server, stopped = WorkerServer(), asyncio.Event()
-    engine = server.engine = EngineLoop(scheduler, executor, server.emit, grammars)
+    engine = server.engine = EngineLoop(scheduler, executor, server.emit, grammars, adapters)
     server.info, server.start_seconds = info, start_seconds
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     gc.collect()

@@ -9,8 +9,8 @@ from typing import cast
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import Failure, PenstockError, Unavailable
-from penstock.core.request import Chunk, GenerateRequest, Grammar, failed
-from penstock.engine.grammar import Grammars
+from penstock.core.request import Chunk, GenerateRequest, failed
+from penstock.engine.executor import AdapterWeights
 from penstock.engine.loop import EngineLoop
 from penstock.worker.protocol import (
     DEAD_AFTER_HEARTBEATS,
@@ -39,7 +39,7 @@ class WorkerServer:
         self._asyncio = asyncio.get_running_loop()
         self._gateways: set[GatewayConnection] = set()
         self._owners: dict[str, GatewayConnection] = {}  # of the requests in progress
-        self._compiling: dict[str, asyncio.Task[None]] = {}  # their grammars, before they are submitted
+        self._preparing: dict[str, asyncio.Task[AdapterWeights | None]] = {}  # those that are not submitted yet
         self._idle = asyncio.Event()  # set when the last request ends
         self._draining = False
         self._heartbeats = asyncio.create_task(self._send_heartbeats())
@@ -81,8 +81,8 @@ class WorkerServer:
         try:
             if request.id in self._owners:
                 raise PenstockError(f"request id {request.id!r} is in use")
-            if request.params.grammar is not None and self.engine.grammars is not None:
-                self._compile_first(gateway, request, request.params.grammar, self.engine.grammars)
+            if request.params.grammar is not None or request.adapter is not None:
+                self._prepare_first(gateway, request)
             else:
                 self.engine.submit(request)
         except PenstockError as error:
@@ -90,15 +90,14 @@ class WorkerServer:
         else:
             self._owners[request.id] = gateway
 
-    def _compile_first(
-        self, gateway: GatewayConnection, request: GenerateRequest, grammar: Grammar, grammars: Grammars
-    ) -> None:
-        """Compile its grammar on another thread, then submit it, unless it was aborted meanwhile."""
-        compiling = asyncio.create_task(asyncio.to_thread(grammars.compile, grammar))
-        self._compiling[request.id] = compiling
+    def _prepare_first(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
+        """Compile its grammar and read its adapter on another thread, then submit it, unless it was aborted
+        meanwhile."""
+        preparing = asyncio.create_task(asyncio.to_thread(self._prepare, request))
+        self._preparing[request.id] = preparing
 
-        def compiled(done: asyncio.Task[None]) -> None:
-            del self._compiling[request.id]
+        def prepared(done: asyncio.Task[AdapterWeights | None]) -> None:
+            del self._preparing[request.id]
             if self._owners.get(request.id) is not gateway:
                 return
             if done.cancelled():
@@ -106,22 +105,31 @@ class WorkerServer:
                 self._emit([failed(request.id, "abort", aborted, None)])
                 return
             try:
-                done.result()
+                done.result()  # the adapter: it stays in host memory while the task refers to it
                 self.engine.submit(request)
             except PenstockError as error:
                 del self._owners[request.id]
                 gateway.write(frame(Refused(request.id, Failure.of(error))))
                 self._idle_if_done()
 
-        compiling.add_done_callback(compiled)
+        preparing.add_done_callback(prepared)
+
+    def _prepare(self, request: GenerateRequest) -> AdapterWeights | None:
+        """What takes long, done so that `submit` finds it at hand."""
+        engine, grammar = self.engine, request.params.grammar
+        if grammar is not None and engine.grammars is not None:
+            engine.grammars.compile(grammar)
+        if request.adapter is not None and engine.adapters is not None:
+            return engine.adapters.get(request.adapter)
+        return None
 
     def abort(self, gateway: GatewayConnection, request_id: str) -> None:
         if self._owners.get(request_id) is gateway:
             self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
-        if request_id in self._compiling:
-            self._compiling[request_id].cancel()
+        if request_id in self._preparing:
+            self._preparing[request_id].cancel()
         else:
             self.engine.abort(request_id)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from penstock.cache.key import answer_key, bucket_key
 from penstock.core.engine import EngineInfo
-from penstock.core.request import CacheControl, GenerateRequest, Objective, SamplingParams, SimilarPrompt
+from penstock.core.request import Adapter, CacheControl, GenerateRequest, Objective, SamplingParams, SimilarPrompt
 
 INFO = EngineInfo("model", 100, 1000, "revision")
 REST = SimilarPrompt("text", b"rest")
@@ -45,6 +45,7 @@ requests = st.builds(
     tenant=st.text(max_size=4),
     prefix_scope=st.text(max_size=4),
     common_tokens=st.integers(0, 9),
+    adapter=st.none() | st.builds(Adapter, digest=st.text(max_size=4), folder=st.text(max_size=4)),
 )
 # Fields that say when and for whom to compute, not what. `n` and the client's seed have become choices and their seeds.
 SILENT = {"id", "priority", "objective", "deadline", "weight", "cache", "prefix_scope", "common_tokens"}
@@ -55,6 +56,7 @@ def meaning(request: GenerateRequest) -> tuple[Any, ...]:
     """Everything that changes the answer, compared by value and independently of how keys are made."""
     own = {f.name: getattr(request, f.name) for f in fields(request) if f.name not in SILENT | {"params", "seed"}}
     sampling = {f.name: getattr(request.params, f.name) for f in fields(SamplingParams) if f.name not in SILENT_PARAMS}
+    own["adapter"] = None if request.adapter is None else request.adapter.digest
     seed = None if request.params.greedy else request.seed
     return list(own.pop("prompt")), own, sampling, seed
 

@@ -16,6 +16,7 @@ from penstock.batches.settings import BatchesConfig
 from penstock.cache.build import open_cache
 from penstock.cache.settings import CacheConfig
 from penstock.core.request import GenerateRequest
+from penstock.gateway.api.adapters import AdapterBase, NamedAdapter
 from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
 from penstock.gateway.batch_lines import running_batches
@@ -91,8 +92,11 @@ def serving(
     *,
     cached: bool = False,
     beside: Sequence[ServedModel] = (),
+    adapter_base: AdapterBase | None = None,
+    adapters: Sequence[NamedAdapter] = (),
 ) -> Iterator[Gateway]:
-    """`beside`: further models of the same gateway."""
+    """`beside`: further models of the same gateway. `adapters` of the first one, which takes those that its base
+    does."""
     engine = ScriptedEngine(tokenizer, lambda request: [])
     settings = settings or Settings(server=ServerConfig(max_body_mib=0.25))
     gateway = Gateway(engine, tokenizer)
@@ -113,9 +117,14 @@ def serving(
             open_batches(settings.batches, settings.state or "memory") as batches,
         ):
             gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
-            model = ServedModel([MODEL, "org/alias"], tokenizer, answers.before(engine, tokenizer))
+            model = ServedModel([MODEL, "org/alias"], tokenizer, answers.before(engine, tokenizer), adapter_base)
             app = create_app(
-                [model, *beside], settings, directory=directory, collectors=answers.collectors, batches=batches
+                [model, *beside],
+                settings,
+                directory=directory,
+                collectors=answers.collectors,
+                adapters=adapters,
+                batches=batches,
             )
             gateway.edge = app
             async with running_batches(batches, app, directory):

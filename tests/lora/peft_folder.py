@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from penstock.lora.fit import Projections
+from penstock.lora.fit import DecoderShape, Projections, projections
 
 PREFIX = "base_model.model."
+MODEL: DecoderShape = SimpleNamespace(
+    hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, moe=None
+)
+BASE = projections(MODEL)
 
 
 def write_adapter(

@@ -18,13 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from penstock.core.errors import InvalidRequest
 from penstock.lora.checkpoint import adapter_digest, read_adapter, summarize_adapter
-from penstock.lora.fit import DecoderShape, check_fit, modules_of, projections
-from tests.lora.peft_folder import PREFIX, write_adapter
+from penstock.lora.fit import check_fit, modules_of, projections
+from tests.lora.peft_folder import BASE, MODEL, PREFIX, write_adapter
 
-MODEL: DecoderShape = SimpleNamespace(
-    hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, moe=None
-)
-BASE = projections(MODEL)
 Q0, DOWN0 = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 WEIGHTS = "adapter_model.safetensors"
 

@@ -33,6 +33,8 @@ class Capabilities:
     def refusal(self, request: GenerateRequest) -> PenstockError | None:
         """Why an upstream must not be asked this. Another engine may be able to, so it is known before sending."""
         params = request.params
+        if request.adapter is not None:
+            return InvalidRequest("LoRA adapters are served by workers, not by this upstream", param="model")
         if request.output and not self.continuation:
             return Unavailable("this upstream cannot continue what another engine began", code="continuation")
         if params.logprobs is not None and not self.logprobs:

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from penstock.core.errors import DeadlineExceeded
 from penstock.core.request import Objective
+from penstock.gateway.api.adapters import NamedAdapter
 from penstock.gateway.api.models import Model
 from penstock.gateway.tenancy.tenants import Tenant
 
@@ -20,11 +21,17 @@ class Context(Struct, frozen=True, kw_only=True):
     tenant: Tenant
     asked: str  # what the client called the model
     model: Model  # that is to answer
+    adapter: NamedAdapter | None = None  # the LoRA adapter that the model computes with
     why: str  # a phrase for people: why this one; empty if it is the one that was asked for
     session: str  # requests of one session should meet on one replica; empty: none
     objective: Objective
     deadline: float | None  # seconds after arrival
     output_asked: bool  # whether the client said how many tokens it wants
+
+    @property
+    def answered_by(self) -> str:
+        """What clients call the model or adapter that is to answer."""
+        return self.model.name if self.adapter is None else self.adapter.name
 
     def remaining(self) -> float | None:
         """Seconds from now to the deadline; raises when it has passed."""

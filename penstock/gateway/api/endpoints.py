@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.gateway.api import adapter_endpoints as lora
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.batches import BatchEndpoints, BatchList, BatchObject, NewBatch
 from penstock.gateway.api.caches import CacheEndpoints, Caches, Flushed
@@ -34,7 +35,9 @@ from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, New
 from penstock.observability.account import Account
 
 Schema = dict[str, Any]
-Access = Literal["public", "tenant", "admin", "metrics"]  # whose key is needed; metrics: an administrator's, or none
+# Whose key is needed. metrics: an administrator's, or none while there are no tenants; operator: the same, but without
+# tenants only for this machine.
+Access = Literal["public", "tenant", "admin", "metrics", "operator"]
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
 HTML, STYLES, SCRIPT, IMAGE = "text/html", "text/css", "text/javascript", "image/svg+xml"
@@ -67,6 +70,7 @@ class Handlers:
     accounts: RequestEndpoints
     admin: AdminEndpoints
     fleet: FleetEndpoints
+    adapters: lora.AdapterEndpoints
     caches: CacheEndpoints
     live: Live
     web: WebEndpoints
@@ -240,6 +244,25 @@ ENDPOINTS = (
         lambda h: h.text.detokenize,
         types.Detokenized,
         types.DetokenizeRequest,
+    ),
+    Endpoint("GET", "/v1/lora_adapters", "operator", "All adapters", lambda h: h.adapters.all, lora.AdapterList),
+    Endpoint(
+        "POST",
+        "/v1/load_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter, in place of another one if the name is taken",
+        lambda h: h.adapters.load,
+        lora.Loaded,
+        lora.LoadAdapter,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter no longer",
+        lambda h: h.adapters.unload,
+        lora.Unloaded,
+        lora.UnloadAdapter,
     ),
     Endpoint("GET", "/admin/tenants", "admin", "All tenants", lambda h: h.admin.tenants, ObjectList),
     Endpoint(

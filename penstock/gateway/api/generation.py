@@ -102,8 +102,7 @@ async def build_choices(
     deadline, tenant = context.remaining(), context.tenant
     tokenizer, prefixes = context.model.text.tokenizer, context.model.prefixes
     control, journal = cache_control(request), request.journal
-    choices: list[Choice] = []
-    scores = 0
+    choices, scores = list[Choice](), 0
     for position, (prompt, params) in enumerate(prompts):
         if position % SLICE == SLICE - 1:
             await asyncio.sleep(0)
@@ -113,11 +112,12 @@ async def build_choices(
             require(scores <= MAX_SCORES, "prompt_logprobs", TOO_MANY_SCORES)
         common_tokens = prefixes.common_tokens(prompt.token_ids)
         for number in range(params.n):
-            resumed = None if journal is None else resume(journal, context.model.engine.info, params, len(choices))
+            resumed = None if journal is None else resume(journal, context, params, len(choices))
             wanted = GenerateRequest(
                 id=f"{context.id}-{len(choices)}",
                 prompt=prompt.token_ids,
                 params=params,
+                adapter=None if context.adapter is None else context.adapter.adapter,
                 seed=choice_seed(params.seed, number) if resumed is None else resumed.seed(number),
                 output=() if resumed is None else resumed.output,
                 priority=body.priority or 0,
@@ -164,7 +164,7 @@ class Generation:
         self.attempts: list[Attempt] = []  # by models whose answers were discarded before this one
         self.final_usage: Usage | None = None  # when all has been generated
         if context.why:
-            response.headers[MODEL] = quote(context.model.name, safe="/:@+ ").encode()
+            response.headers[MODEL] = quote(context.answered_by, safe="/:@+ ").encode()
 
     async def run(self, emit: Emit | None = None) -> None:
         """Returns when every choice has finished. If one fails or the client leaves, all are aborted in the engine.
@@ -332,6 +332,7 @@ class Generation:
             endpoint=context.endpoint,
             asked=context.asked,
             model=context.model.name,
+            adapter=None if context.adapter is None else context.adapter.account,
             why=context.why if self.trial is None else self.trial.verdict,
             status=status,
             error=error,
@@ -352,7 +353,7 @@ class Generation:
         begun = min((choice.submitted for choice in self.choices if choice.submitted is not None), default=None)
         seconds = 0.0 if begun is None else time.monotonic() - begun
         return Attempt(
-            model=self.context.model.name,
+            model=self.context.answered_by,
             why=why,
             seconds=seconds,
             output_tokens=sum(choice.stream.output_tokens for choice in self.choices),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from penstock.core.engine import ServedEngine
 from penstock.core.errors import StartupError
 from penstock.fleet.settings import ModelConfig
+from penstock.gateway.api.adapters import AdapterBase
 from penstock.gateway.api.objectives import Objectives
 from penstock.gateway.api.reading import Bounds, ModelText, model_not_found
 from penstock.gateway.tenancy.limits import Metering
@@ -24,6 +25,7 @@ class ServedModel:
     names: Sequence[str]  # what clients may put in `model`; the first is the canonical one, the others are aliases
     tokenizer: Tokenizer
     engine: ServedEngine
+    adapter_base: AdapterBase | None = None  # None: it takes no LoRA adapters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,8 +83,14 @@ class Entry(NamedTuple):
 class Models:
     """All models that are served. The first one stands in where a request need not name any."""
 
-    def __init__(self, models: Sequence[Model], configs: Mapping[str, ModelConfig] | None = None) -> None:
-        """`configs`: the models of the settings, among them the virtual ones."""
+    def __init__(
+        self,
+        models: Sequence[Model],
+        configs: Mapping[str, ModelConfig] | None = None,
+        adapters: Mapping[str, str] | None = None,
+    ) -> None:
+        """`configs`: the models of the settings, among them the virtual ones. `adapters`: the LoRA adapters of the
+        settings, which virtual models may name, with the names of their models."""
         self.all = tuple(models)
         self.by_name: dict[str, Model] = {}
         self.routed: dict[str, Entry] = {}  # by all their names, those whose requests also go to other models
@@ -91,7 +99,8 @@ class Models:
             self._add(model.names, model)
         for name, config in (configs or {}).items():
             if config.is_virtual:
-                self._add((name, *config.aliases), self.by_name[_stand_in(config)])
+                stand_in = _stand_in(config)
+                self._add((name, *config.aliases), self.by_name[(adapters or {}).get(stand_in, stand_in)])
         for name, config in (configs or {}).items():
             if config.is_virtual or config.shadow is not None:
                 self.routed |= dict.fromkeys((name, *config.aliases), Entry(name, config))

@@ -319,6 +319,9 @@ class ModelCard(Struct):
     classes: dict[str, ClassCard]
     tool_parser: str | None  # the format of its tool calls, and of its reasoning
     reasoning_parser: str | None
+    root: str  # the model's first name; of a LoRA adapter that of the model it changes
+    parent: str | None = None  # of a LoRA adapter: the model it changes
+    digest: str | UnsetType = UNSET  # of a LoRA adapter: what it is known by, whatever its name
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
 

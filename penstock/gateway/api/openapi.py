@@ -45,16 +45,20 @@ class OpenApi:
             serving = self._serving
             classes = serving.models.all[0].objectives.known  # the settings name them, for all models
             vocab_size = max(model.engine.info.vocab_size for model in serving.models.all)
-            self._body = encode_json(document(list(serving.models.by_name), vocab_size, classes))
+            names = list(serving.models.by_name)
+            self._body = encode_json(document(names, vocab_size, classes, adapters=bool(serving.adapters)))
         await response.send(200, self._body)
 
 
-def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]) -> Schema:
+def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str], *, adapters: bool = False) -> Schema:
+    """`adapters`: models may also be LoRA adapters, whose names change and are not for everybody."""
     used = [kind for endpoint in ENDPOINTS for kind in (endpoint.body, endpoint.answer) if kind is not None]
     found, components = msgspec.json.schema_components([*used, ErrorBody], ref_template="#/components/schemas/{name}")
     schemas = dict(zip(map(id, [*used, ErrorBody]), found, strict=True))
     for name in ("ChatRequest", "CompletionRequest"):
-        _refine(components[name]["properties"], model_names, vocab_size)
+        _refine(components[name]["properties"], vocab_size)
+        known = {"type": "string", "examples": list(model_names)} if adapters else {"enum": list(model_names)}
+        components[name]["properties"]["model"] = known
         tiers = [*classes, "auto", "default", *(tier for tier, of in OPENAI_TIERS.items() if of in classes)]
         components[name]["properties"]["service_tier"] = {"enum": [*tiers, None], "default": None}
     components["Message"]["properties"]["role"] = {"enum": list(ROLES)}
@@ -76,8 +80,7 @@ def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]
     }
 
 
-def _refine(properties: Schema, model_names: Sequence[str], vocab_size: int) -> None:
-    properties["model"] = {"enum": list(model_names)}
+def _refine(properties: Schema, vocab_size: int) -> None:
     token = {"type": "integer", "minimum": 0, "exclusiveMaximum": vocab_size}
     tokens = {"type": "array", "items": token, "maxItems": types.MAX_TOKEN_LIST}
     properties["stop_token_ids"] = {"anyOf": [tokens, {"type": "null"}], "default": None}

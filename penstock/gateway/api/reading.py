@@ -106,6 +106,9 @@ class Bounds(NamedTuple):
         return ContextTooLong(f"{param}: the prompt has {count} tokens, but {why}; shorten the prompt", param=param)
 
 
+_NONE: Mapping[str, str] = {}
+
+
 class Terms(NamedTuple):
     """What a reader must know of the models and of the tenant."""
 
@@ -114,11 +117,16 @@ class Terms(NamedTuple):
     semantic: bool = False  # whether prompts of the same meaning may share an answer
     ignore_unknown: bool = False  # fields that nobody here knows
     read_for: str | None = None  # the model that is to answer, where that is another than the request names
+    adapters: Mapping[str, str] = _NONE  # LoRA adapters that the tenant may use, with the names of their models
 
-    def bounds_of(self, model: str) -> Bounds:
-        if model not in self.allowed:
-            raise model_not_found(model, self.allowed)
-        return self.bounds[model]
+    def base_of(self, name: str) -> str:
+        """The model that an adapter changes, or the model itself."""
+        return self.adapters.get(name, name)
+
+    def bounds_of(self, name: str) -> Bounds:
+        if name not in self.allowed and name not in self.adapters:
+            raise model_not_found(name, [*self.allowed, *self.adapters])
+        return self.bounds[self.base_of(name)]
 
     @property
     def default_model(self) -> str:

@@ -1,6 +1,7 @@
 """Which part of a request may be matched by its meaning: the last user message of a chat, or the text of a prompt.
 
 All the rest of the body must be equal: system prompt, earlier turns, tools, every parameter, and those added later.
+Which model answers, and with which adapter, is compared by what they are, in `cache/key.py`, not by their names.
 """
 
 from __future__ import annotations
@@ -31,6 +32,6 @@ def similar_completion(body: CompletionRequest, text: str) -> SimilarPrompt | No
 
 
 def _rest(body: ChatRequest | CompletionRequest) -> bytes:
-    silent = dict.fromkeys((*IGNORED, "stream", "stream_options", "priority"))
+    silent = dict.fromkeys((*IGNORED, "stream", "stream_options", "priority", "model"))
     plain = msgspec.structs.replace(body, **silent)
     return blake2b(_encode((type(body).__name__, plain)), digest_size=32).digest()

@@ -12,10 +12,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from penstock.core.errors import NotFound, Unavailable
 from penstock.fleet.versions import assigned_version
+from penstock.gateway.api.adapters import Adapters, NamedAdapter
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.models import Entry, Models, TenantBounds
+from penstock.gateway.api.models import Entry, Model, Models, TenantBounds
 from penstock.gateway.api.objectives import deadline
 from penstock.gateway.api.openai_types import SUPPORTED_VALUES, SamplingFields
 from penstock.gateway.api.reading import (
@@ -27,6 +29,7 @@ from penstock.gateway.api.reading import (
     Prompt,
     Reader,
     Terms,
+    model_not_found,
 )
 from penstock.gateway.api.sessions import session_of, sticky_key
 from penstock.gateway.api.shadow import Shadows
@@ -59,6 +62,7 @@ class Incoming:
 @dataclass(frozen=True, slots=True)
 class Serving:
     models: Models
+    adapters: Adapters
     texts: Mapping[str, ModelText]  # of the models, by every name that they have
     metrics: GatewayMetrics
     traffic: Traffic
@@ -81,12 +85,12 @@ class Serving:
             return incoming
         model = self.models.all[0]
         if len(self.models.all) > 1 or self.models.routed:
-            asked, _ = await self.parse(incoming, ModelReader(self.texts))
-            model = self.models.find(tenant, asked.model)
+            asked, *_ = await self.parse(incoming, ModelReader(self.texts))
+            model, _ = await self.find(asked.model, tenant)
             incoming.entry = self.models.routed.get(asked.model)
             if incoming.entry is not None and (weights := incoming.entry.config.versions):
                 incoming.version = assigned_version(sticky_key(request, tenant, asked), weights)
-                model = self.models.by_name[incoming.version]
+                model = self.model_of(incoming.version)
         if long:
             await reservation.enter(model.metering)
         return incoming
@@ -98,8 +102,12 @@ class Serving:
         to answer, where that is another than the request names, and `why`."""
         request, tenant = incoming.request, incoming.tenant
         semantic = endpoint in self.semantic_routes
-        options, prompts = await self.parse(incoming, reader, semantic=semantic, read_for=read_for)
-        model = self.models.by_name[read_for or options.model]
+        options, prompts, terms = await self.parse(incoming, reader, semantic=semantic, read_for=read_for)
+        model, adapter = self.models.by_name.get(read_for or options.model), None
+        if model is None:
+            model, adapter = await self.find(read_for or options.model, tenant if read_for is None else None)
+            if model is not self.models.by_name[terms.read_for or terms.base_of(options.model)]:
+                raise Unavailable("the adapter's name was given to one of another model meanwhile; send it again")
         context = Context(
             id=request.unique,
             request_id=request.id,
@@ -108,6 +116,7 @@ class Serving:
             tenant=tenant,
             asked=options.model,
             model=model,
+            adapter=adapter,
             why=why,
             session=session_of(request, tenant, options.prompt_cache_key),
             objective=model.objectives.classify(request, tenant, options.service_tier),
@@ -116,12 +125,45 @@ class Serving:
         )
         return context, options, prompts
 
+    async def find(self, name: str, tenant: Tenant | None = None) -> tuple[Model, NamedAdapter | None]:
+        """What a name stands for now. With a tenant: if that may use it."""
+        if name in self.models.by_name:
+            return self.models.by_name[name] if tenant is None else self.models.find(tenant, name), None
+        await self.adapters.refresh()
+        found = self.adapters.get(name)
+        if found is None or (tenant is not None and name not in self.adapters.models(tenant)):
+            raise model_not_found(name, [] if tenant is None else self.names(tenant))
+        return self.models.by_name[found.model], found
+
+    def names(self, tenant: Tenant) -> list[str]:
+        """Of the models and adapters that a tenant may use."""
+        return [*self.models.names(tenant), *self.adapters.models(tenant)]
+
+    def model_of(self, name: str) -> Model:
+        """Of a model, or of an adapter as it was found last; one of the settings stays what it is."""
+        found = self.adapters.get(name)
+        return self.models.by_name[name if found is None else found.model]
+
     async def parse(
         self, incoming: Incoming, reader: Reader[T], *, semantic: bool = False, read_for: str | None = None
-    ) -> tuple[T, list[Prompt]]:
-        request, tenant, body = incoming.request, incoming.tenant, incoming.body
+    ) -> tuple[T, list[Prompt], Terms]:
+        """What a reader makes of the request, and the terms it went by."""
+        base = None if read_for is None else self.model_of(read_for).name
+        terms = self._terms(incoming.tenant, semantic, base)
+        try:
+            return *await self._read(incoming, reader, terms), terms
+        except NotFound as error:
+            if error.code != "model_not_found" or not await self.adapters.refresh():
+                raise
+        terms = self._terms(incoming.tenant, semantic, base)
+        return *await self._read(incoming, reader, terms), terms
+
+    def _terms(self, tenant: Tenant, semantic: bool, read_for: str | None) -> Terms:
         bounds, allowed = TenantBounds(self.models, tenant), self.models.names(tenant)
-        terms = Terms(bounds, allowed, semantic, self.ignore_unknown, read_for)
+        return Terms(bounds, allowed, semantic, self.ignore_unknown, read_for, self.adapters.models(tenant))
+
+    async def _read(self, incoming: Incoming, reader: Reader[T], terms: Terms) -> tuple[T, list[Prompt]]:
+        request, body = incoming.request, incoming.body
         if request.body_size <= INLINE_BYTES:
             return reader.read(b"".join(body), terms)
         with request.cancelling_on_disconnect():

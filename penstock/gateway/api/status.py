@@ -31,19 +31,27 @@ class StatusEndpoints:
         self.max_waiting = max_waiting
 
     def _card(self, name: str) -> ModelCard:
-        model = self.serving.models.by_name[name]
+        """Of a model, or of an adapter as it was found last."""
+        model, adapter = self.serving.model_of(name), self.serving.adapters.get(name)
         info = model.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
-        text, created = model.text, self.serving.created
-        return ModelCard(name, created, info.max_model_len, defaults, class_cards(model), text.tools, text.reasoning)
+        created = self.serving.created if adapter is None else adapter.loaded
+        text, classes = model.text, class_cards(model)
+        card = ModelCard(
+            name, created, info.max_model_len, defaults, classes, text.tools, text.reasoning, root=model.name
+        )
+        if adapter is not None:
+            card.parent, card.digest = model.name, adapter.adapter.digest
+        return card
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
-        cards = [self._card(name) for name in self.serving.models.names(tenant)]
+        await self.serving.adapters.refresh()
+        cards = [self._card(name) for name in self.serving.names(tenant)]
         await response.send(200, encode_json(ModelList(cards)))
 
     async def model(self, request: Request, response: Response, tenant: Tenant) -> None:
         name = request.path_params["id"]
-        self.serving.models.find(tenant, name)
+        await self.serving.find(name, tenant)
         await response.send(200, encode_json(self._card(name)))
 
     async def health(self, request: Request, response: Response, tenant: Tenant) -> None:

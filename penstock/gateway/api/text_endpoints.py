@@ -63,7 +63,7 @@ def _text_and_bounds(texts: Mapping[str, ModelText], terms: Terms, model: str | 
     if model is None:
         return texts[terms.default_model], terms.bounds[terms.default_model]
     bounds = terms.bounds_of(model)
-    return texts[model], bounds
+    return texts[terms.base_of(model)], bounds
 
 
 class TextEndpoints:
@@ -80,5 +80,5 @@ class TextEndpoints:
 
     async def _answer(self, request: Request, response: Response, tenant: Tenant, reader: Reader[bytes]) -> None:
         incoming = Incoming(request, tenant, await self.serving.body(request, tenant))
-        answer, _ = await self.serving.parse(incoming, reader)
+        answer, *_ = await self.serving.parse(incoming, reader)
         await response.send(200, answer)

@@ -56,8 +56,8 @@ class TextReader(ABC, Generic[B]):
         asked = decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
         check_values(asked)
         self.check(asked)
-        name = terms.read_for or asked.model
-        bounds = terms.bounds_of(name) if terms.read_for is None else terms.bounds[name]
+        name = terms.read_for or terms.base_of(asked.model)
+        bounds = terms.bounds_of(asked.model) if terms.read_for is None else terms.bounds[name]
         if asked.truncate_prompt_tokens is not None:
             bounds = bounds._replace(prompt_tokens=bounds.countable)
         prompts = self.prompts(asked, self.texts[name], bounds, terms.semantic)
@@ -165,8 +165,8 @@ class TextEndpoint(ABC, Generic[B]):
         return await build_choices(request, context, body, prompts, prompt_only=wanted.prompt_only)
 
     def _shadowed(self, answer: Answer, incoming: Incoming, name: str) -> Answer:
-        """With a shadow of it to this model, unless that has answered itself."""
-        model = self.serving.models.by_name[name]
+        """With a shadow of it to this model or adapter, unless that has answered itself."""
+        model = self.serving.model_of(name)
 
         async def choices() -> list[Choice]:
             context, body, found = await self.serving.accept(incoming, self.endpoint, self.reader, name, "shadow")
@@ -174,7 +174,7 @@ class TextEndpoint(ABC, Generic[B]):
             return await self._choices(incoming.request, context, body, found, self.wanted(body))
 
         def send(generation: Generation) -> None:
-            if generation.context.model is not model:
+            if generation.context.answered_by != name:
                 self.serving.shadows.send(model, choices)
 
         return ShadowedAnswer(answer, send)

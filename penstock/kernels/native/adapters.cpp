@@ -105,7 +105,7 @@ std::string Model::set_adapter(int slot, Tensor kind, int layer, const float* a,
 
 // Tokens in the order of their adapters, so that those of one are neighbours.
 void Model::plan_adapters(const Step& s) {
-    runs_.clear();
+    adapter_runs_.clear();
     order_.resize(s.num_sequences);
     for (int i = 0; i < s.num_sequences; i++) order_[i] = i;
     if (!s.adapters) return;
@@ -115,10 +115,10 @@ void Model::plan_adapters(const Step& s) {
     int token = 0, widest = 0;
     for (const int i : order_) {
         const int slot = slot_of(i), end = token + s.counts[i];
-        if (slot >= 0 && !runs_.empty() && runs_.back().slot == slot)
-            runs_.back().end = end;
+        if (slot >= 0 && !adapter_runs_.empty() && adapter_runs_.back().slot == slot)
+            adapter_runs_.back().end = end;
         else if (slot >= 0)
-            runs_.push_back({slot, token, end});
+            adapter_runs_.push_back({slot, token, end});
         if (slot >= 0) widest = std::max(widest, adapters_[slot].rank);
         token = end;
     }
@@ -127,17 +127,17 @@ void Model::plan_adapters(const Step& s) {
     low_f_.resize(std::max(low_f_.size(), rows * stride));
     low_q_.resize(std::max(low_q_.size(), rows * stride));
     low_scale_.resize(std::max(low_scale_.size(), rows * MODULES));
-    low_sum_.resize(std::max(low_sum_.size(), rows * MODULES));
+    low_offset_.resize(std::max(low_offset_.size(), rows * MODULES));
     expand_scratch_.resize(pool_.size());
 }
 
 LowRank Model::low_rank_of(const AdapterSlot& adapter) {
-    return {low_f_.data(), low_q_.data(), low_scale_.data(), low_sum_.data(), low_stride_, adapter.rank};
+    return {low_f_.data(), low_q_.data(), low_scale_.data(), low_offset_.data(), low_stride_, adapter.rank};
 }
 
 template <class Work>
 void Model::by_adapter(Range rows, int layer, int stage, const Work& work) {
-    for (const AdapterRun& run : runs_) {
+    for (const AdapterRun& run : adapter_runs_) {
         const int begin = std::max(run.begin, rows.begin), end = std::min(run.end, rows.end);
         AdapterSlot& adapter = adapters_[run.slot];
         const AdapterStage& factors = adapter.stages[size_t(layer) * STAGES + stage];

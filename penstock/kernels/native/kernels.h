@@ -88,10 +88,10 @@ struct Factor {
 
 // A x of the rows of a step: `rank` floats for each module of a stage, and the same as int8 with a scale for each module.
 struct LowRank {
-    float* f;      // [row][stride]
-    int8_t* q;     // [row][stride]
-    float* scale;  // [row][MODULES]
-    float* sum;    // [row][MODULES]: of the int8 values, times scale
+    float* f;         // [row][stride]
+    int8_t* q;        // [row][stride]
+    float* scale;     // [row][MODULES]
+    int32_t* offset;  // [row][MODULES]: -128 times the sum of the int8 values, for the 128 in the weights
     size_t stride;
     int32_t rank;  // padded to a multiple of 16
 };

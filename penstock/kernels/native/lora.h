@@ -11,10 +11,13 @@ namespace PENSTOCK_ISA {
 
 using namespace penstock;
 
+constexpr int REQUESTED_AHEAD = 2048;  // bytes. Each factor is one stream, and too short for the hardware to follow it
+
 // Sums of ROWS rows for one panel of 16 outputs. Weights are w / scale + 128 as unsigned bytes.
 template <int ROWS>
 PENSTOCK_INLINE void factor_int8(const uint8_t* w, const int8_t* x, size_t stride, int inputs, i32x16 (&acc)[ROWS]) {
     for (int k = 0; k < inputs; k += 4, w += 64) {
+        prefetch(w + REQUESTED_AHEAD);
         const u8x64 four = load<u8x64>(w);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; r++) acc[r] = dot4(acc[r], four, x + r * stride + k);
@@ -60,34 +63,49 @@ static void shrink_rows(const Factor& a, const Activations& x, Scheme scheme, in
     for (int r = to; a.format == INT8 && r < to + ROWS; r++)
         for (int m = 0; m * h.rank < 16 * a.num_panels; m++) {
             const float* f = h.f + r * h.stride + m * h.rank;
-            const float peak = peak_of(f, h.rank), scale = peak / 127.f;
-            h.scale[MODULES * r + m] = scale;
-            h.sum[MODULES * r + m] =
-                quantize_span(f, h.q + r * h.stride + m * h.rank, peak > 0 ? 127.f / peak : 0.f, h.rank) * scale;
+            const float peak = peak_of(f, h.rank);
+            const float total = quantize_span(f, h.q + r * h.stride + m * h.rank, peak > 0 ? 127.f / peak : 0.f, h.rank);
+            h.scale[MODULES * r + m] = peak / 127.f;
+            h.offset[MODULES * r + m] = -128 * int32_t(total);
         }
+}
+
+template <int ROWS>
+PENSTOCK_INLINE void expand_panel(const Factor& b, const LowRank& h, int from, int panel, int module, f32x16 (&y)[ROWS]) {
+    const uint8_t* w = b.panels + panel * b.panel_bytes;
+    const size_t at = from * h.stride + module * h.rank;
+    if (b.format == INT8) {
+        const int32_t* offset = h.offset + MODULES * from + module;
+        const float* scale = h.scale + MODULES * from + module;
+        i32x16 acc[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) acc[r] = i32x16{} + offset[MODULES * r];
+        factor_int8<ROWS>(w, h.q + at, h.stride, h.rank, acc);
+        prefetch(w + 16 * h.rank + REQUESTED_AHEAD);
+        const f32x16 scales = load<f32x16>(w + 16 * h.rank);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) y[r] = fma(to_float(acc[r]), scales * scale[MODULES * r], y[r]);
+    } else {
+        factor_bf16<ROWS>(w, h.rank, y, [&](int r, int k) { return h.f[at + r * h.stride + k]; });
+    }
 }
 
 template <int ROWS>
 static void expand_rows(const Factor& b, const LowRank& h, int from, const uint8_t* modules, int columns, float* out,
                         size_t stride) {
-    for (int p = 0; 16 * p < columns; p++) {
-        const uint8_t* w = b.panels + p * b.panel_bytes;
-        const int module = modules[p];
-        const size_t at = from * h.stride + module * h.rank;
-        f32x16 y[ROWS] = {};
-        if (b.format == INT8) {
-            i32x16 acc[ROWS] = {};
-            factor_int8<ROWS>(w, h.q + at, h.stride, h.rank, acc);
-            const f32x16 scale = load<f32x16>(w + 16 * h.rank);
-            for (int r = 0; r < ROWS; r++) {
-                const int i = MODULES * (from + r) + module;
-                y[r] = fma(to_float(acc[r]), h.scale[i], splat(-128.f * h.sum[i])) * scale;
-            }
-        } else {
-            factor_bf16<ROWS>(w, h.rank, y, [&](int r, int k) { return h.f[at + r * h.stride + k]; });
-        }
-        for (int r = 0; r < ROWS; r++) put(out + r * stride + 16 * p, y[r], columns - 16 * p, true);
+    const int whole = columns / 16;
+    for (int p = 0; p < whole; p++) {
+        f32x16 y[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) y[r] = load<f32x16>(out + r * stride + 16 * p);
+        expand_panel<ROWS>(b, h, from, p, modules[p], y);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++) store(out + r * stride + 16 * p, y[r]);
     }
+    if (16 * whole == columns) return;
+    f32x16 y[ROWS] = {};
+    expand_panel<ROWS>(b, h, from, whole, modules[whole], y);
+    for (int r = 0; r < ROWS; r++) put(out + r * stride + 16 * whole, y[r], columns - 16 * whole, true);
 }
 
 // A x of `count` rows of x from `row` on, into rows of h from `to` on. `scheme` is what x was prepared for.

@@ -161,7 +161,7 @@ void Model::expand(const Step& s) {
     b.rows.resize(s.num_tokens);
     b.given.resize(s.num_sequences);
     for (int i = 0, token = 0; i < s.num_sequences; token += s.counts[i++]) b.given[i] = token;
-    b.moved_to.resize(runs_.empty() ? 0 : s.num_tokens);
+    b.moved_to.resize(adapter_runs_.empty() ? 0 : s.num_tokens);
     for (const int i : order_) {
         const int first = b.first.back();
         const int32_t* table = s.tables + size_t(s.rows[i]) * s.table_width;
@@ -169,7 +169,7 @@ void Model::expand(const Step& s) {
             const int position = s.starts[i] + t;
             const int32_t token = s.tokens[b.given[i] + t];
             b.tokens[first + t] = token == SAMPLED ? s.last_tokens[s.rows[i]] : token;
-            if (!runs_.empty()) b.moved_to[b.given[i] + t] = first + t;
+            if (!adapter_runs_.empty()) b.moved_to[b.given[i] + t] = first + t;
             b.positions[first + t] = position;
             b.rows[first + t] = s.rows[i];
             b.slots[first + t] = table[position / spec_.block_size] * spec_.block_size + position % spec_.block_size;
@@ -273,7 +273,7 @@ std::string Model::forward(const Step& step) {
     row_logits_.resize(size_t(pool_.size()) * spec_.vocab);
     sampling_scratch_.resize(pool_.size());
     Step computed = step;
-    if (!runs_.empty()) {
+    if (!adapter_runs_.empty()) {
         logit_rows_.resize(step.num_logits);
         for (int i = 0; i < step.num_logits; i++) logit_rows_[i] = batch_.moved_to[step.logit_rows[i]];
         computed.logit_rows = logit_rows_.data();
@@ -438,7 +438,7 @@ int Model::runs_of(const Matrix& w, int rows) const {
 template <class Prepare>
 void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& number,
                      int layer, int stage, const Prepare& prepare) {
-    const bool adapted = stage >= 0 && !runs_.empty();
+    const bool adapted = stage >= 0 && !adapter_runs_.empty();
     const int copies = rows <= OWN_ROWS ? (thread + 1) * rows : 0;
     const auto prepare_rows = [&](Range mine) {
         for (int row = mine.begin; row < mine.end; row++) prepare(row, copies + row);

@@ -230,10 +230,11 @@ class Model {
     std::vector<Merge> merges_;  // by token
     std::vector<AdapterSlot> adapters_;
     std::vector<uint8_t> stage_modules_[4];          // of each stage, by 16 outputs: their module
-    std::vector<AdapterRun> runs_;                   // of a step
+    std::vector<AdapterRun> adapter_runs_;           // of a step
     std::vector<int32_t> order_, logit_rows_;        // of a step: its sequences by adapter, and what that moves
-    std::vector<float> low_f_, low_scale_, low_sum_;  // LowRank
+    std::vector<float> low_f_, low_scale_;           // LowRank
     std::vector<int8_t> low_q_;
+    std::vector<int32_t> low_offset_;
     size_t low_stride_ = 0;
     std::vector<std::vector<float>> expand_scratch_;  // per thread
     std::vector<WorkCounter> counters_;

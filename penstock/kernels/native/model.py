@@ -33,6 +33,7 @@ from penstock.kernels.native.bindings import (
     library,
 )
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, untied
+from penstock.kernels.native.packed_file import read_into, remove_leftovers, round_up
 from penstock.kernels.native.sampling import NativeSampling, Scores
 from penstock.kernels.native.shape import ModelShape, native_block_bytes, tensor_shapes, unsupported_reason
 from penstock.quantization.rotation import hadamard_block, split_name
@@ -73,30 +74,9 @@ TENSORS = (
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
-def _read_into(piece: memoryview, fd: int, offset: int) -> None:
-    """Fill the memory from the file, as far as the file goes."""
-    while piece and (count := os.preadv(fd, [piece], offset)):
-        piece, offset = piece[count:], offset + count
-
-
-def _remove_leftovers(path: Path) -> None:
-    """Remove the partial files of processes that were killed while they wrote this file."""
-    for partial in path.parent.glob(f"{path.name}.*.partial"):
-        try:
-            os.kill(int(partial.name.split(".")[-2]), 0)
-        except ProcessLookupError:
-            partial.unlink(missing_ok=True)
-        except PermissionError:
-            pass  # it lives, as another user's
-
-
 def _adapter_said(problem: bytes | None) -> None:
     if problem:
         raise EngineFailure(f"native adapter: {problem.decode()}")
-
-
-def _round_up(n: int, step: int) -> int:
-    return -(-n // step) * step
 
 
 def _checked(
@@ -301,11 +281,11 @@ class NativeModel:
     def save_packed(self, path: Path, fingerprint: str) -> None:
         """Write the packed weights, so that `load_packed` needs no quantising. `fingerprint` names their source."""
         header = self._header(fingerprint)
-        _remove_leftovers(path)
+        remove_leftovers(path)
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         with partial.open("wb") as file:
             file.write(MAGIC + len(header).to_bytes(8, "little") + header)
-            file.seek(_round_up(file.tell(), ALIGNMENT))
+            file.seek(round_up(file.tell(), ALIGNMENT))
             file.write(self._weights())
             file.write(self._checksums(lambda begin, piece: None))
         partial.replace(path)
@@ -322,8 +302,8 @@ class NativeModel:
                 found = file.read(start + len(expected))
                 if found != MAGIC + len(expected).to_bytes(8, "little") + expected:
                     return False
-                at = _round_up(len(found), ALIGNMENT)
-                checksums = self._checksums(lambda begin, piece: _read_into(piece, file.fileno(), at + begin))
+                at = round_up(len(found), ALIGNMENT)
+                checksums = self._checksums(lambda begin, piece: read_into(piece, file.fileno(), at + begin))
                 file.seek(at + self.weight_bytes)
                 if file.read() == checksums:
                     return True

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.core.errors import DeadlineExceeded, InvalidRequest, Overloaded, StartupError, Unavailable
-from penstock.core.request import Chunk, GenerateRequest, Grammar, SamplingParams
+from penstock.core.request import Adapter, Chunk, GenerateRequest, Grammar, SamplingParams
 from penstock.fleet.upstream.engine import Upstream
 from penstock.fleet.upstream.health import HealthMonitor
 from penstock.fleet.upstream.probing import TRIAL_PROMPT
@@ -231,6 +231,15 @@ async def test_keys_are_sent_and_not_shown(tokenizer: Tokenizer, monkeypatch: py
     monkeypatch.delenv("STORY_KEY")
     with pytest.raises(StartupError, match="STORY_KEY"):
         await Upstream.connect(config, tokenizer)
+
+
+async def test_adapters_are_never_asked_of_a_server_by_name(tokenizer: Tokenizer) -> None:
+    """Nobody could tell whether the server's adapter of that name is the one that was meant."""
+    async with connected(StoryServer(), tokenizer) as upstream:
+        request = replace(story_request(tokenizer), adapter=Adapter("digest", "/folder"))
+        with pytest.raises(InvalidRequest, match="LoRA adapters are served by workers") as refused:
+            await collect(upstream, request)
+        assert refused.value.param == "model"
 
 
 async def test_a_server_with_another_tokenizer_is_refused(tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""LoRA in native memory: adapters against the same model with the adapter merged into its weights, in one step mixed."""
+"""LoRA in native memory: adapters, mixed in one step, against the same model with each merged into its weights."""
 
 from __future__ import annotations
 

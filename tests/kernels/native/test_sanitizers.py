@@ -27,7 +27,10 @@ if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
 def test_steps_of_all_kernels_are_clean(tmp_path: Path) -> None:
     builds: list[tuple[list[str], Path]] = [
         ([], source)
-        for source in (DRIVER, *(SOURCES / f"{n}.cpp" for n in ("adapters", "model", "pack", "sampling", "threadpool", "weights")))
+        for source in (
+            DRIVER,
+            *(SOURCES / f"{n}.cpp" for n in ("adapters", "model", "pack", "sampling", "threadpool", "weights")),
+        )
     ]
     builds += [([*flags, f"-DPENSTOCK_ISA={level}"], SOURCES / "kernels_isa.cpp") for level, flags in LEVELS.items()]
     running = []
