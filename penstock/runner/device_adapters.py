@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from penstock.engine.executor import NO_ADAPTER, AdapterWeights
@@ -22,7 +20,6 @@ from penstock.runner.batch import Ints
 
 _FEW = 256  # tokens; steps of more have larger tiles
 _ROWS_OF_FEW, _ROWS_OF_MANY = 16, 32  # tokens of a tile
-_PACKING_THREADS, _PIECE = 8, 30_000  # elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,34 +152,18 @@ class DeviceAdapters:
     def _pack(self, adapter: AdapterWeights) -> torch.Tensor:
         rank, last = _padded_rank(adapter.rank), self.layers[-1]
         size = rank * (last.down or last.out).end
-        whole = all(name in adapter.modules and len(adapter.modules[name][0]) == rank for name in self._places)
-        make = torch.empty if whole else torch.zeros
-        packed = make((1, size), dtype=self._weights.dtype, pin_memory=self._device.type == "cuda")
-
-        @torch.inference_mode()  # as the caller may be, which is said for each thread
-        def pack(name: str) -> None:
-            (a, b), (low, module) = adapter.modules[name], self._places[name]
+        packed = torch.zeros((1, size), dtype=self._weights.dtype, pin_memory=self._device.type == "cuda")
+        for name, (a, b) in adapter.modules.items():
+            low, module = self._places[name]
             a_all, b_all = low.within(packed).matrices(0, rank)
             begin = sum(low.outputs[:module])
-            _convert(a_all[module], a)
-            _convert(b_all[begin : begin + low.outputs[module]], b)
-
-        with ThreadPoolExecutor(_PACKING_THREADS) as threads:
-            list(threads.map(pack, adapter.modules))
+            a_all[module, : len(a)] = torch.from_numpy(a)
+            b_all[begin : begin + low.outputs[module], : b.shape[1]] = torch.from_numpy(b)
         return packed[0]
 
     def _copy(self, buffer: torch.Tensor, values: Ints) -> None:
         source = torch.from_numpy(values)
         buffer.copy_(source.pin_memory() if buffer.is_cuda else source, non_blocking=True)
-
-
-def _convert(into: torch.Tensor, values: npt.NDArray[np.float32]) -> None:
-    """In pieces for which torch starts no threads of its own."""
-    rows, width = values.shape
-    step = max(1, _PIECE // width)
-    for first in range(0, rows, step):
-        piece = torch.from_numpy(values[first : first + step])
-        into[first : first + len(piece), :width].copy_(piece)
 
 
 def no_adapters(device: torch.device) -> DeviceAdapters:

@@ -223,28 +223,28 @@ class FusedForward:
         tiles, added = adapted.tiles, None
         for number, (layer, low) in enumerate(zip(self._layers[:layers], adapted.layers, strict=False)):
             norm, (qkv, out), mlp = (layer.attention_norm, self._eps), (layer.qkv, layer.out), layer.mlp
-            deferred, shrunk = _started(x_TC, tiles, added, low.qkv, norm, qkv.weight)
+            deferred, shrunk = _started(x_TC, tiles, added, low.qkv, norm)
             projected = self._linear(x_TC, qkv.weight, scales=qkv.scales, norm=norm, deferred=deferred)
             if qkv.bias is not None:
                 projected.add_(qkv.bias)
-            expand(projected, shrunk, low.qkv, tiles, out.weight)
+            expand(projected, shrunk, low.qkv, tiles)
             mixed = attend(number, projected).flatten(1)
-            added = (shrink(mixed, low.out, tiles, out.weight), low.out)
+            added = (shrink(mixed, low.out, tiles), low.out)
             self._add_linear(x_TC, mixed, out.weight, scales=out.scales)
             if not isinstance(mlp, Dense):
-                add_and_shrink(x_TC, tiles, added, None, mlp.router)
+                add_and_shrink(x_TC, tiles, added, None)
                 self._feed_forward(x_TC, layer, counts_E, None, None)
                 added = None
                 continue
             assert low.gate_up is not None and low.down is not None  # noqa: PT018
             norm = (layer.mlp_norm, self._eps)
-            deferred, shrunk = _started(x_TC, tiles, added, low.gate_up, norm, mlp.gate_up.weight)
+            deferred, shrunk = _started(x_TC, tiles, added, low.gate_up, norm)
             gate_up = self._linear(x_TC, mlp.gate_up.weight, scales=mlp.gate_up.scales, norm=norm, deferred=deferred)
-            inner, inner_shrunk = swiglu(gate_up, shrunk, low.gate_up, low.down, tiles, mlp.down.weight)
+            inner, inner_shrunk = swiglu(gate_up, shrunk, low.gate_up, low.down, tiles)
             added = (inner_shrunk, low.down)
             self._add_linear(x_TC, inner, mlp.down.weight, scales=mlp.down.scales)
         if added is not None:
-            add_and_shrink(x_TC, tiles, added, None, self._head)
+            add_and_shrink(x_TC, tiles, added, None)
         return x_TC
 
     def _feed_forward(
@@ -321,9 +321,8 @@ def _started(
     added: tuple[Shrunk, LowRank] | None,
     following: LowRank,
     norm: tuple[torch.Tensor, float],
-    next_weight: torch.Tensor,
 ) -> tuple[Deferred, Shrunk]:
-    found = add_and_shrink(x_TC, tiles, added, (following, *norm), next_weight)
+    found = add_and_shrink(x_TC, tiles, added, (following, *norm))
     assert found is not None
     return found
 

@@ -11,9 +11,6 @@ The adapter of a slot is stored with its own rank: A [modules, rank, inputs] and
 projection, one after the other, so all offsets are proportional to the rank. Kernels go through the ranks 16 at a time,
 so what a tile costs depends on its own adapter.
 
-These kernels stand between GEMMs that wait for memory and for nothing else, and would leave it idle. So each of them
-first asks for a part of the weights of the GEMM that follows: they come into the L2 cache while it computes.
-
 T tokens, R ranks at most.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -28,7 +25,6 @@ import triton.language as tl
 
 from penstock.kernels.hopper.gemm import DeferredNorm
 from penstock.kernels.triton.overlap import overlaps_launches
-from penstock.kernels.triton.prefetch import prefetch, prefetched
 
 TILE_FIELDS = 4  # slot (-1: no adapter), rank, first entry of the order, number of tokens
 RANK_STEP = 16  # ranks are padded to a multiple of it
@@ -138,7 +134,7 @@ def _multiply(a, b):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _residual_kernel(
     x, values, squares, partials, shrunk, gain, b_weights, a_weights, b_offset, a_offset, slot_stride, tiles, order,
-    num_tokens, width, parts, next_weight, next_rows, next_row_bytes, bytes_each,
+    num_tokens, width, parts,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, MODULES: tl.constexpr, AT_ONCE: tl.constexpr,
     EXPAND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -161,7 +157,6 @@ def _residual_kernel(
         if MODULES > 2:
             a2 = _load_a(a, rank, 2, 0, columns, inputs)
     if PDL:
-        prefetch(next_weight, next_rows, next_row_bytes, bytes_each, 256)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     cells = tokens[:, None] * width + columns[None, :]
@@ -194,7 +189,6 @@ def _residual_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
     partials, x, a_weights, a_offset, slot_stride, tiles, order, num_tokens, width,
-    next_weight, next_rows, next_row_bytes, bytes_each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slot, rank, tokens, real = _tile_of(tiles, order, ROWS)
@@ -204,7 +198,6 @@ def _shrink_kernel(
     a = a_weights + tl.maximum(slot, 0) * slot_stride + rank.to(tl.int64) * a_offset
     a0 = _load_a(a, rank, 0, 0, columns, tl.where(adapted, width, 0))
     if PDL:
-        prefetch(next_weight, next_rows, next_row_bytes, bytes_each, 128)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if adapted:
@@ -219,7 +212,6 @@ def _shrink_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _expand_kernel(
     out, shrunk, squares, b_weights, b_offset, slot_stride, tiles, order, num_tokens, inputs, parts, eps,
-    next_weight, next_rows, next_row_bytes, bytes_each,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
@@ -239,7 +231,6 @@ def _expand_kernel(
     b = b_weights + tl.maximum(slot, 0) * slot_stride + rank.to(tl.int64) * b_offset
     b0 = _load_b(b, rank, 0, columns, within & adapted)
     if PDL:
-        prefetch(next_weight, next_rows, next_row_bytes, bytes_each, 128)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if adapted:
@@ -258,7 +249,7 @@ def _expand_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _swiglu_kernel(
     inner, partials, gate_up, shrunk, squares, b_weights, a_weights, b_offset, a_offset, slot_stride, tiles, order,
-    num_tokens, inputs, width, parts, eps, next_weight, next_rows, next_row_bytes, bytes_each,
+    num_tokens, inputs, width, parts, eps,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -275,7 +266,6 @@ def _swiglu_kernel(
     b_up = _load_b(b, rank, 0, width + columns, within & adapted)
     a0 = _load_a(a, rank, 0, 0, columns, tl.where(adapted, width, 0))
     if PDL:
-        prefetch(next_weight, next_rows, next_row_bytes, bytes_each, 256)
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     cells = tokens[:, None] * (2 * width) + columns[None, :]
@@ -307,11 +297,9 @@ def add_and_shrink(
     tiles: AdapterTiles,
     added: tuple[Shrunk, LowRank] | None,
     following: tuple[LowRank, torch.Tensor, float] | None,
-    next_weight: torch.Tensor | None = None,
 ) -> tuple[DeferredNorm, Shrunk] | None:
     """Adds what a projection gives to the residual stream `x` [T, C]. `following` are the modules that read it after an
-    RMSNorm, with its gain and eps: of them the deferred norm and the shrink are returned. Here and below `next_weight`
-    is that of the GEMM that follows."""
+    RMSNorm, with its gain and eps: of them the deferred norm and the shrink are returned."""
     T, C = x.shape
     low = following[0] if following else added[1] if added else None
     assert low is not None, "there is nothing to do"
@@ -325,29 +313,26 @@ def add_and_shrink(
     pdl = overlaps_launches()
     _residual_kernel[len(tiles.tiles), parts](
         x, values, squares, partials, shrunk.partials, gain, low.weights, low.weights, source.b_offset, low.offset,
-        low.weights.stride(0), tiles.tiles, tiles.order, T, C, len(shrunk.partials), *prefetched(next_weight, x),
+        low.weights.stride(0), tiles.tiles, tiles.order, T, C, len(shrunk.partials),
         ROWS=tiles.rows, COLUMNS=_COLUMNS, R=R, MODULES=modules, AT_ONCE=_at_once(tiles), EXPAND=added is not None,
         PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return (DeferredNorm(values, squares), Shrunk(partials, squares, eps)) if following else None
 
 
-def shrink(x: torch.Tensor, low: LowRank, tiles: AdapterTiles, next_weight: torch.Tensor | None = None) -> Shrunk:
+def shrink(x: torch.Tensor, low: LowRank, tiles: AdapterTiles) -> Shrunk:
     """Of one module whose input `x` [T, inputs] comes without a norm."""
     T, inputs = x.shape
     parts, pdl = triton.cdiv(inputs, _COLUMNS), overlaps_launches()
     partials = _float32(x, parts, T, low.most_rank)
     _shrink_kernel[len(tiles.tiles), parts](
         partials, x, low.weights, low.offset, low.weights.stride(0), tiles.tiles, tiles.order, T, inputs,
-        *prefetched(next_weight, x),
         ROWS=tiles.rows, COLUMNS=_COLUMNS, R=low.most_rank, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return Shrunk(partials)
 
 
-def expand(
-    out: torch.Tensor, shrunk: Shrunk, low: LowRank, tiles: AdapterTiles, next_weight: torch.Tensor | None = None
-) -> None:
+def expand(out: torch.Tensor, shrunk: Shrunk, low: LowRank, tiles: AdapterTiles) -> None:
     """Adds what three modules give, beside each other in `out` [T, outputs of all]."""
     assert shrunk.squares is not None
     first, second, third = low.outputs
@@ -355,8 +340,7 @@ def expand(
     parts, pdl = len(shrunk.partials), overlaps_launches()
     _expand_kernel[len(tiles.tiles), places](
         out, shrunk.partials, shrunk.squares, low.weights, low.b_offset, low.weights.stride(0), tiles.tiles,
-        tiles.order, len(out), low.inputs, parts, shrunk.eps, *prefetched(next_weight, out),
-        FIRST=first, SECOND=second, THIRD=third,
+        tiles.order, len(out), low.inputs, parts, shrunk.eps, FIRST=first, SECOND=second, THIRD=third,
         ROWS=tiles.rows, COLUMNS=_COLUMNS, R=low.most_rank, PARTS=triton.next_power_of_2(parts),
         AT_ONCE=_at_once(tiles), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
@@ -368,7 +352,6 @@ def swiglu(
     low: LowRank,
     down: LowRank,
     tiles: AdapterTiles,
-    next_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Shrunk]:
     """SiLU(gate) * up [T, I] with what the adapters give to both, and its shrink for the down projection."""
     assert shrunk.squares is not None
@@ -380,7 +363,6 @@ def swiglu(
     _swiglu_kernel[len(tiles.tiles), len(into)](
         inner, into, gate_up, shrunk.partials, shrunk.squares, low.weights, down.weights, low.b_offset, down.offset,
         low.weights.stride(0), tiles.tiles, tiles.order, T, low.inputs, I, parts, shrunk.eps,
-        *prefetched(next_weight, gate_up),
         ROWS=tiles.rows, COLUMNS=columns, R=low.most_rank, PARTS=triton.next_power_of_2(parts),
         AT_ONCE=_at_once(tiles), PDL=pdl, num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
