@@ -19,6 +19,7 @@ from penstock.gateway.settings import (
     ClassConfig,
     JwtConfig,
     PriceConfig,
+    ResponsesConfig,
     ServerConfig,
     TenantConfig,
     check_class,
@@ -65,6 +66,7 @@ class Settings:
         default_factory=dict, metadata={"expected": "a mapping of model names to prices"}
     )
     machine_per_hour: float | None = None  # price of the machine; for models without a price of their own
+    responses: ResponsesConfig = field(default_factory=ResponsesConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
 
     def __post_init__(self) -> None:

@@ -195,10 +195,10 @@ class BatchRunner:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _give_back(self, line: Line, journal: LineJournal, not_before: float, *, counts: bool) -> None:
-        """If that fails, the lease ends by itself."""
-        packed = journal.packed() if journal.changed else None
+        """If that fails, the lease ends by itself. The journal goes along even if it was packed before: whoever did that
+        may have been cancelled before it was kept."""
         try:
-            await self._store.release(line, not_before, counts=counts, journal=packed)
+            await self._store.release(line, not_before, counts=counts, journal=journal.packed())
         except PenstockError as error:
             logger.warning("a line of %s is free once its lease ends: %s", line.batch, error.message)
 

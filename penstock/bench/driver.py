@@ -9,12 +9,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from penstock.bench.adapters import adapter_of
 from penstock.bench.measure import Timeline
 from penstock.bench.progress import Progress
 from penstock.bench.workloads import Job
 from penstock.core.errors import EngineFailure, Overloaded
 from penstock.core.request import Chunk, GenerateRequest, Objective
-from penstock.engine.executor import Executor
+from penstock.engine.executor import Adapters, Executor
 from penstock.engine.local import LocalEngine
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
@@ -38,15 +39,28 @@ def make_request(
     params = replace(job.sampling, max_tokens=job.output_len, ignore_eos=True)
     objective = objective or Objective()
     return GenerateRequest(
-        request_id, job.prompt, params, seed=seed, cache_salt=salt, objective=objective, tenant=job.tenant
+        request_id,
+        job.prompt,
+        params,
+        seed=seed,
+        cache_salt=salt,
+        objective=objective,
+        tenant=job.tenant,
+        adapter=None if job.adapter is None else adapter_of(job.adapter),
     )
 
 
 class ClosedLoop:
     """Steps an engine on this thread, with so many requests in flight. Nothing is promised to them."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, progress: Progress | None = None) -> None:
-        self.loop = EngineLoop(scheduler, executor, self._take)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        progress: Progress | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
+        self.loop = EngineLoop(scheduler, executor, self._take, adapters=adapters)
         self._progress = progress
         self._open: dict[str, Timeline] = {}
         self._sent = 0

@@ -13,6 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.adapters import RandomAdapters
 from penstock.bench.architectures import ARCHITECTURES, write_architecture
 from penstock.bench.arrivals import ArrivalPlan, mix_needs_rate
 from penstock.bench.capacity import CapacitySearch
@@ -23,7 +24,7 @@ from penstock.bench.targets import COLD_START_GOALS, DeviceKind, find_target
 from penstock.bench.workloads import MIXES, Workload, find_workload
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import InvalidRequest
-from penstock.engine.executor import Executor
+from penstock.engine.executor import LoadedExecutor
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.settings import EngineConfig, Scheduling, SpeculationConfig
 from penstock.engine.speculation import Speculation
@@ -39,6 +40,7 @@ class Variant:
     mode: Scheduling
     sampling: str
     drafts: str  # method of speculative decoding
+    adapters: int  # LoRA adapters mixed in a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Plan:
     modes: list[Scheduling]
     sampling: list[str]
     speculation: list[str]
+    adapters: list[int]
     bases: list[Workload | str]  # a mix by its name
     arrivals: ArrivalPlan
     workloads: list[Workload]
@@ -65,12 +68,12 @@ class Plan:
         workloads = arrivals.workloads(bases)
         if arrivals.trace and any(job.content is not None for job in workloads[0].jobs(0)):
             raise InvalidRequest("a trace with texts needs a tokenizer: use bench serve", param="trace")
-        compared = args.scheduling, args.sampling, args.speculation
+        compared = args.scheduling, args.sampling, args.speculation, args.adapters
         return cls(*compared, bases, arrivals, workloads, args.seeds, args.targets)
 
     @property
     def variants(self) -> list[Variant]:
-        return [Variant(*each) for each in product(self.modes, self.sampling, self.speculation)]
+        return [Variant(*each) for each in product(self.modes, self.sampling, self.speculation, self.adapters)]
 
     def name(self, variant: Variant) -> str:
         """What tells a variant from the others."""
@@ -78,6 +81,7 @@ class Plan:
             (variant.mode, self.modes),
             (variant.sampling, self.sampling),
             (variant.drafts, self.speculation),
+            (f"{variant.adapters or 'no'} adapters", self.adapters),
         )
         return " ".join(name for name, compared in parts if len(compared) > 1)
 
@@ -116,8 +120,8 @@ class EngineBench:
         return results, found
 
     def _warm_up(self, workload: Workload) -> None:
-        for sampling in self.plan.sampling:
-            self.engine.warm_up(replace(workload, sampling=sampling))
+        for sampling, adapters in product(self.plan.sampling, self.plan.adapters):
+            self.engine.warm_up(replace(workload, sampling=sampling, adapters=adapters))
 
     def _find_capacity(
         self, base: Workload | str, variant: Variant, attainment: float
@@ -126,7 +130,7 @@ class EngineBench:
         search = CapacitySearch(arrivals.rates[0], arrivals.probes)
         results = []
         while (rate := search.next_rate()) is not None:
-            workload = replace(arrivals.workload(base, rate), sampling=variant.sampling)
+            workload = _as_in(variant, arrivals.workload(base, rate))
             run = self.engine.measure(variant.mode, workload, 0, attainment, variant.drafts)
             search.record(rate, held=not run.stopped_early and (run.summary.share_met or 0.0) >= attainment)
             announce(f"{workload.name} {variant.mode}", workload.metric, run.summary, run.stopped_early)
@@ -138,8 +142,7 @@ class EngineBench:
         runs: dict[Variant, list[Run]] = {variant: [] for variant in self.plan.variants}
         for seed in range(self.plan.seeds or (CLOSED_SEEDS if workload.rate is None else OPEN_SEEDS)):
             for variant in self.plan.variants[:: -1 if seed % 2 else 1]:
-                job = replace(workload, sampling=variant.sampling)
-                run = self.engine.measure(variant.mode, job, seed, drafts=variant.drafts)
+                run = self.engine.measure(variant.mode, _as_in(variant, workload), seed, drafts=variant.drafts)
                 runs[variant].append(run)
                 name = self.plan.name(variant) or variant.mode
                 announce(f"{workload.name} {name} seed {seed}", workload.metric, run.summary)
@@ -149,13 +152,24 @@ class EngineBench:
         """A closed loop shows what the engine can do: its best run counts. Of an open one every request counts."""
         best = reduce(partial(better_run, workload.metric), runs) if workload.rate is None else pooled(runs)
         target = None
-        if self.plan.targets and self.plan.arrivals.usual_objectives and variant.sampling == "greedy":
+        usual = variant.sampling == "greedy" and not variant.adapters
+        if self.plan.targets and self.plan.arrivals.usual_objectives and usual:
             target = find_target(self.engine.info.model, self.precision, workload.name, self.device)
         values = [run.summary.figure(workload.metric) for run in runs]
         label = f"{workload.name} {self.plan.name(variant)}".strip()
-        compared = {"scheduling": variant.mode, "sampling": variant.sampling, "speculation": variant.drafts}
-        detail = {**compared, "values": values, **best.detail()}
+        detail = {
+            "scheduling": variant.mode,
+            "sampling": variant.sampling,
+            "speculation": variant.drafts,
+            "adapters": variant.adapters,
+            "values": values,
+            **best.detail(),
+        }
         return Result(workload, best.summary, target, detail, label, best.timelines)
+
+
+def _as_in(variant: Variant, workload: Workload) -> Workload:
+    return replace(workload, sampling=variant.sampling, adapters=variant.adapters)
 
 
 def run(args: Namespace) -> int:
@@ -174,6 +188,8 @@ def run(args: Namespace) -> int:
         deterministic=args.deterministic,
         scheduling=plan.modes[0],
         speculation=_speculation(plan, args),
+        max_adapters=max(plan.adapters),
+        max_adapter_rank=args.adapter_rank,
     )
     scheduler, executor, info = _start(args.model, config)
     cold_start = time.perf_counter() - began
@@ -181,7 +197,8 @@ def run(args: Namespace) -> int:
     schedulers = {
         mode: Scheduler(replace(scheduler.limits, fcfs=mode == "fcfs"), scheduler.times) for mode in plan.modes
     }
-    engine = LoadedEngine(executor, info, schedulers, _speculations(plan, scheduler))
+    adapters = RandomAdapters(executor.adapter_modules, args.adapter_rank)
+    engine = LoadedEngine(executor, info, schedulers, _speculations(plan, scheduler), adapters)
     bench = EngineBench(plan, engine, device, precision)
     results, capacities = bench.find_capacities() if args.find_capacity else (bench.run(), {})
     engine.check_integrity()
@@ -217,7 +234,7 @@ def _speculations(plan: Plan, scheduler: Scheduler) -> dict[str, Speculation | N
     return {method: known[method] for method in plan.speculation}
 
 
-def _start(model: str, config: EngineConfig) -> tuple[Scheduler, Executor, EngineInfo]:
+def _start(model: str, config: EngineConfig) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
     from penstock.runner.progress import LoadProgress  # numpy, and torch where it is needed, from here on
     from penstock.runner.startup import start
 

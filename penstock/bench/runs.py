@@ -16,7 +16,7 @@ from penstock.bench.replay import Replay
 from penstock.bench.workloads import VOCAB, Job, Metric, Workload
 from penstock.core.engine import EngineInfo
 from penstock.core.request import Objective
-from penstock.engine.executor import Executor
+from penstock.engine.executor import Adapters, Executor
 from penstock.engine.local import LocalEngine
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.settings import Scheduling
@@ -93,6 +93,7 @@ class LoadedEngine:
     info: EngineInfo
     schedulers: dict[Scheduling, Scheduler]
     speculations: Mapping[str, Speculation | None] = field(default_factory=lambda: {"off": None})  # by method
+    adapters: Adapters | None = None
     # The schedulers write to the same blocks, so what one has cached may be another's by now: no salt is used twice.
     _salts: count[int] = field(default_factory=count)
 
@@ -146,7 +147,7 @@ class LoadedEngine:
         executor, outputs = self.executor, {number: job.output for number, job in enumerate(jobs) if job.output}
         if outputs:
             executor = Replay(executor, outputs)
-        return ClosedLoop(scheduler, executor, progress).run(jobs, clients, self._salt())
+        return ClosedLoop(scheduler, executor, progress, self.adapters).run(jobs, clients, self._salt())
 
     def _open_loop(
         self,
@@ -156,7 +157,7 @@ class LoadedEngine:
         allowed: int | None,
         progress: Progress,
     ) -> list[Timeline]:
-        engine = LocalEngine(scheduler, self.executor, self.info)
+        engine = LocalEngine(scheduler, self.executor, self.info, adapters=self.adapters)
         try:
             return OpenLoop(engine, objectives, allowed, progress).run(jobs, self._salt())
         finally:

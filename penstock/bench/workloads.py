@@ -35,6 +35,7 @@ class Job:
     content: str | list[dict[str, Any]] | None = None  # text or messages to send as they are, in place of the ids
     sampling: SamplingParams = GREEDY  # how many tokens it may generate is `output_len`
     output: list[int] | None = None  # what it generates, whatever is sampled
+    adapter: int | None = None  # number of a LoRA adapter with random weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,13 +163,17 @@ class Workload:
     rate: float | None = None  # arrivals a second of an open loop: requests come at their time, whatever has finished
     objectives: Mapping[str, Objective] = field(default_factory=dict)  # by kind of job
     sampling: str = "greedy"
+    adapters: int = 0  # LoRA adapters, which the jobs use in turn
 
     def jobs(self, seed: int, vocab: int = VOCAB) -> list[Job]:
         jobs = self.generate(Source(seed, vocab))
         if not jobs:
             raise InvalidRequest("seconds is too short for a single arrival at this rate", param="seconds")
         sampling = sampling_of(self.sampling, len(jobs))
-        return [replace(job, sampling=params) for job, params in zip(jobs, sampling, strict=True)]
+        return [
+            replace(job, sampling=params, adapter=number % self.adapters if self.adapters else None)
+            for number, (job, params) in enumerate(zip(jobs, sampling, strict=True))
+        ]
 
     def endless(self, seed: int, vocab: int = VOCAB) -> Iterator[Job]:
         """The jobs of this seed, then fresh ones of the same shape for ever."""

@@ -52,6 +52,15 @@ def _add_engine(kinds: Subparsers) -> None:
     )
     parser.add_argument("--draft-model", metavar="MODEL", default="", help="for --speculation draft")
     parser.add_argument("--draft-quantization", choices=("auto", "none", "int8", "int4"), default="auto")
+    parser.add_argument(
+        "--adapters",
+        type=adapter_counts,
+        default=[0],
+        metavar="N[,N...]",
+        help="LoRA adapters with random weights that requests use in turn, or several numbers interleaved to compare "
+        "them with the first (default 0)",
+    )
+    parser.add_argument("--adapter-rank", type=positive_int, default=16, help="for --adapters (default 16)")
     _add_open_loop(parser)
     parser.add_argument("--device", choices=get_args(Device), default="auto")
     parser.add_argument("--dtype", choices=get_args(Dtype), default="auto")
@@ -171,6 +180,13 @@ def speculation_methods(text: str) -> list[str]:
     if not set(methods) <= set(get_args(SpeculationMethod)) or len(set(methods)) < len(methods):
         raise argparse.ArgumentTypeError(f"{text} is not {' or '.join(get_args(SpeculationMethod))}, each once")
     return methods
+
+
+def adapter_counts(text: str) -> list[int]:
+    counts = [int(number) for number in text.split(",")]
+    if min(counts) < 0 or len(set(counts)) < len(counts):
+        raise argparse.ArgumentTypeError(f"{text} is not a list of numbers, each once")
+    return counts
 
 
 def sampling_kinds(text: str) -> list[str]:

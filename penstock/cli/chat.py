@@ -139,7 +139,7 @@ async def own_server(model: str) -> AsyncIterator[str]:
 
 async def _ready_url(stdout: asyncio.StreamReader, log: IO[bytes]) -> str:
     async for line in stdout:
-        if found := re.search(rb"http://[^\s/]+", line):
+        if found := re.search(rb"https?://[^\s/]+", line):
             return found.group().decode()
     log.seek(0)
     tail = log.read()[-2000:].decode("utf-8", "replace").strip()

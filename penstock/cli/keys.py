@@ -75,7 +75,8 @@ async def _create(args: argparse.Namespace, settings: Settings, store: Store) ->
     whose = f"Tenant {record.tenant}'s key" if record.tenant else "The admin key"
     print(f"{whose} {record.prefix} is kept as a hash: this is the only time it is shown.", file=sys.stderr)
     shown = key if sys.stdout.isatty() else "KEY"  # what is piped away must not be shown after all
-    url = f"http://127.0.0.1:{settings.server.port}{'/v1/models' if record.tenant else '/admin/keys'}"
+    scheme = "http" if settings.server.tls is None else "https"
+    url = f"{scheme}://127.0.0.1:{settings.server.port}{'/v1/models' if record.tenant else '/admin/keys'}"
     print(
         f"Penstock's own commands read it from {API_KEY}, other clients send it as a bearer token:\n"
         f"  export {API_KEY}={shown}\n"

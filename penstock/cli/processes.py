@@ -209,5 +209,5 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
         for sig in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(sig, gateways.stop, sig)
         await stack.enter_async_context(running(control.autoscalers.values()))
-        announce(host, port, models, open)
+        announce(host, port, models, open=open, tls=server.tls is not None)
         return await gateways.ended()

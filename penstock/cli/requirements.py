@@ -1,4 +1,4 @@
-"""Checks that the optional packages which the settings need are installed, before a model is loaded."""
+"""Checks that the packages and files which the settings need are there, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ def check_requirements(settings: Settings, on: str) -> None:
     for who, module, extra in _modules(settings, on):
         if not _is_installed(module):
             raise StartupError(f"{who} needs {module}, which is not installed; pip install 'penstock[{extra}]'")
+    if settings.server.tls is not None:
+        from penstock.gateway.http.tls import Certificate
+
+        Certificate(settings.server.tls)
     if settings.cache.enabled and settings.cache.semantic.routes:
         from penstock.cache.encoder import encoder_folder
 

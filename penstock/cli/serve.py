@@ -246,13 +246,13 @@ async def serve_fleets(
 
     def on_ready(host: str, port: int) -> None:
         if shared is None:
-            announce(host, port, names, directory.open)
+            announce(host, port, names, open=directory.open, tls=settings.server.tls is not None)
         else:
             shared.on_ready(app, own, cache, names, directory.open)
 
     tune_interpreter()
     stack.callback(asyncio.create_task(app.long_requests.warm_up()).cancel)
-    return await serve(app, listener, on_ready, settings.server.drain_seconds)
+    return await serve(app, listener, on_ready, settings.server.drain_seconds, settings.server.tls)
 
 
 async def _served_models(
@@ -325,8 +325,8 @@ def end_at_signals(fleets: Sequence[Fleet]) -> None:
         asyncio.get_running_loop().add_signal_handler(sig, end, sig)
 
 
-def announce(host: str, port: int, models: Sequence[str], open: bool) -> None:
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+def announce(host: str, port: int, models: Sequence[str], *, open: bool, tls: bool) -> None:
+    url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": models[0], "messages": [{"role": "user", "content": "Hello!"}]})
     print(f"Penstock serves {', '.join(models)} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")
     if not open:

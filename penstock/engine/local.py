@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable
 from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import EngineFailure, Unavailable
 from penstock.core.request import Chunk, GenerateRequest, failed
-from penstock.engine.executor import Executor
+from penstock.engine.executor import Adapters, Executor
 from penstock.engine.grammar import Grammars
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
@@ -17,12 +17,17 @@ from penstock.engine.scheduler import Scheduler
 
 class LocalEngine:
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, info: EngineInfo, grammars: Grammars | None = None
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        info: EngineInfo,
+        grammars: Grammars | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.info = info
         self._sinks: dict[str, Callable[[Chunk], None]] = {}
         self._closed = False
-        self._loop = EngineLoop(scheduler, executor, self._deliver, grammars)
+        self._loop = EngineLoop(scheduler, executor, self._deliver, grammars, adapters)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
         self._thread.start()
 

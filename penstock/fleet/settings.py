@@ -106,7 +106,7 @@ class ModelConfig:
     virtual model, with `versions` or a `cascade` in place of all that: its requests go to other models."""
 
     model: str | None = field(default=None, metadata={"expected": "a name or a path"})  # default: its key in `models`
-    aliases: tuple[str, ...] = ()  # other names that clients may use
+    aliases: tuple[str, ...] = ()  # other names that clients may use; with a *, as claude-*, all that match
     replicas: int | None = None  # worker processes here; default: one, or none beside workers and upstreams
     autoscale: AutoscaleConfig | None = None  # in place of `replicas`: as many as the load needs
     standby: int = 0  # worker processes kept prepared: they serve in less than half a second when a replica is needed

@@ -13,11 +13,13 @@ from penstock.core.engine import EngineStats, ServedEngine
 from penstock.core.errors import StartupError
 from penstock.gateway.api.adapter_endpoints import AdapterEndpoints
 from penstock.gateway.api.adapters import Adapters, NamedAdapter
+from penstock.gateway.api.anthropic_messages import CountTokens, Messages
 from penstock.gateway.api.batches import BatchEndpoints
 from penstock.gateway.api.caches import AnswerCache, CacheEndpoints, NoAnswerCache
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
-from penstock.gateway.api.endpoints import ENDPOINTS, Access, Handlers
+from penstock.gateway.api.endpoint import Access
+from penstock.gateway.api.endpoints import ENDPOINTS, Handlers
 from penstock.gateway.api.files import FileEndpoints
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.live import Live
@@ -26,6 +28,8 @@ from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
 from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
+from penstock.gateway.api.responses import Responses
+from penstock.gateway.api.responses_store import ResponseStore
 from penstock.gateway.api.serving import Serving
 from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.api.siblings import Alone, Siblings
@@ -150,6 +154,7 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         "metrics": auth.authenticate_metrics,
         "operator": auth.authenticate_operator,
     }
+    responses = Responses(serving, ResponseStore(directory.store, settings.responses))
     handlers = Handlers(
         chat=metered(directory.store, ChatCompletions(serving)),
         completions=metered(directory.store, Completions(serving)),
@@ -165,8 +170,12 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         live=parts.live,
         web=WebEndpoints(),
         openapi=OpenApi(serving),
+        messages=metered(directory.store, Messages(serving)),
+        count_tokens=CountTokens(serving),
+        create_response=metered(directory.store, responses),
+        responses=responses,
     )
-    return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access]) for e in ENDPOINTS])
+    return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors) for e in ENDPOINTS])
 
 
 def _warn_of_other_models(settings: GatewaySettings, model_names: Collection[str]) -> None:

@@ -14,7 +14,7 @@ from penstock.gateway.api.generation import Answer, Handler
 from penstock.gateway.api.live import Live
 from penstock.gateway.api.reading import LongRequests
 from penstock.gateway.api.serving import Serving
-from penstock.gateway.errors import ClientGone, InternalError, MethodNotAllowed
+from penstock.gateway.errors import OPENAI_ERRORS, ClientGone, ErrorFormat, InternalError, MethodNotAllowed
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
@@ -32,7 +32,9 @@ logger = logging.getLogger("penstock.gateway")
 
 Authenticate = Callable[[Request], Awaitable[Tenant]]  # raises when the request is refused
 
-_QUIET = frozenset(("/health", "/metrics", "/ready"))  # polled every few seconds; not worth a log line
+_QUIET = frozenset(
+    ("/health", "/load", "/metrics", "/ping", "/ready")
+)  # polled every few seconds; not worth a log line
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
 
 
@@ -42,6 +44,7 @@ class Route:
     path: str  # "{name}" stands for one segment, "{name:path}" for all the rest
     handle: Handler
     authenticate: Authenticate
+    errors: ErrorFormat = OPENAI_ERRORS
 
 
 class Routes:
@@ -121,7 +124,7 @@ class Edge:
             span = self.tracing.begin(request.raw_headers, response.headers)
         self.traffic.enter(request)
         self.metrics.in_flight += 1
-        endpoint, tenant = "other", OPEN
+        endpoint, route, tenant = "other", None, OPEN
         answer: Answer | None = None
         error: PenstockError | None = None
         try:
@@ -138,7 +141,7 @@ class Edge:
         except (Exception, asyncio.CancelledError) as raised:
             error = _error_for_client(request, raised)
             if not isinstance(error, ClientGone):
-                await response.send_error(error)
+                await response.send_error(error, OPENAI_ERRORS if route is None else route.errors)
         finally:
             self.metrics.in_flight -= 1
             self.traffic.leave(request)

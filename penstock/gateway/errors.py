@@ -1,8 +1,11 @@
-"""Every error leaves the gateway in OpenAI's shape: `{"error": {message, type, param, code}}`."""
+"""How errors leave the gateway: in OpenAI's shape, `{"error": {message, type, param, code}}`, unless an endpoint is of
+another API and has an `ErrorFormat` of its own."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Protocol
 
 import msgspec
 
@@ -16,6 +19,7 @@ from penstock.core.errors import (
     Unavailable,
 )
 
+UNKNOWN_FIELD = "unrecognized_request_argument"  # the code of errors about fields that an endpoint does not have
 UNAVAILABLE_RETRY_SECONDS = 1  # such an error does not know when its cause ends
 
 
@@ -73,8 +77,47 @@ class ClientGone(PenstockError):
 _encode = msgspec.json.Encoder().encode
 
 
-def error_body(error: PenstockError) -> bytes:
-    return _encode(ErrorBody(ErrorDetail(error.message, error.kind, error.param, error.code)))
+class ErrorFormat(Protocol):
+    """The JSON of errors in one API."""
+
+    def status(self, error: PenstockError) -> int: ...
+
+    def body(self, error: PenstockError, request_id: str) -> bytes: ...
+
+    def event(self, error: PenstockError, request_id: str) -> bytes:
+        """What ends a stream."""
+        ...
+
+
+class OpenAIErrors:
+    def __init__(self, names: Mapping[str, str] | None = None) -> None:
+        """`names`: what the API calls fields of chat completions, or parts of their paths."""
+        self._names = names or {}
+
+    def status(self, error: PenstockError) -> int:
+        return error.status
+
+    def body(self, error: PenstockError, request_id: str) -> bytes:
+        message, param = renamed(error, self._names)
+        return _encode(ErrorBody(ErrorDetail(message, error.kind, param, error.code)))
+
+    def event(self, error: PenstockError, request_id: str) -> bytes:
+        return b"data: %b\n\n" % self.body(error, request_id)
+
+
+OPENAI_ERRORS = OpenAIErrors()
+
+
+def renamed(error: PenstockError, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """The message and the field that it is about, where the API of the request calls that differently."""
+    message, param = error.message, error.param
+    if error.code == UNKNOWN_FIELD:  # which is what the client called it
+        return message, param
+    for name, other in names.items():
+        if param is not None and name in param:
+            message, param = message.replace(param, param.replace(name, other)), param.replace(name, other)
+            break
+    return message, param
 
 
 def error_headers(error: PenstockError) -> list[tuple[bytes, bytes]]:

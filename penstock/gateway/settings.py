@@ -1,4 +1,4 @@
-"""The gateway's sections of the settings: `server`, `classes`, `tenants`, `jwt` and `prices`."""
+"""The gateway's sections of the settings: `server`, `responses`, `classes`, `tenants`, `jwt` and `prices`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,19 @@ _HOST_NAME = re.compile(r"\*|[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """Files in PEM: the certificate with those of its issuers below the root, and its private key, not encrypted. Both
+    are read again within seconds of a change."""
+
+    cert: str = ""
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("cert", "key"):
+            check(bool(getattr(self, name)), name, "must be given")
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Where the HTTP server listens, and which requests it accepts."""
 
@@ -33,6 +46,7 @@ class ServerConfig:
     open: bool = False  # need no key, on whatever host, while no tenant is configured
     allowed_hosts: tuple[str, ...] | None = None  # names for use without keys, beside localhost and host; *: any
     cors: tuple[str, ...] | None = None  # origins of web pages that may use the server, as https://example.com; *: any
+    tls: TlsConfig | None = None  # default: HTTP without TLS
     drain_seconds: float = 30.0  # how long running requests may finish after SIGTERM
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     unknown_fields: Literal["refuse", "ignore"] = "refuse"  # of requests; ignore: as if they had not been sent
@@ -49,6 +63,20 @@ class ServerConfig:
         for origin in self.cors or ():
             plain = _ORIGIN.fullmatch(origin) is not None
             check(plain, "cors", f"must hold origins as https://example.com, without a path, or '*', not {origin!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesConfig:
+    """How many answers of /v1/responses are kept for each tenant, so that others can follow them: the newest."""
+
+    max_count: int = 1000
+    max_mib: float = 256.0
+    max_hours: float = 720.0
+
+    def __post_init__(self) -> None:
+        check(1 <= self.max_count <= 10**6, "max_count", "must be between 1 and 1000000")
+        check(0 < self.max_mib <= 2**20, "max_mib", "must be above 0 and at most 1048576")
+        check(0 < self.max_hours <= 1e5, "max_hours", "must be above 0 and at most 100000")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +203,8 @@ class GatewaySettings(Protocol):
     def prices(self) -> Mapping[str, PriceConfig]: ...
     @property
     def machine_per_hour(self) -> float | None: ...
+    @property
+    def responses(self) -> ResponsesConfig: ...
     @property
     def observability(self) -> ObservabilityConfig: ...
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.core.caller import Caller
-from penstock.state.store import Claim, Grant, Store, UsageKey, UsageRecord
+from penstock.state.store import Claim, Grant, Keep, Store, UsageKey, UsageRecord
 
 
 class BrokeredStore:
@@ -45,6 +45,16 @@ class BrokeredStore:
     async def records(self, kind: str) -> dict[str, str]:
         return dict(await self._channel.call("records", kind))
 
+    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
+        await self._channel.call("save", kind, tenant, name, document, keep)
+
+    async def load(self, kind: str, tenant: str, name: str) -> bytes | None:
+        found: bytes | None = await self._channel.call("load", kind, tenant, name)
+        return found
+
+    async def discard(self, kind: str, tenant: str, name: str) -> bool:
+        return bool(await self._channel.call("discard", kind, tenant, name))
+
     async def version(self) -> int:
         return int(await self._channel.call("version"))
 
@@ -61,7 +71,13 @@ def store_handlers(store: Store) -> dict[str, Callable[..., Awaitable[Any]]]:
     async def usage(first_day: str, last_day: str) -> list[Any]:
         return list((await store.usage(first_day, last_day)).items())
 
+    async def save(kind: str, tenant: str, name: str, document: bytes, keep: list[Any]) -> None:
+        await store.save(kind, tenant, name, document, Keep(*keep))
+
     return {
+        "save": save,
+        "load": store.load,
+        "discard": store.discard,
         "reserve": reserve,
         "settle": settle,
         "usage": usage,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import calendar
 import time
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 
-from penstock.state.store import WINDOW_SECONDS, Claim, Grant, Limit, Room, UsageKey, UsageRecord
+from penstock.state.store import WINDOW_SECONDS, Claim, Grant, Keep, Limit, Room, UsageKey, UsageRecord
 
 
 def seconds_to_next_day(now: float) -> float:
@@ -79,6 +79,34 @@ class _Use:
         self.running = 0
 
 
+class Documents:
+    """Those of one kind and tenant, the oldest first."""
+
+    __slots__ = ("_bytes", "_found")
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[str, tuple[float, bytes]] = OrderedDict()  # each with the time when it expires
+        self._bytes = 0
+
+    def save(self, name: str, document: bytes, keep: Keep, now: float) -> None:
+        self.discard(name)
+        self._found[name] = now + keep.seconds, document
+        self._bytes += len(document)
+        while self._found and (
+            len(self._found) > keep.documents or self._bytes > keep.bytes or next(iter(self._found.values()))[0] <= now
+        ):
+            self.discard(next(iter(self._found)))
+
+    def load(self, name: str, now: float) -> bytes | None:
+        expires, document = self._found.get(name, (0.0, b""))
+        return document if expires > now else None
+
+    def discard(self, name: str) -> bool:
+        _, document = self._found.pop(name, (0.0, None))
+        self._bytes -= len(document or b"")
+        return document is not None
+
+
 class MemoryStore:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, wall_clock: Callable[[], float] = time.time
@@ -90,6 +118,7 @@ class MemoryStore:
         self.spent: dict[tuple[str, str], int] = {}  # by (tenant, day or month)
         self._reserved: defaultdict[str, int] = defaultdict(int)  # by tenant: what running requests may spend
         self._records: dict[str, dict[str, str]] = {}
+        self._documents: defaultdict[tuple[str, str], Documents] = defaultdict(Documents)
         self._version = 0
         self._day = ""
         self._day_ends = 0.0
@@ -193,6 +222,17 @@ class MemoryStore:
 
     async def records(self, kind: str) -> dict[str, str]:
         return dict(self._records.get(kind, {}))
+
+    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
+        if len(document) > keep.bytes:
+            return
+        self._documents[kind, tenant].save(name, document, keep, self._wall_clock())
+
+    async def load(self, kind: str, tenant: str, name: str) -> bytes | None:
+        return self._documents[kind, tenant].load(name, self._wall_clock())
+
+    async def discard(self, kind: str, tenant: str, name: str) -> bool:
+        return self._documents[kind, tenant].discard(name)
 
     async def version(self) -> int:
         return self._version

@@ -25,8 +25,8 @@ from redis.exceptions import RedisError
 
 from penstock.core.errors import StartupError, Unavailable
 from penstock.state.memory import MemoryStore, budget_wait
-from penstock.state.redis_script import BATCH
-from penstock.state.store import Claim, Grant, Limit, Room, UsageKey, UsageRecord, days_between
+from penstock.state.redis_script import BATCH, DISCARD, SAVE
+from penstock.state.store import Claim, Grant, Keep, Limit, Room, UsageKey, UsageRecord, days_between
 
 logger = logging.getLogger("penstock.state")
 
@@ -259,6 +259,20 @@ class RedisStore:
     async def records(self, kind: str) -> dict[str, str]:
         self._kept[kind] = await self._ask(self.redis.hgetall(f"{self._prefix}:records:{kind}"))
         return dict(self._kept[kind])
+
+    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
+        if len(document) > keep.bytes:
+            return
+        where, wall = f"{self._prefix}:documents:{kind}:{tenant}", self._clock()
+        await self._ask(self.redis.eval(SAVE, 0, where, name, document, *keep, wall))
+
+    async def load(self, kind: str, tenant: str, name: str) -> bytes | None:
+        found: str | None = await self._ask(self.redis.get(f"{self._prefix}:documents:{kind}:{tenant}:{name}"))
+        return None if found is None else found.encode()
+
+    async def discard(self, kind: str, tenant: str, name: str) -> bool:
+        where = f"{self._prefix}:documents:{kind}:{tenant}"
+        return bool(await self._ask(self.redis.eval(DISCARD, 0, where, name)))
 
     async def version(self) -> int:
         if not self.online:  # nor does it know yet whether the records are still there

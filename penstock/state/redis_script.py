@@ -162,3 +162,43 @@ for i, reservation in ipairs(reservations) do
 end
 return answers
 """
+
+# One tenant's documents of a kind: each under a key of its own, their names by age and their sizes beside them.
+_DROP = """
+local where = ARGV[1]
+local names, sizes, total = where .. ' names', where .. ' sizes', where .. ' bytes'
+local function drop(name)
+    redis.call('DECRBY', total, redis.call('HGET', sizes, name) or 0)
+    redis.call('HDEL', sizes, name)
+    redis.call('ZREM', names, name)
+    return redis.call('DEL', where .. ':' .. name)
+end
+"""
+# ARGV: where, name, document, how many are kept, bytes, seconds, time (-1: the server's).
+SAVE = (
+    _DROP
+    + """
+local name, document, count, bytes, seconds, now =
+    ARGV[2], ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+if now < 0 then
+    local time = redis.call('TIME')
+    now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+end
+drop(name)
+redis.call('SET', where .. ':' .. name, document, 'PX', math.floor(seconds * 1000))
+redis.call('ZADD', names, now, name)
+redis.call('HSET', sizes, name, #document)
+redis.call('INCRBY', total, #document)
+for _, old in ipairs(redis.call('ZRANGEBYSCORE', names, '-inf', now - seconds)) do
+    drop(old)
+end
+while redis.call('ZCARD', names) > count or tonumber(redis.call('GET', total)) > bytes do
+    drop(redis.call('ZRANGE', names, 0, 0)[1])
+end
+for _, key in ipairs({names, sizes, total}) do
+    redis.call('PEXPIRE', key, math.floor(seconds * 1000))
+end
+"""
+)
+# ARGV: where, name.
+DISCARD = _DROP + "return drop(ARGV[2])"

@@ -1,11 +1,12 @@
-"""Records and spend in a SQLite file; limits in memory. Several gateways on one machine may share the file: budgets and
-keys are then common, limits are not."""
+"""Records, documents and spend in a SQLite file; limits in memory. Several gateways on one machine may share the file:
+budgets and keys are then common, limits are not."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import sqlite3
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 
 from penstock.core.errors import StartupError, Unavailable
 from penstock.state.memory import MemoryStore
-from penstock.state.store import UsageKey, UsageRecord
+from penstock.state.store import Keep, UsageKey, UsageRecord
 
 logger = logging.getLogger("penstock.state")
 
@@ -32,6 +33,20 @@ CREATE TABLE IF NOT EXISTS usage (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS version (only_row INTEGER PRIMARY KEY CHECK (only_row = 1), number INTEGER NOT NULL);
 INSERT OR IGNORE INTO version VALUES (1, 0);
+CREATE TABLE IF NOT EXISTS documents (
+    kind TEXT, tenant TEXT, name TEXT, saved REAL NOT NULL, expires REAL NOT NULL, bytes INTEGER NOT NULL,
+    document BLOB NOT NULL, PRIMARY KEY (kind, tenant, name)
+);
+CREATE INDEX IF NOT EXISTS documents_by_age ON documents (kind, tenant, saved, bytes);
+CREATE INDEX IF NOT EXISTS documents_by_expiry ON documents (expires);
+"""
+DROP_OLDEST = """
+DELETE FROM documents WHERE rowid IN (
+    SELECT rowid FROM (
+        SELECT rowid, ROW_NUMBER() OVER newest AS number, SUM(bytes) OVER newest AS total
+        FROM documents WHERE kind = ? AND tenant = ? WINDOW newest AS (ORDER BY saved DESC, rowid DESC)
+    ) WHERE number > ? OR total > ?
+)
 """
 ADD_USAGE = """
 INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (day, tenant, model) DO UPDATE SET
@@ -145,11 +160,38 @@ class SqliteStore(MemoryStore):
     async def records(self, kind: str) -> dict[str, str]:
         return dict(await self._read("SELECT name, value FROM records WHERE kind = ?", kind))
 
+    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
+        if len(document) > keep.bytes:
+            return
+
+        def work() -> None:
+            now = time.time()
+            with self._db:
+                row = (kind, tenant, name, now, now + keep.seconds, len(document), document)
+                self._db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                self._db.execute("DELETE FROM documents WHERE expires <= ?", (now,))
+                self._db.execute(DROP_OLDEST, (kind, tenant, keep.documents, keep.bytes))
+
+        await self._ask(work)
+
+    async def load(self, kind: str, tenant: str, name: str) -> bytes | None:
+        query = "SELECT document FROM documents WHERE kind = ? AND tenant = ? AND name = ? AND expires > ?"
+        rows = await self._read(query, kind, tenant, name, time.time())
+        return rows[0][0] if rows else None
+
+    async def discard(self, kind: str, tenant: str, name: str) -> bool:
+        def work() -> int:
+            with self._db:
+                query = "DELETE FROM documents WHERE kind = ? AND tenant = ? AND name = ?"
+                return self._db.execute(query, (kind, tenant, name)).rowcount
+
+        return await self._ask(work) > 0
+
     async def version(self) -> int:
         ((number,),) = await self._read("SELECT number FROM version")
         return int(number)
 
-    async def _read(self, query: str, *values: str) -> list[Any]:
+    async def _read(self, query: str, *values: str | float) -> list[Any]:
         return await self._ask(lambda: self._db.execute(query, values).fetchall())
 
     async def _ask(self, work: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""The `Store` protocol: windows and leases for limits, counters for spend, and named records.
+"""The `Store` protocol: windows and leases for limits, counters for spend, named records, and tenants' documents.
 
 `memory` forgets at the end of the process. `sqlite:///PATH` keeps records and spend in a file, limits in memory: for
 one gateway. `redis://HOST:PORT/DB` shares everything between gateways.
@@ -86,6 +86,14 @@ class UsageKey(NamedTuple):
     model: str
 
 
+class Keep(NamedTuple):
+    """What is kept of one kind of documents of one tenant. The oldest go first."""
+
+    documents: int
+    bytes: int
+    seconds: float
+
+
 class Store(Protocol):
     async def open(self) -> None: ...
 
@@ -110,6 +118,16 @@ class Store(Protocol):
         ...
 
     async def records(self, kind: str) -> dict[str, str]: ...
+
+    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
+        """Keep a document, in UTF-8, in place of the one of this name. One that is too large is not kept."""
+        ...
+
+    async def load(self, kind: str, tenant: str, name: str) -> bytes | None: ...
+
+    async def discard(self, kind: str, tenant: str, name: str) -> bool:
+        """Whether it was there."""
+        ...
 
     async def version(self) -> int:
         """A number that changes with every change of a record; cheap enough to poll twice a second."""

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 PAGE = "index.html"
+DOCS = "docs.html"
 MEDIA = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from penstock.bench.adapters import adapter_of
 from penstock.bench.driver import ClosedLoop, OpenLoop, make_request
 from penstock.bench.sampling import SAMPLING
 from penstock.bench.workloads import WORKLOADS, Job
@@ -190,3 +191,15 @@ def test_options_that_make_no_sense_are_refused_before_loading(
 ) -> None:
     assert main(["bench", "engine", "--model", "nowhere", *options]) == 1
     assert field in capsys.readouterr().err
+
+
+def test_numbers_of_adapters_are_compared_with_the_first(tiny_model: Path, tmp_path: Path) -> None:
+    options = ["--model", f"dummy:{tiny_model}", "--workload", "cpu_clients8", "--seeds", "1", "--device", "cpu"]
+    options += ["--adapters", "0,3", "--adapter-rank", "4", "--json", str(tmp_path / "report.json")]
+    assert main(["bench", "engine", *options]) == 0
+    plain, adapted = json.loads((tmp_path / "report.json").read_text())["results"]
+    assert (plain["adapters"], adapted["adapters"]) == (0, 3)
+    assert plain["output_tokens"] == adapted["output_tokens"] == 16 * 128
+    jobs = replace(WORKLOADS["cpu_clients8"], adapters=3).jobs(0)
+    asked = {make_request(job, "id", "").adapter for job in jobs}
+    assert asked == {adapter_of(number) for number in range(3)}

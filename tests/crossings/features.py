@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from penstock.bench.adapters import adapter_of
 from penstock.bench.schemas import compact, record
 from penstock.core.ledger import Ledger
 from penstock.core.request import (
@@ -27,7 +28,7 @@ from penstock.core.request import (
     TokenLogprob,
     choice_seed,
 )
-from penstock.engine.executor import Executor
+from penstock.engine.executor import Adapters, Executor
 from penstock.engine.grammar import Grammars
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
@@ -64,6 +65,7 @@ class Feature:
     what: str
     params: Mapping[str, Any] = field(default_factory=dict)  # of SamplingParams
     shapes: bool = True  # whether these may change which tokens come out
+    fields: Mapping[str, Any] = field(default_factory=dict)  # of GenerateRequest, which change them too
     limits: Mapping[str, Any] = field(default_factory=dict)  # of the engine
 
 
@@ -82,6 +84,7 @@ FEATURES = (
     Feature("grammar", "JSON for a schema", {"grammar": Grammar("json_schema", compact(SHIP))}),
     Feature("tools", "a forced call", {"grammar": Grammar("lark", CALL)}),
     Feature("reasoning", "a schema after reasoning", {"grammar": Grammar("json_schema", compact(SHIP), after=(28,))}),
+    Feature("adapter", "a LoRA adapter, beside requests with another and with none", fields={"adapter": adapter_of(0)}),
     Feature("logprobs", "log-probabilities of the output", {"logprobs": 2}, shapes=False),
     Feature("prompt logprobs", "log-probabilities of the prompt", {"prompt_logprobs": 1}, shapes=False),
     Feature("n", "two choices, each with its own seed"),
@@ -127,13 +130,15 @@ class Bench:
     executor: Executor
     grammars: Grammars
     tokenizer: Tokenizer
+    adapters: Adapters
     plain: dict[str, list[Outcome]] = field(default_factory=dict)  # what came out, by the parameters asked for
 
-    def alone(self, params: Mapping[str, Any], choices: int) -> list[Outcome]:
-        key = repr(sorted(params.items(), key=str)) + str(choices)
+    def alone(self, params: Mapping[str, Any], choices: int, **fields: Any) -> list[Outcome]:
+        key = repr(sorted([*params.items(), *fields.items()], key=str)) + str(choices)
         if key not in self.plain:
             self.plain[key] = [
-                _Run(self, {}, params).finish([_request(self, params, choice)])[0] for choice in range(choices)
+                _Run(self, {}, params, fields).finish([_request(self, params, choice, **fields)])[0]
+                for choice in range(choices)
             ]
         return self.plain[key]
 
@@ -143,14 +148,15 @@ class Bench:
         shaping, scoring = dict(BASE), dict[str, Any]()
         for name in names:
             (shaping if BY_NAME[name].shapes else scoring).update(BY_NAME[name].params)
-        plain = self.alone(shaping, 1 + ("n" in names))
+        fields = {name: value for feature in names for name, value in BY_NAME[feature].fields.items()}
+        plain = self.alone(shaping, 1 + ("n" in names), **fields)
         params = {**shaping, **scoring}
         if "stop string" in names:
             text = plain[0].text.text
             params["stop"] = shaping["stop"] = (text[len(text) // 2 :][:4],)
             plain = [self._stopped(outcome, shaping) for outcome in plain]
         limits = {name: value for feature in names for name, value in BY_NAME[feature].limits.items()}
-        return _Run(self, limits, params).cross(names, plain), plain
+        return _Run(self, limits, params, fields).cross(names, plain), plain
 
     def _stopped(self, outcome: Outcome, params: Mapping[str, Any]) -> Outcome:
         """The outcome as it is with stop strings, from the tokens without."""
@@ -169,11 +175,14 @@ def _request(bench: Bench, params: Mapping[str, Any], choice: int, **fields: Any
 class _Run:
     """One engine, its requests, and what came of them."""
 
-    def __init__(self, bench: Bench, limits: Mapping[str, Any], params: Mapping[str, Any]) -> None:
+    def __init__(
+        self, bench: Bench, limits: Mapping[str, Any], params: Mapping[str, Any], fields: Mapping[str, Any]
+    ) -> None:
         self._bench = bench
         self._params = params
+        self._fields = fields
         self._scheduler = Scheduler(replace(bench.limits, **limits))
-        self._loop = EngineLoop(self._scheduler, bench.executor, self._take, bench.grammars)
+        self._loop = EngineLoop(self._scheduler, bench.executor, self._take, bench.grammars, bench.adapters)
         self._outcomes: dict[str, Outcome] = {}
 
     def cross(self, names: set[str], plain: list[Outcome]) -> list[Outcome]:
@@ -181,8 +190,9 @@ class _Run:
         bench.executor.runs_ahead = "run-ahead" in names
         if "prefix hit" in names:
             warm = {**BASE, "max_tokens": 1}
-            self.finish([replace(_request(bench, warm, 9), id="warm")])
-        requests = [_request(bench, self._params, choice, priority=1) for choice in range(len(plain))]
+            self.finish([replace(_request(bench, warm, 9, **self._fields), id="warm")])
+        fields = {**self._fields, "priority": 1}
+        requests = [_request(bench, self._params, choice, **fields) for choice in range(len(plain))]
         if "resumption" in names:
             halves = [outcome.tokens[: len(outcome.tokens) // 2] for outcome in plain]
             requests = [replace(r, output=half, resumed=True) for r, half in zip(requests, halves, strict=True)]
@@ -210,7 +220,9 @@ class _Run:
             others = ({"temperature": 1.0}, {"grammar": BY_NAME["grammar"].params["grammar"], "frequency_penalty": 1.0})
             for number, params in enumerate(others):
                 tokens = self._bench.tokenizer.encode(f"{number}. {PROMPT}")
-                self._submit(GenerateRequest(f"other {number}", tokens, SamplingParams(**{**BASE, **params}), seed=1))
+                other = GenerateRequest(f"other {number}", tokens, SamplingParams(**{**BASE, **params}), seed=1)
+                adapter = adapter_of(1) if "adapter" in self._fields and number else None
+                self._submit(replace(other, adapter=adapter))
         while self._loop.step():
             pass
         return [self._outcomes[request.id] for request in requests]

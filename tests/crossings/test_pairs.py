@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.bench.adapters import RandomAdapters, adapter_of
 from penstock.checkpoint.source import resolve
 from penstock.engine.settings import EngineConfig
 from penstock.grammar.compiler import grammars_of
 from penstock.kernels.native import bindings
 from penstock.runner.startup import start
 from penstock.text.tokenizer import load_tokenizer
-from tests.crossings.features import OFF, PAGE, PAIRS, Bench, page
+from tests.crossings.features import BASE, OFF, PAGE, PAIRS, Bench, page
 
 MODEL = "smollm2-135m"
 
@@ -23,7 +24,8 @@ def bench() -> Bench:
     scheduler, executor, _ = start(MODEL, config)
     executor.enter_thread()
     tokenizer = load_tokenizer(resolve(MODEL))
-    return Bench(scheduler.limits, executor, grammars_of(scheduler.limits, MODEL, tokenizer), tokenizer)
+    grammars, adapters = grammars_of(scheduler.limits, MODEL, tokenizer), RandomAdapters(executor.adapter_modules)
+    return Bench(scheduler.limits, executor, grammars, tokenizer, adapters)
 
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=[" and ".join(pair) for pair in PAIRS])
@@ -56,6 +58,11 @@ def test_pair(bench: Bench, first: str, second: str) -> None:
             assert scored == outcome.tokens[resumed:][: len(scored) if "stop string" in names else None]
         if "prompt logprobs" in names and not off:
             assert len(outcome.prompt_logprobs or ()) == ledger.prompt_tokens
+
+
+def test_the_adapter_changes_the_output(bench: Bench) -> None:
+    alone = [bench.alone(BASE, 1, adapter=adapter)[0].tokens for adapter in (adapter_of(0), adapter_of(1), None)]
+    assert len(set(map(tuple, alone))) == 3
 
 
 def test_the_page_is_current() -> None:

@@ -94,6 +94,7 @@ def serving(
     beside: Sequence[ServedModel] = (),
     adapter_base: AdapterBase | None = None,
     adapters: Sequence[NamedAdapter] = (),
+    names: Sequence[str] = (MODEL, "org/alias"),
 ) -> Iterator[Gateway]:
     """`beside`: further models of the same gateway. `adapters` of the first one, which takes those that its base
     does."""
@@ -117,7 +118,7 @@ def serving(
             open_batches(settings.batches, settings.state or "memory") as batches,
         ):
             gateway.loop, gateway.directory = asyncio.get_running_loop(), directory
-            model = ServedModel([MODEL, "org/alias"], tokenizer, answers.before(engine, tokenizer), adapter_base)
+            model = ServedModel(names, tokenizer, answers.before(engine, tokenizer), adapter_base)
             app = create_app(
                 [model, *beside],
                 settings,
@@ -128,7 +129,7 @@ def serving(
             )
             gateway.edge = app
             async with running_batches(batches, app, directory):
-                task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0))
+                task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0, settings.server.tls))
                 stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
                 with suppress(asyncio.CancelledError):
                     await task

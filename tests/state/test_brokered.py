@@ -8,7 +8,7 @@ import socket
 from penstock.fleet.channel import Channel
 from penstock.state.brokered import BrokeredStore, store_handlers
 from penstock.state.memory import MemoryStore
-from penstock.state.store import Claim, UsageRecord
+from penstock.state.store import Claim, Keep, UsageRecord
 
 
 async def test_limits_are_exact_over_all_who_share_it() -> None:
@@ -33,6 +33,10 @@ async def test_limits_are_exact_over_all_who_share_it() -> None:
     assert await stores[1].records("tenant") == {"acme": "{}"}
     assert await stores[2].version() == await stores[0].version()
     assert await stores[1].delete("tenant", "acme")
+    await stores[0].save("response", "acme", "a", b"\x00{}", Keep(9, 99, 60.0))
+    assert await stores[1].load("response", "acme", "a") == b"\x00{}"
+    assert await stores[2].discard("response", "acme", "a")
+    assert await stores[2].load("response", "acme", "a") is None
     (used,) = (await stores[2].usage("2000-01-01", "2099-12-31")).values()
     assert used == UsageRecord(20, 140, 0, 60, 100)
     for channel in channels:

@@ -18,7 +18,7 @@ from penstock.state.memory import MemoryStore
 from penstock.state.open import open_store
 from penstock.state.redis import RedisStore
 from penstock.state.sqlite import SqliteStore
-from penstock.state.store import Claim, Grant, Store, UsageKey, UsageRecord
+from penstock.state.store import Claim, Grant, Keep, Store, UsageKey, UsageRecord
 from tests.redis_server import RedisServer
 
 _numbers = itertools.count()
@@ -43,6 +43,47 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     server: RedisServer = request.getfixturevalue("redis_server")
     prefix = f"stores{next(_numbers)}"
     return lambda: RedisStore(server.url, prefix)
+
+
+KEEP = Keep(documents=3, bytes=100, seconds=3600)
+
+
+async def test_documents_are_bounded_for_each_tenant(make: Make) -> None:
+    one, other = make(), make()
+    await one.open()
+    await other.open()
+    for number in range(5):
+        await one.save("response", "acme", f"d{number}", b"%d" % number, KEEP)
+    await one.save("response", "other", "d0", "schön".encode(), KEEP)
+    await one.save("file", "acme", "d0", b"x", KEEP)
+    found = [await other.load("response", "acme", f"d{number}") for number in range(5)]
+    assert found == [None, None, b"2", b"3", b"4"]
+    assert await other.load("response", "other", "d0") == "schön".encode()
+    await one.save("response", "acme", "d2", b"22", KEEP)  # the newest now
+    await one.save("response", "acme", "large", b"l" * 98, KEEP)
+    assert [await one.load("response", "acme", name) for name in ("d3", "d4", "d2")] == [None, None, b"22"]
+    assert await other.discard("response", "acme", "large")
+    assert not await other.discard("response", "acme", "large")
+    assert not await other.discard("response", "acme", "nothing")
+    await one.save("response", "acme", "a", b"a" * 98, KEEP)
+    assert await other.load("response", "acme", "d2") == b"22", "what was discarded takes no room"
+    await one.save("response", "acme", "too large", b"l" * 101, KEEP)
+    assert await other.load("response", "acme", "too large") is None
+    assert await other.load("response", "acme", "d2") == b"22"
+    await one.save("response", "late", "d", b"d", KEEP._replace(seconds=0.001))
+    await asyncio.sleep(0.01)
+    assert await other.load("response", "late", "d") is None
+    await one.close()
+    await other.close()
+
+
+async def test_documents_outlast_their_process(tmp_path: Path) -> None:
+    for expected in (None, b"{}"):
+        store = SqliteStore(tmp_path / "state.db")
+        await store.open()
+        assert await store.load("response", "", "a") == expected
+        await store.save("response", "", "a", b"{}", KEEP)
+        await store.close()
 
 
 async def test_records_are_seen_by_everyone(make: Make) -> None:

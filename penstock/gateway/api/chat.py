@@ -36,9 +36,10 @@ from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Terms, blame
 from penstock.gateway.api.semantic import similar_chat
 from penstock.gateway.api.serving import event
 from penstock.gateway.api.slices import shaped
-from penstock.gateway.api.text_generation import TextAnswer, TextEndpoint, TextReader, Wanted
+from penstock.gateway.api.text_generation import ChunkedAnswer, TextEndpoint, TextReader, Wanted
 from penstock.gateway.api.tools import read_form, shown_tools
 from penstock.gateway.errors import require
+from penstock.text.output import OutputForm
 from penstock.text.stream import TextDelta, TextStream
 from penstock.text.template_sandbox import RESERVED_NAMES
 from penstock.text.tool_calls.parser import CallDelta
@@ -73,9 +74,14 @@ class ChatReader(TextReader[ChatRequest]):
 
     def prompts(self, asked: ChatRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
         with blamed_on("messages", bounds):
-            prompt, form = read_form(asked, text, _render(text, asked, shown_tools(asked)))
+            prompt, form = render_chat(text, asked)
             ids = text.tokenizer.encode(prompt, add_special_tokens=False, at_most=bounds.prompt_tokens)
             return [Prompt(ids, similar=similar_chat(asked) if semantic else None, form=form)]
+
+
+def render_chat(text: ModelText, asked: ChatRequest) -> tuple[str, OutputForm | None]:
+    """The prompt of a chat, and how to read the answer to it."""
+    return read_form(asked, text, _render(text, asked, shown_tools(asked)))
 
 
 def tokenize_chat(text: ModelText, body: TokenizeRequest, at_most: int) -> list[int]:
@@ -133,10 +139,10 @@ def _cut_after_last_message(rendered: str, last: Message) -> str:
     )
 
 
-class ChatAnswer(TextAnswer[ChatRequest]):
+class ChatAnswer(ChunkedAnswer[ChatRequest]):
     __slots__ = ()
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
     async def whole(self) -> ChatCompletion:
         body, choices = self.body, self.generation.choices

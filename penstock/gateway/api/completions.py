@@ -10,6 +10,7 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from penstock.core.errors import InvalidRequest
 from penstock.core.request import MAX_CHOICES, RANGES, TokenLogprob
 from penstock.gateway.api.generation import Choice, Emit, Generation
 from penstock.gateway.api.logprobs import completion_logprobs, prompt_logprobs
@@ -25,7 +26,7 @@ from penstock.gateway.api.reading import Bounds, ModelText, Prompt, blamed_on
 from penstock.gateway.api.semantic import similar_completion
 from penstock.gateway.api.serving import check_token_ids, encode_json, event
 from penstock.gateway.api.slices import joined, shaped, slices
-from penstock.gateway.api.text_generation import TextAnswer, TextEndpoint, TextReader, Wanted
+from penstock.gateway.api.text_generation import ChunkedAnswer, TextEndpoint, TextReader, Wanted
 from penstock.gateway.errors import require
 from penstock.text.offsets import TextOffsets
 from penstock.text.stream import TextDelta
@@ -37,12 +38,14 @@ MAX_SEQUENCES = 1024  # prompts times n of one request
 class CompletionReader(TextReader[CompletionRequest]):
     name = "completion"
     decoder = msgspec.json.Decoder(CompletionRequest)
-    without_prompt: ClassVar = {"prompt": ""}
+    without_prompt: ClassVar = {"prompt": "", "suffix": None}
 
     def check(self, asked: CompletionRequest) -> None:
         require(asked.best_of is None or asked.best_of == (asked.n or 1), "best_of", "is only supported equal to n")
         require(asked.max_tokens != 0 or bool(asked.echo), "max_tokens", "must be at least 1, or 0 with echo")
         RANGES["logprobs"].check("logprobs", asked.logprobs)
+        for name in ("echo", "truncate_prompt_tokens") if asked.suffix else ():
+            require(not getattr(asked, name), name, "cannot be combined with suffix")
 
     def prompts(self, asked: CompletionRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
         prompts = _split_prompts(asked.prompt)
@@ -66,7 +69,9 @@ class CompletionReader(TextReader[CompletionRequest]):
         bounds: Bounds,
         semantic: bool,
     ) -> Prompt:
-        require(len(prompt) > 0, param, "must not be empty")
+        require(len(prompt) > 0 or bool(asked.suffix), param, "must not be empty")
+        if asked.suffix:
+            return _infilling(prompt, asked.suffix, param, text, bounds)
         if not isinstance(prompt, str):
             if len(prompt) > bounds.prompt_tokens:
                 raise bounds.too_long(param, str(len(prompt)))
@@ -77,6 +82,16 @@ class CompletionReader(TextReader[CompletionRequest]):
         require(len(ids) > 0, param, "must not be empty")
         similar = similar_completion(asked, prompt) if semantic else None
         return Prompt(ids, prompt if asked.echo else None, similar)
+
+
+def _infilling(prompt: str | TokenIds, suffix: str, param: str, text: ModelText, bounds: Bounds) -> Prompt:
+    if text.infill is None:
+        message = "suffix is not supported by this model: its tokenizer has no tokens for filling in the middle"
+        raise InvalidRequest(message, param="suffix")
+    if not isinstance(prompt, str):
+        raise InvalidRequest(f"{param} must be text beside a suffix, not token ids", param=param)
+    with blamed_on(param, bounds):
+        return Prompt(text.infill.prompt(text.tokenizer, prompt, suffix, bounds.prompt_tokens))
 
 
 def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | TokenIds]:
@@ -91,10 +106,10 @@ def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | Token
     return [token_ids]
 
 
-class CompletionAnswer(TextAnswer[CompletionRequest]):
+class CompletionAnswer(ChunkedAnswer[CompletionRequest]):
     __slots__ = ("offsets",)
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
 
     def __init__(self, body: CompletionRequest, generation: Generation) -> None:
         super().__init__(body, generation)
@@ -179,7 +194,6 @@ class CompletionAnswer(TextAnswer[CompletionRequest]):
 class Completions(TextEndpoint[CompletionRequest]):
     endpoint = "/v1/completions"
     prompt_param = "prompt"
-    default_tokens = DEFAULT_MAX_TOKENS
     reader_type = CompletionReader
     answer_type = CompletionAnswer
 
@@ -187,4 +201,6 @@ class Completions(TextEndpoint[CompletionRequest]):
         prompt_only = body.max_tokens == 0
         tokens = 1 if prompt_only else body.max_tokens  # scoring a prompt still takes a step
         of_prompt = [n for n in (body.prompt_logprobs, body.logprobs if body.echo else None) if n is not None]
-        return Wanted("max_tokens", tokens, body.logprobs, max(of_prompt, default=None), prompt_only)
+        return Wanted(
+            "max_tokens", tokens, body.logprobs, max(of_prompt, default=None), prompt_only, DEFAULT_MAX_TOKENS
+        )

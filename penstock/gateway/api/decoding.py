@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.suggest import nearest
+from penstock.gateway.errors import UNKNOWN_FIELD
 
 T = TypeVar("T")
 
@@ -97,7 +98,7 @@ def _unknown_field(name: str, path: str, kind: type) -> InvalidRequest:
         near = nearest(name, getattr(kind, "__struct_fields__", ()))
         hint = f"did you mean {near}?" if near else None
     message = f"Unrecognized request argument supplied: {param}"
-    return InvalidRequest(f"{message}; {hint}" if hint else message, param=param, code="unrecognized_request_argument")
+    return InvalidRequest(f"{message}; {hint}" if hint else message, param=param, code=UNKNOWN_FIELD)
 
 
 @cache

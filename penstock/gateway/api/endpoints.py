@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -14,6 +13,22 @@ from penstock.gateway.api.batches import BatchEndpoints, BatchList, BatchObject,
 from penstock.gateway.api.caches import CacheEndpoints, Caches, Flushed
 from penstock.gateway.api.chat import ChatCompletions
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.endpoint import (
+    CSV,
+    EVENTS,
+    GENERATE,
+    HTML,
+    IMAGE,
+    JSON,
+    JSONL,
+    SCRIPT,
+    STRING,
+    STYLES,
+    TEXT,
+    Endpoint,
+    in_path,
+    parameter,
+)
 from penstock.gateway.api.files import PURPOSES, DeletedFile, FileEndpoints, FileList, FileObject
 from penstock.gateway.api.fleet import (
     Drain,
@@ -26,22 +41,15 @@ from penstock.gateway.api.fleet import (
 )
 from penstock.gateway.api.generation import Handler
 from penstock.gateway.api.live import Live
+from penstock.gateway.api.other_endpoints import OTHER_ENDPOINTS
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
+from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
 from penstock.gateway.api.web import WebEndpoints
 from penstock.gateway.settings import TenantConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
 from penstock.observability.account import Account
-
-Schema = dict[str, Any]
-# Whose key is needed. metrics: an administrator's, or none while there are no tenants; operator: the same, but without
-# tenants only for this machine.
-Access = Literal["public", "tenant", "admin", "metrics", "operator"]
-
-JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
-HTML, STYLES, SCRIPT, IMAGE = "text/html", "text/css", "text/javascript", "image/svg+xml"
-JSONL = "application/jsonl"
 
 
 class AccountList(msgspec.Struct):
@@ -77,40 +85,17 @@ class Handlers:
     files: FileEndpoints
     batches: BatchEndpoints
     openapi: Handler
+    messages: Handler
+    count_tokens: Handler
+    create_response: Handler
+    responses: Responses
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    method: str
-    path: str  # "{name}" stands for one segment, "{name:path}" for all the rest
-    access: Access
-    summary: str
-    handler: Callable[[Handlers], Handler]
-    answer: type | None  # None: text
-    body: type | None = None
-    status: int = 200
-    media: tuple[str, ...] = (JSON,)
-    parameters: tuple[Schema, ...] = ()
-    form: Schema | None = None  # of a body that is multipart/form-data
-
-
-def _parameter(where: str, name: str, schema: Schema, about: str) -> Schema:
-    return {"in": where, "name": name, "required": where == "path", "schema": schema, "description": about}
-
-
-_STRING = {"type": "string"}
 _DAY = {"type": "string", "format": "date"}
 _LIMIT = {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT, "default": DEFAULT_LIMIT}
-_GENERATE = (
-    _parameter("header", "x-penstock-ledger", _STRING, "`true`: usage.ledger says where the time went"),
-    _parameter("header", "x-request-id", _STRING, "found again in the response, the log and /v1/requests"),
-    _parameter("header", "x-penstock-session", _STRING, "requests of one session meet on one replica if they can"),
-    _parameter("header", "cache-control", _STRING, "no-cache, no-store, max-age=SECONDS or only-if-cached"),
-    _parameter("header", "traceparent", _STRING, "W3C trace context"),
-)
 _LISTING = (
-    _parameter("query", "limit", _LIMIT, ""),
-    _parameter("query", "after", _STRING, "the id after which the list goes on"),
+    parameter("query", "limit", _LIMIT, ""),
+    parameter("query", "after", STRING, "the id after which the list goes on"),
 )
 _UPLOAD = {
     "type": "object",
@@ -121,15 +106,11 @@ _UPLOAD = {
     "required": ["file", "purpose"],
 }
 _USAGE = (
-    _parameter("query", "since", _DAY, "default: the first of this month"),
-    _parameter("query", "until", _DAY, "default: today"),
-    _parameter("query", "tenant", _STRING, ""),
-    _parameter("query", "format", {"enum": ["json", "csv"]}, ""),
+    parameter("query", "since", _DAY, "default: the first of this month"),
+    parameter("query", "until", _DAY, "default: today"),
+    parameter("query", "tenant", STRING, ""),
+    parameter("query", "format", {"enum": ["json", "csv"]}, ""),
 )
-
-
-def _path(name: str, about: str = "") -> tuple[Schema, ...]:
-    return (_parameter("path", name, _STRING, about),)
 
 
 ENDPOINTS = (
@@ -142,7 +123,7 @@ ENDPOINTS = (
         types.ChatCompletion,
         types.ChatRequest,
         media=(JSON, EVENTS),
-        parameters=_GENERATE,
+        parameters=GENERATE,
     ),
     Endpoint(
         "POST",
@@ -153,7 +134,7 @@ ENDPOINTS = (
         types.Completion,
         types.CompletionRequest,
         media=(JSON, EVENTS),
-        parameters=_GENERATE,
+        parameters=GENERATE,
     ),
     Endpoint("GET", "/v1/models", "tenant", "The models served here", lambda h: h.status.models, types.ModelList),
     Endpoint(
@@ -163,7 +144,7 @@ ENDPOINTS = (
         "One model",
         lambda h: h.status.model,
         types.ModelCard,
-        parameters=_path("id", "its name; may hold slashes"),
+        parameters=in_path("id", "its name; may hold slashes"),
     ),
     Endpoint(
         "GET",
@@ -172,7 +153,7 @@ ENDPOINTS = (
         "The slowest requests lately, and where their time went",
         lambda h: h.accounts.slowest,
         AccountList,
-        parameters=(_parameter("query", "limit", _LIMIT, ""),),
+        parameters=(parameter("query", "limit", _LIMIT, ""),),
     ),
     Endpoint(
         "GET",
@@ -181,11 +162,13 @@ ENDPOINTS = (
         "Where the time of one request went",
         lambda h: h.accounts.one,
         Account,
-        parameters=_path("id", "of a response, or its x-request-id"),
+        parameters=in_path("id", "of a response, or its x-request-id"),
     ),
     Endpoint("POST", "/v1/files", "tenant", "Upload a file", lambda h: h.files.upload, FileObject, form=_UPLOAD),
     Endpoint("GET", "/v1/files", "tenant", "Uploaded files", lambda h: h.files.list, FileList, parameters=_LISTING),
-    Endpoint("GET", "/v1/files/{id}", "tenant", "One file", lambda h: h.files.one, FileObject, parameters=_path("id")),
+    Endpoint(
+        "GET", "/v1/files/{id}", "tenant", "One file", lambda h: h.files.one, FileObject, parameters=in_path("id")
+    ),
     Endpoint(
         "GET",
         "/v1/files/{id}/content",
@@ -194,7 +177,7 @@ ENDPOINTS = (
         lambda h: h.files.content,
         None,
         media=(JSONL,),
-        parameters=_path("id"),
+        parameters=in_path("id"),
     ),
     Endpoint(
         "DELETE",
@@ -203,7 +186,7 @@ ENDPOINTS = (
         "Delete a file",
         lambda h: h.files.delete,
         DeletedFile,
-        parameters=_path("id"),
+        parameters=in_path("id"),
     ),
     Endpoint(
         "POST",
@@ -216,7 +199,7 @@ ENDPOINTS = (
     ),
     Endpoint("GET", "/v1/batches", "tenant", "Batches", lambda h: h.batches.list, BatchList, parameters=_LISTING),
     Endpoint(
-        "GET", "/v1/batches/{id}", "tenant", "One batch", lambda h: h.batches.one, BatchObject, parameters=_path("id")
+        "GET", "/v1/batches/{id}", "tenant", "One batch", lambda h: h.batches.one, BatchObject, parameters=in_path("id")
     ),
     Endpoint(
         "POST",
@@ -225,7 +208,7 @@ ENDPOINTS = (
         "Stop a batch; what is answered stays",
         lambda h: h.batches.cancel,
         BatchObject,
-        parameters=_path("id"),
+        parameters=in_path("id"),
     ),
     Endpoint(
         "POST",
@@ -273,7 +256,7 @@ ENDPOINTS = (
         lambda h: h.admin.put_tenant,
         dict[str, Any],
         TenantConfig,
-        parameters=_path("name"),
+        parameters=in_path("name"),
     ),
     Endpoint(
         "DELETE",
@@ -282,7 +265,7 @@ ENDPOINTS = (
         "Remove a tenant and its keys",
         lambda h: h.admin.delete_tenant,
         Deleted,
-        parameters=_path("name"),
+        parameters=in_path("name"),
     ),
     Endpoint("GET", "/admin/keys", "admin", "All keys, without their secrets", lambda h: h.admin.keys, KeyList),
     Endpoint(
@@ -302,7 +285,7 @@ ENDPOINTS = (
         "Revoke a key",
         lambda h: h.admin.revoke_key,
         Deleted,
-        parameters=_path("id"),
+        parameters=in_path("id"),
     ),
     Endpoint(
         "GET",
@@ -343,7 +326,7 @@ ENDPOINTS = (
         dict[str, Any],
         Drain,
         status=202,
-        parameters=_path("replica"),
+        parameters=in_path("replica"),
     ),
     Endpoint(
         "POST",
@@ -353,7 +336,7 @@ ENDPOINTS = (
         lambda h: h.fleet.restart,
         Replicas,
         Drain,
-        parameters=_path("replica"),
+        parameters=in_path("replica"),
     ),
     Endpoint(
         "POST",
@@ -364,7 +347,7 @@ ENDPOINTS = (
         dict[str, Any],
         InjectedFault,
         status=202,
-        parameters=_path("replica"),
+        parameters=in_path("replica"),
     ),
     Endpoint("GET", "/admin/cache", "admin", "What the caches hold and save", lambda h: h.caches.show, Caches),
     Endpoint("DELETE", "/admin/cache", "admin", "Forget all cached answers", lambda h: h.caches.flush, Flushed),
@@ -377,9 +360,12 @@ ENDPOINTS = (
     Endpoint(
         "GET", "/ready", "public", "Whether a request would be taken now", lambda h: h.status.ready, types.HealthReport
     ),
+    Endpoint("GET", "/ping", "public", "The same as /health", lambda h: h.status.health, types.HealthReport),
+    Endpoint("GET", "/load", "public", "How many requests run or wait", lambda h: h.status.load, types.Load),
     Endpoint("GET", "/version", "public", "Of this server", lambda h: h.status.version, types.Version),
     Endpoint("GET", "/metrics", "metrics", "Prometheus", lambda h: h.status.metrics, None, media=(TEXT,)),
     Endpoint("GET", "/openapi.json", "public", "This document", lambda h: h.openapi, dict[str, Any]),
+    Endpoint("GET", "/docs", "public", "This document as a page", lambda h: h.web.docs, None, media=(HTML,)),
     Endpoint("GET", "/", "public", "The web page, or a hint in text", lambda h: h.web.page, None, media=(TEXT, HTML)),
     Endpoint(
         "GET",
@@ -389,6 +375,7 @@ ENDPOINTS = (
         lambda h: h.web.file,
         None,
         media=(HTML, STYLES, SCRIPT, IMAGE),
-        parameters=_path("name"),
+        parameters=in_path("name"),
     ),
+    *OTHER_ENDPOINTS,
 )

@@ -94,6 +94,7 @@ class Models:
         self.all = tuple(models)
         self.by_name: dict[str, Model] = {}
         self.routed: dict[str, Entry] = {}  # by all their names, those whose requests also go to other models
+        self.wildcards: list[tuple[str, str]] = []  # aliases with a *, each with the name of its model
         self._groups: list[tuple[str, ...]] = []  # the names of one model each
         for model in models:
             self._add(model.names, model)
@@ -103,15 +104,18 @@ class Models:
                 self._add((name, *config.aliases), self.by_name[(adapters or {}).get(stand_in, stand_in)])
         for name, config in (configs or {}).items():
             if config.is_virtual or config.shadow is not None:
-                self.routed |= dict.fromkeys((name, *config.aliases), Entry(name, config))
+                plain = [alias for alias in config.aliases if "*" not in alias]
+                self.routed |= dict.fromkeys((name, *plain), Entry(name, config))
         self._names = list(self.by_name)
 
     def _add(self, names: tuple[str, ...], model: Model) -> None:
-        for name in names:
+        self.wildcards += [(alias, names[0]) for alias in names[1:] if "*" in alias]
+        plain = tuple(name for name in names if "*" not in name or name == names[0])
+        for name in plain:
             if name in self.by_name:
                 raise StartupError(f"two models are served as {name!r}", param="served_model_name")
             self.by_name[name] = model
-        self._groups.append(names)
+        self._groups.append(plain)
 
     def names(self, tenant: Tenant) -> Sequence[str]:
         """The names a tenant may use. Those of one model mean the same, so one that is allowed allows the others."""

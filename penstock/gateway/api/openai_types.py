@@ -34,7 +34,6 @@ SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "function_call": ((), "is not supported; use tools"),
     "moderation": ((), "is not supported"),
     "web_search_options": ((), "is not supported"),
-    "suffix": ((), "is not supported"),
     "modalities": (([], ["text"]), 'must be ["text"]: other outputs are not supported'),
     "skip_special_tokens": ((True,), "must be true: special tokens are not part of the text"),
     "include_stop_str_in_output": ((False,), "must be false: the text ends before the stop string"),
@@ -155,8 +154,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-
-    suffix: Limited = None
+    suffix: str | None = None
 
 
 IGNORED = tuple(name for name, kind in SamplingFields.__annotations__.items() if kind == "Ignored")
@@ -324,10 +322,19 @@ class ModelCard(Struct):
     digest: str | UnsetType = UNSET  # of a LoRA adapter: what it is known by, whatever its name
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
+    # From here: what Anthropic's client looks for.
+    display_name: str = ""
+    created_at: str = ""
+    max_input_tokens: int = 0
+    type: Literal["model"] = "model"
+    lifecycle: Literal["active"] = "active"
 
 
 class ModelList(Struct):
     data: list[ModelCard]
+    first_id: str | None = None  # these three: for Anthropic's client; all models are on one page
+    last_id: str | None = None
+    has_more: bool = False
     object: Literal["list"] = "list"
 
 
@@ -345,6 +352,12 @@ class Detokenized(Struct):
 class HealthReport(Struct):
     status: Literal["ok", "draining", "overloaded", "unhealthy"]
     detail: str
+
+
+class Load(Struct):
+    """As vLLM says it."""
+
+    server_load: int
 
 
 class Version(Struct):

@@ -13,11 +13,11 @@ from penstock import __version__
 from penstock.core.request import RANGES, Range
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.chat import ROLES
-from penstock.gateway.api.endpoints import ENDPOINTS, EVENTS, JSON, Endpoint, Schema
+from penstock.gateway.api.endpoint import EVENTS, JSON, Endpoint, Schema
+from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.api.objectives import OPENAI_TIERS
 from penstock.gateway.api.sampling import ALL_TOKENS, OUTPUT_TOKENS
 from penstock.gateway.api.serving import Serving, encode_json
-from penstock.gateway.errors import ErrorBody
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
@@ -52,13 +52,15 @@ class OpenApi:
 
 def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str], *, adapters: bool = False) -> Schema:
     """`adapters`: models may also be LoRA adapters, whose names change and are not for everybody."""
-    used = [kind for endpoint in ENDPOINTS for kind in (endpoint.body, endpoint.answer) if kind is not None]
-    found, components = msgspec.json.schema_components([*used, ErrorBody], ref_template="#/components/schemas/{name}")
-    schemas = dict(zip(map(id, [*used, ErrorBody]), found, strict=True))
+    kinds = ((endpoint.body, endpoint.answer, endpoint.error) for endpoint in ENDPOINTS)
+    used = [kind for three in kinds for kind in three if kind is not None]
+    found, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(map(id, used), found, strict=True))
+    known = {"type": "string", "examples": list(model_names)} if adapters else {"enum": list(model_names)}
+    for name in ("ChatRequest", "CompletionRequest", "MessagesRequest", "CountRequest", "ResponsesRequest"):
+        components[name]["properties"]["model"] = known
     for name in ("ChatRequest", "CompletionRequest"):
         _refine(components[name]["properties"], vocab_size)
-        known = {"type": "string", "examples": list(model_names)} if adapters else {"enum": list(model_names)}
-        components[name]["properties"]["model"] = known
         tiers = [*classes, "auto", "default", *(tier for tier, of in OPENAI_TIERS.items() if of in classes)]
         components[name]["properties"]["service_tier"] = {"enum": [*tiers, None], "default": None}
     components["Message"]["properties"]["role"] = {"enum": list(ROLES)}
@@ -107,7 +109,7 @@ def _operation(endpoint: Endpoint, schemas: dict[int, Schema]) -> Schema:
     # Tools check events one by one, as objects with `data`: a stream gets no schema of its own.
     shapes: Schema = {JSON: answer, EVENTS: {}}
     content = {media: {"schema": shapes.get(media, {"type": "string"})} for media in endpoint.media}
-    error = {"description": "an error", "content": {JSON: {"schema": schemas[id(ErrorBody)]}}}
+    error = {"description": "an error", "content": {JSON: {"schema": schemas[id(endpoint.error)]}}}
     described: Schema = {
         "summary": endpoint.summary,
         "parameters": list(endpoint.parameters),

@@ -15,6 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from penstock.core.errors import ContextTooLong, InvalidRequest, NotFound, Penst
 from penstock.core.request import SimilarPrompt
 from penstock.gateway.api.decoding import decode_json
 from penstock.text.chat_template import ChatTemplate
+from penstock.text.infill import Infill, find_infill
 from penstock.text.output import OutputForm
 from penstock.text.reasoning import ReasoningFormatName, find_reasoning
 from penstock.text.tokenizer import Tokenizer
@@ -80,6 +82,11 @@ class ModelText:
             return find_reasoning(self.tokenizer.chat_template or "")
         return None if parser == "none" else parser
 
+    @cached_property
+    def infill(self) -> Infill | None:
+        """None: it cannot fill in the middle."""
+        return find_infill(self.tokenizer)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """To be sent to another process."""
         return ModelText, (self.tokenizer, *self._parsers)
@@ -117,16 +124,21 @@ class Terms(NamedTuple):
     semantic: bool = False  # whether prompts of the same meaning may share an answer
     ignore_unknown: bool = False  # fields that nobody here knows
     read_for: str | None = None  # the model that is to answer, where that is another than the request names
+    wildcards: Sequence[tuple[str, str]] = ()  # aliases such as claude-*, each with the name of its model
     adapters: Mapping[str, str] = _NONE  # LoRA adapters that the tenant may use, with the names of their models
+
+    def served(self, model: str) -> str:
+        """The name under which it is served: this one, or that of the model whose wildcard alias matches it."""
+        if model in self.allowed or model in self.adapters:
+            return model
+        for pattern, name in self.wildcards:
+            if name in self.allowed and fnmatchcase(model, pattern):
+                return name
+        raise model_not_found(model, [*self.allowed, *self.adapters])
 
     def base_of(self, name: str) -> str:
         """The model that an adapter changes, or the model itself."""
         return self.adapters.get(name, name)
-
-    def bounds_of(self, name: str) -> Bounds:
-        if name not in self.allowed and name not in self.adapters:
-            raise model_not_found(name, [*self.allowed, *self.adapters])
-        return self.bounds[self.base_of(name)]
 
     @property
     def default_model(self) -> str:
@@ -166,6 +178,8 @@ class ModelReader:
 
     def read(self, body: bytes, terms: Terms) -> tuple[Asked, list[Prompt]]:
         asked = decode_json(self._decoder, body)
+        if terms.wildcards:
+            asked.model = terms.served(asked.model)
         return checked_options(asked) if len(body) > INLINE_BYTES else asked, []
 
 
@@ -184,10 +198,12 @@ def blamed_on(param: str, bounds: Bounds) -> Iterator[None]:
 
 
 def checked_options(body: S, **prompt: Any) -> S:
-    """The body without its prompt, which others need not carry along, if what is left of it is small."""
+    """The body without its prompt, which others need not carry along, if what is left of it is small. Bytes may be
+    many: unlike lists and objects, they take next to no time to carry."""
     options = msgspec.structs.replace(body, **prompt)
     for name in options.__struct_fields__:
-        if len(pickle.dumps(getattr(options, name))) > MAX_OPTION:
+        value = getattr(options, name)
+        if not isinstance(value, bytes) and len(pickle.dumps(value)) > MAX_OPTION:
             raise InvalidRequest(f"{name} is larger than {MAX_OPTION} bytes", param=name)
     return options
 

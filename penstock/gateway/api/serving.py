@@ -57,6 +57,7 @@ class Incoming:
     body: list[bytes]
     entry: Entry | None = None  # the model that it names, if requests for that also go to others
     version: str | None = None  # which of the model's versions is to answer
+    added: int = 0  # bytes that were put before the body
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +149,8 @@ class Serving:
         self, incoming: Incoming, reader: Reader[T], *, semantic: bool = False, read_for: str | None = None
     ) -> tuple[T, list[Prompt], Terms]:
         """What a reader makes of the request, and the terms it went by."""
+        if self.models.wildcards:  # which must not match the name of an adapter that is new
+            await self.adapters.refresh()
         base = None if read_for is None else self.model_of(read_for).name
         terms = self._terms(incoming.tenant, semantic, base)
         try:
@@ -160,11 +163,12 @@ class Serving:
 
     def _terms(self, tenant: Tenant, semantic: bool, read_for: str | None) -> Terms:
         bounds, allowed = TenantBounds(self.models, tenant), self.models.names(tenant)
-        return Terms(bounds, allowed, semantic, self.ignore_unknown, read_for, self.adapters.models(tenant))
+        wildcards, adapters = self.models.wildcards, self.adapters.models(tenant)
+        return Terms(bounds, allowed, semantic, self.ignore_unknown, read_for, wildcards, adapters)
 
     async def _read(self, incoming: Incoming, reader: Reader[T], terms: Terms) -> tuple[T, list[Prompt]]:
         request, body = incoming.request, incoming.body
-        if request.body_size <= INLINE_BYTES:
+        if request.body_size + incoming.added <= INLINE_BYTES:
             return reader.read(b"".join(body), terms)
         with request.cancelling_on_disconnect():
             return await self.long_requests.read(reader.name, body, terms)

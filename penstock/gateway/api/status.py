@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
+from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from penstock import __version__
 from penstock.core.request import RECOMMENDED
 from penstock.gateway.api.models import Model
 from penstock.gateway.api.objectives import milliseconds
-from penstock.gateway.api.openai_types import ClassCard, HealthReport, ModelCard, ModelList, Version
+from penstock.gateway.api.openai_types import ClassCard, HealthReport, Load, ModelCard, ModelList, Version
 from penstock.gateway.api.serving import Serving, encode_json
 from penstock.gateway.api.siblings import Siblings
 from penstock.gateway.http.request import Request
@@ -36,18 +39,28 @@ class StatusEndpoints:
         info = model.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
         created = self.serving.created if adapter is None else adapter.loaded
-        text, classes = model.text, class_cards(model)
-        card = ModelCard(
-            name, created, info.max_model_len, defaults, classes, text.tools, text.reasoning, root=model.name
+        text = model.text
+        return ModelCard(
+            name,
+            created,
+            info.max_model_len,
+            defaults,
+            class_cards(model),
+            text.tools,
+            text.reasoning,
+            root=model.name,
+            parent=None if adapter is None else model.name,
+            digest=UNSET if adapter is None else adapter.adapter.digest,
+            display_name=name,
+            created_at=datetime.fromtimestamp(created, UTC).isoformat(),
+            max_input_tokens=info.max_model_len - 1,
         )
-        if adapter is not None:
-            card.parent, card.digest = model.name, adapter.adapter.digest
-        return card
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:
         await self.serving.adapters.refresh()
         cards = [self._card(name) for name in self.serving.names(tenant)]
-        await response.send(200, encode_json(ModelList(cards)))
+        ends = (cards[0].id, cards[-1].id) if cards else (None, None)
+        await response.send(200, encode_json(ModelList(cards, *ends)))
 
     async def model(self, request: Request, response: Response, tenant: Tenant) -> None:
         name = request.path_params["id"]
@@ -77,6 +90,10 @@ class StatusEndpoints:
 
     async def _send(self, response: Response, report: HealthReport) -> None:
         await response.send(200 if report.status == "ok" else 503, encode_json(report))
+
+    async def load(self, request: Request, response: Response, tenant: Tenant) -> None:
+        stats = [model.engine.stats for model in self.serving.models.all]
+        await response.send(200, encode_json(Load(sum(one.running + one.waiting for one in stats))))
 
     async def version(self, request: Request, response: Response, tenant: Tenant) -> None:
         await response.send(200, encode_json(Version(__version__)))

@@ -62,8 +62,8 @@ def _text_and_bounds(texts: Mapping[str, ModelText], terms: Terms, model: str | 
     """A request may leave its model out; only one that is named must be the tenant's to use."""
     if model is None:
         return texts[terms.default_model], terms.bounds[terms.default_model]
-    bounds = terms.bounds_of(model)
-    return texts[terms.base_of(model)], bounds
+    name = terms.base_of(terms.served(model))
+    return texts[name], terms.bounds[name]
 
 
 class TextEndpoints:

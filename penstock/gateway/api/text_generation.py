@@ -53,15 +53,22 @@ class TextReader(ABC, Generic[B]):
         self.texts = texts
 
     def read(self, body: bytes, terms: Terms) -> tuple[B, list[Prompt]]:
-        asked = decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
+        asked = self.decode(body, terms)
         check_values(asked)
         self.check(asked)
-        name = terms.read_for or terms.base_of(asked.model)
-        bounds = terms.bounds_of(asked.model) if terms.read_for is None else terms.bounds[name]
+        name = terms.read_for
+        if name is None:
+            asked.model = terms.served(asked.model)
+            name = terms.base_of(asked.model)
+        bounds = terms.bounds[name]
         if asked.truncate_prompt_tokens is not None:
             bounds = bounds._replace(prompt_tokens=bounds.countable)
         prompts = self.prompts(asked, self.texts[name], bounds, terms.semantic)
         return checked_options(asked, **self.without_prompt) if len(body) > INLINE_BYTES else asked, prompts
+
+    def decode(self, body: bytes, terms: Terms) -> B:
+        """For another API: translate what it calls differently."""
+        return decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
 
     @abstractmethod
     def check(self, asked: B) -> None:
@@ -76,25 +83,29 @@ class Wanted(NamedTuple):
     """How much a request asks for, whatever its endpoint calls that."""
 
     param: str  # the field that says how many tokens
-    tokens: int | None
+    tokens: int | None  # which must fit beside the prompt
     logprobs: int | None
     prompt_logprobs: int | None
     prompt_only: bool = False  # the prompt's log-probabilities and no output
+    default: int | None = None  # tokens where it does not say, as far as they fit; None: as many as fit
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.default if self.tokens is None else self.tokens
 
 
 class TextEndpoint(ABC, Generic[B]):
     endpoint: str
     prompt_param: str  # the field that holds the prompt
-    default_tokens: int | None = None  # of output, where the request does not say; None: as many as fit
     reader_type: type[TextReader[B]]
-    answer_type: type[TextAnswer[B]]
+    answer_type: Callable[[B, Generation], TextAnswer[B]]
 
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
         self.reader = self.reader_type(serving.texts)
 
     async def __call__(self, request: Request, response: Response, tenant: Tenant, reservation: Reservation) -> Answer:
-        incoming = await self.serving.receive(request, tenant, reservation)
+        incoming = await self.receive(request, tenant, reservation)
         if incoming.entry is None:
             return await self._answer(incoming, response, reservation)
         config, version, why = incoming.entry.config, incoming.version, ""
@@ -107,6 +118,9 @@ class TextEndpoint(ABC, Generic[B]):
         if config.shadow is None or not is_shadowed(request.unique, config.shadow.fraction):
             return answer
         return self._shadowed(answer, incoming, config.shadow.model)
+
+    def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Awaitable[Incoming]:
+        return self.serving.receive(request, tenant, reservation)
 
     async def _cascaded(
         self, incoming: Incoming, response: Response, reservation: Reservation, name: str, cascade: CascadeConfig
@@ -182,7 +196,7 @@ class TextEndpoint(ABC, Generic[B]):
     def _check_easy(self, choices: list[Choice], wanted: Wanted, cascade: CascadeConfig) -> None:
         """Raise Escalated unless the small model is to try. Log-probabilities of a prompt are wanted of the large."""
         longest = max(len(choice.prompt.token_ids) for choice in choices)
-        tokens = self.default_tokens if wanted.tokens is None else wanted.tokens
+        tokens = wanted.most_tokens
         if wanted.prompt_logprobs is not None:
             raise Escalated("skipped", "the log-probabilities of a prompt are those of the large model")
         if not small_may_try(longest, tokens, cascade):
@@ -196,14 +210,13 @@ class TextEndpoint(ABC, Generic[B]):
         """To what `truncate_prompt_tokens` leaves of it."""
         if (keep := body.truncate_prompt_tokens) is None:
             return prompt
-        output = self.default_tokens if wanted.tokens is None else wanted.tokens
-        kept = truncated(prompt.token_ids, keep, output, info, tenant)
+        kept = truncated(prompt.token_ids, keep, wanted.most_tokens, info, tenant)
         return prompt if len(kept) == len(prompt.token_ids) else replace(prompt, token_ids=kept, text=None)
 
     def _params(self, info: EngineInfo, tenant: Tenant, body: B, wanted: Wanted, prompt: Prompt) -> SamplingParams:
         limit = output_limit(
             wanted.tokens,
-            self.default_tokens,
+            wanted.default,
             len(prompt.token_ids),
             info,
             tenant,
@@ -227,7 +240,7 @@ class TextAnswer(ABC, Generic[B]):
         self.generation = generation
         self.response = generation.response
         self.tokenizer = generation.context.model.text.tokenizer
-        self.id = f"{self.id_prefix}-{generation.context.id}"
+        self.id = f"{self.id_prefix}{generation.context.id}"
         self.created = int(time.time())
         self.tier = reported_tier(body.service_tier)
 
@@ -238,6 +251,20 @@ class TextAnswer(ABC, Generic[B]):
         await self.generation.run()
         await self.response.send(200, encode_json(await self.whole()))
 
+    @abstractmethod
+    async def whole(self) -> msgspec.Struct:
+        """The answer with all that was generated."""
+
+    @abstractmethod
+    async def _stream(self) -> None:
+        """Generate, and send what comes as it comes."""
+
+
+class ChunkedAnswer(TextAnswer[B]):
+    """Streams as OpenAI's first endpoints do: chunks of one kind, then usage, then `[DONE]`."""
+
+    __slots__ = ()
+
     async def _stream(self) -> None:
         usage_so_far = self.generation.usage_in_chunks(self.body)
         await self.generation.run(self.emitter(usage_so_far))
@@ -245,10 +272,6 @@ class TextAnswer(ABC, Generic[B]):
         with_last = usage_so_far() is not UNSET or reported.ledger is not UNSET
         last = event(self.last_chunk(reported)) if with_last else b""
         await self.response.end_events(last + DONE)
-
-    @abstractmethod
-    async def whole(self) -> msgspec.Struct:
-        """The answer with all that was generated."""
 
     @abstractmethod
     def emitter(self, usage_so_far: Callable[[], Usage | UnsetType | None]) -> Emit:

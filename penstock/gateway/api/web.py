@@ -1,4 +1,4 @@
-"""The web page at /. Programs that do not ask for HTML get a hint in plain text instead."""
+"""The web page at /, and the page of the API at /docs. Programs that do not ask for HTML get a hint in text at /."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from penstock.core.errors import NotFound
 from penstock.gateway.http.request import Header, Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
-from penstock.web.files import PAGE, File, files
+from penstock.web.files import DOCS, PAGE, File, files
 
 HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
 Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GET /metrics.
+Other APIs: POST /v1/responses, POST /v1/messages. All of them: GET /openapi.json, in a browser /docs.
 A browser gets a page here: chat, what the engine does now, and administration.
 """
 
@@ -33,6 +34,9 @@ class WebEndpoints:
             await _send(request, response, files()[PAGE])
         else:
             await response.send(200, HINT, (b"content-type", b"text/plain; charset=utf-8"), (b"vary", b"accept"))
+
+    async def docs(self, request: Request, response: Response, tenant: Tenant) -> None:
+        await _send(request, response, files()[DOCS])
 
     async def file(self, request: Request, response: Response, tenant: Tenant) -> None:
         found = files().get(request.path_params["name"])

@@ -284,7 +284,8 @@ class Connection(asyncio.Protocol):
         """Closing now would answer what is still being sent with a reset, and the client might never see the answer."""
         self._read_no_more()
         self._lingering = True
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no half-closed connections
+            self.transport.write_eof()
         self.steer_reading()
 
     def _refuse(self, error: PenstockError) -> None:

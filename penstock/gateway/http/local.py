@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from penstock.core.errors import PenstockError
+from penstock.gateway.errors import OPENAI_ERRORS, ErrorFormat
 from penstock.gateway.http.request import Header, Request
 from penstock.gateway.http.response import Response
 
@@ -55,9 +56,9 @@ class LocalResponse(Response):
         self.body = body
         self._finished = time.monotonic()
 
-    async def send_error(self, error: PenstockError) -> None:
+    async def send_error(self, error: PenstockError, format: ErrorFormat = OPENAI_ERRORS) -> None:
         self.error = error
-        await super().send_error(error)
+        await super().send_error(error, format)
 
     def _begin(self, status: int) -> None:
         self.status = status

@@ -8,7 +8,7 @@ from email.utils import formatdate
 from http import HTTPStatus
 
 from penstock.core.errors import PenstockError
-from penstock.gateway.errors import error_body, error_headers, leaves_input
+from penstock.gateway.errors import OPENAI_ERRORS, ErrorFormat, error_headers, leaves_input
 from penstock.gateway.http.request import Header, Peer, Request
 
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
@@ -82,12 +82,19 @@ class Response:
         head = b"" if self.status else self._stream_head()
         self._write_last(head + self._chunk(events) + (b"0\r\n\r\n" if self._chunked else b""))
 
-    async def send_error(self, error: PenstockError) -> None:
+    async def send_error(self, error: PenstockError, format: ErrorFormat = OPENAI_ERRORS) -> None:
+        """In the middle of a stream as its last event, unless the stream has ended itself."""
         if self.streaming:
-            await self.end_events(b"data: %b\n\n" % error_body(error))
+            if self._finished is None:
+                await self.end_events(format.event(error, self.request.id))
         elif not self.status:
             self.keep_alive = self.keep_alive and not leaves_input(error)
-            await self.send(error.status, error_body(error), _JSON, *error_headers(error))
+            status, body = format.status(error), format.body(error, self.request.id)
+            await self.send(status, body, _JSON, *error_headers(error))
+
+    def detach(self) -> None:
+        """The client has its answer, and the work goes on without it: its time is still counted."""
+        self._finished = None
 
     def _stream_head(self) -> bytes:
         self.streaming = True

@@ -12,11 +12,13 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.gateway.http.connection import Connection
+from penstock.gateway.http.connection import HEAD_SECONDS, Connection
 from penstock.gateway.http.listener import cannot_listen
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
+from penstock.gateway.http.tls import Certificate
 from penstock.gateway.http.traffic import Traffic
+from penstock.gateway.settings import TlsConfig
 from penstock.observability.logging import log
 
 logger = logging.getLogger("penstock.gateway")
@@ -50,15 +52,21 @@ def tune_interpreter() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-async def serve(app: Application, listener: socket.socket, on_ready: OnReady, drain_seconds: float) -> int:
-    """Serve until a signal, and return the exit status of the process.
+async def serve(
+    app: Application,
+    listener: socket.socket,
+    on_ready: OnReady,
+    drain_seconds: float,
+    tls: TlsConfig | None = None,
+) -> int:
+    """Serve until a signal, over TLS if there are files for it, and return the exit status of the process.
 
     The first SIGTERM or SIGINT drains: new requests are refused while those in flight may take `drain_seconds`;
     then 0. A second one ends everything at once; then 128 plus its number.
     Run it on uvloop (`asyncio.Runner(loop_factory=uvloop.new_event_loop)`), which is twice as fast.
     """
     with listener:
-        server = _Server(app, drain_seconds)
+        server = _Server(app, drain_seconds, None if tls is None else Certificate(tls))
         try:
             await server.listen(listener)
             on_ready(*listener.getsockname()[:2])
@@ -69,10 +77,11 @@ async def serve(app: Application, listener: socket.socket, on_ready: OnReady, dr
 
 
 class _Server:
-    def __init__(self, app: Application, drain_seconds: float) -> None:
+    def __init__(self, app: Application, drain_seconds: float, certificate: Certificate | None) -> None:
         self._app = app
         self._traffic = app.traffic
         self._drain_seconds = drain_seconds
+        self._certificate = certificate
         self._loop = asyncio.get_running_loop()
         self._connections: set[Connection] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -83,7 +92,11 @@ class _Server:
     async def listen(self, listener: socket.socket) -> None:
         try:
             self._listening = await self._loop.create_server(
-                lambda: Connection(self._app.answer, self._connections), sock=listener, backlog=BACKLOG
+                lambda: Connection(self._app.answer, self._connections),
+                sock=listener,
+                backlog=BACKLOG,
+                ssl=None if self._certificate is None else self._certificate.context,
+                ssl_handshake_timeout=None if self._certificate is None else HEAD_SECONDS,
             )
         except OSError as error:  # two that took the address at once, before either listened
             host, port = listener.getsockname()[:2]
@@ -98,6 +111,8 @@ class _Server:
             await asyncio.sleep(SWEEP_SECONDS)
             for connection in list(self._connections):
                 connection.close_if_stale(self._loop.time())
+            if self._certificate is not None:
+                self._certificate.reload_if_changed()
 
     def _on_signal(self, sig: signal.Signals) -> None:
         if not self._draining:

@@ -1,6 +1,6 @@
 // LoRA adapters in a model: where their factors lie, and how a step computes with them.
 #include <algorithm>
-#include <cmath>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -42,17 +42,24 @@ void pack_factor_row(const Factor& to, int column, const float* row, int width) 
         }
         return;
     }
-    float peak = 0, total = 0;
-    for (int k = 0; k < width; k++) peak = std::max(peak, std::fabs(row[k]));
-    const float scale = peak / 127.f, inverse = peak > 0 ? 127.f / peak : 0.f;
-    for (int k = 0; k < width; k++) {
-        const int level = int(std::lrintf(row[k] * inverse));
-        panel[k / 4 * 64 + lane * 4 + k % 4] = uint8_t(level + 128);
-        total += float(level);
+    // Integers that the compiler can take several of at a time: of magnitudes, and of floats whose last bits are units.
+    constexpr float UNITS = 12582912.f;  // 1.5 * 2^23
+    uint32_t largest = 0;
+    for (int k = 0; k < width; k++) largest = std::max(largest, std::bit_cast<uint32_t>(row[k]) & 0x7fffffff);
+    const float peak = std::bit_cast<float>(largest), scale = peak / 127.f, inverse = peak > 0 ? 127.f / peak : 0.f;
+    int32_t total = 0;
+    for (int k = 0; k < width; k += 4) {
+        uint8_t four[4] = {};
+        for (int i = 0; i < std::min(4, width - k); i++) {
+            const int32_t level = std::bit_cast<int32_t>(row[k + i] * inverse + UNITS) - std::bit_cast<int32_t>(UNITS);
+            four[i] = uint8_t(level + 128);
+            total += level;
+        }
+        std::memcpy(panel + k / 4 * 64 + lane * 4, four, 4);
     }
     float* levels = reinterpret_cast<float*>(panel + 16 * to.inputs);
     levels[lane] = scale;
-    if (to.has_totals) levels[16 + lane] = scale * total;
+    if (to.has_totals) levels[16 + lane] = scale * float(total);
 }
 
 }  // namespace
@@ -129,6 +136,7 @@ void Model::plan_adapters(const Step& s) {
     low_scale_.resize(std::max(low_scale_.size(), rows * MODULES));
     low_offset_.resize(std::max(low_offset_.size(), rows * MODULES));
     expand_scratch_.resize(pool_.size());
+    expand_streams_.resize(pool_.size());
 }
 
 LowRank Model::low_rank_of(const AdapterSlot& adapter) {
@@ -152,6 +160,24 @@ void Model::shrink(int layer, int stage, const Activations& x, Scheme scheme, Ra
     });
 }
 
+// What memory is asked for while a stage's GEMM computes, from its panel `first` of `panels` on: B of the same panels, and
+// evenly A of the next stage.
+const std::vector<Beside::Stream>& Model::streams_beside(Range rows, int layer, int stage, int first, int panels,
+                                                         int thread) {
+    std::vector<Beside::Stream>& streams = expand_streams_[thread];
+    streams.clear();
+    const auto add = [&](const uint8_t* from, size_t bytes) { streams.push_back({from + first * bytes, bytes}); };
+    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank&, int, int) {
+        add(factors.b.panels, factors.b.panel_bytes * PANEL / 16);
+    });
+    const int next = layer * STAGES + stage + 1;
+    if (next == spec_.layers * STAGES) return streams;
+    by_adapter(rows, next / STAGES, next % STAGES, [&](const AdapterStage& factors, const LowRank&, int, int) {
+        add(factors.a.panels, round_up(factors.a.num_panels * factors.a.panel_bytes / panels, 64));
+    });
+    return streams;
+}
+
 // The GEMM of these rows and panels, with what adapters add before the epilogue SILU_MUL or after the others.
 void Model::multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                              const Output& out, int copies, int thread) {
@@ -169,6 +195,9 @@ void Model::multiply_adapted(const Matrix& w, const Activations& x, int layer, i
     } else {
         to.data = out.data + rows.begin * out.stride + first;
     }
+    const std::vector<Beside::Stream>& streams = streams_beside(rows, layer, stage, panels.begin, w.num_panels(), thread);
+    const Beside beside{streams.data(), int(streams.size())};
+    part.beside = &beside;
     kernels_->gemm(part, x.from(copies + rows.begin), {0, count}, {0, width}, to);
     const int columns = std::min(width * PANEL, part.n);
     by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank& h, int begin, int number) {

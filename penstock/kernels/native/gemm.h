@@ -102,6 +102,15 @@ PENSTOCK_INLINE void request_outputs(const Output& out, int begin, int end, int 
             __builtin_prefetch(out.data + row * out.stride + panel * PANEL + i, 1, 3);
 }
 
+// A few lines before each tile: more at once than the core can wait for would hold up the tile.
+static __attribute__((noinline)) void request_beside(const Beside& beside, int panel, int count, int tile, int tiles) {
+    for (int i = beside.count * tile / tiles; i < beside.count * (tile + 1) / tiles; i++) {
+        const Beside::Stream& stream = beside.streams[i];
+        for (size_t at = 0; at < count * stream.panel_bytes; at += 64)
+            prefetch_l2(stream.panels + panel * stream.panel_bytes + at);
+    }
+}
+
 template <class Tile>
 static void run_panels(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out) {
     const int height = rows.end - rows.begin, tiles = (height + Tile::ROWS - 1) / Tile::ROWS;
@@ -111,6 +120,7 @@ static void run_panels(const Matrix& w, const Activations& x, Range rows, Range 
         for (int t = 0; t < tiles; t++) {  // tiles of nearly equal height: 13 rows are 7 + 6, not 12 + 1
             const int begin = height * t / tiles, end = height * (t + 1) / tiles;
             if (out.epilogue == PEAKS && out.data) request_outputs(out, rows.begin + begin, rows.begin + end, panel, count);
+            if (w.beside) request_beside(*w.beside, panel, count, t, tiles);
             run_tile<Tile, Tile::ROWS, side_by_side(Tile::ROWS)>(end - begin, count, w, panel, x, rows.begin + begin,
                                                                  out, look_ahead(w, panel, count, t, tiles));
         }

@@ -15,6 +15,16 @@ constexpr int GROUP = 32;  // inputs that share one int4 scale; inputs are padde
 
 constexpr size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
+// What is on its way from memory while a GEMM computes: for each panel as many bytes of several streams.
+struct Beside {
+    struct Stream {
+        const uint8_t* panels;
+        size_t panel_bytes;
+    };
+    const Stream* streams;
+    int count;
+};
+
 // y = W x for W [n, k], stored as panels of 32 outputs so that one thread streams its bytes in order:
 //   INT8  k/4 steps of [32 outputs][4 inputs] bytes q in 0..255, where w = scale * (q - zero); then [32 outputs] float
 //         scale and [32 outputs] zero | total << 8, total being the sum of q - zero over the inputs
@@ -26,6 +36,7 @@ struct Matrix {
     int32_t n, k, padded_k;
     uint8_t* panels;
     float* bias;  // per output, padded to whole panels; null when the layer has none
+    const Beside* beside = nullptr;  // what is needed after this GEMM, or null
     size_t panel_bytes() const {
         const size_t weights = size_t(PANEL) * padded_k;
         if (scheme == INT8) return weights + 8 * PANEL;

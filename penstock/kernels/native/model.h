@@ -188,6 +188,7 @@ class Model {
     template <class Work>
     void by_adapter(Range rows, int layer, int stage, const Work& work);
     void shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to);
+    const std::vector<Beside::Stream>& streams_beside(Range rows, int layer, int stage, int first, int panels, int thread);
     void multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                           const Output& out, int copies, int thread);
 
@@ -236,7 +237,8 @@ class Model {
     std::vector<int8_t> low_q_;
     std::vector<int32_t> low_offset_;
     size_t low_stride_ = 0;
-    std::vector<std::vector<float>> expand_scratch_;  // per thread
+    std::vector<std::vector<float>> expand_scratch_;  // these two: per thread
+    std::vector<std::vector<Beside::Stream>> expand_streams_;
     std::vector<WorkCounter> counters_;
     std::vector<Range> sampled_runs_;           // of logit rows that are sampled in order
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]

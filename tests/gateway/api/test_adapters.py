@@ -105,6 +105,12 @@ def test_adapters_are_listed_as_models_and_chosen_by_name(gateway: Gateway, fold
     assert post(gateway, CHAT, model="first", messages=long).json()["choices"][0]["message"][
         "content"
     ] == adapter_digest(folder / "first")
+    message = post(gateway, "/v1/messages", model="first", messages=HELLO, max_tokens=99).json()
+    assert (message["model"], message["content"][0]["text"]) == ("first", adapter_digest(folder / "first"))
+    counted = [post(gateway, "/v1/messages/count_tokens", model=m, messages=HELLO).json() for m in (MODEL, "first")]
+    assert counted[0] == counted[1]
+    response = gateway.client().responses.create(model="second", input="Hello")
+    assert (response.model, response.output_text) == ("second", adapter_digest(folder / "second"))
     tokens = [post(gateway, "/tokenize", model=name, prompt="Hello").json()["tokens"] for name in (MODEL, "first")]
     assert tokens[0] == tokens[1]
     check_error(post(gateway, CHAT, model="third", messages=HELLO), 404, "model")
@@ -147,6 +153,14 @@ def test_a_load_under_a_taken_name_is_for_new_requests(gateway: Gateway, folder:
     assert answer(gateway, "first") == digests["first"]
     load(gateway, "first", "first")
     assert answer(gateway, "first") == adapter_digest(folder / "first") != digests["first"]
+
+
+def test_a_name_that_a_wildcard_matches_is_the_adapters_own(tokenizer: Tokenizer, folder: Path) -> None:
+    with gateway_of(tokenizer, folder, names=[MODEL, "claude-*"]) as gateway:
+        assert answer(gateway, "claude-mine") == "none"
+        load(gateway, "claude-mine", "first")
+        assert answer(gateway, "claude-mine") == adapter_digest(folder / "first")
+        assert answer(gateway, "claude-other") == "none"
 
 
 def test_unloading(gateway: Gateway, folder: Path) -> None:

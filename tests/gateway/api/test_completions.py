@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tokenizers
 
 from penstock.simulation.scripted_engine import MODEL, logprob_of
-from tests.gateway.conftest import Gateway
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.conftest import Gateway, serving
 
 
 def test_four_forms_of_prompt(gateway: Gateway) -> None:
@@ -140,3 +142,38 @@ def test_long_prompts_are_tokenised_off_the_loop_with_the_same_result(gateway: G
     assert answer["tokens"] == gateway.tokenizer.encode(text)
     assert answer["count"] == len(answer["tokens"])
     assert answer["max_model_len"] == gateway.engine.info.max_model_len
+
+
+FIM = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
+
+
+def with_tokens(plain: Tokenizer, *spellings: str) -> Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(plain.serialized())
+    backend.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in spellings])
+    return Tokenizer(backend, bos_id=plain.bos_id, eos_ids=plain.eos_ids)
+
+
+def test_the_text_before_a_suffix_is_filled_in(tokenizer: Tokenizer) -> None:
+    coder = with_tokens(tokenizer, *FIM)
+    with serving(coder) as gateway, gateway.http() as http:
+        gateway.answers("a + b")
+        for before in ("def add(a, b):\n    return ", ""):
+            answer = gateway.client().completions.create(model=MODEL, prompt=before, suffix="\n\nprint(add(1, 2))")
+            assert answer.choices[0].text == "a + b"
+            prompt = coder.decode(gateway.engine.requests[-1].prompt, skip_special_tokens=False)
+            assert prompt == f"{FIM[0]}{before}{FIM[1]}\n\nprint(add(1, 2)){FIM[2]}"
+        long = {"model": MODEL, "prompt": "x", "suffix": "y " * 4000}
+        assert http.post("/v1/completions", json=long).json()["error"]["code"] == "context_length_exceeded"
+        for change in ({"echo": True}, {"prompt": [1, 2]}, {"truncate_prompt_tokens": 4}):
+            response = http.post("/v1/completions", json={**long, "suffix": "y", **change})
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] in change
+    with serving(with_tokens(tokenizer, "[PREFIX]", "[SUFFIX]")) as gateway:
+        gateway.client().completions.create(model=MODEL, prompt="before", suffix="after")
+        prompt = gateway.tokenizer.decode(gateway.engine.requests[-1].prompt, skip_special_tokens=False)
+        assert prompt == "[SUFFIX]after[PREFIX]before"
+
+
+def test_an_empty_suffix_is_none(gateway: Gateway) -> None:
+    gateway.client().completions.create(model=MODEL, prompt="Once upon", suffix="")
+    assert gateway.engine.requests[-1].prompt == gateway.tokenizer.encode("Once upon")

@@ -19,7 +19,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from penstock.gateway.api.endpoints import ENDPOINTS, Endpoint
+from penstock.gateway.api.endpoint import Endpoint
+from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.api.openapi import documented_path
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
