@@ -13,7 +13,7 @@ NATIVE := penstock/kernels/native/_native.so
 # Quiet, except for the progress of what takes long.
 PIP := $(BIN)/pip install --disable-pip-version-check --quiet --progress-bar on
 
-.PHONY: serve check fast-tests test lint install wheel redis chromium clean
+.PHONY: serve check fast-tests test lint install wheel programs clean
 
 serve: $(NATIVE) $(SERVE)
 	$(BIN)/penstock serve $(MODEL) $(ARGS)
@@ -25,14 +25,14 @@ FAST := tests/checkpoint tests/engine tests/state tests/text $(addprefix tests/t
 check: $(VENV)/.test
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint fast-tests
 
-fast-tests: $(VENV)/.test redis
+fast-tests: $(VENV)/.test programs
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(FAST)
 
 # What only computes shares the cores; what starts servers has them to itself. Tests run in worker processes, so that one
 # which dies takes no other along: it is reported, and another worker goes on. Both parts always run.
 COMPUTES := tests/checkpoint tests/engine tests/kernels tests/models tests/runner tests/text
 
-test: lint redis chromium
+test: lint programs
 	@status=0; \
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(COMPUTES) || status=$$?; \
 	$(BIN)/python -m pytest -n 1 $(COMPUTES:%=--ignore=%) || status=$$?; \
@@ -82,21 +82,16 @@ $(VENV)/.test: $(SERVE) $(VENV)/.torch | $(NATIVE)
 wheel: | $(VENV)/.created
 	@$(BIN)/pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
-# The tests start Redis servers of their own.
-redis:
-	@command -v redis-server > /dev/null || { \
-		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-			echo "» installing redis-server"; apt-get update -qq && apt-get install -y -qq redis-server > /dev/null; \
-		else \
-			echo "The tests need redis-server on the PATH: apt-get install redis-server, or brew install redis"; exit 1; \
-		fi; }
+# What the tests start beside the server itself. Debian's packages have the names of their programs.
+PROGRAMS := redis-server prometheus chromium
 
-# For the tests of the web page, which are skipped where it is missing.
-chromium:
-	@command -v chromium > /dev/null || { \
-		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
-			echo "» installing chromium"; apt-get update -qq && apt-get install -y -qq chromium > /dev/null; \
-		else false; fi; } || echo "Without Chromium the tests of the web page are skipped: apt-get install chromium"
+programs:
+	@missing=$$(for program in $(PROGRAMS); do command -v $$program > /dev/null || echo $$program; done); \
+	[ -z "$$missing" ] || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+		echo "» installing" $$missing; apt-get update -qq && apt-get install -y -qq $$missing > /dev/null; \
+	else \
+		echo "The tests need on the PATH:" $$missing; echo "On Debian and Ubuntu: apt-get install" $$missing; exit 1; \
+	fi
 
 clean:
 	rm -rf $(VENV) $(NATIVE) build dist *.egg-info

@@ -22,7 +22,7 @@ from setuptools.command.build_ext import build_ext
 
 FOLDER = Path("penstock/kernels/native")
 KEPT = Path("build/native")
-SHARED = ("adapters", "api", "model", "pack", "sampling", "threadpool", "weights")
+SHARED = ("adapters", "api", "encoder", "model", "pack", "sampling", "threadpool", "weights")
 KERNELS = "kernels_isa"
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread", "-Wall", "-Wno-psabi"]
 AVX512 = [f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "vnni")]

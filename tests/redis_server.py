@@ -20,7 +20,7 @@ class RedisServer:
     """Can be stopped and started again on its port; what it held is gone then."""
 
     def __init__(self) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -63,7 +63,7 @@ class RedisServer:
             self._process = None
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below those that systems give to whoever asks for any: while the server is down, no client's end of a connection
     can take it, not even that of a client which tries to reach the server."""
     while True:

@@ -195,8 +195,8 @@ class BatchRunner:
                 await asyncio.sleep(RETRY_SECONDS)
 
     async def _give_back(self, line: Line, journal: LineJournal, not_before: float, *, counts: bool) -> None:
-        """If that fails, the lease ends by itself. The journal goes along even if it was packed before: whoever did that
-        may have been cancelled before it was kept."""
+        """If that fails, the lease ends by itself. The journal goes along even if it was packed before, since that may
+        have been cancelled before it was kept."""
         try:
             await self._store.release(line, not_before, counts=counts, journal=journal.packed())
         except PenstockError as error:

@@ -23,6 +23,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
     prompt_logprobs: list[TokenLogprob | None] | None
+    vector: bytes | None = None
 
     def fits(self, max_tokens: int | None) -> bool:
         """Whether the same answer would be computed with this `max_tokens`."""
@@ -40,7 +41,7 @@ class Answer(msgspec.Struct, array_like=True, frozen=True):
             if start == 0:
                 chunk.prompt_logprobs, chunk.cached_tokens = self.prompt_logprobs, prompt_tokens
             if start + REPLAY_TOKENS >= count and self.end != "stop string":
-                chunk.finish_reason = self.end
+                chunk.finish_reason, chunk.vector = self.end, self.vector
             yield chunk
         if self.end == "stop string":
             yield Chunk(request_id, finish_reason="stop")
@@ -54,6 +55,7 @@ def answer_of(chunks: Sequence[Chunk], end: End, created: float) -> Answer:
         [token_id for chunk in chunks for token_id in chunk.token_ids],
         [entry for chunk in chunks for entry in chunk.logprobs or ()] if with_logprobs else None,
         chunks[0].prompt_logprobs,
+        chunks[-1].vector,
     )
 
 

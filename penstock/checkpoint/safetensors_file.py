@@ -51,10 +51,12 @@ class StoredTensor:
         return widen(np.frombuffer(data, storage, prod(self.shape), self.start)).reshape(self.shape)
 
 
-def read_tensors(path: Path, order: Callable[[str], int] | None = None) -> Iterator[tuple[str, Floats]]:
-    """Every tensor of the file, each as a new array; in an order of their names, or as they lie there."""
+def read_tensors(
+    path: Path, order: Callable[[str], int] | None = None, wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Floats]]:
+    """Every wanted tensor of the file, each as a new array; in an order of their names, or as they lie there."""
     with path.open("rb") as file:
-        tensors = stored_tensors(file, os.fstat(file.fileno()).st_size, path)
+        tensors = stored_tensors(file, os.fstat(file.fileno()).st_size, path, wanted)
         if order is not None:
             tensors.sort(key=lambda tensor: order(tensor.name))
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -62,12 +64,15 @@ def read_tensors(path: Path, order: Callable[[str], int] | None = None) -> Itera
                 yield tensor.name, tensor.read(data)
 
 
-def stored_tensors(file: BinaryIO, size: int, path: Path) -> list[StoredTensor]:
-    """The header of a file of so many bytes, read from its beginning; nothing it says is believed."""
+def stored_tensors(
+    file: BinaryIO, size: int, path: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> list[StoredTensor]:
+    """The wanted tensors in a file of so many bytes, by the header at its beginning, of which nothing is believed."""
     header_size = int.from_bytes(file.read(8), "little")
     try:
         header = json.loads(file.read(min(header_size, size)))
-        entries = [(name, *_entry(entry)) for name, entry in header.items() if name != "__metadata__"]
+        named = [(name, entry) for name, entry in header.items() if name != "__metadata__" and wanted(name)]
+        entries = [(name, *_entry(entry)) for name, entry in named]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StartupError(f"cannot read {path}: {error!r}. Download it again.") from error
     return [_checked(*entry, 8 + header_size, size, path) for entry in entries]

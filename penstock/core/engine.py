@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
+
+Task = Literal["generate", "embed", "score"]  # score: two texts against each other, by a cross-encoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,9 @@ class EngineInfo:
     sampling_defaults: SamplingParams = field(default_factory=SamplingParams)  # of requests that do not say
     continues: bool = True  # whether it goes on from the output of another engine
     block_size: int = 16  # tokens of a KV block
+    task: Task = "generate"
+    width: int = 0  # numbers of an embedding, or scores of two texts
+    normalized: bool = True  # whether embeddings have length 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,31 @@ class EngineStats:
     # Measured at the first start on this machine, and the same ever since; 0 where that was not possible yet.
     usual_prompt_seconds: float = 0.0  # to the first token of a prompt of 1,024 tokens, alone
     loaded_step_seconds: float = 0.0  # of a step that decodes a usual batch of 32 sequences
+
+
+@dataclass(frozen=True, slots=True)
+class GpuStats:
+    """A reading of a GPU. Energy is a counter."""
+
+    name: str
+    utilisation: float  # share of the time that a kernel ran
+    memory_bytes: int
+    memory_used_bytes: int  # by all processes
+    temperature_celsius: float
+    power_watts: float
+    power_limit_watts: float
+    clock_hertz: float  # of the SMs
+    clock_limit_hertz: float
+    energy_joules: float
+
+
+@dataclass(frozen=True, slots=True)
+class HostStats:
+    """What an engine's process uses of its machine."""
+
+    cpu_seconds: float = 0.0  # of all its threads
+    resident_bytes: int = 0
+    gpu: GpuStats | None = None
 
 
 class ChunkStream(Protocol):

@@ -7,7 +7,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -52,11 +56,30 @@ def _cgroup_cpus() -> int | None:
     return None
 
 
-def lower_priority() -> None:
+def lower_priority(niceness: int = 19) -> None:
     """Of this thread and those that it starts, for good: to raise it again takes a privilege. Linux has priorities of
     threads, others only of processes, which keep theirs."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def with_niceness(niceness: int, work: Callable[[], T]) -> T:
+    """Do this on a thread of lower priority. Threads that are started meanwhile keep it."""
+    outcome: list[T | BaseException] = []
+
+    def run() -> None:
+        lower_priority(niceness)
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="niced")
+    thread.start()
+    thread.join()
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]
 
 
 def process_began() -> float:

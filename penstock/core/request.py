@@ -186,6 +186,7 @@ class GenerateRequest:
     # (penalties, limits, sampling positions, usage) and do not come again in chunks.
     output: Sequence[int] = ()
     adapter: Adapter | None = None  # that the model computes with; None: the model as it is
+    second_text: int = 0  # position where the second of two texts begins that a cross-encoder compares; 0: there is one
     resumed: bool = False  # another engine has accepted it before: it must not be refused for want of capacity
     priority: int = 0  # within a class lower runs first
     cache_salt: str = ""  # prefixes are shared only between equal salts
@@ -227,6 +228,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob | None] | None = None  # with the first chunk, when asked for
+    vector: bytes | None = None  # float32, little endian: the embedding or the scores of a prompt, by a model for these
     cached_tokens: int = 0  # prompt tokens not computed because their KV was there; with the first chunk
     queue_seconds: float = 0.0  # from arrival at the engine to the first step; with the first chunk
     error: Failure | None = None  # with finish_reason "error", "deadline" or "abort": the request failed

@@ -102,6 +102,7 @@ class _Calibration:
         return [self._random.randrange(limits.vocab_size) for _ in range(min(count, limits.longest_sequence // 2))]
 
     def _submit(self, tokens: list[int], outputs: int) -> None:
+        outputs = 0 if self._scheduler.limits.pools else outputs
         params = SamplingParams(temperature=0, max_tokens=outputs, ignore_eos=True)
         self._ids.append(f"calibration-{len(self._ids)}")
         self._loop.submit(GenerateRequest(self._ids[-1], tokens, params))

@@ -62,6 +62,7 @@ class RowSetup:
     prompt_len: int
     stop_ids: Sequence[int]  # forbidden until min_tokens
     adapter: int = NO_ADAPTER  # the adapter slot that its tokens are computed with
+    second_text: int = 0  # position where the second of two texts begins; 0: there is one
 
 
 @dataclass(slots=True)
@@ -91,6 +92,7 @@ class StepResult:
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # by index of the sequence in the step
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # for positions start+1 … start+count
+    vectors: dict[int, bytes] = field(default_factory=dict)  # `Chunk.vector` of those whose prompts are complete
 
 
 def by_sequence(samples: list[int], tokens: list[int]) -> list[list[int]]:

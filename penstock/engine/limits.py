@@ -21,6 +21,8 @@ class SchedulerLimits:
     max_waiting: int = 4096
     fcfs: bool = False  # first come, first served: objectives and tenants are ignored
     max_adapters: int = 0  # LoRA adapters that one step computes with
+    pools: bool = False  # prompts become vectors: nothing is sampled
+    whole_prompts: bool = False  # all tokens of a prompt are computed in one step, as attention of encoders needs it
     query_tile: int = 1  # tokens that attention computes together: a part of a prompt is a multiple of this
 
     @property
@@ -37,10 +39,12 @@ class SchedulerLimits:
         """Refuse what could never run."""
         if not request.prompt:
             raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
-        if len(request.prompt) >= self.longest_sequence:
+        if self.pools and request.params.max_tokens != 0:
+            raise InvalidRequest("this model computes vectors and generates no text", param="model")
+        if len(request.prompt) - self.pools >= self.longest_sequence:
             raise ContextTooLong(
                 f"the prompt has {len(request.prompt)} tokens; this server holds at most {self.longest_sequence} "
-                "tokens per request, prompt and output together",
+                f"tokens per request{'' if self.pools else ', prompt and output together'}",
                 param="prompt",
             )
         if len(request.prompt) + len(request.output) > self.longest_sequence:

@@ -52,6 +52,9 @@ class Pacing:
         if sequence.prompt_logprobs is not None:
             most = min(most, _SCORED_TOKENS)
         count = self._times.tokens_within(shape, start, most, limit)
+        if self._limits.whole_prompts:
+            whole = most == sequence.known - start and (count == most or not shape.prefill)
+            return most if whole else 0
         if count == most:
             return count
         count -= count % self._limits.query_tile

@@ -102,6 +102,7 @@ class Placement:
                 prompt_len=sequence.prompt_len,
                 stop_ids=tuple(sequence.stop_ids),
                 adapter=self._slot_for(sequence.adapter) if sequence.adapter is not None else NO_ADAPTER,
+                second_text=request.second_text,
             )
         )
         if hits:

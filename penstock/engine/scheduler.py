@@ -297,7 +297,7 @@ class Scheduler:
             elif samples:
                 chunks.append(self._append(sequence, samples, result, index, now))
             elif not sequence.sampling and step.starts[index] + step.counts[index] == sequence.given:
-                chunks.append(self._prefilled(sequence, now))
+                chunks.append(self._prefilled(sequence, result.vectors.get(index), now))
         books.passed_over(self.running, culprit, now)
         self.counters.output_tokens += len(chunks)  # nearly all have one token; the others correct it
         return chunks
@@ -332,9 +332,9 @@ class Scheduler:
             chunk.ledger = self._finish(sequence, reason, now)
         return chunk
 
-    def _prefilled(self, sequence: Sequence, now: float) -> Chunk:
+    def _prefilled(self, sequence: Sequence, vector: bytes | None, now: float) -> Chunk:
         """The only chunk of a sequence that samples nothing: all its tokens are computed."""
-        chunk = Chunk(sequence.request.id, finish_reason="length")
+        chunk = Chunk(sequence.request.id, finish_reason="length", vector=vector)
         self.counters.output_tokens -= 1
         self._first_chunk(sequence, chunk, now)
         chunk.ledger = self._finish(sequence, "length", now)

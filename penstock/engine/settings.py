@@ -15,6 +15,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 KVDtype = Literal["auto", "bf16", "int8", "fp8"]
 Scheduling = Literal["deadline", "fcfs"]
+Pooling = Literal["auto", "cls", "mean", "last", "none"]
 SpeculationMethod = Literal["suffix", "draft", "off"]
 
 
@@ -56,6 +57,9 @@ class EngineConfig:
     max_adapters: int = 8  # LoRA adapters that one step computes with; 0 refuses them all
     max_adapter_rank: int = 64  # an adapter of a higher rank is refused
     adapter_memory_gib: float = 1.0  # of host memory, for adapters that have been read
+    # Which tokens of a text its embedding is made of; auto: as the checkpoint says, none: the model generates text.
+    pooling: Pooling = "auto"
+    normalize: bool | None = None  # whether embeddings have length 1; default: as the checkpoint says
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     # For requests that do not set them: fields of `RECOMMENDED`; the others are as the model's authors recommend.
     sampling_defaults: Mapping[str, Any] = field(
@@ -76,6 +80,7 @@ class EngineConfig:
         power_of_two = 1 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0
         check(power_of_two, "block_size", "must be a power of two up to 256")
         check_choice(self.scheduling, Scheduling, "scheduling")
+        check_choice(self.pooling, Pooling, "pooling")
         check(self.max_waiting >= 1, "max_waiting", "must be at least 1")
         check(0 <= self.max_adapters <= 1024, "max_adapters", "must be between 0 and 1024")
         check(1 <= self.max_adapter_rank <= 1024, "max_adapter_rank", "must be between 1 and 1024")

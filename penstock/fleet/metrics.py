@@ -9,10 +9,11 @@ from prometheus_client.registry import Collector
 
 from penstock.fleet.autoscaler import Autoscaler
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.host_metrics import HostMetrics
 
 
 def fleet_metrics(fleets: Collection[Fleet], autoscalers: Collection[Autoscaler]) -> list[Collector]:
-    return [FleetMetrics(fleets), ScalingMetrics(fleets, autoscalers)]
+    return [FleetMetrics(fleets), HostMetrics(fleets), ScalingMetrics(fleets, autoscalers)]
 
 
 class FleetMetrics(Collector):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from penstock.core.engine import EngineStats, ServedEngine
+from penstock.core.engine import EngineStats, HostStats, ServedEngine
 from penstock.core.errors import PenstockError, StartupError
 from penstock.core.request import GenerateRequest
 from penstock.core.start_times import listed
@@ -76,6 +76,12 @@ class Replica:
     @property
     def stats(self) -> EngineStats:
         return EngineStats() if self._instance is None else self._instance.engine.stats
+
+    @property
+    def host(self) -> HostStats | None:
+        """What its process uses of its machine. None: another server, which does not say."""
+        engine = None if self._instance is None else self._instance.engine
+        return engine.host if isinstance(engine, WorkerClient) else None
 
     def refusal(self, request: GenerateRequest) -> PenstockError | None:
         return None if self._instance is None else self._instance.refusal(request)

@@ -17,7 +17,9 @@ from penstock.gateway.api.anthropic_messages import CountTokens, Messages
 from penstock.gateway.api.batches import BatchEndpoints
 from penstock.gateway.api.caches import AnswerCache, CacheEndpoints, NoAnswerCache
 from penstock.gateway.api.chat import ChatCompletions
+from penstock.gateway.api.comparisons import Reranking, Scoring
 from penstock.gateway.api.completions import Completions
+from penstock.gateway.api.embeddings import Embeddings
 from penstock.gateway.api.endpoint import Access
 from penstock.gateway.api.endpoints import ENDPOINTS, Handlers
 from penstock.gateway.api.files import FileEndpoints
@@ -45,7 +47,7 @@ from penstock.gateway.tenancy.auth import Authenticator, Verifier, public
 from penstock.gateway.tenancy.budgets import Prices, SpendMetrics
 from penstock.gateway.tenancy.limits import Metering, metered
 from penstock.gateway.tenancy.prefixes import Prefixes
-from penstock.gateway.tenancy.tenants import Directory
+from penstock.gateway.tenancy.tenants import Directory, DirectoryMetrics
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
 from penstock.observability.tracing import start_tracing
@@ -76,6 +78,7 @@ def create_app(
     for collector in collectors:
         metrics.registry.register(collector)
     directory = directory or Directory(settings, MemoryStore())
+    metrics.registry.register(DirectoryMetrics(directory))
     origins = Origins(settings.server)
     spend = SpendMetrics(settings.machine_per_hour)
     metrics.registry.register(spend)
@@ -158,6 +161,9 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
     handlers = Handlers(
         chat=metered(directory.store, ChatCompletions(serving)),
         completions=metered(directory.store, Completions(serving)),
+        embeddings=metered(directory.store, Embeddings(serving)),
+        rerank=metered(directory.store, Reranking(serving)),
+        score=metered(directory.store, Scoring(serving)),
         text=TextEndpoints(serving),
         status=StatusEndpoints(serving, settings.engine.max_waiting, siblings),
         accounts=RequestEndpoints(parts.requests, siblings),

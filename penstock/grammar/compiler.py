@@ -150,8 +150,11 @@ class LLGuidance:
             return self._vocabulary
 
 
-def grammars_of(limits: SchedulerLimits, model: str, tokenizer: Tokenizer | None = None) -> LLGuidance:
-    """Of a model that an engine runs. Its tokenizer is loaded when the engine is idle, or with the first grammar."""
+def grammars_of(limits: SchedulerLimits, model: str, tokenizer: Tokenizer | None = None) -> LLGuidance | None:
+    """Of a model that an engine runs; None: it generates no text. Its tokenizer is loaded when the engine is idle, or
+    with the first grammar."""
+    if limits.pools:
+        return None
     return LLGuidance(lambda: tokenizer or load_tokenizer(resolve(model)), limits.vocab_size, limits.eos_ids)
 
 

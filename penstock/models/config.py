@@ -171,9 +171,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _from_json(raw: _Fields, generation_config: Path) -> ModelConfig:
-    architecture = str((raw.get("architectures") or ["none"])[0])
+    named = str((raw.get("architectures") or ["none"])[0])
+    headless = named.endswith("Model")  # without an output projection: for embeddings
+    architecture = f"{named.removesuffix('Model')}ForCausalLM" if headless else named
     if architecture not in SUPPORTED:
-        raise StartupError(f"{raw.path}: architecture {architecture} is not supported; supported: {SUPPORTED}")
+        raise StartupError(f"{raw.path}: architecture {named} is not supported; supported: {SUPPORTED}")
     raw.refuse("hidden_act", ("silu", "swish"))
     raw.refuse("partial_rotary_factor", (1.0,))
     if raw.get("quantization_config"):
@@ -197,7 +199,7 @@ def _from_json(raw: _Fields, generation_config: Path) -> ModelConfig:
         rope_theta=rope.number("rope_theta", raw.number("rope_theta", 10000.0)),
         rope_scaling=scaling,
         max_position=max_position,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_embeddings=headless or bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bias or architecture == "Qwen2ForCausalLM",
         output_bias=bias,
         mlp_bias=bool(raw.get("mlp_bias", False)),

@@ -14,7 +14,7 @@ from penstock.checkpoint.source import Checkpoint, safetensors_files
 from penstock.core.errors import StartupError
 from penstock.kernels.native.shape import tensor_shapes
 from penstock.models.config import ModelConfig
-from penstock.models.names import from_gguf, layer_number
+from penstock.models.names import from_gguf, full_name, layer_number
 
 DUMMY_SCALE = 0.02
 
@@ -37,7 +37,7 @@ def _stored(checkpoint: Checkpoint, config: ModelConfig) -> Iterator[tuple[str, 
     elif checkpoint.kind == "folder":
         for path in safetensors_files(checkpoint.path):
             try:
-                yield from read_tensors(path, layer_number)
+                yield from ((full_name(name), array) for name, array in read_tensors(path, layer_number))
             except (OSError, ValueError) as error:
                 raise StartupError(f"cannot read {path}: {error}. Download it again.") from error
     elif checkpoint.kind == "dummy":

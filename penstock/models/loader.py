@@ -16,7 +16,7 @@ from penstock.checkpoint.source import Checkpoint, safetensors_files
 from penstock.core.errors import StartupError
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig
-from penstock.models.names import from_gguf
+from penstock.models.names import from_gguf, full_name
 from penstock.models.registry import build_model
 
 Progress = Callable[[int, int], None]
@@ -119,7 +119,7 @@ def _safetensors_weights(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Te
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  (not a dict)
-                    yield name, file.get_tensor(name)
+                    yield full_name(name), file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise StartupError(f"cannot read {path}: {error}. Download it again.") from error
 

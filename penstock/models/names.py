@@ -1,4 +1,4 @@
-"""GGUF's tensor names and layouts, translated to those of Hugging Face."""
+"""Names and layouts of tensors in checkpoints, translated to those of Hugging Face's language models."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def layer_number(name: str) -> int:
     """Of a tensor in either naming; -1 for those of no layer. Files are sorted by letters: 1, 10, 11, 2."""
     found = re.search(r"\.(\d+)\.", name)
     return int(found[1]) if found else -1
+
+
+def full_name(name: str) -> str:
+    """Of a tensor of a safetensors file. Checkpoints without an output projection leave "model." out."""
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
 def from_gguf(name: str, read: Callable[[], Array], config: ModelConfig) -> Iterator[tuple[str, Array]]:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 # Of workers, which every process sees as a whole; all other counters are each process's own.
-_SEEN_BY_ALL = ("penstock_engine_", "penstock_replica_restarts")
+_SEEN_BY_ALL = ("penstock_engine_", "penstock_replica_restarts", "penstock_replica_cpu", "penstock_gpu_energy")
 _PER_OWN_TOKEN = "penstock_machine_cost_per_million_tokens"  # the machine's whole cost over each process's tokens
 _OWN_GAUGES = (
     "penstock_requests_in_flight",

@@ -128,7 +128,7 @@ class GatewayMetrics(Collector):
     """What the gateway counts itself, plus the engine's own figures read at the moment of the scrape."""
 
     def __init__(self, engine_stats: Mapping[str, Callable[[], EngineStats]]) -> None:
-        """`engine_stats` by the model's name, which is a label of its metrics where there are several."""
+        """`engine_stats` by the model's name."""
         self._engine_stats = engine_stats
         self.models = {model: ModelMetrics() for model in engine_stats}
         self.requests: Counter[tuple[str, int]] = Counter()  # by (endpoint, status)
@@ -183,8 +183,6 @@ class GatewayMetrics(Collector):
         yield from self._collect_engines()
 
     def _collect_models(self) -> Iterator[Metric]:
-        labels = ["model"] if len(self.models) > 1 else []
-        named = [([model] if labels else [], counted) for model, counted in self.models.items()]
         answers = CounterMetricFamily(
             "penstock_answers",
             "Requests that reached a model, by the status they ended with",
@@ -195,14 +193,14 @@ class GatewayMetrics(Collector):
                 answers.add_metric([model, str(status)], count)
         yield answers
         for name, help in TOKEN_COUNTERS:
-            tokens = CounterMetricFamily(f"penstock_{name}", help, labels=labels)
-            for values, counted in named:
-                tokens.add_metric(values, getattr(counted, name))
+            tokens = CounterMetricFamily(f"penstock_{name}", help, labels=["model"])
+            for model, counted in self.models.items():
+                tokens.add_metric([model], getattr(counted, name))
             yield tokens
         for of_models in zip(*(counted.histograms for counted in self.models.values()), strict=True):
-            family = HistogramMetricFamily(of_models[0].name, of_models[0].help, labels=labels)
-            for (values, _), histogram in zip(named, of_models, strict=True):
-                histogram.add_to(family, values)
+            family = HistogramMetricFamily(of_models[0].name, of_models[0].help, labels=["model"])
+            for model, histogram in zip(self.models, of_models, strict=True):
+                histogram.add_to(family, [model])
             yield family
         for name, help, counts in (
             ("cascades", "Requests for a cascade, by what became of them", self.cascades),
@@ -250,16 +248,15 @@ class GatewayMetrics(Collector):
 
     def _collect_engines(self) -> Iterator[Metric]:
         readings = {model: read() for model, read in self._engine_stats.items()}
-        labels = ["model"] if len(readings) > 1 else []
         for name, help in ENGINE_GAUGES:
-            gauge = GaugeMetricFamily(f"penstock_{name}", help, labels=labels)
+            gauge = GaugeMetricFamily(f"penstock_{name}", help, labels=["model"])
             for model, stats in readings.items():
-                gauge.add_metric([model] if labels else [], _gauge_value(name, stats))
+                gauge.add_metric([model], _gauge_value(name, stats))
             yield gauge
         for name, help in ENGINE_COUNTERS:
-            counter = CounterMetricFamily(f"penstock_engine_{name}", help, labels=labels)
+            counter = CounterMetricFamily(f"penstock_engine_{name}", help, labels=["model"])
             for model, stats in readings.items():
-                counter.add_metric([model] if labels else [], getattr(stats, name))
+                counter.add_metric([model], getattr(stats, name))
             yield counter
 
 

@@ -16,7 +16,8 @@ from penstock.observability.account import Account
 MAX_REQUESTS = 4096
 MAX_BYTES = 8 * 2**20
 
-_OURS = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)?([0-9a-f]{24})(?:-\d+)?")  # of a response, or of a choice
+# In the id of a response, or of a choice.
+_OURS = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_|rerank-|score-)?([0-9a-f]{24})(?:-\d+)?")
 
 _encode = msgspec.json.Encoder().encode
 

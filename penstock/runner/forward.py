@@ -33,6 +33,11 @@ class TorchForward:
     def __call__(
         self, batch: Batch, state: RowState, logit_rows: npt.NDArray[np.int32]
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_RV = self._model.logits(self.hidden(batch, state)[self._put(logit_rows)])
+        return logits_RV, logits_RV.argmax(-1)
+
+    def hidden(self, batch: Batch, state: RowState) -> torch.Tensor:
+        """Final hidden states of all tokens, [T, D]."""
         tokens_T = self._put(batch.tokens_T)
         tokens_T = torch.where(tokens_T < 0, state.last_token_R[self._put(batch.rows_T)], tokens_T)
         self._attention.plan(
@@ -45,9 +50,7 @@ class TorchForward:
                 contexts_S=self._put(batch.contexts_S),
             )
         )
-        hidden_TD = self._model.forward(tokens_T, self._put(batch.positions_T), self._attention)
-        logits_RV = self._model.logits(hidden_TD[self._put(logit_rows)])
-        return logits_RV, logits_RV.argmax(-1)
+        return self._model.forward(tokens_T, self._put(batch.positions_T), self._attention)
 
     def _put(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device, torch.int64)

@@ -14,7 +14,9 @@ from penstock.core.machine import keep_compiled, keep_kernels
 from penstock.core.start_times import StartTimes
 from penstock.engine.settings import EngineConfig
 from penstock.kernels.native.bindings import available
-from penstock.runner.startup import cpu_scheme, has_cuda_driver, planned
+from penstock.models.encoder_config import encoder_architecture
+from penstock.runner.device import has_cuda_driver
+from penstock.runner.startup import cpu_scheme, planned
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # read it in now; only on Linux
 
@@ -29,6 +31,10 @@ def prepare_start(model: str, config: EngineConfig) -> list[mmap.mmap]:
 
 
 def _prepare_cpu(checkpoint: Checkpoint, config: EngineConfig) -> list[Path]:
+    if encoder_architecture(checkpoint) is not None:
+        import_module("penstock.runner.encoder_runner")
+        available()
+        return _weights(checkpoint)
     scheme = cpu_scheme(planned(checkpoint, config, "cpu", None, StartTimes()))
     if scheme is None:
         import_module("penstock.models.loader")

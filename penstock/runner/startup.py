@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from penstock.checkpoint.revision import revision
 from penstock.checkpoint.source import Checkpoint, resolve
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import InvalidRequest, StartupError
-from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus
+from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus, with_niceness
 from penstock.core.onednn import cap_onednn
 from penstock.core.request import SamplingParams
 from penstock.core.start_times import StartTimes
@@ -26,8 +25,13 @@ from penstock.engine.step_time import kept_step_times
 from penstock.kernels.native.bindings import KVFormat, Scheme, isa
 from penstock.kernels.native.shape import native_block_bytes, unsupported_reason
 from penstock.models.config import ModelConfig, read_config
+from penstock.models.encoder_config import encoder_architecture
+from penstock.models.pooling import Pooling
+from penstock.runner.device import DeviceKind, device_of, need
 from penstock.runner.drafting import drafter_of, speculation_by
+from penstock.runner.encoder_startup import decoder_pooling, max_model_len, start_encoder
 from penstock.runner.memory import KVDemand, kv_blocks
+from penstock.runner.pooled_runner import POOLED_NICENESS, NativeHidden, PooledRunner
 
 if TYPE_CHECKING:  # the native CPU path does without torch: 0.2 GiB and a second or two
     import torch
@@ -50,11 +54,12 @@ class _Plan:
     checkpoint: Checkpoint
     model: ModelConfig
     engine: EngineConfig
-    device_kind: Literal["cpu", "cuda"]
+    device_kind: DeviceKind
     max_model_len: int
     max_step_tokens: int
     progress: Progress | None
     times: StartTimes
+    pooling: Pooling | None = None  # how embeddings are made of hidden states; None: it generates text
 
     @property
     def device(self) -> torch.device:
@@ -94,20 +99,21 @@ class _Plan:
 def planned(
     checkpoint: Checkpoint,
     config: EngineConfig,
-    device: Literal["cpu", "cuda"],
+    device: DeviceKind,
     progress: Progress | None,
     times: StartTimes,
 ) -> _Plan:
-    model = read_config(checkpoint)
+    model, pooling = read_config(checkpoint), decoder_pooling(checkpoint, config)
     return _Plan(
         checkpoint=checkpoint,
         model=model,
         engine=config,
         device_kind=device,
-        max_model_len=_max_model_len(config, model),
+        max_model_len=max_model_len(config, model.max_position),
         max_step_tokens=config.max_step_tokens or (8192 if device == "cuda" else 256),
         progress=progress,
         times=times,
+        pooling=pooling,
     )
 
 
@@ -117,12 +123,17 @@ def start(
     """Load a model and return the two halves of an engine: who decides and who computes."""
     keep_compiled("torch")
     checkpoint = resolve(model)
-    device = _device(config, checkpoint)
+    device = device_of(config, checkpoint)
+    if encoder_architecture(checkpoint) is not None:
+        return start_encoder(checkpoint, config, device, times or StartTimes())
     plan = planned(checkpoint, config, device, progress, times or StartTimes())
     model_config = plan.model
     sampling = _sampling_defaults(checkpoint, model_config, config)
-    drafter = drafter_of(checkpoint, model_config, config, plan.max_model_len)  # first: what is left is the KV cache's
-    executor = _cuda_executor(plan) if device == "cuda" else _cpu_executor(plan)
+    # First: what it leaves of the memory is the KV cache's.
+    drafter = drafter_of(checkpoint, model_config, config, plan.max_model_len) if plan.pooling is None else None
+    niceness = POOLED_NICENESS if plan.pooling is not None else 0
+    load = partial(_cuda_executor if device == "cuda" else _cpu_executor, plan)
+    executor = with_niceness(niceness, load) if niceness and device == "cpu" else load()
     limits = SchedulerLimits(
         num_blocks=executor.num_blocks,
         block_size=config.block_size,
@@ -131,10 +142,11 @@ def start(
         max_model_len=plan.max_model_len,
         vocab_size=model_config.vocab_size,
         eos_ids=frozenset(model_config.eos_ids),
-        prefix_caching=config.prefix_caching,
+        prefix_caching=config.prefix_caching and (plan.pooling is None or plan.pooling.kind != "mean"),
         max_waiting=config.max_waiting,
         fcfs=config.scheduling == "fcfs",
         max_adapters=config.max_adapters if executor.adapter_modules else 0,
+        pools=plan.pooling is not None,
         query_tile=_TILE_ROWS * model_config.num_kv_heads // model_config.num_heads if device == "cuda" else 1,
     )
     if limits.longest_sequence < plan.max_model_len:
@@ -155,6 +167,9 @@ def start(
         f"{revision(checkpoint)}-{_precision(plan)}",
         sampling,
         block_size=limits.block_size,
+        task="generate" if plan.pooling is None else "embed",
+        width=0 if plan.pooling is None else model_config.hidden_size,
+        normalized=plan.pooling is not None and plan.pooling.normalize,
     )
     return Scheduler(limits, step_times, speculation_by(drafter, executor, step_times, config)), executor, info
 
@@ -218,10 +233,10 @@ def cpu_scheme(plan: _Plan) -> Scheme | None:
             raise StartupError(f"quantization {config.quantization}: {problem}", param="engine.quantization")
         return config.quantization
     if config.dtype in ("float32", "float16"):
-        _need("torch", f"dtype {config.dtype} on a CPU", "engine.dtype")
+        need("torch", f"dtype {config.dtype} on a CPU", "engine.dtype")
         return None
     if problem:
-        _need("torch", f"{problem}; running without the native kernels")
+        need("torch", f"{problem}; running without the native kernels")
         log.warning("%s; running on plain torch, which is several times slower", problem)
         return None
     return "int8" if config.quantization == "auto" and config.dtype == "auto" else "none"
@@ -257,7 +272,10 @@ def _native_executor(plan: _Plan, scheme: Scheme) -> LoadedExecutor:
     plan.times.ended("kernels")
     fill(network, plan.checkpoint, model, plan.progress)
     plan.times.ended("load")
-    return NativeRunner(network, HostRows(config.max_seqs, plan.table_blocks, model.vocab_size))
+    rows = HostRows(config.max_seqs, plan.table_blocks, model.vocab_size)
+    return (
+        NativeRunner(network, rows) if plan.pooling is None else PooledRunner(NativeHidden(network, rows), plan.pooling)
+    )
 
 
 def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
@@ -267,6 +285,7 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     from penstock.runner.model_runner import ModelRunner
     from penstock.runner.row_state import TorchRows
     from penstock.runner.torch_adapters import adapters_of
+    from penstock.runner.torch_hidden import TorchHidden
 
     plan.times.ended("import")
     config, spec = plan.engine, model.attention_spec
@@ -275,14 +294,15 @@ def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:
     attention = ReferenceAttention(spec, num_blocks, config.block_size, plan.dtype, plan.device)
     state = TorchRows(config.max_seqs, plan.table_blocks, plan.model.vocab_size, plan.device)
     forward = TorchForward(model, attention, plan.device)
-    adapters = adapters_of(model, plan.device)
-    runner = ModelRunner(forward, state, adapters, num_blocks=num_blocks, block_size=config.block_size)
     plan.times.ended("kernels")
-    return runner
+    if plan.pooling is not None:
+        return PooledRunner(TorchHidden(forward, state, num_blocks, config.block_size), plan.pooling)
+    adapters = adapters_of(model, plan.device)
+    return ModelRunner(forward, state, adapters, num_blocks=num_blocks, block_size=config.block_size)
 
 
 def _cuda_executor(plan: _Plan) -> LoadedExecutor:
-    _need("triton", "device cuda", "engine.device", extra="cuda")
+    need("triton", "device cuda", "engine.device", extra="cuda")
     keep_kernels()
     import torch
 
@@ -304,7 +324,7 @@ def _cuda_executor(plan: _Plan) -> LoadedExecutor:
             f"the weights of {plan.checkpoint.name} do not fit into what is free of the GPU's {total:.0f} GiB; use a "
             "smaller model, or free the memory that other processes hold"
         ) from error
-    if supports_fused(model, plan.model):
+    if plan.pooling is None and supports_fused(model, plan.model):
         runner = fused_executor(plan, model)
         plan.times.ended("kernels")
         return runner
@@ -320,6 +340,7 @@ def _precision(plan: _Plan) -> str:
     native_runs = plan.device_kind == "cpu" and not unsupported_reason(plan.model, plan.engine.block_size)
     kind = f"{plan.device_kind}-{'native' if native_runs else 'torch'}"
     mode = "-deterministic" if plan.engine.deterministic else ""
+    mode += f"-{plan.pooling.kind}-{plan.pooling.normalize}" if plan.pooling is not None else ""
     return f"{kind}-{plan.dtype_name}-{plan.engine.quantization}-{plan.engine.kv_dtype}{mode}"
 
 
@@ -340,60 +361,3 @@ def _load(plan: _Plan) -> CausalLM:
     )
     plan.times.ended("load")
     return model
-
-
-def _device(config: EngineConfig, checkpoint: Checkpoint) -> Literal["cpu", "cuda"]:
-    if checkpoint.kind == "packed" and config.device == "cuda":
-        raise StartupError(
-            f"{checkpoint.path.parent} is packed for the CPU; serve the original checkpoint", param="engine.device"
-        )
-    if config.device == "cpu" or checkpoint.kind == "packed":
-        return "cpu"
-    if config.device == "cuda":
-        _need("torch", "device cuda", "engine.device", extra="cuda")
-    if _cuda_available():
-        return "cuda"
-    if config.device == "cuda":
-        raise StartupError("device is cuda but torch sees no CUDA device; use --device cpu", param="engine.device")
-    return "cpu"
-
-
-def _cuda_available() -> bool:
-    """Asks torch only where there is a driver, so that a machine without one never loads torch for this."""
-    if not has_cuda_driver():
-        return False
-    if not _installed("torch"):
-        log.warning("running on the CPU; the GPU of this machine needs torch: pip install 'penstock[cuda]'")
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def has_cuda_driver() -> bool:
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
-def _installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def _need(package: str, purpose: str, param: str | None = None, *, extra: str = "torch") -> None:
-    if not _installed(package):
-        raise StartupError(f"{purpose} needs {package}: pip install 'penstock[{extra}]'", param=param)
-
-
-def _max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:
-    if config.max_model_len is None:
-        return model_config.max_position
-    if config.max_model_len > model_config.max_position:
-        raise StartupError(
-            f"max_model_len is {config.max_model_len}, but the model was made for at most "
-            f"{model_config.max_position} tokens; lower max_model_len",
-            param="engine.max_model_len",
-        )
-    return config.max_model_len

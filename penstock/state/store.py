@@ -11,6 +11,7 @@ from datetime import date, timedelta
 from typing import Literal, NamedTuple, Protocol
 
 WINDOW_SECONDS = 60
+BILLION = 1_000_000_000  # amounts are kept in billionths of the currency, as whole numbers
 # The types below are tuples, not dataclasses: each request makes several, and a tuple takes a fifth of the time.
 Limit = Literal["requests", "tokens", "concurrent", "day", "month"]
 

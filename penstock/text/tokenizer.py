@@ -2,7 +2,8 @@
 
 Decoding is defined on bytes: a token stands for fixed bytes, and a text is their concatenation read as UTF-8. Hence
 streams, log-probabilities and whole texts can never disagree. The two vocabularies of language models fit this:
-byte-level BPE (a character per byte) and sentencepiece (`▁` is a space, `<0xE4>` a byte).
+byte-level BPE (a character per byte) and sentencepiece (`▁` is a space, `<0xE4>` a byte). So does BERT's WordPiece
+(`##` goes on with a word, all else is a word of its own), but for what its normaliser has lost of the text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, decoders, processors
 
 from penstock.checkpoint.end_tokens import gguf_end_ids
 from penstock.checkpoint.gguf import GGUFFile
@@ -26,6 +27,7 @@ from penstock.text.segments import UNBOUNDED, SegmentEncoder
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 SPACE = "▁"
+CONTINUED = "##"
 COMPOSED = 4  # bytes of text that a normaliser may turn into one
 
 
@@ -55,7 +57,8 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._byte_level, self.strips_first_space = _decoding_rules(backend)
         verbatim = frozenset(added) if self._byte_level else frozenset()
-        self._bytes = _BytesByToken(backend, self._byte_level, verbatim)
+        self._word_pieces = isinstance(backend.decoder, decoders.WordPiece)
+        self._bytes = _BytesByToken(backend, self._byte_level, verbatim, self._word_pieces)
         self._segments = SegmentEncoder(backend, added) if self._byte_level and SegmentEncoder.applies(added) else None
         self._framing = _framing(backend)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
@@ -87,9 +90,25 @@ class Tokenizer:
             raise ContextTooLong(f"the text has more than {at_most} tokens", param=None)
         return ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Two texts as a cross-encoder reads them, and where the second one begins."""
+        try:
+            encoding = self._backend.encode(first, second)
+        except TypeError as error:
+            raise InvalidRequest("the text holds half of a surrogate pair and is no valid Unicode") from error
+        return encoding.ids, encoding.sequence_ids.index(1) if 1 in encoding.sequence_ids else len(encoding.ids)
+
+    def truncated(self, ids: list[int], keep: int) -> list[int]:
+        """The first so many tokens of an encoded text; those that stand behind every text stay behind it."""
+        last = self._framing[1] if self._framing is not None else []
+        framed = 0 < len(last) < keep and ids[-len(last) :] == last
+        return [*ids[: keep - len(last)], *last] if framed and len(ids) > keep else ids[:keep]
+
     @cached_property
     def max_token_bytes(self) -> int:
         """The largest number of bytes that one token stands for."""
+        if self._word_pieces:
+            return UNBOUNDED  # spaces stand for nothing, and a word that is not known is one token
         added = self._backend.get_added_tokens_decoder().values()
         spelled = self._backend.get_vocab(with_added_tokens=False)
         # A character of a byte-level token stands for one byte.
@@ -168,8 +187,11 @@ def _framing(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]] | Non
 class _BytesByToken(dict[int, bytes]):
     """Filled on demand: a text uses a small part of a vocabulary of 10^5 tokens."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, byte_level: bool, verbatim: frozenset[int]) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, byte_level: bool, verbatim: frozenset[int], word_pieces: bool
+    ) -> None:
         super().__init__()
+        self._word_pieces = word_pieces
         self._backend = backend
         self._byte_level = byte_level
         self._verbatim = verbatim
@@ -185,6 +207,8 @@ class _BytesByToken(dict[int, bytes]):
         if self._byte_level:
             spelled = token_id not in self._verbatim and all(character in BYTE_OF for character in token)
             return bytes(BYTE_OF[character] for character in token) if spelled else token.encode()
+        if self._word_pieces:
+            return (token.removeprefix(CONTINUED) if token.startswith(CONTINUED) else f" {token}").encode()
         byte = BYTE_TOKEN.fullmatch(token)
         return bytes([int(byte[1], 16)]) if byte else token.replace(SPACE, " ").encode()
 
@@ -195,9 +219,13 @@ def _decoding_rules(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
     steps = {step["type"]: step for step in state.get("decoders", [state])}
     if "ByteLevel" in steps:
         return True, False
+    if "WordPiece" in steps:
+        return False, True
     if not steps.keys() & {"ByteFallback", "Metaspace", "Replace"}:
         found = ", ".join(steps)
-        raise StartupError(f"the tokenizer's decoder is {found}; supported: byte-level BPE and sentencepiece")
+        raise StartupError(
+            f"the tokenizer's decoder is {found}; supported: byte-level BPE, sentencepiece and WordPiece"
+        )
     metaspace = steps.get("Metaspace")
     prefixed = metaspace is not None and metaspace.get("prepend_scheme", "always") != "never"
     return False, prefixed or steps.get("Strip", {}).get("start", 0) > 0

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import cast
 
-from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
+from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health, HostStats
 from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
@@ -112,6 +112,7 @@ class WorkerClient(asyncio.Protocol):
 
     def __init__(self, *, remote: bool, is_stopped: Callable[[], bool]) -> None:
         self.stats = EngineStats()
+        self.host = HostStats()
         self._remote = remote
         self._is_stopped = is_stopped
         self._received = bytearray()
@@ -211,6 +212,7 @@ class WorkerClient(asyncio.Protocol):
                 stream.scores += message.logprobs
         elif isinstance(message, Heartbeat):
             self.stats = message.stats
+            self.host = message.host or self.host
         elif isinstance(message, Refused):
             stream = self._streams.get(message.request_id)
             if stream is not None:

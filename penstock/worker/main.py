@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 from penstock.core.engine import EngineInfo
@@ -34,6 +33,7 @@ from penstock.engine.settings import EngineConfig
 from penstock.grammar.compiler import grammars_of
 from penstock.observability.logging import configure_logging
 from penstock.worker.control import Control
+from penstock.worker.host import resident_bytes
 from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Prepared, Standby, Start, frame, read_control
 from penstock.worker.protocol import Control as Message
 from penstock.worker.remote import LEASE_SECONDS, Port
@@ -121,7 +121,8 @@ def load(wanted: Start, times: StartTimes) -> tuple[Scheduler, LoadedExecutor, E
     from penstock.runner.startup import start
 
     scheduler, executor, info = start(wanted.model, wanted.engine, LoadProgress(sys.stderr), times)
-    if not scheduler.times.measured:
+    measured = scheduler.times.ready if scheduler.limits.pools else scheduler.times.measured
+    if not measured:
         log.info("measuring how fast this machine is, once")
         calibrate(scheduler, executor)
         times.ended("calibration")
@@ -187,7 +188,7 @@ async def _end_if_stalled(engine: EngineLoop) -> None:
 
 def _log_memory(executor: LoadedExecutor) -> None:
     """What the machine gives for this: now, and once the KV cache is full."""
-    here, gateway = _resident_mib("self"), _resident_mib(str(os.getppid()))
+    here, gateway = resident_bytes("self") / 2**20, resident_bytes(str(os.getppid())) / 2**20
     if memory := executor.host_memory:
         weights, cache = memory.weights / 2**20, memory.cache / 2**20
         log.info(
@@ -202,14 +203,6 @@ def _log_memory(executor: LoadedExecutor) -> None:
         )
     else:
         log.info("memory: %.0f MiB resident here and %.0f in the gateway", here, gateway)
-
-
-def _resident_mib(process: str) -> float:
-    try:
-        pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
-    except OSError:  # no /proc (macOS)
-        return 0.0
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def _run(engine: EngineLoop, executor: LoadedExecutor) -> None:

@@ -18,7 +18,7 @@ import struct
 
 import msgspec
 
-from penstock.core.engine import EngineInfo, EngineStats
+from penstock.core.engine import EngineInfo, EngineStats, HostStats
 from penstock.core.errors import Failure
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.settings import EngineConfig
@@ -94,6 +94,7 @@ class Refused(msgspec.Struct, tag="refused", array_like=True):
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     stats: EngineStats
+    host: HostStats | None = None  # once a second
 
 
 class Leaving(msgspec.Struct, tag="leaving", array_like=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import cast
@@ -12,6 +13,7 @@ from penstock.core.errors import Failure, PenstockError, Unavailable
 from penstock.core.request import Chunk, GenerateRequest, failed
 from penstock.engine.executor import AdapterWeights
 from penstock.engine.loop import EngineLoop
+from penstock.worker.host import Host
 from penstock.worker.protocol import (
     DEAD_AFTER_HEARTBEATS,
     HEARTBEAT_SECONDS,
@@ -26,6 +28,8 @@ from penstock.worker.protocol import (
     frames_of,
     take_frames,
 )
+
+HEARTBEATS_PER_READING = 4  # of the machine
 
 
 class WorkerServer:
@@ -164,9 +168,15 @@ class WorkerServer:
 
     async def _send_heartbeats(self) -> None:
         """Say how the engine is doing, and by saying it that this process runs."""
-        while True:
+        host: Host | None = None
+        for number in itertools.count():
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            heartbeat = frame(Heartbeat(self.engine.stats)) if self._gateways else b""
+            heartbeat = b""
+            if self._gateways:
+                host, reading = host or Host(), None
+                if number % HEARTBEATS_PER_READING == 0:
+                    reading = await asyncio.to_thread(host.read)
+                heartbeat = frame(Heartbeat(self.engine.stats, reading))
             for gateway in list(self._gateways):
                 gateway.tick(heartbeat)
 

@@ -25,6 +25,7 @@ def bench() -> Bench:
     executor.enter_thread()
     tokenizer = load_tokenizer(resolve(MODEL))
     grammars, adapters = grammars_of(scheduler.limits, MODEL, tokenizer), RandomAdapters(executor.adapter_modules)
+    assert grammars is not None
     return Bench(scheduler.limits, executor, grammars, tokenizer, adapters)
 
 

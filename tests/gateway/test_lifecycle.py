@@ -140,18 +140,18 @@ def test_metrics(gateway: Gateway) -> None:
     }
     assert samples["penstock_requests_total", CHAT, "200"] == samples["penstock_requests_total", CHAT, "400"] == 1
     assert samples["penstock_requests_total", "other", "404"] == 1
-    assert samples["penstock_prompt_tokens_total",] == usage.prompt_tokens
-    assert samples["penstock_output_tokens_total",] == usage.completion_tokens
-    assert samples["penstock_cached_tokens_total",] == 2
-    assert samples["penstock_time_to_first_token_seconds_count",] == 2
-    assert samples["penstock_inter_token_seconds_count",] == usage.completion_tokens - 2
-    assert samples["penstock_request_seconds_count",] == 1
-    assert samples["penstock_queue_seconds_bucket", "0.0025"] == 0
-    assert samples["penstock_queue_seconds_bucket", "0.005"] == samples["penstock_queue_seconds_bucket", "+Inf"] == 2
-    assert samples["penstock_queue_seconds_sum",] == pytest.approx(0.008)
-    assert samples["penstock_running_sequences",] == 3
-    assert samples["penstock_kv_utilisation",] == 0.25
-    assert samples["penstock_engine_preemptions_total",] == 1
+    assert samples["penstock_prompt_tokens_total", MODEL] == usage.prompt_tokens
+    assert samples["penstock_output_tokens_total", MODEL] == usage.completion_tokens
+    assert samples["penstock_cached_tokens_total", MODEL] == 2
+    assert samples["penstock_time_to_first_token_seconds_count", MODEL] == 2
+    assert samples["penstock_inter_token_seconds_count", MODEL] == usage.completion_tokens - 2
+    assert samples["penstock_request_seconds_count", MODEL] == 1
+    assert samples["penstock_queue_seconds_bucket", "0.0025", MODEL] == 0
+    assert [samples["penstock_queue_seconds_bucket", le, MODEL] for le in ("0.005", "+Inf")] == [2, 2]
+    assert samples["penstock_queue_seconds_sum", MODEL] == pytest.approx(0.008)
+    assert samples["penstock_running_sequences", MODEL] == 3
+    assert samples["penstock_kv_utilisation", MODEL] == 0.25
+    assert samples["penstock_engine_preemptions_total", MODEL] == 1
     assert samples["penstock_requests_in_flight",] == 1, "the scrape itself"
 
 

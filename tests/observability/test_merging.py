@@ -26,9 +26,9 @@ def test_own_counts_add_up_and_what_all_see_is_counted_once() -> None:
     }
     assert samples["penstock_requests_total", ("/v1/completions", "200")] == 7
     assert samples["penstock_requests_in_flight", ()] == 3
-    assert samples["penstock_queue_seconds_count", ()] == 2
-    assert samples["penstock_engine_steps_total", ()] == 100
-    assert samples["penstock_running_sequences", ()] == 3
+    assert samples["penstock_queue_seconds_count", ("m",)] == 2
+    assert samples["penstock_engine_steps_total", ("m",)] == 100
+    assert samples["penstock_running_sequences", ("m",)] == 3
 
 
 def test_one_process_reads_as_it_is() -> None:

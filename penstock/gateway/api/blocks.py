@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from penstock.gateway.api.generation import Choice, Generation
+from penstock.gateway.api.choices import Choice
+from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.openai_types import ChatRequest
 from penstock.gateway.api.serving import encode_json
 from penstock.gateway.api.text_generation import TextAnswer

@@ -10,7 +10,8 @@ from msgspec import UNSET, UnsetType
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import RANGES
-from penstock.gateway.api.generation import Choice, Emit
+from penstock.gateway.api.choices import Choice
+from penstock.gateway.api.generation import Emit
 from penstock.gateway.api.logprobs import chat_logprobs, prompt_logprobs
 from penstock.gateway.api.messages import (
     ChatDelta,

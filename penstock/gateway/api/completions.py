@@ -12,7 +12,8 @@ from msgspec import UNSET, UnsetType
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import MAX_CHOICES, RANGES, TokenLogprob
-from penstock.gateway.api.generation import Choice, Emit, Generation
+from penstock.gateway.api.choices import Choice
+from penstock.gateway.api.generation import Emit, Generation
 from penstock.gateway.api.logprobs import completion_logprobs, prompt_logprobs
 from penstock.gateway.api.openai_types import (
     Completion,
@@ -48,7 +49,7 @@ class CompletionReader(TextReader[CompletionRequest]):
             require(not getattr(asked, name), name, "cannot be combined with suffix")
 
     def prompts(self, asked: CompletionRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
-        prompts = _split_prompts(asked.prompt)
+        prompts = split_inputs(asked.prompt, "prompt")
         require(
             len(prompts) * min(asked.n or 1, MAX_CHOICES) <= MAX_SEQUENCES,
             "prompt",
@@ -94,15 +95,15 @@ def _infilling(prompt: str | TokenIds, suffix: str, param: str, text: ModelText,
         return Prompt(text.infill.prompt(text.tokenizer, prompt, suffix, bounds.prompt_tokens))
 
 
-def _split_prompts(prompt: str | list[str | int | TokenIds]) -> list[str | TokenIds]:
+def split_inputs(given: str | list[str | int | TokenIds], param: str) -> list[str | TokenIds]:
     """OpenAI's four forms: a text, token ids, texts, lists of token ids."""
-    if isinstance(prompt, str):
-        return [prompt]
-    require(len(prompt) > 0, "prompt", "must not be empty")
-    token_ids = [item for item in prompt if isinstance(item, int)]
+    if isinstance(given, str):
+        return [given]
+    require(len(given) > 0, param, "must not be empty")
+    token_ids = [item for item in given if isinstance(item, int)]
     if not token_ids:
-        return [item for item in prompt if not isinstance(item, int)]
-    require(len(token_ids) == len(prompt), "prompt", "must not mix token ids with texts or lists")
+        return [item for item in given if not isinstance(item, int)]
+    require(len(token_ids) == len(given), param, "must not mix token ids with texts or lists")
     return [token_ids]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -11,6 +12,23 @@ from penstock.core.request import Objective
 from penstock.gateway.api.adapters import NamedAdapter
 from penstock.gateway.api.models import Model
 from penstock.gateway.tenancy.tenants import Tenant
+
+
+class Options(Protocol):
+    """What requests of all endpoints may say beside what they ask for."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def service_tier(self) -> str | None: ...
+    @property
+    def deadline_ms(self) -> float | None: ...
+    @property
+    def priority(self) -> int | None: ...
+    @property
+    def cache_salt(self) -> str | None: ...
+    @property
+    def prompt_cache_key(self) -> Any: ...
 
 
 class Context(Struct, frozen=True, kw_only=True):

@@ -86,7 +86,8 @@ def _choices(kind: type, path: str) -> tuple[str, ...]:
     """The values that a field of a request, or of an object in it, may have."""
     parent, _, name = path.rpartition(".")
     fields = msgspec.structs.fields(_strict_objects(kind).get(parent, kind))
-    return next((get_args(field.type) for field in fields if field.name == name), ())
+    options = next((get_args(field.type) for field in fields if field.name == name), ())
+    return tuple(value for option in options for value in (get_args(option) or (option,)) if isinstance(value, str))
 
 
 def _unknown_field(name: str, path: str, kind: type) -> InvalidRequest:

@@ -73,6 +73,9 @@ class Handlers:
 
     chat: Handler
     completions: Handler
+    embeddings: Handler
+    rerank: Handler
+    score: Handler
     text: TextEndpoints
     status: StatusEndpoints
     accounts: RequestEndpoints

@@ -27,10 +27,11 @@ from penstock.gateway.api.serving import Serving, event
 from penstock.gateway.api.status import class_cards
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
-from penstock.gateway.tenancy.budgets import BILLION, SpendMetrics
+from penstock.gateway.tenancy.budgets import SpendMetrics
 from penstock.gateway.tenancy.tenants import Directory, Tenant
 from penstock.observability.metrics import GAP_SECONDS, SECONDS
 from penstock.observability.request_log import RequestLog
+from penstock.state.store import BILLION
 
 FRAME_SECONDS = 0.25  # as often as workers send readings
 SLOW_FRAMES = 4  # replicas, tenants and caches are in every so many frames

@@ -45,8 +45,8 @@ class Model:
     def bounds(self, tenant: Tenant) -> Bounds:
         """What a tenant's prompt for this model may be."""
         info, most = self.engine.info, tenant.max_prompt_tokens
-        room = info.max_model_len - 1
-        return Bounds(room if most is None else min(room, most), info.max_model_len, info.vocab_size)
+        room = info.max_model_len - (info.task == "generate")
+        return Bounds(room if most is None else min(room, most), info.max_model_len, info.vocab_size, info.task)
 
 
 class TenantBounds(Mapping[str, Bounds]):

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
+from penstock.core.engine import Task
 from penstock.core.request import MAX_STOP_STRINGS, FinishReason
 from penstock.gateway.api.messages import ChatDelta, ChatFinishReason, ChatMessage, Message
 from penstock.observability.account import Account
@@ -320,6 +321,8 @@ class ModelCard(Struct):
     root: str  # the model's first name; of a LoRA adapter that of the model it changes
     parent: str | None = None  # of a LoRA adapter: the model it changes
     digest: str | UnsetType = UNSET  # of a LoRA adapter: what it is known by, whatever its name
+    task: Task = "generate"  # embed: /v1/embeddings; score: /v1/score and /v1/rerank
+    embedding_size: int | UnsetType = UNSET  # of a model for embeddings
     object: Literal["model"] = "model"
     owned_by: str = "penstock"
     # From here: what Anthropic's client looks for.

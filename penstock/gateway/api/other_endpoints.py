@@ -1,10 +1,16 @@
-"""Endpoints of OpenAI's Responses API, and of other servers' APIs for clients that were written for those."""
+"""Endpoints for vectors of texts, of OpenAI's Responses API, and of other servers, for clients written for those."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from penstock.gateway.api import anthropic_types, responses_types
 from penstock.gateway.api.anthropic_messages import AnthropicErrors, Messages
+from penstock.gateway.api.comparisons import Reranked, Reranking, RerankRequest, Scored, ScoreRequest, Scoring
+from penstock.gateway.api.embeddings import EmbeddingList, EmbeddingRequest, Embeddings
 from penstock.gateway.api.endpoint import EVENTS, GENERATE, JSON, STRING, Endpoint, in_path, parameter
+from penstock.gateway.api.generation import Handler
 from penstock.gateway.api.responses import MAX_ITEMS, RESPONSES_ERRORS, Responses
 
 _ANTHROPIC_ERRORS = AnthropicErrors()
@@ -16,7 +22,15 @@ _PAGE = (
     parameter("query", "after", STRING, "the id of an item"),
 )
 
+
+def _texts(path: str, summary: str, handler: Callable[[Any], Handler], answer: type, body: type) -> Endpoint:
+    return Endpoint("POST", path, "tenant", summary, handler, answer, body, parameters=GENERATE)
+
+
 OTHER_ENDPOINTS = (
+    _texts(Embeddings.endpoint, "Vectors of texts", lambda h: h.embeddings, EmbeddingList, EmbeddingRequest),
+    _texts(Reranking.endpoint, "Documents by their relevance", lambda h: h.rerank, Reranked, RerankRequest),
+    _texts(Scoring.endpoint, "How well pairs of texts match", lambda h: h.score, Scored, ScoreRequest),
     Endpoint(
         "POST",
         Responses.endpoint,

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
+from penstock.core.engine import Task
 from penstock.core.errors import ContextTooLong, InvalidRequest, NotFound, PenstockError, Unavailable
 from penstock.core.request import SimilarPrompt
 from penstock.gateway.api.decoding import decode_json
@@ -35,6 +36,7 @@ logger = logging.getLogger("penstock.gateway")
 
 INLINE_BYTES = 2048  # a body up to this takes about a millisecond at worst
 LANES = (131_072, 2**62)  # bytes of a body: those of moderate size do not wait behind the largest
+BATCHES = frozenset(("embeddings", "rerank", "score"))  # readers of many texts, which have a lane of their own
 MAX_OPTION = 65_536  # bytes of a field that is not part of the prompt
 MAX_COUNTED = 65_536  # tokens of a text that need not fit, or
 COUNTED_CONTEXTS = 4  # times what the model holds, if that is more: enough to see where to cut it
@@ -52,6 +54,7 @@ class Prompt:
     text: str | None = None  # as the client sent it, where the answer repeats it
     similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
     form: OutputForm | None = None  # how to read the answer to a chat; None: as text
+    second_text: int = 0  # where the second of two texts begins; 0: there is one
 
 
 class ModelText:
@@ -98,6 +101,7 @@ class Bounds(NamedTuple):
     prompt_tokens: int  # of one prompt, at most
     max_model_len: int
     vocab_size: int
+    task: Task = "generate"
 
     @property
     def countable(self) -> int:
@@ -106,11 +110,18 @@ class Bounds(NamedTuple):
 
     def too_long(self, param: str, count: str = "") -> ContextTooLong:
         count = count or f"more than {self.prompt_tokens}"
-        if self.prompt_tokens < self.max_model_len - 1:
+        if self.prompt_tokens < self.max_model_len - (self.task == "generate"):
             why = f"this tenant is limited to {self.prompt_tokens}"
+        elif self.task != "generate":
+            why = f"the model reads at most {self.max_model_len}; send truncate_prompt_tokens: -1 to have it cut"
         else:
             why = f"max_model_len is {self.max_model_len} and at least one token must be left for the output"
         return ContextTooLong(f"{param}: the prompt has {count} tokens, but {why}; shorten the prompt", param=param)
+
+    @property
+    def does(self) -> str:
+        """What the model is for, in words."""
+        return {"generate": "generates text", "embed": "makes embeddings", "score": "scores pairs of texts"}[self.task]
 
 
 _NONE: Mapping[str, str] = {}
@@ -139,6 +150,16 @@ class Terms(NamedTuple):
     def base_of(self, name: str) -> str:
         """The model that an adapter changes, or the model itself."""
         return self.adapters.get(name, name)
+
+    def check_task(self, model: str, *tasks: Task) -> None:
+        """Refuse a model that is for something else, and name those that are for this."""
+        if (bounds := self.bounds[model]).task in tasks:
+            return
+        others = [name for name in self.allowed if self.bounds[name].task in tasks]
+        instead = f"models for this: {', '.join(others)}" if others else "no model for this is served here"
+        raise InvalidRequest(
+            f"model {model!r} {bounds.does} and cannot be asked for this; {instead}", param="model", code="wrong_task"
+        )
 
     @property
     def default_model(self) -> str:
@@ -216,6 +237,7 @@ class LongRequests:
         setup = pickle.dumps(texts)  # once: for a large vocabulary it takes a while
         self._names = tuple(texts)
         self._lanes = [(size, _Lane(setup)) for size in LANES]
+        self._batches = _Lane(setup)
 
     async def warm_up(self) -> None:
         """Have one ready before it is needed."""
@@ -225,10 +247,10 @@ class LongRequests:
 
     async def read(self, name: str, body: list[bytes], terms: Terms) -> tuple[Any, list[Prompt]]:
         lane = next(lane for size, lane in self._lanes if sum(map(len, body)) <= size)
-        return await lane.read(name, body, terms)
+        return await (self._batches if name in BATCHES else lane).read(name, body, terms)
 
     async def close(self) -> None:
-        for _, lane in self._lanes:
+        for lane in (*(lane for _, lane in self._lanes), self._batches):
             await lane.close()
 
 

@@ -15,7 +15,7 @@ import msgspec
 from penstock.core.errors import NotFound, Unavailable
 from penstock.fleet.versions import assigned_version
 from penstock.gateway.api.adapters import Adapters, NamedAdapter
-from penstock.gateway.api.context import Context
+from penstock.gateway.api.context import Context, Options
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.models import Entry, Model, Models, TenantBounds
 from penstock.gateway.api.objectives import deadline
@@ -41,9 +41,11 @@ from penstock.gateway.tenancy.tenants import OPEN, Tenant
 from penstock.observability.metrics import GatewayMetrics
 
 T = TypeVar("T")
-B = TypeVar("B", bound=SamplingFields)
+B = TypeVar("B", bound=Options)
 
 _JSON_TYPE = re.compile(rb"application/(?:[\w.-]+\+)?json\s*(?:;.*)?", re.IGNORECASE)
+
+_OUTPUT_FIELDS = ("max_tokens", "max_completion_tokens")
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -122,7 +124,7 @@ class Serving:
             session=session_of(request, tenant, options.prompt_cache_key),
             objective=model.objectives.classify(request, tenant, options.service_tier),
             deadline=deadline(request, tenant, options.deadline_ms),
-            output_asked=options.max_tokens is not None or getattr(options, "max_completion_tokens", None) is not None,
+            output_asked=any(getattr(options, name, None) is not None for name in _OUTPUT_FIELDS),
         )
         return context, options, prompts
 

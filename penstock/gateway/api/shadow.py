@@ -10,7 +10,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from penstock.core.request import CacheControl, GenerateRequest, Objective
-from penstock.gateway.api.generation import Answer, Choice, Generation
+from penstock.gateway.api.choices import Choice
+from penstock.gateway.api.generation import Answer, Generation
 from penstock.gateway.api.models import Model
 from penstock.observability.logging import log
 

@@ -53,7 +53,9 @@ class StatusEndpoints:
             digest=UNSET if adapter is None else adapter.adapter.digest,
             display_name=name,
             created_at=datetime.fromtimestamp(created, UTC).isoformat(),
-            max_input_tokens=info.max_model_len - 1,
+            max_input_tokens=info.max_model_len - (info.task == "generate"),
+            task=info.task,
+            embedding_size=info.width if info.task == "embed" else UNSET,
         )
 
     async def models(self, request: Request, response: Response, tenant: Tenant) -> None:

@@ -23,9 +23,10 @@ from penstock.fleet.cascade import small_may_try
 from penstock.fleet.settings import CascadeConfig
 from penstock.fleet.versions import is_shadowed
 from penstock.gateway.api.cascade import CascadedAnswer
+from penstock.gateway.api.choices import Choice, build_choices
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.generation import Answer, Choice, Emit, Generation, build_choices
+from penstock.gateway.api.generation import Answer, Emit, Generation
 from penstock.gateway.api.objectives import reported_tier
 from penstock.gateway.api.openai_types import SamplingFields, Usage
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, checked_options
@@ -61,6 +62,7 @@ class TextReader(ABC, Generic[B]):
             asked.model = terms.served(asked.model)
             name = terms.base_of(asked.model)
         bounds = terms.bounds[name]
+        terms.check_task(name, "generate")
         if asked.truncate_prompt_tokens is not None:
             bounds = bounds._replace(prompt_tokens=bounds.countable)
         prompts = self.prompts(asked, self.texts[name], bounds, terms.semantic)

@@ -9,6 +9,7 @@ from penstock.gateway.tenancy.tenants import Tenant
 from penstock.web.files import DOCS, PAGE, File, files
 
 HINT = b"""Penstock serves the OpenAI API: POST /v1/chat/completions, POST /v1/completions, GET /v1/models.
+Vectors of texts: POST /v1/embeddings, POST /v1/rerank, POST /v1/score.
 Also POST /tokenize, POST /detokenize, GET /health, GET /ready, GET /version, GET /metrics.
 Other APIs: POST /v1/responses, POST /v1/messages. All of them: GET /openapi.json, in a browser /docs.
 A browser gets a page here: chat, what the engine does now, and administration.

@@ -16,10 +16,9 @@ from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.errors import require
 from penstock.gateway.settings import GatewaySettings, PriceConfig
-from penstock.state.store import UsageKey, UsageRecord
+from penstock.state.store import BILLION, UsageKey, UsageRecord
 
 MAX_DAYS = 400  # of usage in one answer
-BILLION = 1_000_000_000  # amounts are kept in billionths, as whole numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +129,15 @@ class SpendMetrics(Collector):
         yield GaugeMetricFamily(
             "penstock_machine_cost_per_hour", "Price of the machine in the settings", self._machine_per_hour
         )
+        per_million = GaugeMetricFamily(
+            "penstock_machine_cost_per_million_tokens",
+            "What the machine cost since the start, idle time included, over the tokens it handled",
+            labels=[],
+        )
         if total:
             hours = (time.monotonic() - self._started) / 3600
-            yield GaugeMetricFamily(
-                "penstock_machine_cost_per_million_tokens",
-                "What the machine cost since the start, idle time included, over the tokens it handled",
-                self._machine_per_hour * hours / total * 1_000_000,
-            )
+            per_million.add_metric([], self._machine_per_hour * hours / total * 1_000_000)
+        yield per_million
 
 
 COLUMNS = ("day", "tenant", "model", "requests", "input_tokens", "cached_tokens", "output_tokens", "cost")

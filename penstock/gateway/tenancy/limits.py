@@ -8,9 +8,9 @@ from typing import TypeVar
 from penstock.core.errors import BudgetSpent, LimitReached, RequestTooLarge
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
-from penstock.gateway.tenancy.budgets import BILLION, Prices, SpendMetrics, money
+from penstock.gateway.tenancy.budgets import Prices, SpendMetrics, money
 from penstock.gateway.tenancy.tenants import Tenant
-from penstock.state.store import Claim, Grant, Store, UsageRecord
+from penstock.state.store import BILLION, Claim, Grant, Store, UsageRecord
 
 FIRST_GUESS = 256  # output tokens of a request that sets no limit, before any has been seen
 BUSY_RETRY_SECONDS = 1.0  # nobody knows when one of the running requests will end

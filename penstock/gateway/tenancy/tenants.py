@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from penstock.core.errors import PenstockError, StartupError
 from penstock.gateway.http.origins import is_loopback
 from penstock.gateway.settings import GatewaySettings, TenantConfig, tenant_config
 from penstock.gateway.tenancy import keys
 from penstock.gateway.tenancy.keys import KeyRecord
-from penstock.state.store import Store
+from penstock.state.store import BILLION, Store
 
 logger = logging.getLogger("penstock.gateway")
 
 KIND = "tenant"  # of records in the store
 RELOAD_SECONDS = 0.5  # after which a revoked key is refused, at the latest
+LOOKS_PER_BUDGET = 20  # of those looks at the store, one in so many asks what tenants have spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class Directory:
         self._trusts_everybody = settings.server.open or is_loopback(settings.server.host)
         self._was_closed = settings.jwt is not None
         self._version = -1
+        self.reachable = True  # the store, when it was last asked
+        self.spent: dict[tuple[str, str], float] = {}  # share of budgets, by (tenant, "day" or "month")
         self._set_tenants({})
 
     @property
@@ -99,17 +106,63 @@ class Directory:
 
     async def watch(self) -> None:
         """Reload whatever another process changes. Without the store, what is known stays valid."""
-        failing = False
-        while True:
+        for look in itertools.count():
             await asyncio.sleep(RELOAD_SECONDS)
             try:
                 if await self.reload():
                     logger.info("reloaded %d tenants and %d keys", len(self.tenants), len(self.keys))
-                failing = False
+                if look % LOOKS_PER_BUDGET == 0:
+                    await self.read_spent()
+                self.reachable = True
             except (PenstockError, msgspec.MsgspecError) as error:
-                if not failing:
+                if self.reachable:
                     logger.warning("cannot reload keys: %s", error)
-                failing = True
+                self.reachable = False
+
+    async def read_spent(self) -> None:
+        """How much of their budgets tenants have spent, at all gateways together."""
+        budgets = {
+            (tenant.name, period): budget
+            for tenant in self.tenants.values()
+            for period, budget in (("day", tenant.budget_per_day), ("month", tenant.budget_per_month))
+            if budget
+        }
+        if not budgets:
+            self.spent = {}
+            return
+        today = datetime.now(UTC).date().isoformat()
+        usage = await self.store.usage(f"{today[:7]}-01", today)
+        self.spent = {
+            (name, period): sum(
+                used.cost
+                for key, used in usage.items()
+                if key.tenant == name and (period == "month" or key.day == today)
+            )
+            / BILLION
+            / budget
+            for (name, period), budget in budgets.items()
+        }
+
+
+class DirectoryMetrics(Collector):
+    """What the store says of tenants, as of the last look at it."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "penstock_state_up", "0: the state that gateways share does not answer", int(self._directory.reachable)
+        )
+        spent = GaugeMetricFamily(
+            "penstock_budget_spent_ratio", "Share of a budget that is spent, 0 to 1", labels=["tenant", "period"]
+        )
+        for names, share in sorted(self._directory.spent.items()):
+            spent.add_metric(names, share)
+        yield spent
 
 
 @asynccontextmanager

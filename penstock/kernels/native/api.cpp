@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "encoder.h"
 #include "model.h"
 #include "pack.h"
 
@@ -215,6 +216,10 @@ PENSTOCK_API const char* penstock_model_forward(Model* model, const Step* step) 
     }
 }
 
+PENSTOCK_API void penstock_model_hidden_states(Model* model, const int32_t* tokens, int32_t count, float* out) {
+    model->hidden_states(tokens, count, out);
+}
+
 PENSTOCK_API SamplingRows* penstock_sampling_new(int32_t rows, int32_t vocab) { return new SamplingRows(rows, vocab); }
 PENSTOCK_API void penstock_sampling_free(SamplingRows* sampling) { delete sampling; }
 
@@ -235,3 +240,30 @@ PENSTOCK_API uint8_t* penstock_model_weights(Model* model) { return model->weigh
 PENSTOCK_API uint64_t penstock_model_weight_bytes(Model* model) { return model->weight_bytes(); }
 PENSTOCK_API uint8_t* penstock_model_cache(Model* model) { return model->cache(); }
 PENSTOCK_API uint64_t penstock_model_block_bytes(Model* model) { return model->block_bytes(); }
+
+PENSTOCK_API Encoder* penstock_encoder_new(const EncoderSpec* spec, const char** error) {
+    try {
+        return new Encoder(*spec, *active);
+    } catch (const std::exception& e) {
+        *error = answer(e.what());
+        return nullptr;
+    }
+}
+
+PENSTOCK_API void penstock_encoder_free(Encoder* encoder) { delete encoder; }
+
+PENSTOCK_API const char* penstock_encoder_set(Encoder* encoder, int32_t kind, int32_t layer, const float* data,
+                                              int64_t rows, int64_t columns) {
+    return answer(encoder->set_tensor(EncoderTensor(kind), layer, data, rows, columns));
+}
+
+PENSTOCK_API const char* penstock_encoder_encode(Encoder* encoder, const EncoderStep* step) {
+    try {
+        return answer(encoder->encode(*step));
+    } catch (const std::exception& e) {
+        return answer(e.what());
+    }
+}
+
+PENSTOCK_API void penstock_encoder_pin_caller(Encoder* encoder) { encoder->pin_caller(); }
+PENSTOCK_API uint64_t penstock_encoder_weight_bytes(Encoder* encoder) { return encoder->weight_bytes(); }

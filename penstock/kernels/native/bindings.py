@@ -18,13 +18,14 @@ import numpy.typing as npt
 from penstock.core.errors import StartupError
 
 Scheme = Literal["none", "int8", "int4"]
+EncoderScheme = Literal["none", "int8", "float32"]
 KVFormat = Literal["bf16", "int8"]
 Isa = Literal["portable", "avx2", "avxvnni", "avx512vnni", "avx512bf16", "amx"]
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 LIBRARY = Path(__file__).with_name("_native.so")
-SCHEMES: dict[Scheme, int] = {"none": 0, "int8": 1, "int4": 2}
+SCHEMES: dict[Scheme | EncoderScheme, int] = {"none": 0, "int8": 1, "int4": 2, "float32": 3}
 KV_FORMATS: dict[KVFormat, int] = {"bf16": 0, "int8": 1}
 
 
@@ -99,6 +100,7 @@ def _load() -> ctypes.CDLL | str:
         "penstock_adapter_clear": (message, [pointer, i32, i32]),
         "penstock_adapter_set": (message, [pointer, i32, i32, i32, pointer, pointer, i32]),
         "penstock_model_forward": (message, [pointer, pointer]),
+        "penstock_model_hidden_states": (None, [pointer, pointer, i32, pointer]),
         "penstock_model_sample": (None, [pointer, pointer, pointer]),
         "penstock_sampling_new": (pointer, [i32, i32]),
         "penstock_sampling_free": (None, [pointer]),
@@ -109,6 +111,12 @@ def _load() -> ctypes.CDLL | str:
         "penstock_model_weight_bytes": (ctypes.c_uint64, [pointer]),
         "penstock_model_cache": (pointer, [pointer]),
         "penstock_model_block_bytes": (ctypes.c_uint64, [pointer]),
+        "penstock_encoder_new": (pointer, [pointer, ctypes.POINTER(message)]),
+        "penstock_encoder_free": (None, [pointer]),
+        "penstock_encoder_set": (message, [pointer, i32, i32, pointer, i64, i64]),
+        "penstock_encoder_encode": (message, [pointer, pointer]),
+        "penstock_encoder_pin_caller": (None, [pointer]),
+        "penstock_encoder_weight_bytes": (ctypes.c_uint64, [pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name, None)

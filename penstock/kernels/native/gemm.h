@@ -55,6 +55,7 @@ PENSTOCK_INLINE void finish_tile(const Matrix& w, int panel, const f32x16 (&y)[M
             put(to + panel * 16, silu(first) * second, w.n / 2 - panel * 16, false);
             continue;
         }
+        if (out.epilogue == GELU) first = gelu(first), second = gelu(second);
         if (out.epilogue == PEAKS) {
             out.peaks[size_t(row + r) * w.num_panels() + panel] = peak_of_panel(first, second, w.n - column);
             if (!out.data) continue;

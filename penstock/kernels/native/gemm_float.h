@@ -47,4 +47,34 @@ struct FloatTile {
     }
 };
 
+// float32 weights and activations: four bytes per weight from memory, at the arithmetic rate of bfloat16 weights.
+struct Float32Tile {
+    static constexpr int ROWS = FloatTile::ROWS;
+
+    template <int MR, int NP>
+    static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
+                                              const Output& out, Ahead ahead) {
+        const size_t stream = m.panel_bytes();
+        const uint8_t* w = m.panels + size_t(panel) * stream;
+        const float* a = x.f + row * x.stride;
+        f32x16 y[NP][MR][2] = {};
+        for (int k = 0; k < m.padded_k; k++) {
+#pragma GCC unroll 8
+            for (int p = 0; p < NP; p++) {
+                ahead.template request<MR>(p * stream);
+                const f32x16 w0 = load<f32x16>(w + p * stream), w1 = load<f32x16>(w + p * stream + 64);
+#pragma GCC unroll 12
+                for (int r = 0; r < MR; r++) {
+                    const float value = a[r * x.stride + k];
+                    y[p][r][0] = fma(w0, value, y[p][r][0]);
+                    y[p][r][1] = fma(w1, value, y[p][r][1]);
+                }
+            }
+            w += 128;
+            ahead.at += ahead.step;
+        }
+        for (int p = 0; p < NP; p++) finish_tile<MR>(m, panel + p, y[p], row, out);
+    }
+};
+
 }  // namespace PENSTOCK_ISA

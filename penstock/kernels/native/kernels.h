@@ -8,7 +8,7 @@
 
 namespace penstock {
 
-enum Scheme : int32_t { BF16 = 0, INT8 = 1, INT4 = 2 };
+enum Scheme : int32_t { BF16 = 0, INT8 = 1, INT4 = 2, F32 = 3 };
 
 constexpr int PANEL = 32;  // output columns packed side by side
 constexpr int GROUP = 32;  // inputs that share one int4 scale; inputs are padded to a multiple of it
@@ -31,6 +31,7 @@ struct Beside {
 //   INT4  k/32 groups of [32 outputs](scale, minimum) bfloat16 pairs, then 4 x [32 outputs][4 inputs] bytes
 //         whose low nibbles are inputs 8j..8j+3 and high nibbles inputs 8j+4..8j+7
 //   BF16  k/2 steps of [32 outputs][2 inputs] bfloat16
+//   F32   k steps of [32 outputs] float
 struct Matrix {
     Scheme scheme;
     int32_t n, k, padded_k;
@@ -40,6 +41,7 @@ struct Matrix {
     size_t panel_bytes() const {
         const size_t weights = size_t(PANEL) * padded_k;
         if (scheme == INT8) return weights + 8 * PANEL;
+        if (scheme == F32) return weights * 4;
         return scheme == BF16 ? weights * 2 : weights / 2 + weights / GROUP * 4;
     }
     // Scale, zero and total of a panel; they lie behind its weights, where the stream of these has brought them in.
@@ -70,6 +72,7 @@ enum Epilogue : int32_t {
     ADD = 1,       // out += y
     SILU_MUL = 2,  // columns 0..15 of a panel are gates, 16..31 ups: out = silu(gate) * up, half as wide
     PEAKS = 3,     // the largest y of each panel goes to `peaks`, and out = y unless data is null
+    GELU = 4,      // out = gelu(y), by the error function
 };
 
 struct Range {
@@ -163,6 +166,17 @@ struct AttentionBuffers {
     int32_t heads;
 };
 
+// One head of an encoder: every token attends to all tokens of its sequence. `q`, `k` and `v` point to the head's values of
+// the first token; those of the next one are `stride` floats further.
+struct DenseAttention {
+    const float *q, *k, *v;
+    size_t stride;
+    int32_t tokens, head_dim;
+    float* scratch;  // dense_scratch floats
+    float* out;
+    size_t out_stride;
+};
+
 constexpr int SAMPLING_BLOCK = PANEL;  // logits of which sampling knows the largest; one word of a token mask
 
 struct Masses {
@@ -186,6 +200,10 @@ struct Kernels {
     void (*expand)(const Factor& b, const LowRank& h, int from, int count, const uint8_t* modules, int columns, float* out,
                    size_t stride);
     void (*silu_mul)(const float* pairs, int width, float* out);
+    // Of encoders, in encoder_ops.h; widths and head sizes are multiples of 16.
+    void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int width, float* out);
+    size_t (*dense_scratch)(int tokens, int head_dim);
+    void (*attend_dense)(const DenseAttention& head);
     // Of n logits and the largest of each block of them, in sampling.h.
     void (*block_maxima)(const float* logits, int n, float* maxima);
     void (*mask_logits)(float* logits, int n, const int32_t* mask, float* maxima);

@@ -1,5 +1,6 @@
 // Compiled once per instruction set: the build defines PENSTOCK_ISA (the namespace and table name) and the -m flags.
 #include "attention.h"
+#include "encoder_ops.h"
 #if defined(__AMX_INT8__)
 #include "gemm_amx.h"
 #endif
@@ -22,6 +23,7 @@ static void gemm(const Matrix& w, const Activations& x, Range rows, Range panels
         case BF16: return run_panels<FloatTile>(w, x, rows, panels, out);
 #endif
         case INT4: return run_panels<Int4Tile>(w, x, rows, panels, out);
+        case F32: return run_panels<Float32Tile>(w, x, rows, panels, out);
     }
 }
 
@@ -47,6 +49,9 @@ extern const penstock::Kernels penstock::PENSTOCK_JOIN(PENSTOCK_ISA, _kernels) =
     PENSTOCK_ISA::shrink,
     PENSTOCK_ISA::expand,
     PENSTOCK_ISA::silu_mul,
+    PENSTOCK_ISA::layer_norm,
+    PENSTOCK_ISA::dense_scratch,
+    PENSTOCK_ISA::attend_dense,
     PENSTOCK_ISA::block_maxima,
     PENSTOCK_ISA::mask_logits,
     PENSTOCK_ISA::count_above,

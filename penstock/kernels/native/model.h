@@ -1,11 +1,13 @@
 // A dense transformer of the Llama family: packed weights, the paged cache, and one call per step.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "kernels.h"
+#include "region.h"
 #include "sampling_rows.h"
 #include "threadpool.h"
 
@@ -89,22 +91,6 @@ struct SampleCall {
     Score* scores;
 };
 
-// Zeroed memory in huge pages where the system grants them: a weight stream then misses the TLB 512 times less.
-class Region {
-  public:
-    Region() = default;
-    explicit Region(size_t bytes);
-    ~Region();
-    Region(Region&& other) noexcept;
-    Region& operator=(Region&& other) noexcept;
-    uint8_t* data() const { return data_; }
-    size_t size() const { return size_; }
-
-  private:
-    uint8_t* data_ = nullptr;
-    size_t size_ = 0;
-};
-
 // Which rows of a step use the adapter in a slot.
 struct AdapterRun {
     int32_t slot, begin, end;
@@ -143,6 +129,15 @@ class Model {
     const float* floats(Tensor kind, int layer) { return place_of(kind, layer).floats; }
 
     void sample(SamplingRows& rows, const SampleCall& call);
+
+    // Final hidden states of some tokens of the last step, by their indices in it: [count, hidden], behind the norm.
+    void hidden_states(const int32_t* tokens, int count, float* out) const {
+        std::vector<float> normed(round_up(spec_.hidden, 64));
+        for (int i = 0; i < count; i++, out += spec_.hidden) {
+            kernels_->rms_norm(x_ + tokens[i] * hidden_stride_, exact_norm_, spec_.norm_eps, spec_.hidden, normed.data());
+            std::copy_n(normed.data(), spec_.hidden, out);
+        }
+    }
 
     uint8_t* weights() const { return weights_.data(); }
     size_t weight_bytes() const { return weights_.size(); }

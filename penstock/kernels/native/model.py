@@ -35,7 +35,13 @@ from penstock.kernels.native.bindings import (
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, untied
 from penstock.kernels.native.packed_file import read_into, remove_leftovers, round_up
 from penstock.kernels.native.sampling import NativeSampling, Scores
-from penstock.kernels.native.shape import ModelShape, native_block_bytes, tensor_shapes, unsupported_reason
+from penstock.kernels.native.shape import (
+    ModelShape,
+    checked_shapes,
+    native_block_bytes,
+    tensor_shapes,
+    unsupported_reason,
+)
 from penstock.quantization.rotation import hadamard_block, split_name
 
 LAYOUT_VERSION = 6  # of packed files; raise it whenever the order or packing of weights changes
@@ -77,17 +83,6 @@ SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_he
 def _adapter_said(problem: bytes | None) -> None:
     if problem:
         raise EngineFailure(f"native adapter: {problem.decode()}")
-
-
-def _checked(
-    weights: Iterator[tuple[str, Floats]], shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Floats]]:
-    for name, tensor in weights:
-        if name not in shapes:
-            raise StartupError(f"tensor {name} is not part of a model with this configuration")
-        if tensor.shape != shapes[name]:
-            raise StartupError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shapes[name])}")
-        yield name, tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +235,7 @@ class NativeModel:
         """
         shapes = tensor_shapes(self.config)
         missing = set(shapes)
-        weights = _checked(untied(weights) if self.config.tie_embeddings else weights, shapes)
+        weights = checked_shapes(untied(weights) if self.config.tie_embeddings else weights, shapes)
         if self.scheme == "int8":
             weights = balanced(weights, self._decoder, shapes)
         for name, tensor in weights:
@@ -373,6 +368,14 @@ class NativeModel:
         if problem:
             raise EngineFailure(f"native step: {problem.decode()}")
         return out, values[len(values) - wanted :].tolist()
+
+    def hidden_states(self, tokens: Sequence[int]) -> Floats:
+        """Final hidden states, behind the norm, of tokens of the last step, by their indices in it: [N, hidden]."""
+        indices, out = array("i", tokens), np.empty((len(tokens), self.config.hidden_size), dtype=np.float32)
+        self._library.penstock_model_hidden_states(
+            self._handle, indices.buffer_info()[0], len(indices), out.ctypes.data
+        )
+        return out
 
     def sample(self, logits: Floats, sampling: NativeSampling, step: SampledLogits) -> list[int]:
         """Sampling by itself, for tests: one token per row of logits [N, V], which may be changed."""

@@ -65,11 +65,12 @@ static void quantize_affine(const Activations& x, int row, int width, int padded
 }
 
 // int8: one scale per row for INT8 weights, for INT4 weights symmetric with one per 32 values. For BF16 weights a row of
-// bfloat16 takes the place of the first half of the floats where there are instructions for it, and nothing is to do else.
+// bfloat16 takes the place of the first half of the floats where there are instructions for it; nothing is to do else.
 static void quantize_row(const Activations& x, int row, int width, Scheme scheme) {
     const float* f = x.f + row * x.stride;
     int8_t* q = x.q + row * x.stride;
     const int padded = int(round_up(width, GROUP));
+    if (scheme == F32) return;
     if (scheme == BF16) {
 #if defined(__AVX512BF16__)
         uint16_t* to = reinterpret_cast<uint16_t*>(x.f + row * x.stride);

@@ -75,6 +75,11 @@ void pack_bf16(const Matrix& m, int column, const float* row, int width) {
     }
 }
 
+void pack_f32(const Matrix& m, int column, const float* row, int width) {
+    uint8_t* to = m.panels + column / PANEL * m.panel_bytes() + column % PANEL * 4;
+    for (int k = 0; k < width; k++) std::memcpy(to + k * (PANEL * 4), row + k, 4);
+}
+
 }  // namespace
 
 void pack_row(const Matrix& m, int column, const float* row, int width) {
@@ -82,6 +87,7 @@ void pack_row(const Matrix& m, int column, const float* row, int width) {
         case INT8: return pack_int8(m, column, row, width);
         case INT4: return pack_int4(m, column, row, width);
         case BF16: return pack_bf16(m, column, row, width);
+        case F32: return pack_f32(m, column, row, width);
     }
 }
 

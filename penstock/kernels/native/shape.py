@@ -5,9 +5,11 @@ That is: whether the kernels can run it, which tensors its checkpoint holds, and
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
-from penstock.kernels.native.bindings import KVFormat, unavailable_reason
+from penstock.core.errors import StartupError
+from penstock.kernels.native.bindings import Floats, KVFormat, unavailable_reason
 
 
 class ModelShape(Protocol):
@@ -102,3 +104,15 @@ def tensor_shapes(config: ModelShape) -> dict[str, tuple[int, ...]]:
     for number in range(config.num_layers):
         shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
     return shapes
+
+
+def checked_shapes(
+    weights: Iterator[tuple[str, Floats]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, Floats]]:
+    """The weights as they come, each of which must be one of these tensors and have its shape."""
+    for name, tensor in weights:
+        if name not in shapes:
+            raise StartupError(f"tensor {name} is not part of a model with this configuration")
+        if tensor.shape != shapes[name]:
+            raise StartupError(f"tensor {name} has shape {list(tensor.shape)}, expected {list(shapes[name])}")
+        yield name, tensor

@@ -202,6 +202,18 @@ PENSTOCK_INLINE f32x16 silu(f32x16 v) {
     return v / (1.f + exp2(bounded * -1.44269504f));
 }
 
+// v (1 + erf(v / sqrt 2)) / 2, with erf by Abramowitz and Stegun 7.1.26, which is off by 1.5e-7 at most.
+PENSTOCK_INLINE f32x16 gelu(f32x16 v) {
+    const f32x16 z = vabs(v) * 0.70710678f, t = 1.f / fma(z, 0.3275911f, splat(1.f));
+    f32x16 p = splat(1.061405429f);
+    p = fma(p, t, splat(-1.453152027f));
+    p = fma(p, t, splat(1.421413741f));
+    p = fma(p, t, splat(-0.284496736f));
+    p = fma(p, t, splat(0.254829592f));
+    const f32x16 tail = p * t * exp2(z * z * -1.44269504f);  // 1 - erf z
+    return 0.5f * v * select(v < 0.f, tail, 2.f - tail);
+}
+
 // A lane of 32 bits holds two bfloat16 numbers; a bfloat16 is the upper half of a float32.
 PENSTOCK_INLINE f32x16 low_bf16(u32x16 pair) { return (f32x16)(pair << 16); }
 PENSTOCK_INLINE f32x16 high_bf16(u32x16 pair) { return (f32x16)(pair & 0xffff0000u); }

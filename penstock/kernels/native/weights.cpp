@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "model.h"
-#include "pack.h"
 
 namespace penstock {
 
@@ -30,32 +29,6 @@ Region& Region::operator=(Region&& other) noexcept {
     std::swap(size_, other.size_);
     return *this;
 }
-
-namespace {
-
-// Hands out pieces of a region; with a null base it only measures.
-struct Cursor {
-    uint8_t* base;
-    size_t used = 0;
-
-    template <class T>
-    T* take(size_t count) {
-        T* at = base ? reinterpret_cast<T*>(base + used) : nullptr;
-        used += round_up(count * sizeof(T), 64);
-        return at;
-    }
-
-    Matrix matrix(int32_t scheme, int n, int k, bool bias) {
-        Matrix m{Scheme(scheme), n, k, int32_t(round_up(k, GROUP)), nullptr, nullptr};
-        const size_t columns = size_t(m.num_panels()) * PANEL;
-        if (bias) m.bias = take<float>(columns);
-        m.panels = take<uint8_t>(m.num_panels() * m.panel_bytes());
-        if (base) clear(m);
-        return m;
-    }
-};
-
-}  // namespace
 
 size_t Model::lay_out(uint8_t* base) {
     Cursor cursor{base};

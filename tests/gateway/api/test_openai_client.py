@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from typing import Any, Literal
 
 import httpx
@@ -226,7 +227,7 @@ def test_abandoned_stream_frees_the_engine(server: Server, client: openai.OpenAI
     with httpx.Client(base_url=server.url, timeout=60) as http:
 
         def wait_for_running(count: int) -> None:
-            while f"penstock_running_sequences {count}.0" not in http.get("/metrics").text:
+            while not re.search(rf"^penstock_running_sequences\S* {count}\.0", http.get("/metrics").text, re.M):
                 pass
 
         wait_for_running(1)

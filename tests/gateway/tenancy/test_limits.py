@@ -14,10 +14,11 @@ import pytest
 
 from penstock.core.engine import EngineStats
 from penstock.core.errors import DeadlineExceeded
-from penstock.gateway.tenancy.budgets import BILLION, Prices, machine_price
+from penstock.gateway.tenancy.budgets import Prices, machine_price
 from penstock.settings import settings_from_mapping
 from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL, hang
 from penstock.state.memory import MemoryStore
+from penstock.state.store import BILLION
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_bad_input import check_error
 from tests.gateway.conftest import Gateway, serving

@@ -1,0 +1,251 @@
+"""Prometheus rules: recorded ratios over several windows, and alerts on them.
+
+Objectives are judged by counters of what was met and missed, not by histogram buckets: the p99 of a class is over its
+objective exactly when more than 1% of its requests missed it, whatever the objective is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# Of requests that may miss their objective or fail; a burn rate is a multiple of it.
+ERROR_BUDGET = 0.01
+Severity = Literal["critical", "warning"]
+# (burn rate, long window, short window, severity): 14.4 spends 2% of a 30-day budget in an hour, 6 spends 5% in six
+# hours. The short window ends the alert soon after its cause.
+BURN_RATES: tuple[tuple[float, str, str, Severity], ...] = (
+    (14.4, "1h", "5m", "critical"),
+    (6.0, "6h", "30m", "warning"),
+)
+WINDOWS = ("5m", "30m", "1h", "6h")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    name: str
+    expr: str
+
+    def rule(self) -> dict[str, Any]:
+        return {"record": self.name, "expr": self.expr}
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    name: str
+    expr: str
+    summary: str
+    action: str  # what to look at, and what to do
+    severity: Severity = "warning"
+    pending: str = "0s"  # how long it must hold before the alert fires
+    labels: dict[str, str] = field(default_factory=dict)
+
+    def rule(self) -> dict[str, Any]:
+        return {
+            "alert": self.name,
+            "expr": self.expr,
+            "for": self.pending,
+            "labels": {"severity": self.severity, **self.labels},
+            "annotations": {"summary": self.summary, "description": self.action},
+        }
+
+
+def _share(part: str, whole: str, by: str) -> str:
+    """0 where the part has no series yet, and nothing where nothing came: no traffic is not a fault."""
+    of_all = f"sum by ({by}) ({whole})"
+    return f"(sum by ({by}) ({part}) or {of_all} * 0) / ({of_all} > 0)"
+
+
+def _missed(window: str) -> Record:
+    counter = "penstock_objectives_total"
+    missed, all_of_them = f'rate({counter}{{met="false"}}[{window}])', f"rate({counter}[{window}])"
+    return Record(
+        f"penstock:objectives_missed:ratio_rate{window}", _share(missed, all_of_them, "model, class, objective")
+    )
+
+
+def _errors(window: str) -> Record:
+    failed, answered = (f"rate(penstock_answers_total{labels}[{window}])" for labels in ('{status=~"5.."}', ""))
+    return Record(f"penstock:errors:ratio_rate{window}", _share(failed, answered, "model"))
+
+
+def _hits(window: str) -> Record:
+    cached, prompts = (f"rate(penstock_engine_{name}_tokens_total[{window}])" for name in ("cached", "prompt"))
+    return Record(f"penstock:prefix_hits:ratio_rate{window}", _share(cached, prompts, "model"))
+
+
+def _quantile(name: str, metric: str, quantile: float) -> Record:
+    buckets = f"sum by (model, le) (rate({metric}_bucket[5m]))"
+    return Record(f"penstock:{name}:p{quantile * 100:g}_rate5m", f"histogram_quantile({quantile}, {buckets})")
+
+
+RECORDS = (
+    *(_missed(window) for window in WINDOWS),
+    *(_errors(window) for window in WINDOWS),
+    *(_hits(window) for window in ("5m", "6h")),
+    *(_quantile("ttft_seconds", "penstock_time_to_first_token_seconds", quantile) for quantile in (0.5, 0.99)),
+    *(_quantile("itl_seconds", "penstock_inter_token_seconds", quantile) for quantile in (0.5, 0.99)),
+    Record("penstock:output_tokens:rate1m", "sum by (model) (rate(penstock_output_tokens_total[1m]))"),
+)
+
+
+def _burn(name: str, record: str, what: str, rate: float, windows: tuple[str, str], severity: Severity) -> Alert:
+    limit = f"{rate * ERROR_BUDGET:g}"
+    over = " and ".join(f"penstock:{record}:ratio_rate{window} > {limit}" for window in windows)
+    return Alert(
+        f"Penstock{name}BudgetBurn{'Fast' if severity == 'critical' else 'Slow'}",
+        over,
+        f"{what} at {rate:g} times the rate that a month's error budget allows",
+        "The latency dashboard shows when it began, penstock explain where requests spend their time.",
+        severity,
+    )
+
+
+ALERTS = (
+    Alert(
+        "PenstockTTFTOverObjective",
+        f'penstock:objectives_missed:ratio_rate5m{{objective="ttft"}} > {ERROR_BUDGET:g}',
+        "p99 TTFT of class {{ $labels.class }} is over its objective: {{ $value | humanizePercentage }} missed it",
+        "penstock explain shows where the time goes: queued, prefill, stalled. Add replicas, or limit the tenant that "
+        "sends most.",
+        pending="2m",
+    ),
+    Alert(
+        "PenstockITLOverObjective",
+        f'penstock:objectives_missed:ratio_rate5m{{objective="gap"}} > {ERROR_BUDGET:g}',
+        "p99 inter-token latency of class {{ $labels.class }} is over its objective",
+        "Streams wait for prompts of others (part stalled) or the batch is too large for the objective.",
+        pending="2m",
+    ),
+    *(
+        _burn(name, record, what, rate, (long, short), severity)
+        for rate, long, short, severity in BURN_RATES
+        for name, record, what in (
+            ("Objective", "objectives_missed", "Objectives of class {{ $labels.class }} are missed"),
+            ("Error", "errors", "Requests fail (5xx)"),
+        )
+    ),
+    Alert(
+        "PenstockQueueGrows",
+        "penstock_waiting_sequences > 16 and deriv(penstock_waiting_sequences[5m]) > 0",
+        "{{ $value }} requests wait in the engine, and more come than leave",
+        "Load is above capacity: add replicas, set autoscale, or limit tenants.",
+        pending="2m",
+    ),
+    Alert(
+        "PenstockRequestsRefused",
+        "sum by (model) (rate(penstock_engine_refused_total[1m])) > 0.05 * "
+        "sum by (model) (rate(penstock_answers_total[1m]))",
+        "Requests are refused (429) because their objective could not be kept",
+        "Load is above what the objectives leave room for: add replicas, or relax the class's objective.",
+    ),
+    Alert(
+        "PenstockTenantFloods",
+        "sum by (tenant) (rate(penstock_tenant_tokens_total[1m])) > 0.8 * "
+        "scalar(sum(rate(penstock_tenant_tokens_total[1m]))) and on () sum(penstock_waiting_sequences) > 8",
+        "{{ $labels.tenant }} uses more than 80% of all tokens while requests wait",
+        "Fairness keeps the others served. Limit it: penstock keys, or tenants in the settings.",
+    ),
+    Alert(
+        "PenstockTenantLimited",
+        "sum by (tenant, limit) (rate(penstock_limited_total[1m])) > 1",
+        "{{ $labels.tenant }} is refused more than once a second for its limit of {{ $labels.limit }}",
+        "A client retries without waiting for Retry-After, or the limit is too low.",
+    ),
+    Alert(
+        "PenstockBudgetNearlySpent",
+        "penstock_budget_spent_ratio > 0.9",
+        "{{ $labels.tenant }} has spent {{ $value | humanizePercentage }} of its budget of the {{ $labels.period }}",
+        "Requests are refused once it is spent. Raise it, or tell the tenant.",
+    ),
+    Alert(
+        "PenstockKVPressure",
+        "penstock_replica_kv_utilisation > 0.95 and on (model) rate(penstock_engine_preemptions_total[5m]) > 0",
+        "KV memory of {{ $labels.replica }} is full and sequences are preempted and recomputed",
+        "Raise engine.kv_memory_gib, lower max_seqs or max_model_len, or add a replica.",
+        pending="2m",
+    ),
+    Alert(
+        "PenstockPrefixHitsCollapsed",
+        "penstock:prefix_hits:ratio_rate5m < 0.5 * penstock:prefix_hits:ratio_rate6h "
+        "and penstock:prefix_hits:ratio_rate6h > 0.2",
+        "The prefix cache hits less than half as often as in the last six hours",
+        "A changed prompt template, salts, evictions by a flood of long prompts, or replicas added: "
+        "penstock_cache_miss_tokens_total says why.",
+        pending="5m",
+    ),
+    Alert(
+        "PenstockReplicaDown",
+        "penstock_replica_up == 0 and penstock_replica_restarts_total > 0",
+        "Replica {{ $labels.replica }} of {{ $labels.model }} does not serve",
+        "penstock fleet list shows why it does not start.",
+        "critical",
+        "30s",
+    ),
+    Alert(
+        "PenstockReplicaRestarted",
+        "increase(penstock_replica_restarts_total[10m]) > 0",
+        "Replica {{ $labels.replica }} of {{ $labels.model }} was lost and started again",
+        "Streams went on without a gap in their text. The gateway's log has the reason: killed, frozen, out of memory.",
+    ),
+    Alert(
+        "PenstockEngineStalled",
+        "penstock_seconds_since_step > 5",
+        "The engine has work and has finished no step for {{ $value }} s",
+        "A GPU that hangs, or a machine that swaps. The worker ends itself after ten times the predicted time.",
+        "critical",
+    ),
+    Alert(
+        "PenstockSharedStateDown",
+        "penstock_state_up == 0",
+        "The shared state (Redis) does not answer",
+        "Limits are counted by each gateway alone and keys are those last read until it is back.",
+        "critical",
+    ),
+    Alert(
+        "PenstockAnswerCacheDown",
+        "penstock_answer_cache_up == 0",
+        "The tier {{ $labels.tier }} of the answer cache does not answer",
+        "Requests are computed instead.",
+    ),
+    Alert(
+        "PenstockGPUHot",
+        "penstock_gpu_temperature_celsius > 85",
+        "GPU {{ $labels.gpu }} of {{ $labels.replica }} has {{ $value }} °C",
+        "It lowers its clocks soon: check cooling and the power limit.",
+        pending="5m",
+    ),
+    Alert(
+        "PenstockGPUMemoryFull",
+        "penstock_gpu_memory_used_bytes / penstock_gpu_memory_bytes > 0.98",
+        "GPU {{ $labels.gpu }} of {{ $labels.replica }} has less than 2% of its memory free",
+        "Another process uses it, or engine.gpu_memory is too high.",
+        pending="5m",
+    ),
+    Alert(
+        "PenstockGPUPowerLimited",
+        "penstock_gpu_power_watts / penstock_gpu_power_limit_watts > 0.98 "
+        "and penstock_gpu_clock_hertz / penstock_gpu_clock_limit_hertz < 0.7",
+        "GPU {{ $labels.gpu }} of {{ $labels.replica }} runs at its power limit with lowered clocks",
+        "Raise its power limit or expect longer steps.",
+        pending="10m",
+    ),
+    Alert(
+        "PenstockDown",
+        'up{job=~"penstock.*"} == 0',
+        "{{ $labels.instance }} cannot be scraped",
+        "The gateway does not run, or /metrics needs an admin key that Prometheus does not have.",
+        "critical",
+        "30s",
+    ),
+)
+
+
+def rules() -> dict[str, Any]:
+    """As a file of Prometheus rules has them."""
+    return {
+        "groups": [
+            {"name": "penstock-records", "rules": [record.rule() for record in RECORDS]},
+            {"name": "penstock-alerts", "rules": [alert.rule() for alert in ALERTS]},
+        ]
+    }

@@ -1,0 +1,70 @@
+"""The executor of encoders: a step is some whole prompts, and its result their vectors. There is no KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.errors import EngineFailure
+from penstock.core.machine import lower_priority
+from penstock.engine.executor import AdapterWeights, HostMemory, Step, StepResult, TokenMask
+from penstock.kernels.native.encoder import NativeEncoder
+from penstock.runner.vectors import packed_vectors
+
+
+class TextEncoder(Protocol):
+    def encode(
+        self, tokens: Sequence[int], counts: Sequence[int], seconds: Sequence[int] = ()
+    ) -> npt.NDArray[np.float32]:
+        """Vectors [N, width] of sequences that follow each other, with so many tokens each. `seconds`: where the second
+        of two texts begins in each."""
+        ...
+
+
+class EncoderRunner:
+    runs_ahead = False
+    verifies_drafts = False
+    adapter_modules: Mapping[str, tuple[int, int]] = {}
+
+    def __init__(
+        self, encoder: TextEncoder, num_blocks: int, *, normalize: bool, sigmoid: bool, niceness: int = 0
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.idle_seconds: float | None = None
+        self._encoder = encoder
+        self._normalize, self._sigmoid = normalize, sigmoid
+        self._niceness = niceness
+        self._second_texts: dict[int, int] = {}  # by row
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        return HostMemory(self._encoder.weight_bytes, 0) if isinstance(self._encoder, NativeEncoder) else None
+
+    def enter_thread(self) -> None:
+        if self._niceness:
+            lower_priority(self._niceness)
+        if isinstance(self._encoder, NativeEncoder):
+            self._encoder.pin_caller()
+
+    def prepare_adapter(self, adapter: AdapterWeights) -> None:
+        """It computes without adapters."""
+
+    def padded_tokens(self, tokens: int) -> int:
+        return tokens
+
+    def launch(self, step: Step) -> Step:
+        return step
+
+    def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
+        raise EngineFailure("an encoder samples nothing")
+
+    def collect(self, step: Step) -> StepResult:
+        for setup in step.setups:
+            self._second_texts[setup.row] = setup.second_text or len(setup.tokens)
+        seconds = [self._second_texts[row] for row in step.rows]
+        vectors_ND = self._encoder.encode(step.tokens, step.counts, seconds)
+        packed = packed_vectors(vectors_ND, normalize=self._normalize, sigmoid=self._sigmoid)
+        return StepResult([[] for _ in step.rows], vectors=dict(enumerate(packed)))

@@ -1,0 +1,34 @@
+"""Hidden states for `PooledRunner` in plain torch, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.engine.executor import Step
+from penstock.runner.batch import build_batch
+from penstock.runner.forward import TorchForward
+from penstock.runner.row_state import TorchRows
+
+
+class TorchHidden:
+    host_memory = None
+
+    def __init__(self, forward: TorchForward, state: TorchRows, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self._forward = forward
+        self._state = state
+        self._block_size = block_size
+
+    def enter_thread(self) -> None:
+        """Nothing to prepare."""
+
+    @torch.inference_mode()
+    def states(self, step: Step, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+        self._state.apply(step)
+        hidden_TD = self._forward.hidden(build_batch(step, self._state, self._block_size), self._state)
+        wanted: npt.NDArray[np.float32] = hidden_TD[list(tokens)].float().cpu().numpy()
+        return wanted
