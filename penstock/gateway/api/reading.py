@@ -55,6 +55,7 @@ class Prompt:
     similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
     form: OutputForm | None = None  # how to read the answer to a chat; None: as text
     second_text: int = 0  # where the second of two texts begins; 0: there is one
+    prediction: list[int] | None = None  # what the answer is expected to repeat
 
 
 class ModelText:
