@@ -28,7 +28,7 @@ from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows, 
 from penstock.kernels.hopper.persistent_gemm import Tiling
 from penstock.runner import paged_attention
 from penstock.runner.cuda_runner import CudaRunner, _Kind
-from penstock.runner.fused_forward import _Dense
+from penstock.runner.fused_layers import Dense
 from penstock.runner.startup import start
 
 TileConfig = HopperConfig | Tiling | StreamConfig
@@ -78,7 +78,7 @@ class Steps:
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Of the weights of a layer: output channels, input channels."""
         layer = self.runner._forward._layers[0]
-        assert isinstance(layer.mlp, _Dense), "grouped GEMMs have configs of their own"
+        assert isinstance(layer.mlp, Dense), "grouped GEMMs have configs of their own"
         weights = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
         return {name: (p.weight.shape[0], p.weight.shape[1]) for name, p in weights.items()}
 
@@ -89,7 +89,7 @@ class Steps:
         tables = torch.arange(sequences * blocks, dtype=torch.int32, device="cuda") % (runner.num_blocks - 1)
         runner._tables[:sequences, :blocks] = tables.view(sequences, blocks)
         contexts = np.random.default_rng(sequences).integers(context // 4, 2 * context - context // 4, sequences)
-        runner._send_inputs(np.arange(sequences, dtype=np.int32), contexts.astype(np.int32))
+        runner._inputs.send(np.arange(sequences, dtype=np.int32), contexts.astype(np.int32))
         torch.cuda.synchronize()
 
     @torch.inference_mode()

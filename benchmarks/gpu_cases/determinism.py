@@ -18,7 +18,8 @@ from penstock.kernels.triton.decode_inputs import DecodeInputs
 from penstock.kernels.triton.norm import add_rms_norm
 from penstock.kernels.triton.prefill import prefill_attention
 from penstock.runner.batch import build_batch
-from penstock.runner.fused_forward import FusedForward, _Dense
+from penstock.runner.fused_forward import FusedForward
+from penstock.runner.fused_layers import Dense
 from penstock.runner.paged_attention import MixedStep
 from penstock.runner.row_state import RowState
 
@@ -61,7 +62,7 @@ def compare_rows(report: Report, name: str, run: Callable[[int], torch.Tensor]) 
 
 def check_operators(forward: FusedForward, report: Report) -> None:
     layer = forward._layers[1]
-    assert isinstance(layer.mlp, _Dense)
+    assert isinstance(layer.mlp, Dense)
     most, device = max(ROW_COUNTS), forward.device
     torch.manual_seed(0)
 
@@ -107,7 +108,7 @@ def check_operators(forward: FusedForward, report: Report) -> None:
 
 def _gated_after_norm(forward: FusedForward, x: torch.Tensor, norm: tuple[torch.Tensor, float]) -> torch.Tensor:
     layer = forward._layers[1]
-    assert isinstance(layer.mlp, _Dense)
+    assert isinstance(layer.mlp, Dense)
     gate_up, out = layer.mlp.gate_up, x.clone()
     mixed = torch.ones(len(x), layer.out.weight.shape[1], dtype=x.dtype, device=x.device)
     deferred = batch_invariant.add_linear(out, mixed, layer.out.weight, scales=layer.out.scales, next_gain=norm[0])
@@ -307,14 +308,14 @@ def time_operators(default: FusedForward, deterministic: FusedForward, report: R
 def _gemm_time(forward: FusedForward, which: int, rows: int) -> float:
     layers, device = forward._layers, forward.device
     first = layers[0].mlp
-    assert isinstance(first, _Dense)
+    assert isinstance(first, Dense)
     weight = (layers[0].qkv, layers[0].out, first.gate_up, first.down)[which].weight
     residual = torch.randn(rows, layers[0].qkv.weight.shape[1], device=device).bfloat16()
     x = torch.randn(rows, weight.shape[1], device=device).bfloat16()
 
     def run(number: int) -> None:
         layer = layers[number]
-        assert isinstance(layer.mlp, _Dense)
+        assert isinstance(layer.mlp, Dense)
         projection = (layer.qkv, layer.out, layer.mlp.gate_up, layer.mlp.down)[which]
         if which % 2:
             forward._add_linear(residual, x, projection.weight, scales=projection.scales, next_gain=layer.mlp_norm)

@@ -153,3 +153,7 @@ class LoadedExecutor(Executor, Protocol):
     def enter_thread(self) -> None:
         """Prepare the calling thread, which is going to launch every step from now on."""
         ...
+
+    def prepare_adapter(self, adapter: AdapterWeights, /) -> None:
+        """Have what a slot is filled with at hand. From any thread, before a step needs it; a step would wait."""
+        ...

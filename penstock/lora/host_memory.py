@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from penstock.core.errors import InvalidRequest
@@ -16,10 +17,18 @@ from penstock.lora.fit import Projections, check_fit, modules_of
 class HostAdapters:
     """Up to `max_bytes` of the adapters asked for last are kept, and beside them those that requests still use."""
 
-    def __init__(self, base: Projections, max_rank: int, max_bytes: int) -> None:
+    def __init__(
+        self,
+        base: Projections,
+        max_rank: int,
+        max_bytes: int,
+        prepare: Callable[[AdapterWeights], None] = lambda weights: None,
+    ) -> None:
+        """`prepare` is called with every adapter that is asked for, on the thread that asks."""
         self._base = base
         self._max_rank = max_rank
         self._max_bytes = max_bytes
+        self._prepare = prepare
         self._lock = threading.Lock()  # of what follows; never held while reading
         self._in_use = WeakValueDictionary[str, AdapterWeights]()
         self._kept = OrderedDict[str, AdapterWeights]()  # the one asked for last comes last
@@ -27,6 +36,11 @@ class HostAdapters:
 
     def get(self, adapter: Adapter, /) -> AdapterWeights:
         """Raises InvalidRequest if the folder has not this adapter, or it does not fit the model."""
+        found = self._get(adapter)
+        self._prepare(found)
+        return found
+
+    def _get(self, adapter: Adapter) -> AdapterWeights:
         digest = adapter.digest
         with self._lock:
             if (found := self._find(digest)) is not None:

@@ -1,6 +1,6 @@
 """The tokens of a scheduled step as arrays on the host, ready to be sent to a device.
 
-T tokens, S sequences, N sequences that sample, M blocks in the longest table.
+T tokens, S sequences, N tokens after which one is sampled, M blocks in the longest table.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Batch:
     query_starts: Ints  # S + 1 offsets into T
     contexts_S: Ints  # tokens of the sequence after this step
     num_decodes: int  # the first sequences, which compute one token each
-    sampled_N: npt.NDArray[np.int64]  # which sequences sample
-    last_N: Ints  # index in T of the token whose logits they sample
+    sampled_N: npt.NDArray[np.int64]  # whose they are
+    last_N: Ints  # their indices in T
     rows_N: Ints
     next_positions_N: Ints  # where the sampled token will stand
 
@@ -53,9 +53,13 @@ def build_batch(step: Step, state: Rows, block_size: int) -> Batch:
     longest = -(-int(contexts_S.max()) // block_size)
     sampled_N, last_N = np.arange(len(rows_S)), query_starts[1:] - np.int32(1)
     rows_N, next_positions_N = rows_S, contexts_S
-    if not all(step.samples):
-        sampled_N = np.flatnonzero(step.samples)
-        last_N, rows_N, next_positions_N = last_N[sampled_N], rows_S[sampled_N], contexts_S[sampled_N]
+    if step.samples.count(1) < len(step.samples):
+        samples = np.array(step.samples, dtype=np.int32)
+        sampled_N = np.repeat(sampled_N, samples)
+        # 0 for the last one of its sequence, -1 for the one before it, and so on
+        behind = np.arange(len(sampled_N), dtype=np.int32) + np.int32(1) - np.cumsum(samples, dtype=np.int32)[sampled_N]
+        last_N, rows_N = last_N[sampled_N] + behind, rows_S[sampled_N]
+        next_positions_N = contexts_S[sampled_N] + behind
     return Batch(
         tokens_T=np.array(step.tokens, dtype=np.int32),
         rows_T=rows_T,

@@ -3,44 +3,46 @@
 The graph of a decode step reads rows and contexts from fixed buffers, gathers everything else on the device, and writes
 the sampled tokens back into the rows, so step N+1 can be queued before step N has run. A step is padded to the next
 graph bucket with a spare row of context 0. Steps with prompts in them replay the graphs of `mixed_steps.py`, where
-their size has one; those that score prompts launch their kernels without a graph.
+their size has one; those that score prompts launch their kernels without a graph. Where sequences verify drafts, an
+entry of a decode step is a token, and a sequence has several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from penstock.core.request import SamplingParams
-from penstock.engine.executor import SAMPLED, RowSetup, Step, StepResult, TokenMask, by_sequence
+from penstock.engine.executor import NO_ADAPTER, SAMPLED, AdapterWeights, Step, StepResult, TokenMask, by_sequence
 from penstock.kernels.triton.argmax import argmax, argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
-from penstock.kernels.triton.prefix import SharedPrefix, prefix_splits
-from penstock.runner.batch import build_batch
+from penstock.kernels.triton.drafts import accept
+from penstock.kernels.triton.prefix import prefix_splits
+from penstock.runner.batch import Batch, Ints, build_batch
+from penstock.runner.device_adapters import DeviceAdapters
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.device_scores import DeviceScores
 from penstock.runner.fused_forward import FusedForward
+from penstock.runner.largest_step import largest_step, most_sampled
 from penstock.runner.mixed_steps import MixedSteps
+from penstock.runner.paged_attention import MOST_DRAFTED
 from penstock.runner.parallel_tasks import run_in_parallel
 from penstock.runner.scoring import scored_prompts, scored_rows
 from penstock.runner.shared_prefix import MIN_SHARING, shared_prefix
+from penstock.runner.step_inputs import StepInputs, send_blocks
 from penstock.runner.transfer import to_device, to_host
+from penstock.runner.verification import accepted_entries, without_excess
 
-# Graph buckets: the batch sizes of the graphs of decode steps, and of those with shared-prefix attention.
+# Graph buckets: the batch sizes of the graphs of decode steps, of those with shared-prefix attention, and the numbers
+# of tokens of those with drafts.
 BUCKETS = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
 SHARED_PREFIX_BUCKETS = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
-
-
-# The most that a request can ask of a step's sampling.
-_DEMANDING = SamplingParams(
-    temperature=1.0, top_k=40, top_p=0.9, repetition_penalty=1.1, logit_bias={0: 1.0}, logprobs=20, max_tokens=1
-)
+ADAPTED_BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # with LoRA adapters
+DRAFT_BUCKETS = [4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class _Kind:
     size: int
     shared: bool = False  # with shared-prefix attention
     stacked: bool = False  # all layers in one persistent kernel
+    adapted: bool = False  # with LoRA adapters
+    drafts: bool = False  # its entries are tokens, of which a sequence may have several
 
 
 @dataclass(slots=True)
@@ -58,22 +62,23 @@ class _InFlight:
     began: torch.cuda.Event
     done: torch.cuda.Event
     after: torch.cuda.Event | None  # the end of the step before, if this one was launched before that had ended
-    sampled: list[int] = field(default_factory=list)  # sequences of the step that sample
-    rows: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))  # theirs
+    sampled: list[int] = field(default_factory=list)  # sequences of the step that sample, once for each token
+    rows: Ints = field(default_factory=lambda: np.zeros(0, np.int32))  # theirs
+    drafts: list[int] | None = None  # the tokens that those are sampled after, in steps that verify drafts
     tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
     scores: list[Callable[[StepResult], None]] = field(default_factory=list)
 
 
 class CudaRunner:
     runs_ahead = True
-    adapter_modules: Mapping[str, tuple[int, int]] = {}  # none yet
-    verifies_drafts = False
+    verifies_drafts = True
     host_memory = None
 
     def __init__(
         self,
         forward: FusedForward,
         state: DeviceRows,
+        adapters: DeviceAdapters,
         *,
         block_size: int,
         vocab_size: int,
@@ -86,27 +91,28 @@ class CudaRunner:
         self.idle_seconds: float | None = 0.0
         self._forward = forward
         self._state = state
+        self._adapters = adapters
+        self.adapter_modules = adapters.modules
         self._block_size = block_size
         self._vocab_size = vocab_size
         self._max_seqs = rows - 1
+        self._most = most = most_sampled(self._max_seqs)
         self._max_step_tokens = max_step_tokens
-        self._sizes, self._sharing_sizes = (
+        self._sizes, self._sharing_sizes, self._adapted_sizes = (
             [size for size in buckets if size < self._max_seqs] + [self._max_seqs]
-            for buckets in (BUCKETS, SHARED_PREFIX_BUCKETS)
+            for buckets in (BUCKETS, SHARED_PREFIX_BUCKETS, ADAPTED_BUCKETS)
         )
+        self._draft_sizes = [size for size in DRAFT_BUCKETS if size <= most]
         self._tables = torch.zeros((rows, table_blocks), dtype=torch.int32, device=device)
-        # Inputs of the graphs: rows, contexts, masks, shared tokens of each sequence, the length of the shared prefix.
-        self._inputs = torch.zeros(4 * self._max_seqs + 1, dtype=torch.int32, device=device)
-        self._prefix_table = torch.zeros(table_blocks, dtype=torch.int32, device=device)
+        self._inputs = StepInputs(most, self._tables)
         # Steps run one after the other and what outlives one is copied, so all of them write their logits here.
-        self._logits = torch.empty((self._max_seqs, vocab_size), dtype=torch.float32, device=device)
-        self._tokens = torch.zeros(self._max_seqs, dtype=torch.int64, device=device)
-        self._scratch = argmax_scratch(self._max_seqs, vocab_size, device)
+        self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=device)
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
+        self._scratch = argmax_scratch(most, vocab_size, device)
         self._mixed_steps = MixedSteps(
-            forward, self._tables, self._logits, self._tokens, self._scratch, max_tokens=max_step_tokens
+            forward, self._tables, self._logits, self._tokens, self._scratch, adapters, max_tokens=max_step_tokens
         )
-        sampling_inputs = self._inputs[: 3 * self._max_seqs].view(3, self._max_seqs)
-        self._sampler = DeviceSampler(state, self._logits, self._tokens, sampling_inputs)
+        self._sampler = DeviceSampler(state, self._logits, self._tokens, self._inputs.of_sampling, self._inputs.drafts)
         self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._under_way: torch.cuda.Event | None = None  # end of the last step launched, until it is collected
@@ -116,6 +122,9 @@ class CudaRunner:
     def enter_thread(self) -> None:
         """Nothing to prepare."""
 
+    def prepare_adapter(self, adapter: AdapterWeights) -> None:
+        self._adapters.prepare(adapter)
+
     def padded_tokens(self, tokens: int) -> int:
         return self._mixed_steps.padded(tokens)
 
@@ -124,12 +133,14 @@ class CudaRunner:
         began, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         began.record()
         self._state.apply(step)
-        self._update_tables(step)
+        send_blocks(step, self._tables)
+        for slot, adapter in step.adapters:
+            self._adapters.fill(slot, adapter)
+        if len(step.tokens) > self._most:
+            step = without_excess(step, self._most)
         flight = _InFlight(step, began, done, self._under_way)
         self._under_way = done
-        # The graph of a decode step takes every token from its row, and fills no block that another sequence may share.
-        run = self._decode if max(step.tokens) == SAMPLED else self._mixed
-        run(step, flight)
+        self._run_of(step)(step, flight)
         if not step.constrained:
             self._sample(flight)
         return flight
@@ -137,7 +148,11 @@ class CudaRunner:
     @torch.inference_mode()
     def constrain(self, handle: _InFlight, masks: Mapping[int, TokenMask]) -> None:
         any_token = np.full(self._state.mask_words, -1, dtype=np.int32)
-        self._sampler.set_masks([masks.get(index, any_token) for index in handle.step.constrained])
+        found: list[TokenMask] = []
+        for index in handle.step.constrained:
+            mask, samples = masks.get(index, any_token), handle.step.samples[index]
+            found.extend(mask[:samples] if mask.ndim == 2 else [mask] * samples)
+        self._sampler.set_masks(found)
         self._sample(handle)
 
     def collect(self, handle: _InFlight) -> StepResult:
@@ -146,37 +161,72 @@ class CudaRunner:
             self.idle_seconds = (self.idle_seconds or 0.0) + max(0.0, handle.after.elapsed_time(handle.began)) / 1e3
         if self._under_way is handle.done:
             self._under_way = None
-        result = StepResult(by_sequence(handle.step.samples, handle.tokens.tolist()))
+        tokens = handle.tokens.tolist()
+        if handle.drafts is None:
+            result = StepResult(by_sequence(handle.step.samples, tokens))
+        else:
+            result = StepResult([[] for _ in handle.step.rows])
+            for entry in accepted_entries(handle.sampled, handle.drafts, tokens):
+                result.tokens[handle.sampled[entry]].append(tokens[entry])
         for add in handle.scores:
             add(result)
         return result
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    def _run_of(self, step: Step) -> Callable[[Step, _InFlight], None]:
+        if max(step.tokens) == SAMPLED or len(step.tokens) == sum(step.samples) == 1:
+            return self._decode
+        if sum(step.samples) != len(step.tokens):
+            return self._mixed
+        # Sequences of a decode step attend before others have written their keys. So none may fill a block of known
+        # tokens, which another one could share within the step.
+        known = zip(step.tokens, step.starts, strict=False)
+        if len(step.tokens) == len(step.rows) and all(t == SAMPLED or (at + 1) % self._block_size for t, at in known):
+            return self._decode
+        verifies = len(step.tokens) <= self._draft_sizes[-1] and max(step.counts) <= MOST_DRAFTED
+        return self._verify if verifies else self._mixed
+
     def _decode(self, step: Step, flight: _InFlight) -> None:
         rows = np.array(step.rows, dtype=np.int32)
         contexts = np.array(step.starts, dtype=np.int32) + 1
         flight.sampled, flight.rows = list(range(len(rows))), rows
-        shared, length = None, 0
-        if not self._forward.deterministic:
+        slots = self._state.adapter[rows]
+        shared, length, adapted = None, 0, self._adapters.used(slots)
+        if not self._forward.deterministic and not adapted:
             shared, length = shared_prefix(self._state.tables_RM, rows, contexts, self._block_size)
-        sizes = self._sharing_sizes if length else self._sizes
+        sizes = self._sharing_sizes if length else self._adapted_sizes if adapted else self._sizes
         size = next(size for size in sizes if size >= len(rows))
-        kind = _Kind(size, length > 0, self._forward.stacks(size, int(contexts.max())))
-        self._send_inputs(rows, contexts, step.constrained, shared, length)
+        stacked = not adapted and self._forward.stacks(size, int(contexts.max()))
+        kind = _Kind(size, length > 0, stacked, adapted)
+        if adapted:
+            self._adapters.send(slots, size)
+        tokens = np.array(step.tokens, dtype=np.int32) if max(step.tokens) != SAMPLED else None
+        if stacked and tokens is not None:  # the persistent kernel reads it there
+            self._state.last_token_R[step.rows[0]] = step.tokens[0]
+        self._inputs.send(rows, contexts, tokens=tokens, masked=step.constrained, shared=shared, length=length)
         self._graphs[kind].replay()
 
     def _mixed(self, step: Step, flight: _InFlight) -> None:
         batch = build_batch(step, self._state, self._block_size)
         flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
-        if self._state.needs[batch.rows_N].any():
-            masked = [flight.sampled.index(index) for index in step.constrained]
-            self._send_inputs(batch.rows_N, batch.next_positions_N, masked)
+        drafted = max(step.samples) > 1
+        if drafted or self._state.needs[batch.rows_N].any():
+            self._send_entries(step, flight, batch, drafted)
         scored = scored_prompts(self._state, step)
-        if not scored:
+        if scored:
+            self._run_scored(step, flight, batch, scored)
+        else:
             self._mixed_steps.run(batch, self._state)
-            return
-        hidden_TC = self._forward.step_hidden(batch, self._state)
+        if drafted:
+            self._accept(len(batch.rows_N))
+
+    def _run_scored(self, step: Step, flight: _InFlight, batch: Batch, scored: list[tuple[int, Ints, Ints]]) -> None:
+        slots_T, size = self._state.adapter[batch.rows_T], len(batch.rows_T)
+        if adapted := self._adapters.used(slots_T):
+            self._adapters.send(slots_T, size)
+        adapters = self._adapters.of_step(size) if adapted else None
+        hidden_TC = self._forward.step_hidden(batch, self._state, adapters)
         for index, rows, tokens in scored:
             width = self._state.params(step.rows[index]).prompt_logprobs or 0
             flight.scores.append(self._prompt_scores(index, hidden_TC, rows, tokens, width))
@@ -185,18 +235,38 @@ class CudaRunner:
             logits_NV = self._forward.logits(hidden_TC[last_N], self._logits[: len(rows_N)])
             argmax(logits_NV, self._tokens, self._scratch, feed=(self._state.last_token_R, rows_N))
 
+    def _verify(self, step: Step, flight: _InFlight) -> None:
+        """Every token of the step is sampled after; there are drafts among them, or tokens that the host knows."""
+        batch = build_batch(step, self._state, self._block_size)
+        flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
+        self._send_entries(step, flight, batch, drafted=True)
+        size = next(size for size in self._draft_sizes if size >= len(batch.rows_N))
+        slots = self._state.adapter[batch.rows_N]
+        if adapted := self._adapters.used(slots):
+            self._adapters.send(slots, size)
+        self._graphs[_Kind(size, adapted=adapted, drafts=True)].replay()
+
+    def _accept(self, size: int) -> None:
+        inputs = self._inputs
+        accept(self._tokens, inputs.drafts[:size], inputs.rows_S[:size], self._state.last_token_R)
+
     def _sample(self, flight: _InFlight) -> None:
         """The greedy tokens are in their rows already; rows that ask for more are sampled and overwritten."""
-        count = len(flight.rows)
+        count, drafted = len(flight.rows), flight.drafts is not None
         if self._state.needs[flight.rows].any():
-            self._sampler.run(next(size for size in self._sizes if size >= count))
+            sizes = self._draft_sizes if drafted else self._sizes
+            self._sampler.run(next((size for size in sizes if size >= count), count), drafted)
             asked, widths = scored_rows(self._state, flight.rows)
             if asked:
                 scores = self._sampler.scores(count)
 
                 def add(result: StepResult) -> None:
-                    read = scores.read(flight.tokens.tolist(), asked, widths)
-                    result.logprobs = {flight.sampled[i]: [one] for i, one in zip(asked, read, strict=True)}
+                    left = [len(tokens) for tokens in result.tokens]
+                    for i, one in zip(asked, scores.read(flight.tokens.tolist(), asked, widths), strict=True):
+                        sequence = flight.sampled[i]
+                        if left[sequence]:
+                            left[sequence] -= 1
+                            result.logprobs.setdefault(sequence, []).append(one)
 
                 flight.scores.append(add)
         flight.tokens = to_host(self._tokens[:count])
@@ -206,8 +276,8 @@ class CudaRunner:
         self,
         index: int,
         hidden_TC: torch.Tensor,
-        rows: npt.NDArray[np.int32],
-        tokens: npt.NDArray[np.int32],
+        rows: Ints,
+        tokens: Ints,
         width: int,
     ) -> Callable[[StepResult], None]:
         """A few rows at a time: the logits of a whole prompt could outgrow the memory."""
@@ -226,40 +296,13 @@ class CudaRunner:
 
     # -- what a step reads -------------------------------------------------------------------------------------------
 
-    def _update_tables(self, step: Step) -> None:
-        """New blocks, as (row, index, block) triples, into the device's copy of the tables."""
-        if not step.blocks:
-            return
-        lengths = [len(blocks) for _, _, blocks in step.blocks]
-        triples = np.empty((3, sum(lengths)), dtype=np.int64)
-        triples[0] = np.repeat([row for row, _, _ in step.blocks], lengths)
-        triples[1] = np.concatenate([np.arange(i, i + len(blocks)) for _, i, blocks in step.blocks])
-        triples[2] = np.concatenate([blocks for _, _, blocks in step.blocks])
-        rows, indices, blocks = to_device(triples, self._tables.device)
-        self._tables[rows, indices] = blocks.int()
-
-    def _send_inputs(
-        self,
-        rows: npt.NDArray[np.int32],
-        contexts: npt.NDArray[np.int32],
-        masked: Sequence[int] = (),
-        shared: npt.NDArray[np.int32] | None = None,
-        length: int = 0,
-    ) -> None:
-        """Of sequences that sample: a context is also the position of the token to be sampled. `masked`: which of them
-        are going to have a mask, in the order of the masks."""
-        size, used = self._max_seqs, len(rows)
-        values = np.zeros(len(self._inputs), dtype=np.int32)
-        values[:used], values[used:size] = rows, size  # the spare row
-        values[size : size + used] = contexts
-        values[2 * size : 3 * size] = -1
-        for mask, index in enumerate(masked):
-            values[2 * size + index] = mask
-        if shared is not None:
-            values[3 * size : 3 * size + used] = shared
-            values[4 * size] = length
-            self._prefix_table.copy_(self._tables[int(rows[np.argmax(shared)])])
-        self._inputs.copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+    def _send_entries(self, step: Step, flight: _InFlight, batch: Batch, drafted: bool) -> None:
+        masked = np.flatnonzero(np.isin(batch.sampled_N, step.constrained)).tolist() if step.constrained else []
+        tokens = sequences = None
+        if drafted:
+            tokens, sequences = batch.tokens_T[batch.last_N], batch.sampled_N.astype(np.int32)
+            flight.drafts = tokens.tolist()
+        self._inputs.send(batch.rows_N, batch.next_positions_N, tokens=tokens, sequences=sequences, masked=masked)
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
@@ -270,10 +313,12 @@ class CudaRunner:
         What does not fit beside the others runs again alone. Raises torch.OutOfMemoryError.
         """
         layers, decode, mixed = self._forward.distinct_layers, self._decode_body, self._mixed_steps
-        tasks: list[Callable[[], object]] = [*self._forward.compile_tasks, partial(self._sampler.run, 1)]
+        tasks: list[Callable[[], object]] = [*self._forward.compile_tasks]
+        tasks += [partial(self._sampler.run, 1, drafts) for drafts in (False, True)]
         tasks += [partial(decode, kind, layers) for kind in self._kinds]
-        tasks += [partial(mixed.compile, layout, self._state) for layout in mixed.layouts]
-        self._send_inputs(np.zeros(0, np.int32), np.zeros(0, np.int32))
+        tasks += [partial(mixed.compile, layout, adapted, self._state) for layout, adapted in mixed.layouts]
+        nothing = np.zeros(0, np.int32)
+        self._inputs.send(nothing, nothing)
         mixed.pad()
         run_in_parallel(tasks)
         self._forward.clear_scratch()
@@ -288,24 +333,13 @@ class CudaRunner:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         try:
-            self.collect(self.launch(self._largest_step(max_step_tokens or self._max_step_tokens)))
+            tokens = max_step_tokens or self._max_step_tokens
+            slot = 0 if self._adapters.slots else NO_ADAPTER
+            self.collect(self.launch(largest_step(self._state, tokens, self._block_size, slot)))
             return torch.cuda.max_memory_allocated() - before
         finally:
             self.idle_seconds, self._under_way = 0.0, None
             torch.cuda.empty_cache()
-
-    def _largest_step(self, max_tokens: int) -> Step:
-        longest = self._state.tables_RM.shape[1] * self._block_size
-        rows = min(self._max_seqs, max_tokens)
-        counts = [min(len(part), longest) for part in np.array_split(np.arange(max_tokens), rows)]
-        return Step(
-            rows=list(range(rows)),
-            starts=[0] * rows,
-            counts=counts,
-            samples=[1] * rows,
-            tokens=[0] * sum(counts),
-            setups=[RowSetup(row, _DEMANDING, 0, [0] * count, count, ()) for row, count in enumerate(counts)],
-        )
 
     def allocate_cache(self, num_blocks: int) -> None:
         """Call it before capturing: graphs hold addresses in the cache."""
@@ -318,8 +352,9 @@ class CudaRunner:
             mixed = self._mixed_steps.capture_all(self._state, self._pool)
             for kind in self._kinds:
                 self._capture(kind)
-            self._sampler.capture(self._sizes[::-1], self._pool)
-        return mixed + len(self._kinds) + len(self._sizes)
+            self._sampler.capture(self._sizes[::-1], self._pool, drafts=False)
+            self._sampler.capture(self._draft_sizes[::-1], self._pool, drafts=True)
+        return mixed + len(self._kinds) + len(self._sizes) + len(self._draft_sizes)
 
     @property
     def _kinds(self) -> list[_Kind]:
@@ -328,7 +363,10 @@ class CudaRunner:
         sharing = [_Kind(size, shared=True) for size in reversed(self._sharing_sizes) if size >= MIN_SHARING]
         if self._forward.deterministic:
             sharing = []
-        return [_Kind(size) for size in reversed(self._sizes)] + sharing + alone
+        either = (True, False) if self._adapters.slots else (False,)
+        drafts = [_Kind(size, adapted=which, drafts=True) for which in either for size in reversed(self._draft_sizes)]
+        adapted = [_Kind(size, adapted=True) for size in reversed(self._adapted_sizes) if True in either]
+        return adapted + [_Kind(size) for size in reversed(self._sizes)] + sharing + drafts + alone
 
     def _capture(self, kind: _Kind) -> None:
         torch.cuda.synchronize()
@@ -339,26 +377,22 @@ class CudaRunner:
 
     def _decode_body(self, kind: _Kind, layers: int | None = None) -> None:
         """What a graph captures: logits, and greedy tokens, which go to their rows as well."""
-        size, seqs, forward, state = kind.size, self._max_seqs, self._forward, self._state
-        rows, contexts = self._inputs[:size], self._inputs[seqs : seqs + size]
+        size, forward, state = kind.size, self._forward, self._state
+        rows, contexts = self._inputs.rows_S[:size], self._inputs.contexts_S[:size]
         if kind.stacked:
             forward.decode_stacked(
                 rows, contexts, state.last_token_R, self._tables, self._logits[:size], self._tokens, layers
             )
             return
+        tokens = self._inputs.drafts.tokens[:size]
         inputs = gather_decode_inputs(
-            rows, contexts, state.last_token_R, self._tables, forward.embedding, self._block_size
+            rows, contexts, state.last_token_R, tokens, self._tables, forward.embedding, self._block_size
         )
-        prefix = self._prefix_of(size) if kind.shared else None
-        hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts, prefix), layers)
-        logits = forward.logits(hidden, self._logits[:size])
-        argmax(logits, self._tokens, self._scratch, feed=(state.last_token_R, rows))
-
-    def _prefix_of(self, size: int) -> SharedPrefix:
-        seqs = self._max_seqs
-        return SharedPrefix(
-            table_M=self._prefix_table,
-            length=self._inputs[4 * seqs :],
-            lengths_S=self._inputs[3 * seqs : 3 * seqs + size],
-            splits=prefix_splits(size, self._forward.num_heads, self._forward.max_model_len),
-        )
+        splits = prefix_splits(size, forward.num_heads, forward.max_model_len)
+        prefix = self._inputs.prefix(size, splits) if kind.shared else None
+        attend = forward.attention.attend_decode(inputs, contexts, prefix, drafts=kind.drafts)
+        adapters = self._adapters.of_step(size) if kind.adapted else None
+        logits = forward.logits(forward.hidden(inputs.x_SC, attend, layers, adapters), self._logits[:size])
+        argmax(logits, self._tokens, self._scratch, feed=None if kind.drafts else (state.last_token_R, rows))
+        if kind.drafts:
+            self._accept(size)

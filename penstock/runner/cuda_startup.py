@@ -17,8 +17,10 @@ from penstock.kernels.attention_reference import torch_block_bytes
 from penstock.models.llama import Llama
 from penstock.quantization.fp8 import quantize_model
 from penstock.runner.cuda_runner import CudaRunner
+from penstock.runner.device_adapters import DeviceAdapters, no_adapters
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
+from penstock.runner.largest_step import most_sampled
 from penstock.runner.memory import GIB, kv_blocks
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def _with_smallest_cache(plan: Plan, model: Llama, kv_dtype: torch.dtype, free: 
             plan.model,
             num_blocks=1,
             block_size=config.block_size,
-            max_seqs=config.max_seqs,
+            max_seqs=most_sampled(config.max_seqs),
             max_model_len=plan.max_model_len,
             kv_dtype=kv_dtype,
             deterministic=config.deterministic,
@@ -75,12 +77,44 @@ def _with_smallest_cache(plan: Plan, model: Llama, kv_dtype: torch.dtype, free: 
         return CudaRunner(
             forward,
             DeviceRows(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, plan.device),
+            _adapters(plan, forward),
             block_size=config.block_size,
             vocab_size=plan.model.vocab_size,
             max_step_tokens=plan.max_step_tokens,
         )
     except torch.OutOfMemoryError as error:
         raise _too_many_sequences(plan, free) from error
+
+
+def _adapters(plan: Plan, forward: FusedForward) -> DeviceAdapters:
+    """Slots for LoRA adapters. Not where a step must compute every token alike: those without an adapter would take
+    other kernels beside those with one than alone."""
+    config = plan.engine
+    if config.deterministic or not config.max_adapters:
+        return no_adapters(plan.device)
+    largest = max(plan.max_step_tokens, most_sampled(config.max_seqs))
+    try:
+        adapters = DeviceAdapters(
+            forward.adapter_shapes,
+            slots=config.max_adapters,
+            max_rank=config.max_adapter_rank,
+            max_tokens=-(-largest // 512) * 512,  # as steps are padded
+            dtype=plan.dtype,
+            device=plan.device,
+        )
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"{config.max_adapters} LoRA adapters of rank {config.max_adapter_rank} do not fit beside the model; lower "
+            "max_adapters or max_adapter_rank, or set max_adapters to 0",
+            param="engine.max_adapters",
+        ) from error
+    log.info(
+        "slots for %d LoRA adapters of rank %d: %.2f GiB",
+        config.max_adapters,
+        config.max_adapter_rank,
+        adapters.nbytes / GIB,
+    )
+    return adapters
 
 
 def _compile_and_try(plan: Plan, runner: CudaRunner, free: int) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from penstock.core.request import TokenLogprob
 from penstock.engine.executor import TokenMask
+from penstock.kernels.triton.drafts import Drafts
 from penstock.kernels.triton.sampling import MOST_ALTERNATIVES, Sampled, SamplingInputs, sample, sampling_scratch
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.transfer import to_host
@@ -38,9 +39,12 @@ class SampledScores:
 
 
 class DeviceSampler:
-    def __init__(self, rows: DeviceRows, logits: torch.Tensor, tokens: torch.Tensor, inputs: torch.Tensor) -> None:
+    def __init__(
+        self, rows: DeviceRows, logits: torch.Tensor, tokens: torch.Tensor, inputs: torch.Tensor, drafts: Drafts
+    ) -> None:
         """`logits` [S, V] and `tokens` [S] (greedy, until others are sampled) are what steps leave there. `inputs` is
-        int32 [3, S]: rows, positions of the tokens to sample, and which mask applies (-1: none)."""
+        int32 [3, S]: rows, positions of the tokens to sample, and which mask applies (-1: none). `drafts` is read by
+        steps with drafts."""
         most, vocab = logits.shape
         device = logits.device
 
@@ -50,7 +54,7 @@ class DeviceSampler:
         self._rows = rows
         self._masks = zeros(most, rows.mask_words, dtype=torch.int32)
         rows_S, positions_S, mask_of_S = inputs
-        self._inputs = SamplingInputs(logits, rows_S, positions_S, mask_of_S, self._masks)
+        self._inputs = SamplingInputs(logits, rows_S, positions_S, mask_of_S, self._masks, drafts)
         self._sampled = Sampled(
             tokens=tokens,
             logprobs=zeros(most),
@@ -58,17 +62,17 @@ class DeviceSampler:
             top_tokens=zeros(most, MOST_ALTERNATIVES, dtype=torch.int32),
         )
         self._scratch = sampling_scratch(most, vocab, device)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         on_gpu = device.type == "cuda"
         self._staged = torch.empty_like(self._masks, device="cpu", pin_memory=on_gpu)  # masks on their way
         self._copying = torch.cuda.Stream(device) if on_gpu else None
 
-    def run(self, size: int) -> None:
+    def run(self, size: int, drafts: bool = False) -> None:
         """Sample for the first `size` sequences, a graph bucket, where rows ask for more than the greedy token."""
-        if size in self._graphs:
-            self._graphs[size].replay()
+        if (size, drafts) in self._graphs:
+            self._graphs[size, drafts].replay()
         else:
-            self._sample(size)
+            self._sample(size, drafts)
 
     def set_masks(self, masks: Sequence[TokenMask]) -> None:
         """Call it once the step before has been collected, which has read the masks before these. The copy overlaps the
@@ -82,15 +86,15 @@ class DeviceSampler:
     def scores(self, count: int) -> SampledScores:
         return SampledScores(self._sampled, count)
 
-    def capture(self, sizes: Sequence[int], pool: Any) -> None:
+    def capture(self, sizes: Sequence[int], pool: Any, *, drafts: bool) -> None:
         for size in sizes:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._sample(size)
-            self._graphs[size] = graph
+                self._sample(size, drafts)
+            self._graphs[size, drafts] = graph
 
-    def _sample(self, size: int) -> None:
+    def _sample(self, size: int, drafts: bool) -> None:
         inputs = self._inputs
         sample(
             SamplingInputs(
@@ -99,6 +103,7 @@ class DeviceSampler:
                 inputs.positions[:size],
                 inputs.mask_of[:size],
                 inputs.masks,
+                inputs.drafts[:size] if inputs.drafts is not None and drafts else None,
             ),
             self._rows.sampling,
             self._sampled,

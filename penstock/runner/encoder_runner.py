@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock.core.errors import EngineFailure
 from penstock.core.machine import lower_priority
-from penstock.engine.executor import HostMemory, Step, StepResult, TokenMask
+from penstock.engine.executor import AdapterWeights, HostMemory, Step, StepResult, TokenMask
 from penstock.kernels.native.encoder import NativeEncoder
 from penstock.runner.vectors import packed_vectors
 
@@ -48,6 +48,9 @@ class EncoderRunner:
             lower_priority(self._niceness)
         if isinstance(self._encoder, NativeEncoder):
             self._encoder.pin_caller()
+
+    def prepare_adapter(self, adapter: AdapterWeights) -> None:
+        """It computes without adapters."""
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens

@@ -13,7 +13,6 @@ T tokens, S sequences, C hidden size, H query heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
@@ -37,46 +36,18 @@ from penstock.kernels.hopper.persistent_gemm import compile_swiglu_gemms
 from penstock.kernels.hopper.program import is_hopper
 from penstock.kernels.linear import Deferred, QuantizedRows, add_linear, gated_linear, linear
 from penstock.kernels.triton.gemm import split_scratch
-from penstock.kernels.triton.moe import ExpertWeights, mix_experts
+from penstock.kernels.triton.lora import AdapterTiles, LowRank, Shrunk, add_and_shrink, expand, shrink, swiglu
+from penstock.kernels.triton.moe import mix_experts
 from penstock.kernels.triton.norm import add_rms_norm
 from penstock.models.base import CausalLM
 from penstock.models.config import ModelConfig
-from penstock.models.layers import MLP, Linear
-from penstock.models.llama import DecoderLayer, FeedForward, Llama
-from penstock.models.moe import Experts
+from penstock.models.llama import Llama
 from penstock.runner.batch import Batch
+from penstock.runner.device_adapters import Adapted, AdapterShape
+from penstock.runner.fused_layers import Dense, FusedLayer, fused_layer
 from penstock.runner.paged_attention import Attend, MixedStep, PagedAttention
 from penstock.runner.row_state import RowState
 from penstock.runner.transfer import to_device
-
-
-@dataclass(frozen=True, slots=True)
-class _Projection:
-    weight: torch.Tensor
-    scales: torch.Tensor | None  # of the channels, for fp8
-    bias: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Dense:
-    gate_up: _Projection
-    down: _Projection
-
-
-@dataclass(frozen=True, slots=True)
-class _Routed:
-    router: torch.Tensor
-    experts: ExpertWeights
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    attention_norm: torch.Tensor
-    qkv: _Projection
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    out: _Projection
-    mlp_norm: torch.Tensor
-    mlp: _Dense | _Routed
 
 
 class FusedForward:
@@ -107,7 +78,7 @@ class FusedForward:
         self.embedding = model.embedding
         self._norm = model.norm.weight
         self._head = model.head.weight if model.head else model.embedding
-        self._layers = [_layer(layer) for layer in model.layers]
+        self._layers = [fused_layer(layer) for layer in model.layers]
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.device = model.embedding.device
         self.attention = PagedAttention(
@@ -144,13 +115,13 @@ class FusedForward:
         logits_RV = self.logits(x_TC[self._put(logit_rows).long()])
         return logits_RV, logits_RV.argmax(-1)
 
-    def step_hidden(self, batch: Batch, state: RowState) -> torch.Tensor:
+    def step_hidden(self, batch: Batch, state: RowState, adapted: Adapted | None = None) -> torch.Tensor:
         """The residual stream of every token of a step, without a CUDA graph."""
         put = self._put
         tokens_T = put(batch.tokens_T)
         tokens_T = torch.where(tokens_T < 0, state.last_token_R[put(batch.rows_T).long()].int(), tokens_T)
         attend = self.attention.attend_mixed(MixedStep.of(batch, put))
-        return self.hidden(F.embedding(tokens_T, self.embedding), attend)
+        return self.hidden(F.embedding(tokens_T, self.embedding), attend, adapted=adapted)
 
     def _put(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
         return to_device(values, self.device)
@@ -166,10 +137,10 @@ class FusedForward:
     @property
     def compile_tasks(self) -> list[Callable[[], object]]:
         """Calls, in any order and at the same time, after which all kernels are there that no graph bucket needs."""
-        dense = next((layer for layer in self._layers if isinstance(layer.mlp, _Dense)), None)
+        dense = next((layer for layer in self._layers if isinstance(layer.mlp, Dense)), None)
         if dense is None or not is_hopper(self.device):
             return [self.warm_up]
-        assert isinstance(dense.mlp, _Dense)
+        assert isinstance(dense.mlp, Dense)
         gate_up = dense.mlp.gate_up
         if not self.deterministic:
             return [self.warm_up, partial(compile_swiglu_gemms, fp8=gate_up.scales is not None)]
@@ -182,6 +153,14 @@ class FusedForward:
             partial(compiled, dense.mlp.down.weight, add=True),
             partial(compiled, gate_up.weight, gated=True, norm=True),
         ]
+
+    @property
+    def adapter_shapes(self) -> list[AdapterShape]:
+        spec, hidden = self._spec, self.embedding.shape[1]
+        heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        mlps = [layer.mlp for layer in self._layers]
+        inner = [len(mlp.gate_up.weight) // 2 if isinstance(mlp, Dense) else None for mlp in mlps]
+        return [AdapterShape(hidden, (heads, kv_heads, kv_heads), width) for width in inner]
 
     def clear_scratch(self) -> None:
         self._splits.arrivals.zero_()
@@ -216,8 +195,12 @@ class FusedForward:
         cache = KVCache(attention.keys, attention.values, attention.cos_sin, spec.scale, spec.windows[0])
         decode_step(self._stacked, cache, row, context, last_token_R, tables_RM, logits, chosen, num_layers=layers)
 
-    def hidden(self, x_TC: torch.Tensor, attend: Attend, layers: int | None = None) -> torch.Tensor:
+    def hidden(
+        self, x_TC: torch.Tensor, attend: Attend, layers: int | None = None, adapted: Adapted | None = None
+    ) -> torch.Tensor:
         """From embeddings to the residual stream after the last layer; the final norm belongs to `logits`."""
+        if adapted is not None:
+            return self._adapted_hidden(x_TC, attend, adapted, layers)
         # Not shared by steps that are warmed up side by side: wrong counts would lead outside the tiles.
         counts_E = torch.zeros(self._experts, dtype=torch.int32, device=self.device) if self._experts else None
         deferred: Deferred | None = None
@@ -228,23 +211,53 @@ class FusedForward:
             if qkv.bias is not None:
                 projected.add_(qkv.bias)
             mixed = attend(number, projected).flatten(1)
-            next_gain = layer.mlp_norm if isinstance(layer.mlp, _Dense) else None
+            next_gain = layer.mlp_norm if isinstance(layer.mlp, Dense) else None
             deferred = self._add_linear(x_TC, mixed, out.weight, scales=out.scales, next_gain=next_gain)
             following = used[number + 1].attention_norm if number + 1 < len(used) else None
             deferred = self._feed_forward(x_TC, layer, counts_E, deferred, following)
         return x_TC
 
+    def _adapted_hidden(self, x_TC: torch.Tensor, attend: Attend, adapted: Adapted, layers: int | None) -> torch.Tensor:
+        """With LoRA adapters. They stand between the GEMMs, which therefore leave out their epilogues."""
+        counts_E = torch.zeros(self._experts, dtype=torch.int32, device=self.device) if self._experts else None
+        tiles, added = adapted.tiles, None
+        for number, (layer, low) in enumerate(zip(self._layers[:layers], adapted.layers, strict=False)):
+            norm, (qkv, out), mlp = (layer.attention_norm, self._eps), (layer.qkv, layer.out), layer.mlp
+            deferred, shrunk = _started(x_TC, tiles, added, low.qkv, norm)
+            projected = self._linear(x_TC, qkv.weight, scales=qkv.scales, norm=norm, deferred=deferred)
+            if qkv.bias is not None:
+                projected.add_(qkv.bias)
+            expand(projected, shrunk, low.qkv, tiles)
+            mixed = attend(number, projected).flatten(1)
+            added = (shrink(mixed, low.out, tiles), low.out)
+            self._add_linear(x_TC, mixed, out.weight, scales=out.scales)
+            if not isinstance(mlp, Dense):
+                add_and_shrink(x_TC, tiles, added, None)
+                self._feed_forward(x_TC, layer, counts_E, None, None)
+                added = None
+                continue
+            assert low.gate_up is not None and low.down is not None  # noqa: PT018
+            norm = (layer.mlp_norm, self._eps)
+            deferred, shrunk = _started(x_TC, tiles, added, low.gate_up, norm)
+            gate_up = self._linear(x_TC, mlp.gate_up.weight, scales=mlp.gate_up.scales, norm=norm, deferred=deferred)
+            inner, inner_shrunk = swiglu(gate_up, shrunk, low.gate_up, low.down, tiles)
+            added = (inner_shrunk, low.down)
+            self._add_linear(x_TC, inner, mlp.down.weight, scales=mlp.down.scales)
+        if added is not None:
+            add_and_shrink(x_TC, tiles, added, None)
+        return x_TC
+
     def _feed_forward(
         self,
         x_TC: torch.Tensor,
-        layer: _Layer,
+        layer: FusedLayer,
         counts_E: torch.Tensor | None,
         deferred: Deferred | None,
         next_gain: torch.Tensor | None,
     ) -> Deferred | None:
         """Adds the MLP to the residual stream; may leave a part of that, or of the next norm, deferred."""
         norm, mlp = (layer.mlp_norm, self._eps), layer.mlp
-        if isinstance(mlp, _Dense):
+        if isinstance(mlp, Dense):
             gate_up, down = mlp.gate_up, mlp.down
             inner = self._gated_linear(x_TC, gate_up.weight, scales=gate_up.scales, norm=norm, deferred=deferred)
             return self._add_linear(x_TC, inner, down.weight, scales=down.scales, next_gain=next_gain)
@@ -265,7 +278,7 @@ class FusedForward:
         """For the kernel that runs whole steps: dense layers, alike, without biases, weights in bfloat16 or fp8."""
         layers, keys = self._layers, self.attention.keys
         first = layers[0]
-        alike = len(set(config.windows)) == 1 and all(isinstance(layer.mlp, _Dense) for layer in layers)
+        alike = len(set(config.windows)) == 1 and all(isinstance(layer.mlp, Dense) for layer in layers)
         numbers = {self._head.dtype, keys.dtype}
         if not alike or first.qkv.bias is not None or numbers != {torch.bfloat16}:
             return None
@@ -281,9 +294,9 @@ class FusedForward:
         if not fits(shape, config.head_dim, keys.shape[3], ctas):
             return None
 
-        def addresses(layer: _Layer) -> list[int]:
+        def addresses(layer: FusedLayer) -> list[int]:
             mlp, unused = layer.mlp, layer.attention_norm
-            assert isinstance(mlp, _Dense)
+            assert isinstance(mlp, Dense)
             norms = layer.head_norms or (unused, unused)
             projections = (layer.qkv, layer.out, mlp.gate_up, mlp.down)
             qkv, out, gate_up, down = (projection.weight for projection in projections)
@@ -300,6 +313,18 @@ class FusedForward:
             config.norm_eps,
             ctas,
         )
+
+
+def _started(
+    x_TC: torch.Tensor,
+    tiles: AdapterTiles,
+    added: tuple[Shrunk, LowRank] | None,
+    following: LowRank,
+    norm: tuple[torch.Tensor, float],
+) -> tuple[Deferred, Shrunk]:
+    found = add_and_shrink(x_TC, tiles, added, (following, *norm))
+    assert found is not None
+    return found
 
 
 def supports_fused(model: CausalLM, config: ModelConfig) -> TypeGuard[Llama]:
@@ -319,30 +344,3 @@ def deterministic_problem(model: Llama, config: ModelConfig) -> str | None:
     if any(size % 16 for size in sizes) or min(sizes) < LEAST_DEPTH:
         return f"needs sizes of layers and vocabulary that are multiples of 16 and at least {LEAST_DEPTH}"
     return None
-
-
-def _projection(module: Linear) -> _Projection:
-    return _Projection(module.weight, getattr(module, "weight_scales", None), module.bias)
-
-
-def _layer(layer: DecoderLayer) -> _Layer:
-    attention = layer.attention
-    norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.q_norm and attention.k_norm else None
-    return _Layer(
-        attention_norm=layer.attention_norm.weight,
-        qkv=_projection(attention.qkv),
-        head_norms=norms,
-        out=_projection(attention.out),
-        mlp_norm=layer.mlp_norm.weight,
-        mlp=_feed_forward(layer.mlp),
-    )
-
-
-def _feed_forward(mlp: FeedForward) -> _Dense | _Routed:
-    if isinstance(mlp, MLP):
-        return _Dense(_projection(mlp.gate_up), _projection(mlp.down))
-    assert isinstance(mlp, Experts), "a feed-forward that the kernels do not know"
-    moe, fp8 = mlp.moe, hasattr(mlp, "gate_up_scales")
-    scales = (mlp.get_buffer("gate_up_scales"), mlp.get_buffer("down_scales")) if fp8 else None
-    experts = ExpertWeights(mlp.gate_up, mlp.down, scales, moe.experts_per_token, moe.norm_topk_prob)
-    return _Routed(mlp.router.weight, experts)

@@ -5,7 +5,7 @@ hundred tokens, or for thousands by a small model; streams would stall for it an
 lies in one fixed buffer, sent in one copy. Padding has context 0, writes to no slot and samples into a spare row. Only
 the number of tokens costs time, so its buckets are close together; for the number of decoding sequences there are few:
 decode attention writes zeros beyond them, and attention of the prompts, which comes after, overwrites those.
-T tokens, S sequences, N sequences that sample.
+T tokens, S sequences, N tokens after which one is sampled.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from penstock.kernels.triton.argmax import ArgmaxScratch, argmax
 from penstock.runner.batch import Batch
+from penstock.runner.device_adapters import DeviceAdapters
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.paged_attention import MixedStep
 from penstock.runner.row_state import RowState
@@ -28,6 +29,7 @@ _DECODES = (32, 256)
 _TOKENS = (128, 160, 192, 224, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)
 # Larger steps of a small model take the device less time than launching them takes the host, even if padded so far.
 _SMALL, _TOKENS_OF_SMALL = 2_000_000_000, tuple(range(2560, 8193, 512))
+_ADAPTED_TOKENS = (128, 256, 512, 1024, 2048)  # of steps with LoRA adapters
 _MOST_PADDING = 512  # tokens, beyond the padding of sequences that decode
 _PROMPTS = (32, 256)  # buckets; beyond, a multiple of the latter
 
@@ -88,65 +90,81 @@ class MixedSteps:
         logits: torch.Tensor,
         tokens: torch.Tensor,
         scratch: ArgmaxScratch,
+        adapters: DeviceAdapters,
         *,
         max_tokens: int,
     ) -> None:
-        """`tables` are the block tables of all rows, the last of which is spare. `logits` [S, V] and `tokens` [S] are
-        where the results of the sequences that sample go."""
+        """`tables` are the block tables of all rows, the last of which is spare. `logits` [N, V] and `tokens` [N] are
+        where the results go."""
         self._forward = forward
         self._tables = tables
         self._logits = logits
         self._sampled = tokens
         self._scratch = scratch
-        self._max_seqs = len(logits)
+        self._adapters = adapters
+        self._max_seqs = len(tables) - 1
         self._decodes = [size for size in _DECODES if size < self._max_seqs] + [self._max_seqs]
         self._prompts = _PROMPTS if self._max_seqs > _PROMPTS[0] else _PROMPTS[:1]
         buckets = _TOKENS + _TOKENS_OF_SMALL if forward.parameters < _SMALL else _TOKENS
         self._tokens = [size for size in buckets if size <= max_tokens]
+        self._adapted_tokens = [size for size in self._tokens if size in _ADAPTED_TOKENS and adapters.slots]
         self._max_tokens = max_tokens
-        largest = self._layout(self._max_seqs, self._max_seqs, max_tokens)
+        largest = self._layout(self._max_seqs, len(logits), max_tokens)
         self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
-        self._graphs: dict[Layout, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Layout, bool], torch.cuda.CUDAGraph] = {}
 
     def run(self, batch: Batch, state: RowState) -> None:
-        """Logits and greedy tokens of the sequences that sample; the tokens go to their rows as well."""
+        """Logits and greedy tokens where something is sampled; the tokens go to their rows as well, of a sequence that
+        samples several of them any one."""
         decodes = batch.num_decodes
-        layout = self._layout(decodes, len(batch.contexts_S) - decodes, len(batch.tokens_T))
+        prompts = max(len(batch.contexts_S), len(batch.last_N)) - decodes
+        tokens = max(len(batch.tokens_T), self._padded_decodes(decodes))
+        slots_T = state.adapter[batch.rows_T]
+        if adapted := self._adapters.used(slots_T):
+            tokens = next((size for size in self._adapted_tokens if size >= tokens), tokens)
+        layout = self._layout(decodes, prompts, tokens)
+        if adapted:
+            self._adapters.send(slots_T, layout.tokens)
         packed = torch.from_numpy(layout.pack(batch, spare=self._max_seqs))
         source = packed.pin_memory() if self._inputs.is_cuda else packed
         self._inputs[: len(packed)].copy_(source, non_blocking=True)
-        if layout in self._graphs:
-            self._graphs[layout].replay()
+        if (layout, adapted) in self._graphs:
+            self._graphs[layout, adapted].replay()
         else:
-            self._body(layout, state)
+            self._body(layout, state, adapted)
 
     def padded(self, tokens: int) -> int:
         return next((size for size in self._tokens if size >= tokens), -(-tokens // 256) * 256)
 
+    def _padded_decodes(self, decodes: int) -> int:
+        return next(size for size in self._decodes if size >= decodes)
+
     def _layout(self, decodes: int, prompts: int, tokens: int) -> Layout:
         """The smallest bucket that holds this; beyond the largest, one of not too many layouts without a graph."""
-        decodes = next(size for size in self._decodes if size >= decodes)
+        decodes = self._padded_decodes(decodes)
         most = self._prompts[-1]
         prompts = next((size for size in self._prompts if size >= prompts), -(-prompts // most) * most)
         tokens = self.padded(max(tokens, decodes))
-        return Layout(decodes, prompts, tokens, min(self._max_seqs, decodes + prompts))
+        return Layout(decodes, prompts, tokens, min(len(self._logits), decodes + prompts))
 
-    def _body(self, layout: Layout, state: RowState, layers: int | None = None) -> None:
+    def _body(self, layout: Layout, state: RowState, adapted: bool, layers: int | None = None) -> None:
         forward = self._forward
         tokens_T, rows_T, positions_T, slots_T, rows_S, contexts_S, starts, last_N, rows_N = layout.split(self._inputs)
         tokens_T = torch.where(tokens_T < 0, state.last_token_R[rows_T.long()].int(), tokens_T)
         tables_SM = self._tables[rows_S.long()]
         padding = min(layout.tokens, _MOST_PADDING)
         step = MixedStep(positions_T, slots_T, tables_SM, starts, contexts_S, layout.decodes, layout.tokens, padding)
+        adapters = self._adapters.of_step(layout.tokens) if adapted else None
         hidden_TC = forward.hidden(
-            F.embedding(tokens_T, forward.embedding), forward.attention.attend_mixed(step), layers
+            F.embedding(tokens_T, forward.embedding), forward.attention.attend_mixed(step), layers, adapters
         )
         logits_NV = forward.logits(hidden_TC[last_N.long()], self._logits[: layout.most_sampled])
         argmax(logits_NV, self._sampled, self._scratch, feed=(state.last_token_R, rows_N))
 
     @property
-    def layouts(self) -> list[Layout]:
-        """Those that have a graph; they use every kernel. The largest come first: smaller ones share their memory.
+    def layouts(self) -> list[tuple[Layout, bool]]:
+        """Those that have a graph, with LoRA adapters or without; they use every kernel. The largest come first:
+        smaller ones share their memory.
 
         Among them are full steps, which a long queue makes one after the other, of few prompts or many.
         """
@@ -155,11 +173,13 @@ class MixedSteps:
         for tokens in reversed(self._tokens):
             most = _DECODES[-1] if tokens in _TOKENS else _DECODES[0]
             sizes += [(decodes, self._prompts[0], tokens) for decodes in largest_first if decodes <= most]
-        return list(dict.fromkeys(self._layout(*size) for size in sizes))
+        plain = list(dict.fromkeys(self._layout(*size) for size in sizes))
+        adapted = [layout for layout in plain if layout.tokens in self._adapted_tokens]
+        return [(layout, True) for layout in adapted] + [(layout, False) for layout in plain]
 
-    def compile(self, layout: Layout, state: RowState) -> None:
+    def compile(self, layout: Layout, adapted: bool, state: RowState) -> None:
         """Run the kernels of a layout once, on padding. Inputs must be all padding."""
-        self._body(layout, state, self._forward.distinct_layers)
+        self._body(layout, state, adapted, self._forward.distinct_layers)
 
     def pad(self) -> None:
         """Make everything in the buffer padding, as compiling and capturing need it: block 0 may be written."""
@@ -167,10 +187,10 @@ class MixedSteps:
 
     def capture_all(self, state: RowState, pool: Any) -> int:
         self.pad()
-        for layout in self.layouts:
+        for layout, adapted in self.layouts:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                self._body(layout, state)
-            self._graphs[layout] = graph
+                self._body(layout, state, adapted)
+            self._graphs[layout, adapted] = graph
         return len(self._graphs)

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.request import TokenLogprob
-from penstock.engine.executor import Step, StepResult, TokenMask
+from penstock.engine.executor import AdapterWeights, Step, StepResult, TokenMask
 from penstock.runner import scoring
 from penstock.runner.batch import Batch, Ints, build_batch
 from penstock.runner.forward import Forward
@@ -45,6 +45,9 @@ class ModelRunner:
         self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
 
     def enter_thread(self) -> None:
+        """Nothing to prepare."""
+
+    def prepare_adapter(self, adapter: AdapterWeights) -> None:
         """Nothing to prepare."""
 
     def padded_tokens(self, tokens: int) -> int:

@@ -44,6 +44,9 @@ class NativeRunner:
     def enter_thread(self) -> None:
         self.model.pin_caller()
 
+    def prepare_adapter(self, adapter: AdapterWeights) -> None:
+        """Nothing to prepare."""
+
     def padded_tokens(self, tokens: int) -> int:
         return tokens
 

@@ -24,6 +24,8 @@ from penstock.kernels.triton.rope import rope_and_cache
 from penstock.models.rope import Rotary
 from penstock.runner.batch import Batch
 
+MOST_DRAFTED = 64  # tokens of one sequence in a step of `attend_decode` with drafts
+
 # (layer, its queries, keys and values as projected [T, (H + 2 K) * D]) -> [T, H, D], with the new ones in the cache
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -140,9 +142,18 @@ class PagedAttention:
         return attend
 
     def attend_decode(
-        self, inputs: DecodeInputs, contexts_S: torch.Tensor, prefix: SharedPrefix | None = None
+        self,
+        inputs: DecodeInputs,
+        contexts_S: torch.Tensor,
+        prefix: SharedPrefix | None = None,
+        *,
+        drafts: bool = False,
     ) -> Attend:
-        """Attention of sequences that all decode, with cascade attention where some share a prefix."""
+        """Attention of sequences that all decode, with cascade attention where some share a prefix.
+
+        `drafts`: an entry is a token, and several may be of one sequence, each with the context up to itself. So all of
+        their keys and values are written before any of them attends.
+        """
         spec = self._spec
         if self._deterministic:
             size = len(contexts_S)
@@ -150,13 +161,14 @@ class PagedAttention:
             return self._attend_invariant(
                 MixedStep(inputs.positions_S, inputs.slots_S, inputs.tables_SM, starts, contexts_S, size, size)
             )
-        attend_parts = self._divided(inputs.tables_SM, contexts_S, prefix)
+        attend_parts = self._divided(inputs.tables_SM, contexts_S, prefix, MOST_DRAFTED if drafts else 1)
 
         def attend(layer: int, qkv: torch.Tensor) -> torch.Tensor:
             out_SHD = qkv.new_empty((len(qkv), spec.num_heads, spec.head_dim))
-            if prefix is not None and not spec.windows[layer]:
+            cascades = prefix is not None and not spec.windows[layer]
+            if drafts or cascades:
                 q_SHD = self._turn(layer, qkv, inputs.positions_S, inputs.slots_S)
-                attend_parts(layer, out_SHD, q_SHD, None, prefix)
+                attend_parts(layer, out_SHD, q_SHD, None, prefix if cascades else None)
             else:
                 attend_parts(layer, out_SHD, qkv, Rope(self.cos_sin, self._head_norms[layer], self._eps), None)
             return out_SHD
@@ -188,7 +200,11 @@ class PagedAttention:
         return attend
 
     def _divided(
-        self, tables_SM: torch.Tensor, contexts_S: torch.Tensor, prefix: SharedPrefix | None = None
+        self,
+        tables_SM: torch.Tensor,
+        contexts_S: torch.Tensor,
+        prefix: SharedPrefix | None = None,
+        new_tokens: int = 1,
     ) -> Callable[[int, torch.Tensor, torch.Tensor, Rope | None, SharedPrefix | None], None]:
         """Decode attention by one plan for all layers of the same window."""
         spec = self._spec
@@ -207,7 +223,15 @@ class PagedAttention:
             given = (out_SHD, q, self.keys[layer], self.values[layer], tables_SM, plans[spec.windows[layer]])
             scale, scratch = spec.scale, self._scratch
             if isinstance(config, StreamConfig):
-                decode_stream(*given, scale=scale, scratch=scratch, config=config, rope=rope, prefix=prefix)
+                decode_stream(
+                    *given,
+                    scale=scale,
+                    scratch=scratch,
+                    config=config,
+                    rope=rope,
+                    prefix=prefix,
+                    new_tokens=1 if rope else new_tokens,
+                )
             else:
                 decode_attention(*given, scale=scale, scratch=scratch, config=config, rope=rope, prefix=prefix)
 

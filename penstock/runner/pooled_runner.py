@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.core.errors import EngineFailure
 from penstock.core.machine import lower_priority
-from penstock.engine.executor import HostMemory, Step, StepResult, TokenMask
+from penstock.engine.executor import AdapterWeights, HostMemory, Step, StepResult, TokenMask
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.models.pooling import Pooling
 from penstock.runner.host_rows import HostRows
@@ -80,6 +80,9 @@ class PooledRunner:
 
     def enter_thread(self) -> None:
         self._hidden.enter_thread()
+
+    def prepare_adapter(self, adapter: AdapterWeights) -> None:
+        """It computes without adapters."""
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens

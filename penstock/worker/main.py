@@ -135,7 +135,8 @@ def adapters_of(executor: LoadedExecutor, config: EngineConfig) -> Adapters | No
 
     if not executor.adapter_modules:
         return None
-    return HostAdapters(executor.adapter_modules, config.max_adapter_rank, int(config.adapter_memory_gib * 2**30))
+    max_bytes = int(config.adapter_memory_gib * 2**30)
+    return HostAdapters(executor.adapter_modules, config.max_adapter_rank, max_bytes, executor.prepare_adapter)
 
 
 async def serve(

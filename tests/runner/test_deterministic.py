@@ -32,6 +32,7 @@ from penstock.kernels.triton.argmax import argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.runner import fused_forward, mixed_steps
 from penstock.runner.cuda_startup import fused_executor
+from penstock.runner.device_adapters import no_adapters
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
 from penstock.runner.mixed_steps import MixedSteps
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
@@ -101,7 +102,7 @@ class Steps:
         self._tables = torch.zeros((SEQS + 1, TABLE), dtype=torch.int32)
         self._logits, tokens = torch.empty((SEQS, VOCAB)), torch.empty(SEQS, dtype=torch.int64)
         scratch = argmax_scratch(SEQS, VOCAB, CPU)
-        self._mixed = MixedSteps(forward, self._tables, self._logits, tokens, scratch, max_tokens=48)
+        self._mixed = MixedSteps(forward, self._tables, self._logits, tokens, scratch, no_adapters(CPU), max_tokens=48)
         greedy = SamplingParams(temperature=0)
         places = [(row, 0, list(range(row * TABLE, (row + 1) * TABLE))) for row in range(SEQS)]
         setups = [RowSetup(row, greedy, 0, self.tokens[row], LENGTH, ()) for row in range(SEQS)]
@@ -125,12 +126,11 @@ class Steps:
         if batch.num_decodes < len(chunks):
             self._mixed.run(batch, self._state)
             return list(self._logits[: len(chunks)].clone())
-        for row, first, _ in chunks:
-            self._state.last_token_R[row] = self.tokens[row][first]
+        tokens = torch.tensor([*(self.tokens[row][first] for row, first, _ in chunks), -1], dtype=torch.int32)
         rows = torch.from_numpy(np.append(batch.rows_T, SEQS).astype(np.int32))  # and one of padding
         contexts = torch.from_numpy(np.append(batch.contexts_S, 0).astype(np.int32))
-        forward = self._forward
-        inputs = gather_decode_inputs(rows, contexts, self._state.last_token_R, self._tables, forward.embedding, BLOCK)
+        forward, last = self._forward, self._state.last_token_R
+        inputs = gather_decode_inputs(rows, contexts, last, tokens, self._tables, forward.embedding, BLOCK)
         hidden = forward.hidden(inputs.x_SC, forward.attention.attend_decode(inputs, contexts))
         assert hidden.isfinite().all()
         return list(forward.logits(hidden)[: len(chunks)])

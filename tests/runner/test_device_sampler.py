@@ -10,6 +10,7 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.core.request import Grammar, SamplingParams
 from penstock.engine.executor import RowSetup, Step, TokenMask
+from penstock.kernels.triton.drafts import Drafts
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.model_runner import score
@@ -57,7 +58,8 @@ def test_the_same_tokens_and_scores_as_plain_torch(seed: int) -> None:
     expected_rows, rows = TorchRows(SEQS + 1, 1, VOCAB, cpu), DeviceRows(SEQS + 1, 1, VOCAB, cpu)
     logits, tokens = torch.empty((SEQS, VOCAB)), torch.empty(SEQS, dtype=torch.int64)
     inputs = torch.zeros((3, SEQS), dtype=torch.int32)
-    sampler = DeviceSampler(rows, logits, tokens, inputs)
+    drafts = Drafts(*torch.zeros((2, SEQS), dtype=torch.int32))
+    sampler = DeviceSampler(rows, logits, tokens, inputs, drafts)
     for number in range(4):
         taken = range(SEQS) if number == 0 else draw.integers(0, SEQS, 3).tolist()
         setups = []

@@ -30,6 +30,7 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 from penstock.kernels.triton.argmax import argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs, gather_decode_inputs_reference
 from penstock.runner import mixed_steps
+from penstock.runner.device_adapters import no_adapters
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.mixed_steps import MixedSteps
 
@@ -124,7 +125,9 @@ class GraphPath:
         vocab = SIZES["vocab_size"]
         self._logits, self._tokens = torch.empty((MAX_SEQS, vocab)), torch.empty(MAX_SEQS, dtype=torch.int64)
         scratch = argmax_scratch(MAX_SEQS, vocab, CPU)
-        self._mixed = MixedSteps(forward, self._tables, self._logits, self._tokens, scratch, max_tokens=STEP_TOKENS)
+        self._mixed = MixedSteps(
+            forward, self._tables, self._logits, self._tokens, scratch, no_adapters(CPU), max_tokens=STEP_TOKENS
+        )
         self.steps = self.mixed_steps = 0
 
     def __call__(
@@ -137,8 +140,9 @@ class GraphPath:
             return self._logits[: len(logit_rows)], self._tokens[: len(logit_rows)]
         self.steps += 1
         rows, contexts, tables = map(torch.from_numpy, (batch.rows_T, batch.contexts_S, state.tables_RM))
+        tokens = torch.from_numpy(batch.tokens_T)
         inputs = gather_decode_inputs(
-            rows, contexts, state.last_token_R, tables, self._forward.embedding, self._block_size
+            rows, contexts, state.last_token_R, tokens, tables, self._forward.embedding, self._block_size
         )
         hidden = self._forward.hidden(inputs.x_SC, self._forward.attention.attend_decode(inputs, contexts))
         logits = self._forward.logits(hidden[torch.from_numpy(logit_rows)])
@@ -171,9 +175,9 @@ def test_decode_inputs_match_their_reference() -> None:
     tables = torch.randint(1, 99, (6, 5), dtype=torch.int32, generator=generator)
     last = torch.randint(0, 64, (6,), generator=generator)
     rows, contexts = torch.tensor([4, 0, 2, 5], dtype=torch.int32), torch.tensor([17, 1, 80, 0], dtype=torch.int32)
-    embedding = torch.randn(64, 1100, generator=generator)
-    found = gather_decode_inputs(rows, contexts, last, tables, embedding, 16)
-    expected = gather_decode_inputs_reference(rows, contexts, last, tables, embedding, 16)
+    tokens, embedding = torch.tensor([-1, 7, -1, -1], dtype=torch.int32), torch.randn(64, 1100, generator=generator)
+    found = gather_decode_inputs(rows, contexts, last, tokens, tables, embedding, 16)
+    expected = gather_decode_inputs_reference(rows, contexts, last, tokens, tables, embedding, 16)
     assert torch.equal(found.x_SC, expected.x_SC)
     assert torch.equal(found.positions_S, expected.positions_S)
     assert torch.equal(found.slots_S, expected.slots_S)

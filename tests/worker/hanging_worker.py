@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Mapping
 
 from penstock.core.engine import EngineInfo
-from penstock.engine.executor import Step, StepResult, TokenMask
+from penstock.engine.executor import AdapterWeights, Step, StepResult, TokenMask
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import StepShape, StepTimes
@@ -26,6 +26,9 @@ class HangingExecutor:
     verifies_drafts = False
 
     def enter_thread(self) -> None:
+        pass
+
+    def prepare_adapter(self, adapter: AdapterWeights) -> None:
         pass
 
     def padded_tokens(self, tokens: int) -> int:

@@ -6,14 +6,15 @@
 // out[dim, head] = V' p. Head h of the group is column h of 8.
 //
 // What does not come from the kernel before this one is read ahead of the wait: the plan, the tables and the cache, but
-// for the new token's place. With ROTARY that is filled in from `q`; else its block is read after the wait.
+// for the new token's place. With ROTARY that is filled in from `q`; else the blocks with the last NEW tokens, which the
+// kernel before may have written, are read after the wait.
 //
 // A shared prefix may have been left to another kernel (`prefix.cu`, cascade attention): its partial results, a row for
 // each of `splits` pieces and each of `sequences`, come first in the memory of the partial results and are merged too.
 //
 // ROTARY: elements of a head that RoPE rotates; 0: `q` is ready and the new token in the cache. NORM: RMSNorm of heads.
 // FP8: the cache is e4m3 without scales, and the matmuls are of float16, which holds each of its values.
-// GROUP: query heads of a key/value head.
+// GROUP: query heads of a key/value head. NEW: tokens of one sequence that the step may compute, at most; with ROTARY, 1.
 #include "device.cuh"
 
 constexpr int HEAD = 128, TOKENS = 16, HALF = ROTARY / 2, HEADS = GROUP * KV_HEADS, FIELDS = 8;
@@ -208,12 +209,12 @@ extern "C" __global__ void __launch_bounds__(32, 12) decode(
             copy_box(shared + stage * SLOT + MATRIX, &values, 0, row, 0, full + stage, EVICT_FIRST);
         }
     };
-    const int ahead = ROTARY ? STAGES : min(blocks - 1, STAGES);
+    const int ahead = ROTARY ? STAGES : min(max((place.w - NEW) / TOKENS - first, 0), STAGES);
 #pragma unroll 1
     for (int i = 0; i < ahead; i++) copy(i, i);
     wait_for_previous();
 #pragma unroll 1
-    for (int i = max(ahead, 0); i < STAGES; i++) copy(i, i);
+    for (int i = ahead; i < STAGES; i++) copy(i, i);
 
     const bf16* projected = q + static_cast<i64>(seq) * stride_q;
     u32 raw[GROUP + 2][2] = {};

@@ -77,8 +77,9 @@ def decode_stream(
     config: StreamConfig,
     rope: Rope | None = None,
     prefix: SharedPrefix | None = None,
+    new_tokens: int = 1,
 ) -> None:
-    """`decode_attention` by a plan of `config`.
+    """`decode_attention` by a plan of `config`. `new_tokens`: how many of a sequence the step may compute, at most.
 
     The kernel reads the plan, the tables and older tokens before the kernels ahead of it have ended. A step therefore
     begins with kernels that let no other start early: those write the plan and the tables.
@@ -100,6 +101,7 @@ def decode_stream(
         NORM=int(gains is not None),
         FP8=int(k_cache.dtype == torch.float8_e4m3fn),
         STAGES=config.stages,
+        NEW=new_tokens,
     )
     slot = 2 * _BLOCK_SIZE * _HEAD_DIM * k_cache.itemsize + 8  # keys and values of a block, and a barrier
     run(

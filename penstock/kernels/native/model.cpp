@@ -266,8 +266,9 @@ std::string Model::forward(const Step& step) {
     plan_adapters(step);
     expand(step);
     plan_attention();
-    runs_.clear();
-    for (int i = 0, begin = 0; i < step.num_runs; begin = runs_[i++].end) runs_.push_back({begin, begin + step.runs[i]});
+    sampled_runs_.clear();
+    for (int i = 0, begin = 0; i < step.num_runs; begin = sampled_runs_[i++].end)
+        sampled_runs_.push_back({begin, begin + step.runs[i]});
     peaks_.resize(size_t(step.num_logits) * head_.num_panels());
     row_logits_.resize(size_t(pool_.size()) * spec_.vocab);
     sampling_scratch_.resize(pool_.size());
@@ -341,7 +342,7 @@ void Model::run(const Step& step, int thread) {
     }
     multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, logits_stride_, peaks_.data()}, thread, number, 0, -1,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
-    phase(number, int(runs_.size()), [&](int run) { sample_run(step, runs_[run], thread); });
+    phase(number, int(sampled_runs_.size()), [&](int run) { sample_run(step, sampled_runs_[run], thread); });
 }
 
 void Model::sample_run(const Step& step, Range rows, int thread) {

@@ -235,7 +235,7 @@ class Model {
     std::vector<std::vector<float>> expand_scratch_;  // these two: per thread
     std::vector<std::vector<Beside::Stream>> expand_streams_;
     std::vector<WorkCounter> counters_;
-    std::vector<Range> runs_;                   // of logit rows that are sampled in order
+    std::vector<Range> sampled_runs_;           // of logit rows that are sampled in order
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]
     std::vector<float> row_logits_;             // per thread: of one row
     Region logits_;                             // of rows that ask for more than their argmax

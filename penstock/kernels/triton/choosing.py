@@ -259,7 +259,7 @@ def choose_kernel(
     span_peaks, masses, raw_span_peaks, raw_masses, logits, rows, positions, row_params, seen, vocab, stride,
     num_chunks,
     SPANS: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, SPANS_AT_ONCE: tl.constexpr,
-    LISTED_AT_ONCE: tl.constexpr, MOST_ALTERNATIVES: tl.constexpr, PDL: tl.constexpr,
+    LISTED_AT_ONCE: tl.constexpr, MOST_ALTERNATIVES: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -290,11 +290,12 @@ def choose_kernel(
         _, token = _best(scores, tokens)
     token = tl.minimum(token, vocab - 1)
     tl.store(out + index, token.to(tl.int64))
-    tl.store(last_tokens + row, token.to(tl.int64))
-    if needs & PENALTIES:
-        known = tl.load(seen + row * vocab + token).to(tl.int32)
-        more = tl.where((known & MOST_COUNTED) < MOST_COUNTED, known + 1, known)
-        tl.store(seen + row * vocab + token, more.to(tl.int16))
+    if not DRAFTS:  # else only some of the tokens stand for good
+        tl.store(last_tokens + row, token.to(tl.int64))
+        if needs & PENALTIES:
+            known = tl.load(seen + row * vocab + token).to(tl.int32)
+            more = tl.where((known & MOST_COUNTED) < MOST_COUNTED, known + 1, known)
+            tl.store(seen + row * vocab + token, more.to(tl.int16))
     if needs & LOGPROBS:
         into = index * MOST_ALTERNATIVES
         _store_logprobs(

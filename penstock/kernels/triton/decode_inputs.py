@@ -17,13 +17,14 @@ _COLUMNS = 1024
 
 @triton.jit
 def _gather_kernel(
-    x, positions, slots, tables_out, rows, contexts, last_token, tables, embedding, width, hidden,
+    x, positions, slots, tables_out, rows, contexts, last_token, tokens, tables, embedding, width, hidden,
     BLOCK_SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + index).to(tl.int64)
     context = tl.load(contexts + index)
-    token = tl.load(last_token + row)
+    given = tl.load(tokens + index).to(tl.int64)
+    token = tl.where(given >= 0, given, tl.load(last_token + row))
     for base in range(0, hidden, COLUMNS):
         columns = base + tl.arange(0, COLUMNS)
         values = tl.load(embedding + token * hidden + columns, mask=columns < hidden)
@@ -51,17 +52,19 @@ def gather_decode_inputs(
     rows_S: torch.Tensor,
     contexts_S: torch.Tensor,
     last_token_R: torch.Tensor,
+    tokens_S: torch.Tensor,
     tables_RM: torch.Tensor,
     embedding: torch.Tensor,
     block_size: int,
 ) -> DecodeInputs:
+    """`tokens_S`, int32: those that are known; -1: the last one of the row."""
     size, width, device = len(rows_S), tables_RM.shape[1], rows_S.device
     hidden = embedding.shape[1]
     positions, slots = torch.empty((2, size), dtype=torch.int32, device=device)
     tables = torch.empty((size, width), dtype=torch.int32, device=device)
     x = torch.empty((size, hidden), dtype=embedding.dtype, device=device)
     _gather_kernel[(size,)](
-        x, positions, slots, tables, rows_S, contexts_S, last_token_R, tables_RM, embedding, width, hidden,
+        x, positions, slots, tables, rows_S, contexts_S, last_token_R, tokens_S, tables_RM, embedding, width, hidden,
         BLOCK_SIZE=block_size, COLUMNS=_COLUMNS,
     )  # fmt: skip
     return DecodeInputs(x, positions, slots, tables)
@@ -71,6 +74,7 @@ def gather_decode_inputs_reference(
     rows_S: torch.Tensor,
     contexts_S: torch.Tensor,
     last_token_R: torch.Tensor,
+    tokens_S: torch.Tensor,
     tables_RM: torch.Tensor,
     embedding: torch.Tensor,
     block_size: int,
@@ -80,4 +84,5 @@ def gather_decode_inputs_reference(
     positions = (contexts_S - 1).clamp_min(0)
     blocks = tables_RM[rows, (positions // block_size).long()]
     slots = torch.where(contexts_S > 0, blocks * block_size + positions % block_size, -1)
-    return DecodeInputs(embedding[last_token_R[rows]], positions, slots.int(), tables_RM[rows])
+    tokens = torch.where(tokens_S >= 0, tokens_S.long(), last_token_R[rows])
+    return DecodeInputs(embedding[tokens], positions, slots.int(), tables_RM[rows])

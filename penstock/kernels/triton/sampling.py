@@ -13,6 +13,9 @@ the largest logit. `choose_kernel` (`choosing.py`) has a program per row, which 
   k; their tokens are listed, and searched for the k-th largest. Likewise for min-p, where few spans reach it.
 
 Programs and their loops depend on the vocabulary alone, so a row samples the same token in any batch.
+
+With drafts (`drafts.py`) a sequence has several entries. All are sampled at once: the penalties of an entry count the
+drafts before it, which is right wherever its token stands for good.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -25,6 +28,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.choosing import choose_kernel
+from penstock.kernels.triton.drafts import Drafts, accept
 from penstock.kernels.triton.overlap import overlaps_launches
 from penstock.kernels.triton.sampling_row import (
     ADJUST,
@@ -62,8 +66,8 @@ _LISTED_AT_ONCE = 2048
 @triton.jit
 def _score_kernel(
     adjusted, span_scores, span_tokens, span_peaks, masses, raw_span_peaks, raw_masses, logits, rows, positions,
-    mask_of, row_params, seen, biases, stops, masks, vocab, stride, mask_words,
-    CHUNK: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
+    mask_of, row_params, seen, biases, stops, masks, draft_tokens, firsts, vocab, stride, mask_words,
+    CHUNK: tl.constexpr, SPAN: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
@@ -89,7 +93,13 @@ def _score_kernel(
             x += tl.load(biases + row * vocab + tokens, mask=real, other=0.0)
         if needs & PENALTIES:
             known = tl.load(seen + row * vocab + tokens, mask=real, other=0).to(tl.int32)
-            count = (known & MOST_COUNTED).to(tl.float32)
+            times = known & MOST_COUNTED
+            if DRAFTS:
+                for entry in range(tl.load(firsts + index) + 1, tl.program_id(0) + 1):
+                    times += (tokens == tl.load(draft_tokens + entry)).to(tl.int32)
+                times = tl.minimum(times, MOST_COUNTED)
+                known |= times
+            count = times.to(tl.float32)
             repetition = read_float(words, REPETITION)
             penalised = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
             x = tl.where(known != 0, penalised, x)
@@ -138,6 +148,7 @@ class SamplingInputs:
     positions: torch.Tensor  # int32 [S]: where the sampled token will stand
     mask_of: torch.Tensor  # int32 [S]: which of the masks; -1: any token
     masks: torch.Tensor  # int32 [S, W]: a bit for each token that the grammar allows
+    drafts: Drafts | None = None  # then an entry of this is a token, and several may be of one sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +189,24 @@ def sampling_scratch(num_rows: int, vocab: int, device: torch.device) -> Samplin
 
 
 def sample(inputs: SamplingInputs, rows: SamplingRows, out: Sampled, scratch: SamplingScratch) -> None:
-    """Sample for all sequences that ask for more than the greedy token; the token goes to its row as well."""
+    """Sample for all sequences that ask for more than the greedy token; the token goes to its row as well.
+
+    With drafts, that is the last token which stands for good, also of sequences that take the greedy token.
+    """
     S, V = inputs.logits.shape
     chunks = triton.cdiv(V, _CHUNK)
     padded = triton.next_power_of_2(chunks)
     spans = (scratch.spans[0], scratch.span_tokens[0], scratch.spans[1], scratch.masses[0])
     raw = (scratch.spans[2], scratch.masses[1])
     of_rows = (inputs.logits, inputs.rows, inputs.positions)
-    stride, pdl = inputs.logits.stride(0), overlaps_launches()
+    drafts, pdl = inputs.drafts, overlaps_launches()
+    stride = inputs.logits.stride(0)
+    entries = (inputs.rows, inputs.rows) if drafts is None else (drafts.tokens, drafts.firsts)
     # Products are rounded before they are subtracted, as in the reference.
-    common = {"SPAN": _SPAN, "PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
+    common = {"SPAN": _SPAN, "DRAFTS": drafts is not None, "PDL": pdl, "launch_pdl": pdl, "enable_fp_fusion": False}
     _score_kernel[S, chunks](
         scratch.adjusted, *spans, *raw, *of_rows, inputs.mask_of, rows.params, rows.seen, rows.biases, rows.stops,
-        inputs.masks, V, stride, rows.stops.shape[1], CHUNK=_CHUNK, num_warps=4, **common,
+        inputs.masks, *entries, V, stride, rows.stops.shape[1], CHUNK=_CHUNK, num_warps=4, **common,
     )  # fmt: skip
     choose_kernel[(S,)](
         out.tokens, rows.last_tokens, out.logprobs, out.top_logprobs, out.top_tokens, scratch.listed,
@@ -198,3 +214,5 @@ def sample(inputs: SamplingInputs, rows: SamplingRows, out: Sampled, scratch: Sa
         SPANS=padded * (_CHUNK // _SPAN), CHUNKS=padded, TILE=_TILE, SPANS_AT_ONCE=_SPANS_AT_ONCE,
         LISTED_AT_ONCE=_LISTED_AT_ONCE, MOST_ALTERNATIVES=MOST_ALTERNATIVES, num_warps=16, **common,
     )  # fmt: skip
+    if drafts is not None:
+        accept(out.tokens, drafts, inputs.rows, rows.last_tokens, (rows.seen, rows.params))

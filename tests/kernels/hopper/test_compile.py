@@ -16,8 +16,8 @@ QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 
 VARIANTS = [
     ("activation.cu", {"WIDTH": 14336, "GATED": 1, "SCALED": 1}),
     ("activation.cu", {"WIDTH": 14336, "GATED": 0, "SCALED": 0}),
-    ("decode.cu", {"GROUP": 4, "KV_HEADS": 8, "ROTARY": 128, "NORM": 0, "FP8": 1, "STAGES": 4}),
-    ("decode.cu", {"GROUP": 2, "KV_HEADS": 8, "ROTARY": 128, "NORM": 1, "FP8": 0, "STAGES": 3}),
+    ("decode.cu", {"GROUP": 4, "KV_HEADS": 8, "ROTARY": 128, "NORM": 0, "FP8": 1, "STAGES": 4, "NEW": 1}),
+    ("decode.cu", {"GROUP": 2, "KV_HEADS": 8, "ROTARY": 128, "NORM": 1, "FP8": 0, "STAGES": 3, "NEW": 1}),
     ("persistent_gemm.cu", PERSISTENT | {"TILE": 256, "COMMON_ROWS": 0, "FP8": 1, "GATED": 1}),
     ("persistent_gemm.cu", PERSISTENT | {"TILE": 224, "COMMON_ROWS": 1, "GATED": 1}),
     ("persistent_gemm.cu", PERSISTENT | {"TILE": 128, "COMMON_ROWS": 0, "ADD": 1, "SPLITS": 2, "EXACT": 1}),

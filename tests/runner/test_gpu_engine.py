@@ -1,0 +1,119 @@
+"""The whole engine over the GPU's runner against plain torch without drafts: adapters, drafts, sampling, log
+probabilities, prefix hits and preemption, all in one batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.core.request import Adapter, Chunk, GenerateRequest, SamplingParams, TokenLogprob
+from penstock.engine.executor import AdapterWeights, LoadedExecutor
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.loop import EngineLoop
+from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculation import Speculation
+from penstock.kernels.attention_reference import ReferenceAttention
+from penstock.runner import cuda_runner, mixed_steps
+from penstock.runner.forward import TorchForward
+from penstock.runner.model_runner import ModelRunner
+from penstock.runner.row_state import TorchRows
+from penstock.runner.torch_adapters import adapters_of
+from tests.engine.guessing import FreeDrafts, Guesser
+from tests.runner.emulated_cuda import CPU, emulated_runner
+from tests.runner.test_adapted_steps import some_adapter
+from tests.runner.test_fused_forward import load
+
+BLOCK, NUM_BLOCKS, SEQS, OUTPUT = 16, 7, 4, 8
+LIMITS = SchedulerLimits(
+    num_blocks=NUM_BLOCKS,
+    block_size=BLOCK,
+    max_seqs=SEQS,
+    max_step_tokens=48,
+    max_model_len=128,
+    vocab_size=64,
+    max_adapters=2,
+)
+ADAPTERS = [Adapter(digest, "") for digest in ("a", "b", "c")]
+GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT)
+SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, frequency_penalty=0.3, logprobs=1, max_tokens=OUTPUT)
+
+
+class HeldAdapters:
+    def __init__(self, weights: dict[str, AdapterWeights]) -> None:
+        self._weights = weights
+
+    def get(self, adapter: Adapter) -> AdapterWeights:
+        return self._weights[adapter.digest]
+
+
+def some_requests(draw: np.random.Generator) -> list[GenerateRequest]:
+    shared = draw.integers(1, 64, 26).tolist()
+    prompts = [[*shared, 5], [*shared, 9, 9], [*shared[:20], 3], shared[3:12], [*shared, 5]]
+    adapters = [None, ADAPTERS[0], ADAPTERS[1], ADAPTERS[2], ADAPTERS[0]]
+    asked = [GREEDY, SAMPLED, GREEDY, SAMPLED, GREEDY]
+    return [
+        GenerateRequest(str(i), prompt, params, seed=i, adapter=adapter)
+        for i, (prompt, params, adapter) in enumerate(zip(prompts, asked, adapters, strict=True))
+    ]
+
+
+def run(
+    executor: LoadedExecutor,
+    weights: dict[str, AdapterWeights],
+    requests: list[GenerateRequest],
+    drafter: Guesser | None,
+) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], Scheduler]:
+    tokens: dict[str, list[int]] = {}
+    scores: dict[str, list[TokenLogprob]] = {}
+
+    def take(chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+            scores.setdefault(chunk.request_id, []).extend(chunk.logprobs or [])
+
+    scheduler = Scheduler(LIMITS)
+    if drafter is not None:
+        scheduler.speculation = Speculation(drafter, FreeDrafts(), max_tokens=4)
+    loop = EngineLoop(scheduler, executor, take, None, HeldAdapters(weights))
+    for request in requests:
+        loop.submit(request)
+    while loop.step():
+        scheduler.check_integrity()
+    return tokens, scores, scheduler
+
+
+def test_same_output_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config = load("llama", tmp_path)
+    draw = np.random.default_rng(4)
+    rows = TorchRows(SEQS + 1, 128 // BLOCK, 64, CPU)
+    attention = ReferenceAttention(model.attention_spec, NUM_BLOCKS, BLOCK, torch.float32, CPU)
+    plain = ModelRunner(
+        TorchForward(model, attention, CPU), rows, adapters_of(model, CPU), num_blocks=NUM_BLOCKS, block_size=BLOCK
+    )
+    weights = {
+        a.digest: some_adapter(plain, a.digest, rank, draw) for a, rank in zip(ADAPTERS, (2, 16, 5), strict=True)
+    }
+    requests = some_requests(draw)
+    expected, expected_scores, _ = run(plain, weights, requests, None)
+    monkeypatch.setattr(cuda_runner, "DRAFT_BUCKETS", [6, 14, 20])
+    monkeypatch.setattr(mixed_steps, "_DECODES", (2,))
+    monkeypatch.setattr(mixed_steps, "_TOKENS", (24, 48))
+    monkeypatch.setattr(mixed_steps, "_PROMPTS", (4,))
+    runner, graphs = emulated_runner(
+        model, config, monkeypatch, max_seqs=SEQS, num_blocks=NUM_BLOCKS, block_size=BLOCK, max_step_tokens=48,
+        adapter_rank=16,
+    )  # fmt: skip
+    drafter = Guesser(lambda request: expected[request.id], seed=5)
+    found, scores, scheduler = run(runner, weights, requests, drafter)
+    assert found == expected
+    for request_id, true in expected_scores.items():
+        assert [score.token_id for score in scores[request_id]] == [score.token_id for score in true]
+        assert [score.logprob for score in scores[request_id]] == pytest.approx([s.logprob for s in true], abs=1e-3)
+    assert {kind.drafts for kind in graphs.used if kind.adapted} == {False, True}
+    stats = scheduler.stats()
+    assert stats.preemptions > 0
+    assert stats.accepted_tokens > 0
+    assert stats.drafted_tokens > stats.accepted_tokens
