@@ -31,9 +31,11 @@ _DOUBT = 1.5
 _WORTH_WAITING = 4.0
 # Tokens for which a sequence without a draft is left alone at most: asking for one costs some microseconds each time.
 _LONGEST_PAUSE = 8
-# Share of the time that may go into asking for drafts in vain, and for how long it is saved up while nobody asks.
+# Share of the time that may go into asking for drafts in vain, and for how long it is saved up while nobody asks. A few
+# sequences are asked for without counting: the time of the host is short in large batches only.
 _ASKING_SHARE = 0.005
-_SAVED_SECONDS = 0.2
+_SAVED_SECONDS = 0.05
+_UNCOUNTED = 8
 _PROBE = 8  # drafted tokens from which the step-time model's price of one is taken
 
 
@@ -103,7 +105,7 @@ class Speculation:
                 s.draft_from = len(s.tokens) + s.draft_pause
                 s.draft_pause = min(_LONGEST_PAUSE, 2 * s.draft_pause)
         self._drafting = self._drafting.difference(due) | drafts.keys() | waiting
-        in_vain = (self._clock() - began) * (1 - (len(drafts) + len(waiting)) / len(due))
+        in_vain = (self._clock() - began) * max(0, len(due) - len(drafts) - len(waiting) - _UNCOUNTED) / len(due)
         self._rest_until = max(self._rest_until, began - _SAVED_SECONDS) + in_vain / _ASKING_SHARE
         return drafts, waiting
 
