@@ -31,11 +31,11 @@ _DOUBT = 1.5
 _WORTH_WAITING = 4.0
 # Tokens for which a sequence without a draft is left alone at most: asking for one costs some microseconds each time.
 _LONGEST_PAUSE = 8
-# Share of the time that may go into asking for drafts in vain, and for how long it is saved up while nobody asks. A few
-# sequences are asked for without counting: the time of the host is short in large batches only.
+# Share of the time that may go into asking for drafts in vain, and of the time that drafts save, which may go there as
+# well. It is saved up for a while.
 _ASKING_SHARE = 0.005
-_SAVED_SECONDS = 0.05
-_UNCOUNTED = 8
+_GAIN_SHARE = 0.1
+_SAVED_SECONDS = 0.1
 _PROBE = 8  # drafted tokens from which the step-time model's price of one is taken
 
 
@@ -69,7 +69,8 @@ class Speculation:
         self._times = times
         self._most = max_tokens
         self._clock = clock
-        self._drafting: set[Sequence] = set()  # those that had a draft when they were last asked for, or wait for one
+        # Those that had a draft when they were last asked for, or wait for one, and how many tokens they had then.
+        self._drafting: dict[Sequence, int] = {}
         self._rest_until = -math.inf  # only these are asked before: the share of asking in vain is used up
 
     def plan(self, decodes: list[Sequence], budget: int) -> tuple[dict[Sequence, list[int]], set[Sequence]]:
@@ -104,14 +105,17 @@ class Speculation:
             elif s not in waiting:
                 s.draft_from = len(s.tokens) + s.draft_pause
                 s.draft_pause = min(_LONGEST_PAUSE, 2 * s.draft_pause)
-        self._drafting = self._drafting.difference(due) | drafts.keys() | waiting
-        in_vain = (self._clock() - began) * max(0, len(due) - len(drafts) - len(waiting) - _UNCOUNTED) / len(due)
-        self._rest_until = max(self._rest_until, began - _SAVED_SECONDS) + in_vain / _ASKING_SHARE
+        accepted = sum(max(0, len(s.tokens) - self._drafting.pop(s) - 1) for s in due if s in self._drafting)
+        self._drafting.update((s, len(s.tokens)) for s in (*drafts, *waiting))
+        earned = _GAIN_SHARE * accepted * prices.plain / len(decodes)
+        in_vain = (self._clock() - began) * (1 - (len(drafts) + len(waiting)) / len(due))
+        saved = max(self._rest_until - earned / _ASKING_SHARE, began - _SAVED_SECONDS)
+        self._rest_until = saved + in_vain / _ASKING_SHARE
         return drafts, waiting
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""
-        self._drafting.discard(sequence)
+        self._drafting.pop(sequence, None)
         self.drafter.forget(sequence)
 
     def _drafts(self, known: list[Sequence], streams: int, budget: int, prices: Prices) -> dict[Sequence, list[int]]:
@@ -143,7 +147,7 @@ def decode(
         planned.decode(decodes)
         return
     drafts, waiting = speculation.plan(decodes, most - len(decodes))
-    planned.decode([s for s in decodes if s not in drafts and s not in waiting])
+    planned.decode([s for s in decodes if s not in drafts and s not in waiting] if drafts or waiting else decodes)
     for s, draft in drafts.items():
         end = min(s.computed + 1 + len(draft), placement.most_tokens(s))
         placement.allocate(s, end)
