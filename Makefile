@@ -83,10 +83,10 @@ wheel: | $(VENV)/.created
 	@$(BIN)/pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 # What the tests start beside the server itself. Debian's packages have the names of their programs.
-PROGRAMS := redis-server prometheus chromium
+PROGRAMS := redis-server rabbitmq-server prometheus chromium
 
 programs:
-	@missing=$$(for program in $(PROGRAMS); do command -v $$program > /dev/null || echo $$program; done); \
+	@PATH=$$PATH:/usr/sbin; missing=$$(for program in $(PROGRAMS); do command -v $$program > /dev/null || echo $$program; done); \
 	[ -z "$$missing" ] || if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
 		echo "» installing" $$missing; apt-get update -qq && apt-get install -y -qq $$missing > /dev/null; \
 	else \

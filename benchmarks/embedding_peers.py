@@ -59,7 +59,7 @@ def penstock(quantization: Literal["int8", "none"], threads: int) -> Encode:
     params = SamplingParams(temperature=0, max_tokens=0)
 
     async def one(number: int, text: str) -> Chunk:
-        request = GenerateRequest(str(number), tokenizer.encode(text)[:256], params)
+        request = GenerateRequest(str(number), tokenizer.truncated(tokenizer.encode(text), 256), params)
         (chunk,) = [chunk async for chunk in engine.submit(request)]
         return chunk
 

@@ -27,6 +27,7 @@ from penstock.gateway.settings import (
     convert_tenants,
 )
 from penstock.observability.settings import ObservabilityConfig
+from penstock.queues.settings import ConsumeConfig
 from penstock.state import settings as state_settings
 
 
@@ -59,6 +60,7 @@ class Settings:
         default=None, metadata={"expected": state_settings.EXPECTED}
     )
     batches: BatchesConfig = field(default_factory=BatchesConfig)
+    consume: ConsumeConfig | None = None  # a queue that requests come from
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     tenant_defaults: TenantConfig = field(default_factory=TenantConfig)  # also of requests in open mode
     jwt: JwtConfig | None = None

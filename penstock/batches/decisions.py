@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from penstock.batches.records import Batch, Ending, Status
+from penstock.core.engine import EngineStats
 
 LEASE_SECONDS = 30.0  # after which a line belongs to nobody again, unless its lease is renewed
 RENEW_SECONDS = 5.0  # between renewals, and so between journal entries
 MAX_ATTEMPTS = 5  # that fail by the engine's fault; then the line is a dead letter
 MAX_LOSSES = 20  # leases that ended with the death of their process: a line may be what kills it
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0  # seconds before another attempt
+
+MAX_BACKLOG = 0.5  # seconds of prefill that an engine has before it, beyond which it is given no more
+EFFICIENT = 4.0  # streams add so many times a step's fixed cost to it: then further ones make it hardly more efficient
 
 _WINDOW_UNITS = {"m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW = 30 * 86400
@@ -37,6 +42,21 @@ def after_failure(status: int, retryable: bool, attempts: int, jitter: float, re
         return None
     delay = min(MAX_DELAY, FIRST_DELAY * 2 ** min(attempts, 6)) * (0.5 + jitter / 2)
     return Retry(max(delay, min(retry_after, MAX_DELAY)), counts=not innocent)
+
+
+def room(stats: EngineStats, running: int, most: int) -> int:
+    """How many more requests that nobody waits for an engine should be given, which has `running` of them.
+
+    By its step-time model: as many streams as make its steps efficient, and none while others wait for it or prefill
+    is forecast to take a while. One always runs, so that there is progress.
+    """
+    wanted = most
+    if stats.stream_step_seconds > 0 and stats.fixed_step_seconds > 0:
+        wanted = min(most, math.ceil(EFFICIENT * stats.fixed_step_seconds / stats.stream_step_seconds))
+    speed = stats.prefill_tokens_per_second
+    if stats.waiting or (speed > 0 and stats.prefill_tokens / speed > MAX_BACKLOG):
+        wanted = 1
+    return max(1, wanted) - running
 
 
 def next_status(batch: Batch, unanswered: int, leased: int, now: float) -> tuple[Status, Ending | None] | None:

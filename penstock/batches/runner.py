@@ -44,10 +44,20 @@ class Attempt(NamedTuple):
     retry_after: float = 0.0
 
 
+class Asked(NamedTuple):
+    """A request that nobody waits for."""
+
+    tenant: str
+    endpoint: str
+    body: bytes
+    journal: LineJournal
+    on_events: Callable[[bytes], Awaitable[None]] | None = None  # takes server-sent events, if it asks for a stream
+
+
 class Answers(Protocol):
     """Answers lines by way of everything that requests over HTTP pass through."""
 
-    async def answer(self, line: Line, body: bytes, journal: LineJournal) -> Attempt: ...
+    async def answer(self, asked: Asked) -> Attempt: ...
 
     async def models(self, tenant: str) -> Sequence[str]:
         """Names of models and adapters that a tenant may use."""
@@ -57,7 +67,7 @@ class Answers(Protocol):
         """The names of each engine's models and adapters."""
         ...
 
-    def room(self, group: Sequence[str], running: int) -> int:
+    def room(self, group: Sequence[str], running: int, most: int) -> int:
         """How many more lines the engine of these models should be given, which has `running` of them."""
         ...
 
@@ -76,6 +86,7 @@ class BatchRunner:
         self._max_line_bytes = max_line_bytes
         self._wake = asyncio.Event()
         self._running: dict[tuple[str, int], tuple[Line, LineJournal, asyncio.Task[None]]] = {}
+        self._unkept: set[Line] = set()  # lines whose answers there was no room for
         self._job: Job | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.outcomes: Counter[str] = Counter()  # of attempts: completed, failed, retried, dropped
@@ -145,7 +156,8 @@ class BatchRunner:
 
     async def _fill(self, group: Sequence[str]) -> None:
         running = sum(line.model in group for line, _, _ in self._running.values())
-        room = min(self._answers.room(group, running), self._config.concurrent - len(self._running))
+        most = self._config.concurrent
+        room = min(self._answers.room(group, running, most), most - len(self._running))
         if room <= 0:
             return
         for line in await self._store.lease(group, room, time.time()):
@@ -180,7 +192,7 @@ class BatchRunner:
         body = await asyncio.to_thread(files.read_part, self._folder, line.file, line.start, line.size)
         if body is None or len(body) != line.size:
             return failure(Unavailable("the input file is gone", code="file_not_found"))
-        return await self._answers.answer(line, body, journal)
+        return await self._answers.answer(Asked(line.tenant, line.endpoint, body, journal))
 
     async def _keep(self, line: Line, answer: Answered) -> None:
         """The answer waits for as long as there is no room for it, and its lease is renewed meanwhile."""
@@ -191,8 +203,12 @@ class BatchRunner:
                 self.outcomes["dropped" if not taken else "failed" if failed else "completed"] += 1
                 return
             except (StorageFull, Unavailable) as error:
-                logger.warning("an answer of %s waits to be kept: %s", line.batch, error.message)
+                if not self._unkept:
+                    logger.warning("answers wait to be kept: %s", error.message)
+                self._unkept.add(line)
                 await asyncio.sleep(RETRY_SECONDS)
+            finally:
+                self._unkept.discard(line)
 
     async def _give_back(self, line: Line, journal: LineJournal, not_before: float, *, counts: bool) -> None:
         """If that fails, the lease ends by itself. The journal goes along even if it was packed before, since that may

@@ -1,28 +1,24 @@
 """Batches in a SQLite file, for all gateway processes of one machine.
 
-Every operation is one transaction on a thread of its own. A process holds a lock on a file while it lives, so leases of
-a process that was killed are free as soon as another one looks; those of one that hangs end by time.
+A process holds a lock on a file while it lives, so leases of a process that was killed are free as soon as another one
+looks; those of one that hangs end by time.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import fcntl
 import json
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from penstock.batches.decisions import LEASE_SECONDS, next_status
 from penstock.batches.records import Answered, Batch, FileLimits, Job, Line, LineError, Page, StoredFile, new_id
+from penstock.batches.sqlite_file import SqliteFile
 from penstock.batches.store import Kept
-from penstock.core.errors import InvalidRequest, StartupError, StorageFull, Unavailable
-
-T = TypeVar("T")
+from penstock.core.errors import InvalidRequest
 
 PENDING, LEASED, COMPLETED, FAILED = range(4)
 
@@ -47,27 +43,6 @@ CREATE INDEX IF NOT EXISTS lines_leased ON lines (batch, owner) WHERE state = {L
 _STATUS_COLUMNS = ("status", "completed", "failed")  # of a batch, beside its record
 _MINE = f"WHERE batch = ? AND number = ? AND state = {LEASED} AND owner = ?"
 _LOST = f"state = {PENDING}, owner = NULL, losses = losses + 1"
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    """Several processes write to it, so a transaction takes the lock at its beginning."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
-    db = sqlite3.connect(path, timeout=20, isolation_level=None, check_same_thread=False)
-    db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + SCHEMA)
-    return db
-
-
-@contextlib.contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        if db.in_transaction:  # a full disk has rolled it back already
-            db.execute("ROLLBACK")
-        raise
 
 
 def record_of(batch: Batch) -> str:
@@ -96,95 +71,70 @@ def save_batch(db: sqlite3.Connection, batch: Batch) -> None:
     db.execute("UPDATE batches SET record = ?, status = ? WHERE id = ?", (record_of(batch), batch.status, batch.id))
 
 
-class SqliteBatches:
+class SqliteBatches(SqliteFile):
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "queue.db"
+        super().__init__(folder / "queue.db", SCHEMA)
         self._owners = folder / "owners"
         self.owner = new_id("")
-        self._thread = ThreadPoolExecutor(1, "batches")
 
     async def open(self) -> None:
-        try:
-            await self._in_thread(self._open)
-        except (OSError, sqlite3.Error) as error:
-            raise StartupError(
-                f"cannot keep batches in {self.path}: {error}; set batches.folder to another folder",
-                param="batches.folder",
-            ) from error
+        await super().open()
+        await self.in_thread(self._lock_owner)
 
-    def _open(self) -> None:
-        self._db = connect(self.path)
+    def _lock_owner(self) -> None:
         self._owners.mkdir(exist_ok=True)
         self._lock = (self._owners / self.owner).open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     async def close(self) -> None:
-        def close() -> None:
-            self._db.close()
+        def unlock() -> None:
             (self._owners / self.owner).unlink(missing_ok=True)
             self._lock.close()
 
-        await self._in_thread(close)
-        self._thread.shutdown()
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _do(self, work: Callable[[], T]) -> T:
-        """In a transaction. What cannot be written changes nothing."""
-
-        def whole() -> T:
-            with transaction(self._db):
-                return work()
-
-        try:
-            return await self._in_thread(whole)
-        except sqlite3.Error as error:
-            if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
-                raise StorageFull(f"there is no room left for {self.path}: make some, and try again") from error
-            raise Unavailable(f"cannot use {self.path}: {error}", code="store_unavailable") from error
+        await self.in_thread(unlock)
+        await super().close()
 
     # ------------------------------------------------------------ files
 
     async def add_file(self, file: StoredFile, limits: FileLimits | None) -> None:
         def work() -> None:
             if limits is not None:
-                count, size = self._db.execute(
+                count, size = self.db.execute(
                     "SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM files WHERE tenant = ?", (file.tenant,)
                 ).fetchone()
                 check_limits(limits, count, size, file.bytes)
-            self._db.execute(
+            self.db.execute(
                 f"INSERT INTO files ({', '.join(f.name for f in fields(file))}) VALUES (?, ?, ?, ?, ?, ?, ?)",
                 tuple(asdict(file).values()),
             )
 
-        await self._do(work)
+        await self.do(work)
 
     async def file(self, tenant: str, id: str) -> StoredFile | None:
-        row = await self._do(lambda: self._db.execute(_FILE + "WHERE id = ? AND tenant = ?", (id, tenant)).fetchone())
+        row = await self.do(lambda: self.db.execute(_FILE + "WHERE id = ? AND tenant = ?", (id, tenant)).fetchone())
         return None if row is None else StoredFile(*row)
 
     async def files(self, tenant: str, page: Page) -> list[StoredFile]:
-        return [StoredFile(*row) for row in await self._do(lambda: self._page("files", _FILE, tenant, page))]
+        return [StoredFile(*row) for row in await self.do(lambda: self._page("files", _FILE, tenant, page))]
 
     async def delete_file(self, tenant: str, id: str) -> bool:
         def work() -> bool:
-            using = self._db.execute(
+            using = self.db.execute(
                 "SELECT id FROM batches WHERE input_file_id = ? AND tenant = ? "
                 "AND status IN ('validating', 'in_progress', 'finalizing', 'cancelling')",
                 (id, tenant),
             ).fetchone()
             if using is not None:
                 raise in_use(id, using[0])
-            return self._db.execute("DELETE FROM files WHERE id = ? AND tenant = ?", (id, tenant)).rowcount > 0
+            return self.db.execute("DELETE FROM files WHERE id = ? AND tenant = ?", (id, tenant)).rowcount > 0
 
-        return await self._do(work)
+        return await self.do(work)
 
     async def expired_files(self, now: float) -> list[str]:
-        return await self._do(
+        return await self.do(
             lambda: [
                 row[0]
-                for row in self._db.execute(
+                for row in self.db.execute(
                     "DELETE FROM files WHERE expires_at <= ? AND id NOT IN (SELECT input_file_id FROM batches "
                     "WHERE status IN ('validating', 'in_progress', 'finalizing', 'cancelling')) RETURNING id",
                     (int(now),),
@@ -202,41 +152,41 @@ class SqliteBatches:
             where += f" AND (created_at, id) {beyond} (SELECT created_at, id FROM {table} WHERE id = ? AND tenant = ?)"
             values += [page.after, tenant]
         ordered = f"{select}{where} ORDER BY created_at {order}, id {order} LIMIT {page.limit:d}"
-        return self._db.execute(ordered, values).fetchall()
+        return self.db.execute(ordered, values).fetchall()
 
     # ------------------------------------------------------------ batches
 
     async def add_batch(self, batch: Batch) -> None:
-        await self._do(
-            lambda: self._db.execute(
+        await self.do(
+            lambda: self.db.execute(
                 "INSERT INTO batches (id, tenant, created_at, status, input_file_id, record) VALUES (?, ?, ?, ?, ?, ?)",
                 (batch.id, batch.tenant, batch.created_at, batch.status, batch.input_file_id, record_of(batch)),
             )
         )
 
     async def batch(self, tenant: str, id: str) -> Batch | None:
-        found = await self._do(lambda: load_batch(self._db, id))
+        found = await self.do(lambda: load_batch(self.db, id))
         return found if found is not None and found.tenant == tenant else None
 
     async def batches(self, tenant: str, page: Page) -> list[Batch]:
-        return [batch_of(row) for row in await self._do(lambda: self._page("batches", _BATCH, tenant, page))]
+        return [batch_of(row) for row in await self.do(lambda: self._page("batches", _BATCH, tenant, page))]
 
     async def cancel(self, tenant: str, id: str, now: float) -> Batch | None:
         def work() -> Batch | None:
-            batch = load_batch(self._db, id)
+            batch = load_batch(self.db, id)
             if batch is None or batch.tenant != tenant:
                 return None
             if batch.status in ("validating", "in_progress"):
                 batch = replace(batch, status="cancelling", cancelling_at=int(now))
-                save_batch(self._db, batch)
+                save_batch(self.db, batch)
             return batch
 
-        return await self._do(work)
+        return await self.do(work)
 
     async def advance(self, now: float) -> Mapping[str, int]:
         def work() -> Mapping[str, int]:
             self._free_leases(now)
-            active = self._db.execute(_BATCH + "WHERE status IN ('in_progress', 'cancelling')").fetchall()
+            active = self.db.execute(_BATCH + "WHERE status IN ('in_progress', 'cancelling')").fetchall()
             lines = {}
             for batch in map(batch_of, active):
                 leased = self._leased(batch.id)
@@ -244,27 +194,27 @@ class SqliteBatches:
                 found = next_status(batch, unanswered, leased, now)
                 if found is not None:
                     status, ending = found
-                    save_batch(self._db, replace(batch, status=status, ending=ending, finalizing_at=int(now)))
+                    save_batch(self.db, replace(batch, status=status, ending=ending, finalizing_at=int(now)))
                 elif batch.status == "in_progress":
                     lines[batch.id] = unanswered
             return lines
 
-        return await self._do(work)
+        return await self.do(work)
 
     def _leased(self, batch: str) -> int:
         query = f"SELECT COUNT(*) FROM lines INDEXED BY lines_leased WHERE batch = ? AND state = {LEASED}"
-        return int(self._db.execute(query, (batch,)).fetchone()[0])
+        return int(self.db.execute(query, (batch,)).fetchone()[0])
 
     def _free_leases(self, now: float) -> None:
         """Of processes that are dead, and those whose time has passed."""
-        holders = {row[0] for row in self._db.execute(f"SELECT DISTINCT owner FROM lines WHERE state = {LEASED}")}
-        holders |= {row[0] for row in self._db.execute("SELECT owner FROM batches WHERE owner IS NOT NULL")}
+        holders = {row[0] for row in self.db.execute(f"SELECT DISTINCT owner FROM lines WHERE state = {LEASED}")}
+        holders |= {row[0] for row in self.db.execute("SELECT owner FROM batches WHERE owner IS NOT NULL")}
         for owner in holders - {self.owner}:
             if self._is_dead(owner):
-                self._db.execute(f"UPDATE lines SET {_LOST} WHERE state = {LEASED} AND owner = ?", (owner,))
-                self._db.execute("UPDATE batches SET owner = NULL WHERE owner = ?", (owner,))
-        self._db.execute(f"UPDATE lines SET {_LOST} WHERE state = {LEASED} AND lease_until <= ?", (now,))
-        self._db.execute("UPDATE batches SET owner = NULL WHERE lease_until <= ?", (now,))
+                self.db.execute(f"UPDATE lines SET {_LOST} WHERE state = {LEASED} AND owner = ?", (owner,))
+                self.db.execute("UPDATE batches SET owner = NULL WHERE owner = ?", (owner,))
+        self.db.execute(f"UPDATE lines SET {_LOST} WHERE state = {LEASED} AND lease_until <= ?", (now,))
+        self.db.execute("UPDATE batches SET owner = NULL WHERE lease_until <= ?", (now,))
 
     def _is_dead(self, owner: str) -> bool:
         try:
@@ -283,27 +233,27 @@ class SqliteBatches:
                 "WHERE owner IS NULL AND (status IN ('validating', 'finalizing') "
                 "OR status = 'cancelling' AND json_extract(record, '$.ending') IS NOT NULL) ORDER BY created_at LIMIT 1"
             )
-            row = self._db.execute(query).fetchone()
+            row = self.db.execute(query).fetchone()
             if row is None:
                 return None
             batch = batch_of(row)
             self._lease_job(batch.id, now)
             return Job("validate" if batch.status == "validating" else "assemble", batch)
 
-        return await self._do(work)
+        return await self.do(work)
 
     def _lease_job(self, id: str, now: float) -> None:
-        self._db.execute(
+        self.db.execute(
             "UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?", (self.owner, now + LEASE_SECONDS, id)
         )
 
     async def renew_job(self, job: Job, now: float) -> None:
-        await self._do(lambda: self._lease_job(job.batch.id, now))
+        await self.do(lambda: self._lease_job(job.batch.id, now))
 
     async def end_job(self, job: Job, retry_at: float) -> None:
         """Whatever became of it, nobody works on it now. If it is still to be done, not before then."""
-        await self._do(
-            lambda: self._db.execute(
+        await self.do(
+            lambda: self.db.execute(
                 "UPDATE batches SET owner = CASE WHEN status IN ('validating', 'finalizing', 'cancelling') "
                 "THEN owner END, lease_until = ? WHERE id = ? AND owner = ?",
                 (retry_at, job.batch.id, self.owner),
@@ -314,18 +264,18 @@ class SqliteBatches:
 
     async def lease(self, models: Collection[str], count: int, now: float) -> list[Line]:
         def work() -> list[Line]:
-            active = self._db.execute(_BATCH + "WHERE status = 'in_progress' ORDER BY created_at").fetchall()
+            active = self.db.execute(_BATCH + "WHERE status = 'in_progress' ORDER BY created_at").fetchall()
             found: list[Line] = []
             for left, batch in zip(range(len(active), 0, -1), map(batch_of, active), strict=True):
                 share = -(-(count - len(found)) // left)
                 found += self._lease_of(batch, models, share, now)
             return found
 
-        return await self._do(work)
+        return await self.do(work)
 
     def _lease_of(self, batch: Batch, models: Collection[str], count: int, now: float) -> list[Line]:
         names = ", ".join("?" * len(models))
-        rows = self._db.execute(
+        rows = self.db.execute(
             f"UPDATE lines SET state = {LEASED}, owner = ?, lease_until = ? WHERE batch = ? AND number IN "
             f"(SELECT number FROM lines INDEXED BY lines_pending WHERE batch = ? AND state = {PENDING} "
             f"AND not_before <= ? AND model IN ({names}) ORDER BY not_before, number LIMIT ?) "
@@ -341,7 +291,7 @@ class SqliteBatches:
         def work() -> set[tuple[str, int]]:
             lost = set()
             for line, journal in lines:
-                kept = self._db.execute(
+                kept = self.db.execute(
                     f"UPDATE lines SET lease_until = ?, journal = COALESCE(?, journal) {_MINE}",
                     (now + LEASE_SECONDS, journal, line.batch, line.number, self.owner),
                 ).rowcount
@@ -349,26 +299,26 @@ class SqliteBatches:
                     lost.add((line.batch, line.number))
             return lost
 
-        return await self._do(work)
+        return await self.do(work)
 
     async def answer(self, line: Line, answer: Answered, *, failed: bool) -> bool:
         def work() -> bool:
             state, count = (FAILED, "failed") if failed else (COMPLETED, "completed")
-            taken = self._db.execute(
+            taken = self.db.execute(
                 f"UPDATE lines SET state = {state}, owner = NULL, journal = NULL, status = ?, request_id = ?, body = ? "
                 + _MINE
                 + " AND EXISTS (SELECT 1 FROM batches WHERE id = batch AND status IN ('in_progress', 'cancelling'))",
                 (answer.status, answer.request_id, answer.body, line.batch, line.number, self.owner),
             ).rowcount
             if taken:
-                self._db.execute(f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (line.batch,))
+                self.db.execute(f"UPDATE batches SET {count} = {count} + 1 WHERE id = ?", (line.batch,))
             return bool(taken)
 
-        return await self._do(work)
+        return await self.do(work)
 
     async def release(self, line: Line, not_before: float, *, counts: bool, journal: bytes | None) -> None:
-        await self._do(
-            lambda: self._db.execute(
+        await self.do(
+            lambda: self.db.execute(
                 f"UPDATE lines SET state = {PENDING}, owner = NULL, not_before = ?, attempts = attempts + ?, "
                 f"journal = COALESCE(?, journal) {_MINE}",
                 (not_before, int(counts), journal, line.batch, line.number, self.owner),

@@ -8,7 +8,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from penstock.batches.records import Answered, Batch, LineError, StoredFile
-from penstock.batches.sqlite import COMPLETED, FAILED, connect, load_batch, save_batch, transaction
+from penstock.batches.sqlite import COMPLETED, FAILED, SCHEMA, load_batch, save_batch
+from penstock.batches.sqlite_file import connect, transaction
 from penstock.batches.store import NewLine, Row
 
 _SLICE = 10_000  # lines deleted, or read, in one transaction: others write in between
@@ -16,7 +17,7 @@ _SLICE = 10_000  # lines deleted, or read, in one transaction: others write in b
 
 class SqliteWork:
     def __init__(self, path: Path) -> None:
-        self._db = connect(path)
+        self._db = connect(path, SCHEMA)
 
     def begin_lines(self, batch: str) -> None:
         self._forget_lines(batch)

@@ -18,7 +18,7 @@ import uvloop
 from penstock.cache.brokered import BrokeredTier
 from penstock.cache.build import AnswerCache
 from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
-from penstock.core.engine import EngineInfo
+from penstock.core.engine import EngineInfo, Task
 from penstock.core.errors import PenstockError
 from penstock.fleet.build import elsewhere, local_launcher, start
 from penstock.fleet.channel import Channel, Handler
@@ -82,7 +82,7 @@ async def serve(connection: socket.socket) -> int:
         for fleet in by_name.values():
             stack.push_async_callback(fleet.stop)
 
-        def on_ready(app: Edge, own: FleetControl, cache: AnswerCache, models: list[str], open: bool) -> None:
+        def on_ready(app: Edge, own: FleetControl, cache: AnswerCache, models: dict[str, Task], open: bool) -> None:
             handlers.update({**_own(app, own), "own_flush": cache.flush})
             channel.tell("ready", models, open)
 

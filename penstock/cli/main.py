@@ -15,6 +15,7 @@ from penstock.cli import (
     chat,
     check,
     completion,
+    consume,
     dashboards,
     explain,
     fleet,
@@ -33,7 +34,7 @@ def make_parser() -> ArgumentParser:
     parser: ArgumentParser = Parser(prog="penstock", description="LLM serving that keeps a latency promise.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    serving = (serve, chat, check, quantize, bench, batch, explain)
+    serving = (serve, chat, check, quantize, bench, batch, consume, explain)
     for command in (*serving, status, fleet, adapters, chaos, keys, usage, dashboards, worker):
         command.add_parser(subparsers)
     completion.add_parser(subparsers, parser)

@@ -22,6 +22,7 @@ from penstock.cache.brokered import answer_handlers
 from penstock.cli.autoscaling import autoscalers, running
 from penstock.cli.serve import Place, announce, end_at_signals, label_of, launchers_on
 from penstock.cli.served_adapters import adapters_at_start
+from penstock.core.engine import Task
 from penstock.core.errors import Unavailable
 from penstock.fleet.build import own_launchers
 from penstock.fleet.channel import Channel, Handler
@@ -63,7 +64,7 @@ class GatewayProcesses:
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = False
         self.channels: list[Channel] = []
-        self.all_ready: asyncio.Future[tuple[list[str], bool]] = asyncio.get_running_loop().create_future()
+        self.all_ready: asyncio.Future[tuple[dict[str, Task], bool]] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
         self._keepers = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
@@ -91,7 +92,7 @@ class GatewayProcesses:
         async def hello() -> dict[str, Any]:
             return self._welcome | {"fleets": self._told_of_fleets()}
 
-        async def ready(models: list[str], open: bool) -> None:
+        async def ready(models: dict[str, Task], open: bool) -> None:
             self._ready.add(channel)
             if len(self._ready) == self._count and not self.all_ready.done():
                 self.all_ready.set_result((models, open))

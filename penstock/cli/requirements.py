@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from penstock.core.errors import StartupError
 from penstock.settings import Settings
 
-_GATEWAY = ("httptools", "jinja2", "msgspec", "prometheus_client", "python_multipart", "tokenizers")
+_GATEWAY = ("httptools", "jinja2", "msgspec", "prometheus_client", "python_multipart", "tokenizers", "websockets")
 
 
 def check_requirements(settings: Settings, on: str) -> None:
@@ -34,6 +34,9 @@ def _modules(settings: Settings, on: str) -> Iterator[tuple[str, str, str]]:
         yield "--on ray", "ray", "ray"
     if settings.state is not None and settings.state.startswith(("redis", "unix")):
         yield "state", "redis", "serve"
+    if settings.consume is not None:
+        module = {"redis": "redis", "rabbitmq": "aio_pika", "kafka": "confluent_kafka"}[settings.consume.kind]
+        yield "consume", module, "serve" if module == "redis" else settings.consume.kind
     if settings.jwt is not None:
         yield "jwt", "jwt", "serve"
     if is_wanted(settings.observability.otlp_endpoint):

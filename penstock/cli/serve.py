@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.cache.build import AnswerCache
     from penstock.cache.tier import Tier
     from penstock.checkpoint.source import Checkpoint
+    from penstock.core.engine import Task
     from penstock.fleet.build import NewLauncher
     from penstock.fleet.control import FleetControl
     from penstock.fleet.fleet import Fleet
@@ -49,6 +50,11 @@ Place = Literal["local", "ray"]
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("serve", help="serve a model over the OpenAI API")
+    add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="?",
@@ -68,7 +74,6 @@ def add_parser(subparsers: Subparsers) -> None:
     fleet.add_argument("--on", choices=get_args(Place), default="local", help="where replicas run (default local)")
     fleet.add_argument("--ray-address", metavar="HOST:PORT", help=f"head of the Ray cluster (default: {RAY_ADDRESS})")
     add_engine_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,11 +118,15 @@ class SharedParts:
     control: Control
     siblings: Siblings
     adapters: Sequence[NamedAdapter]  # that are there from the start
-    on_ready: Callable[[Edge, FleetControl, AnswerCache, list[str], bool], None]
+    on_ready: Callable[[Edge, FleetControl, AnswerCache, dict[str, Task], bool], None]
 
 
 def run(args: argparse.Namespace) -> int:
-    values = read_values(args)
+    return serve_settings(read_values(args), args.on)
+
+
+def serve_settings(values: dict[str, Any], on: Place) -> int:
+    """`values` are the settings as a file holds them."""
     settings = settings_from_mapping(values)
     import uvloop
 
@@ -125,7 +134,7 @@ def run(args: argparse.Namespace) -> int:
 
     configure_logging(settings.server.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, values, args.on))
+        return runner.run(_serve(settings, values, on))
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
@@ -210,8 +219,8 @@ async def serve_fleets(
     from penstock.fleet.control import FleetControl
     from penstock.fleet.metrics import fleet_metrics
     from penstock.gateway.app import create_app
-    from penstock.gateway.batch_lines import running_batches
     from penstock.gateway.http.server import serve, tune_interpreter
+    from penstock.gateway.queue_consumer import background_work
     from penstock.gateway.tenancy.tenants import open_directory
     from penstock.state.open import open_store
 
@@ -239,12 +248,12 @@ async def serve_fleets(
     )
     await asyncio.gather(*starts)
     await stack.enter_async_context(running(own.autoscalers.values()))
-    await stack.enter_async_context(running_batches(batches, app, directory))
+    await stack.enter_async_context(background_work(settings.consume, batches, app, directory))
 
-    virtual = (name for name, config in settings.models.items() if config.is_virtual)
-    names = [*(model.names[0] for model in models), *virtual]
+    virtual = [name for name, config in settings.models.items() if config.is_virtual]
 
     def on_ready(host: str, port: int) -> None:
+        names = {model.names[0]: model.engine.info.task for model in models} | dict.fromkeys(virtual, "generate")
         if shared is None:
             announce(host, port, names, open=directory.open, tls=settings.server.tls is not None)
         else:
@@ -325,10 +334,19 @@ def end_at_signals(fleets: Sequence[Fleet]) -> None:
         asyncio.get_running_loop().add_signal_handler(sig, end, sig)
 
 
-def announce(host: str, port: int, models: Sequence[str], *, open: bool, tls: bool) -> None:
+_EXAMPLES: dict[Task, tuple[str, dict[str, Any]]] = {
+    "generate": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}),
+    "embed": ("/v1/embeddings", {"input": "Hello!"}),
+    "score": ("/v1/rerank", {"query": "rain", "documents": ["The sun shines.", "It is raining."]}),
+}
+
+
+def announce(host: str, port: int, models: Mapping[str, Task], *, open: bool, tls: bool) -> None:
     url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-    body = json.dumps({"model": models[0], "messages": [{"role": "user", "content": "Hello!"}]})
-    print(f"Penstock serves {', '.join(models)} at {url}\n\nTry it:\n  curl {url}/v1/chat/completions \\")
+    model, task = next(iter(models.items()))
+    path, fields = _EXAMPLES[task]
+    body = json.dumps({"model": model, **fields})
+    print(f"Penstock serves {', '.join(models)} at {url}\n\nTry it:\n  curl {url}{path} \\")
     if not open:
         print(f'    -H "Authorization: Bearer ${API_KEY}" \\')  # of 'penstock keys create'
     print(f"    -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)

@@ -186,6 +186,7 @@ class GenerateRequest:
     # (penalties, limits, sampling positions, usage) and do not come again in chunks.
     output: Sequence[int] = ()
     adapter: Adapter | None = None  # that the model computes with; None: the model as it is
+    prediction: Sequence[int] = ()  # tokens that its output is expected to repeat; only its speed depends on them
     second_text: int = 0  # position where the second of two texts begins that a cross-encoder compares; 0: there is one
     resumed: bool = False  # another engine has accepted it before: it must not be refused for want of capacity
     priority: int = 0  # within a class lower runs first

@@ -363,7 +363,7 @@ class Scheduler:
         del self._sequences[sequence.request.id]
         self._tenants.leave(sequence.counter)
         if self.speculation is not None:
-            self.speculation.drafter.forget(sequence)
+            self.speculation.forget(sequence)
         if sequence.row < 0:
             self.waiting.remove(sequence)
             self._clock.leave(sequence, now)

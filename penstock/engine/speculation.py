@@ -11,6 +11,7 @@ faster with it than without: `best_depths` decides by the step-time model and by
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass
@@ -27,9 +28,12 @@ from penstock.engine.step_time import StepShape, StepTimes
 _LEAST_GAIN = 1.03
 _DOUBT = 1.5
 # Tokens that a draft must be expected to gain for a sequence to wait for its last token, where others would not wait.
-_WORTH_WAITING = 1.5
+_WORTH_WAITING = 4.0
 # Tokens for which a sequence without a draft is left alone at most: asking for one costs some microseconds each time.
 _LONGEST_PAUSE = 8
+# Share of the time that may go into asking for drafts in vain, and for how long it is saved up while nobody asks.
+_ASKING_SHARE = 0.005
+_SAVED_SECONDS = 0.2
 _PROBE = 8  # drafted tokens from which the step-time model's price of one is taken
 
 
@@ -56,10 +60,15 @@ class Drafter(Protocol):
 class Speculation:
     """Drafts for the sequences of a step that decode. `max_tokens`: of one draft."""
 
-    def __init__(self, drafter: Drafter, times: StepTimes, max_tokens: int) -> None:
+    def __init__(
+        self, drafter: Drafter, times: StepTimes, max_tokens: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.drafter = drafter
         self._times = times
         self._most = max_tokens
+        self._clock = clock
+        self._drafting: set[Sequence] = set()  # those that had a draft when they were last asked for, or wait for one
+        self._rest_until = -math.inf  # only these are asked before: the share of asking in vain is used up
 
     def plan(self, decodes: list[Sequence], budget: int) -> tuple[dict[Sequence, list[int]], set[Sequence]]:
         """Drafts of at most `budget` tokens in all, and the sequences that should not be in this step.
@@ -67,8 +76,16 @@ class Speculation:
         Those are sequences whose last token is still being computed: a draft after it, one step later, is expected to
         gain more than the token that this step would give them.
         """
-        due = [s for s in decodes if len(s.tokens) >= s.draft_from and s.first_token is not None]
-        if not due or budget < 1:
+        began = self._clock()
+        rests = began < self._rest_until
+        if budget < 1 or (rests and not self._drafting):
+            return {}, set()
+        due = [
+            s
+            for s in decodes
+            if (s in self._drafting if rests else len(s.tokens) >= s.draft_from) and s.first_token is not None
+        ]
+        if not due:
             return {}, set()
         prices = self._prices(decodes)
         known, waiting = [], set()
@@ -85,7 +102,15 @@ class Speculation:
             elif s not in waiting:
                 s.draft_from = len(s.tokens) + s.draft_pause
                 s.draft_pause = min(_LONGEST_PAUSE, 2 * s.draft_pause)
+        self._drafting = self._drafting.difference(due) | drafts.keys() | waiting
+        in_vain = (self._clock() - began) * (1 - (len(drafts) + len(waiting)) / len(due))
+        self._rest_until = max(self._rest_until, began - _SAVED_SECONDS) + in_vain / _ASKING_SHARE
         return drafts, waiting
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._drafting.discard(sequence)
+        self.drafter.forget(sequence)
 
     def _drafts(self, known: list[Sequence], streams: int, budget: int, prices: Prices) -> dict[Sequence, list[int]]:
         outlooks = [self.drafter.outlook(s) for s in known]

@@ -211,7 +211,10 @@ class StepTimes:
             return
         if not shape.prefill:
             self._undrafted = 0 if shape.drafted else self._undrafted + 1
-        predicted = self._fit(shape).observe(shape.features(self._padded), seconds)
+        fit = self._fit(shape)
+        predicted = fit.observe(shape.features(self._padded), seconds)
+        if not shape.prefill:  # one machine: if it becomes faster while nothing is drafted, drafts are faster as well
+            self._decode.drift = self._drafted.drift = fit.drift
         if predicted is not None:
             error = abs(predicted - seconds) / seconds
             self._errors.append(error)

@@ -25,8 +25,10 @@ from penstock.gateway.api.endpoints import ENDPOINTS, Handlers
 from penstock.gateway.api.files import FileEndpoints
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.live import Live
+from penstock.gateway.api.llama import LlamaCompletions, LlamaStatus
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
+from penstock.gateway.api.ollama import OllamaChats, OllamaGenerate, OllamaStatus
 from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
@@ -38,6 +40,7 @@ from penstock.gateway.api.siblings import Alone, Siblings
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
 from penstock.gateway.api.web import WebEndpoints
+from penstock.gateway.api.websocket import WebSocketEndpoint
 from penstock.gateway.edge import Authenticate, Edge, Route, Routes
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.traffic import Traffic
@@ -105,10 +108,13 @@ def create_app(
     control, siblings = control or NoFleet(), siblings or Alone()
     caches = CacheEndpoints(serving, cache or NoAnswerCache(), siblings)
     live = Live(serving, requests, control, caches, spend, directory)
-    parts = Parts(directory, requests, control, siblings, batches, caches, live)
+    socket = WebSocketEndpoint(serving)
+    parts = Parts(directory, requests, control, siblings, batches, caches, live, socket)
     routes = _routes(serving, settings, origins, parts)
     tracing = start_tracing(settings.observability.otlp_endpoint)
-    return Edge(routes, origins, serving, requests, live, tracing)
+    edge = Edge(routes, origins, serving, requests, live, tracing)
+    socket.answer = edge.answer
+    return edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +128,7 @@ class Parts:
     batches: Batches | None
     caches: CacheEndpoints
     live: Live
+    socket: WebSocketEndpoint
 
 
 def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -> Model:
@@ -174,12 +181,18 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         batches=BatchEndpoints(serving, parts.batches, {endpoint.path for endpoint in ENDPOINTS}),
         caches=parts.caches,
         live=parts.live,
+        socket=parts.socket,
         web=WebEndpoints(),
         openapi=OpenApi(serving),
         messages=metered(directory.store, Messages(serving)),
         count_tokens=CountTokens(serving),
         create_response=metered(directory.store, responses),
         responses=responses,
+        ollama_chat=metered(directory.store, OllamaChats(serving)),
+        ollama_generate=metered(directory.store, OllamaGenerate(serving)),
+        ollama=OllamaStatus(serving),
+        llama_completions=metered(directory.store, LlamaCompletions(serving)),
+        llama=LlamaStatus(serving),
     )
     return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors) for e in ENDPOINTS])
 

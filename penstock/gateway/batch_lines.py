@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.batches.journal import LineJournal
+from penstock.batches.decisions import room
 from penstock.batches.place import Batches
-from penstock.batches.records import Answered, Line
-from penstock.batches.runner import Attempt, BatchRunner, failure
+from penstock.batches.records import Answered
+from penstock.batches.runner import Asked, Attempt, BatchRunner, failure
 from penstock.core.errors import Forbidden, Overloaded
 from penstock.gateway.edge import Edge
 from penstock.gateway.http.local import LocalResponse, local_request
@@ -40,21 +40,22 @@ class LineAnswers:
         engines |= {adapter.name: adapter.model for adapter in adapters.all()}
         return [[name for name, engine in engines.items() if engine == model.name] for model in models.all]
 
-    def room(self, group: Sequence[str], running: int) -> int:
-        return 64 - running
+    def room(self, group: Sequence[str], running: int, most: int) -> int:
+        return room(self._edge.serving.models.by_name[group[0]].engine.stats, running, most)
 
-    async def answer(self, line: Line, body: bytes, journal: LineJournal) -> Attempt:
-        tenant = self._tenant(line.tenant)
+    async def answer(self, asked: Asked) -> Attempt:
+        tenant = self._tenant(asked.tenant)
         if tenant is None:
-            return failure(Forbidden("the tenant of this batch is gone", code="unknown_tenant"))
-        request = local_request(line.endpoint, body)
-        request.background, request.journal = True, journal
-        response = LocalResponse(request)
+            return failure(Forbidden("the tenant of this request is gone", code="unknown_tenant"))
+        request = local_request(asked.endpoint, asked.body)
+        request.background, request.journal = True, asked.journal
+        response = LocalResponse(request, asked.on_events)
         await self._edge.answer(request, response, tenant)
         error = response.error
         wait = error.retry_after if isinstance(error, Overloaded) else 0.0
         retryable = error is not None and error.retryable
-        return Attempt(Answered(response.status, request.id, response.body), retryable, wait)
+        status = response.status if error is None else error.status
+        return Attempt(Answered(status, request.id, response.body), retryable, wait)
 
     def _tenant(self, name: str) -> Tenant | None:
         return self._directory.tenants.get(name) if name else self._directory.public

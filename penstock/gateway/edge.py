@@ -61,6 +61,9 @@ class Routes:
             path = next(iter(methods.values())).path
             methods["OPTIONS"] = Route("OPTIONS", path, _Options(_allowed([*methods, "OPTIONS"])), public)
 
+    def has(self, path: str) -> bool:
+        return path in self._plain
+
     def find(self, request: Request) -> Route:
         method, path = request.method, request.path
         methods = self._plain.get(path) or self._plain.get(path.removesuffix("/")) or self._match(request)

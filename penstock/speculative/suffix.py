@@ -4,8 +4,9 @@ The last tokens of a sequence are looked up among all earlier ones, and the draf
 found, a place is followed token by token for as long as the output goes on as the text does there: each token that
 comes tests one guess, drafted or not, so how often guesses are right is known without drafting any.
 
-A sequence is only compared with its own prompt and output, and with recent answers that the same tenant got in the same
-prefix scope, with the same salt and adapter: how fast tokens come must not tell one tenant what another one has read.
+A sequence is only compared with its own prompt and output, with what its client predicts, and with recent answers that
+the same tenant got in the same prefix scope, with the same salt and adapter: how fast tokens come must not tell one
+tenant what another one has read.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _PLACES = 4  # the latest ones of a run that are compared
 _LENGTHS = (1, 3, 4, 6, 10, 18)  # of matches: guesses after longer ones are right more often, and are counted apart
 _TRUSTED = 6  # tokens of a match that is followed on after one token that differs
 _MOST_COMPARED = 32  # tokens of a match that are counted
-_MOST_INDEXED = 8192  # tokens of one sequence, the latest when it was first seen
+_MOST_INDEXED = 8192  # tokens of one sequence, the latest when it was first seen, and of what is predicted for it
 _INDEXED_AT_ONCE = 1024  # tokens in one step: less than a millisecond
 _TESTED_AT_ONCE = 16  # of tokens that have come since it was last asked: the latest
 _ANSWERS = 2048  # tokens of answers of one scope, twice: the older half goes when the newer one is full
@@ -93,11 +94,12 @@ class _Answers:
 class _Reader:
     """One sequence: what is indexed of it, and the place that it seems to repeat."""
 
-    __slots__ = ("_acceptance", "_answers", "_at", "_by_length", "_index", "_length", "_source")
+    __slots__ = ("_acceptance", "_answers", "_at", "_by_length", "_index", "_length", "_predicted", "_source")
 
-    def __init__(self, tokens: list[int], answers: _Answers) -> None:
+    def __init__(self, tokens: list[int], answers: _Answers, predicted: list[int]) -> None:
         self._index = Index(tokens, max(0, len(tokens) - _MOST_INDEXED))
         self._answers = answers
+        self._predicted = Index(predicted)
         self._acceptance = Acceptance(_MEMORY)
         self._by_length = [Acceptance(_MEMORY_OF_LENGTH) for _ in range(len(_LENGTHS) + 1)]
         self._source: list[int] | None = None  # the text that it repeats
@@ -111,6 +113,9 @@ class _Reader:
         if len(tokens) - index.end > _TESTED_AT_ONCE:
             index.extend(min(len(tokens) - 1, index.end + _INDEXED_AT_ONCE))
             self._source = None
+        predicted = self._predicted
+        if predicted.end < len(predicted.tokens) - 1:
+            predicted.extend(min(len(predicted.tokens) - 1, predicted.end + _INDEXED_AT_ONCE))
         if len(tokens) - index.end > _TESTED_AT_ONCE:
             return False
         for end in range(index.end + 1, len(tokens) + 1):
@@ -144,7 +149,7 @@ class _Reader:
         tokens = self._index.tokens
         if self._source is None:
             self._length = 0
-        for index in (self._index, self._answers.newer, self._answers.older):
+        for index in (self._index, self._predicted, self._answers.newer, self._answers.older):
             at, length = index.match(tokens, end)
             if length > self._length:
                 self._at, self._length, self._source = at, length, index.tokens
@@ -180,8 +185,8 @@ class SuffixDrafter:
     def outlook(self, sequence: Sequence) -> float:
         reader = self._readers.get(sequence)
         if reader is None:
-            answers = self._answers_of(sequence)
-            reader = self._readers[sequence] = _Reader(sequence.tokens, answers)
+            reader = _Reader(sequence.tokens, self._answers_of(sequence), _predicted(sequence))
+            self._readers[sequence] = reader
         return reader.outlook if reader.read() else 0.0
 
     def seconds(self, sequences: int) -> float:
@@ -204,3 +209,11 @@ class SuffixDrafter:
         if len(self._scopes) > _SCOPES:
             self._scopes.popitem(last=False)
         return answers
+
+
+def _predicted(sequence: Sequence) -> list[int]:
+    """What its client expects it to write, behind the end of the prompt, which leads there."""
+    request = sequence.request
+    if not request.prediction:
+        return []
+    return [*sequence.tokens[: sequence.prompt_len][-_MOST_COMPARED:], *request.prediction[:_MOST_INDEXED]]

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.batches.decisions import MAX_ATTEMPTS, MAX_DELAY, after_failure, next_status, window_seconds
+from penstock.batches.decisions import MAX_ATTEMPTS, MAX_DELAY, after_failure, next_status, room, window_seconds
 from penstock.batches.records import Batch
+from penstock.core.engine import EngineStats
 
 RUNNING = Batch("batch_1", "", "/v1/completions", "file-1", "24h", 0, 100, "in_progress", total=3)
 
@@ -49,3 +50,13 @@ def test_a_cancelled_batch_waits_for_what_runs() -> None:
 )
 def test_completion_windows(window: str, seconds: int | None) -> None:
     assert window_seconds(window) == seconds
+
+
+def test_an_engine_is_given_what_makes_its_steps_efficient() -> None:
+    fast = EngineStats(fixed_step_seconds=0.02, stream_step_seconds=0.002, prefill_tokens_per_second=1000.0)
+    assert room(EngineStats(), 0, 64) == 64  # nothing was measured yet
+    assert room(fast, 30, 64) == 10
+    assert room(fast, 0, 8) == 8
+    for busy in (replace(fast, waiting=1), replace(fast, prefill_tokens=600)):
+        assert room(busy, 0, 64) == 1
+        assert room(busy, 1, 64) == 0

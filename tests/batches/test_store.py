@@ -100,8 +100,8 @@ class Machine(RuleBasedStateMachine):
     def kill(self, who: int) -> None:
         """As the kernel does it: its lock is free, its leases are still written down."""
         process = self.processes[who]
-        self.run(process._in_thread(process._lock.close))
-        self.run(process._in_thread(process._db.close))
+        self.run(process.in_thread(process._lock.close))
+        self.run(process.in_thread(process.db.close))
         self.processes[who] = SqliteBatches(Path(self.folder.name))
         self.run(self.processes[who].open())
         self.leased[who] = []
@@ -195,12 +195,12 @@ async def test_a_tenant_sees_its_own_and_has_limits(store: SqliteBatches) -> Non
 async def test_a_full_disk_is_said_and_leaves_the_queue_as_it_was(store: SqliteBatches) -> None:
     batch = await queued(store, 1)
     (line,) = await store.lease([MODEL], 1, time.time())
-    pages = await store._in_thread(lambda: store._db.execute("PRAGMA page_count").fetchone()[0])
-    await store._in_thread(lambda: store._db.execute(f"PRAGMA max_page_count = {pages}").fetchone())
+    pages = await store.in_thread(lambda: store.db.execute("PRAGMA page_count").fetchone()[0])
+    await store.in_thread(lambda: store.db.execute(f"PRAGMA max_page_count = {pages}").fetchone())
     large = Answered(200, "", b'"' + b"x" * 1_000_000 + b'"')
     with pytest.raises(StorageFull):
         await store.answer(line, large, failed=False)
-    await store._in_thread(lambda: store._db.execute("PRAGMA max_page_count = 100000").fetchone())
+    await store.in_thread(lambda: store.db.execute("PRAGMA max_page_count = 100000").fetchone())
     found = await store.batch("", batch.id)
     assert found is not None
     assert found.completed == 0

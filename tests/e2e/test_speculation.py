@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from penstock import LLM, SamplingParams
@@ -74,3 +75,28 @@ def test_over_http(server: Server, plain: dict[str, list[list[int]]], name: str)
             assert found["choices"][0]["token_ids"] == expected
             ledger = found["usage"]["ledger"]["choices"][0]["engine"]
             assert ledger["accepted_tokens"] <= ledger["drafted_tokens"]
+
+
+def test_a_prediction_changes_nothing_but_the_speed(server: Server) -> None:
+    client = openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=120)
+
+    def ask(prediction: str | None) -> tuple[str | None, openai.types.CompletionUsage]:
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "user", "content": "Tell me about the sea."}],
+            prediction=openai.omit if prediction is None else {"type": "content", "content": prediction},
+            max_tokens=120,
+            temperature=0,
+            extra_headers={"Cache-Control": "no-store", "x-penstock-ledger": "true"},
+        )
+        assert answer.usage is not None
+        return answer.choices[0].message.content, answer.usage
+
+    text, usage = ask(None)
+    assert usage.completion_tokens_details is None
+    predicted, usage = ask(text)
+    assert predicted == text
+    details, ledger = usage.completion_tokens_details, (usage.model_extra or {})["ledger"]["choices"][0]["engine"]
+    assert details is not None
+    assert details.accepted_prediction_tokens == ledger["accepted_tokens"]
+    assert details.rejected_prediction_tokens == ledger["drafted_tokens"] - ledger["accepted_tokens"]

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.speculation import Prices, best_depths, expected_tokens
+from penstock.core.request import GenerateRequest, SamplingParams
+from penstock.engine.arrival import sequence_of
+from penstock.engine.fairness import TenantCounter
+from penstock.engine.limits import SchedulerLimits
+from penstock.engine.sequence import Sequence
+from penstock.engine.speculation import Prices, Speculation, best_depths, expected_tokens
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.simulation.virtual_engine import cpu_step_seconds
 
@@ -89,3 +94,87 @@ def test_a_slow_time_does_not_end_drafting_for_good() -> None:
     for _ in range(600):
         times.observe(StepShape(1, 500), cpu_step_seconds(StepShape(1, 500)))
     assert times.predict(shape) == pytest.approx(seconds, rel=0.1), "by the times of steps without drafts"
+
+
+def test_a_machine_that_becomes_faster_without_drafts_is_faster_with_them() -> None:
+    times = StepTimes()
+    for number in range(200):
+        plain, drafted = StepShape(1 + number % 4, 500), StepShape(1 + number % 4, 500, drafted=1 + number % 7)
+        times.observe(plain, 2 * cpu_step_seconds(plain))
+        times.observe(drafted, 2 * cpu_step_seconds(StepShape(drafted.decodes + drafted.drafted, 500)))
+    for number in range(100):
+        plain = StepShape(1 + number % 4, 500)
+        times.observe(plain, cpu_step_seconds(plain))
+    assert times.predict(StepShape(1, 500, drafted=4)) == pytest.approx(cpu_step_seconds(StepShape(5, 500)), rel=0.1)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SlowDrafter:
+    """Takes a millisecond for every question, and knows how some sequences go on."""
+
+    def __init__(self, clock: Clock, repeating: set[int]) -> None:
+        self.clock, self.repeating, self.asked = clock, repeating, list[int]()
+
+    def outlook(self, sequence: Sequence) -> float:
+        self.clock.now += 1e-3
+        self.asked.append(sequence.row)
+        return 0.95 * (sequence.row in self.repeating)
+
+    def seconds(self, sequences: int) -> float:
+        return 0.0
+
+    def propose(self, sequences: list[Sequence], depths: list[int]) -> list[list[int]]:
+        return [[7] * depth for depth in depths]
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
+def test_asking_in_vain_takes_a_bounded_share_of_the_time() -> None:
+    clock, rows = Clock(), 8
+    drafter = SlowDrafter(clock, set())
+    sequences = [decoding(row) for row in range(rows)]
+    speculation = Speculation(drafter, learnt(), 15, clock)
+    for _ in range(20_000):
+        assert speculation.plan(sequences, 100) == ({}, set())
+        clock.now += 5e-3
+        for sequence in sequences:
+            sequence.tokens.append(3)
+    assert 0.004 < 1e-3 * len(drafter.asked) / clock.now < 0.006
+
+
+def test_sequences_with_drafts_are_asked_all_the_time() -> None:
+    clock = Clock()
+    drafter = SlowDrafter(clock, {1})
+    sequences = [decoding(0), decoding(1)]
+    speculation = Speculation(drafter, learnt(), 15, clock)
+    for _ in range(1000):
+        drafts, _ = speculation.plan(sequences, 100)
+        assert [s.row for s in drafts] == [1]
+        clock.now += 5e-3
+    assert drafter.asked.count(0) < 100
+    speculation.forget(sequences[1])
+    assert not any(speculation.plan(sequences[:1], 100))
+
+
+def decoding(row: int) -> Sequence:
+    request = GenerateRequest(str(row), (1, 2, 3), SamplingParams(max_tokens=100_000))
+    limits = SchedulerLimits(10_000, 16, max_seqs=8, max_step_tokens=512, max_model_len=150_000, vocab_size=100)
+    sequence = sequence_of(request, row, TenantCounter("", 1.0), limits, 0.0)
+    sequence.row, sequence.computed, sequence.first_token = row, 2, 0.0
+    return sequence
+
+
+def learnt() -> StepTimes:
+    times = StepTimes()
+    for number in range(200):
+        shape = StepShape(1 + number % 16, 500)
+        times.observe(shape, 6e-3 + 1e-5 * shape.decodes)
+    return times

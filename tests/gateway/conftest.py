@@ -19,10 +19,10 @@ from penstock.core.request import GenerateRequest
 from penstock.gateway.api.adapters import AdapterBase, NamedAdapter
 from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
-from penstock.gateway.batch_lines import running_batches
 from penstock.gateway.edge import Edge
 from penstock.gateway.http.listener import bind
 from penstock.gateway.http.server import serve
+from penstock.gateway.queue_consumer import background_work
 from penstock.gateway.settings import ServerConfig
 from penstock.gateway.tenancy.keys import create_key
 from penstock.gateway.tenancy.tenants import Directory, open_directory
@@ -128,7 +128,7 @@ def serving(
                 batches=batches,
             )
             gateway.edge = app
-            async with running_batches(batches, app, directory):
+            async with background_work(settings.consume, batches, app, directory):
                 task = asyncio.ensure_future(serve(app, bind("127.0.0.1", 0), on_ready, 0.0, settings.server.tls))
                 stop.append(lambda: task.get_loop().call_soon_threadsafe(task.cancel))
                 with suppress(asyncio.CancelledError):

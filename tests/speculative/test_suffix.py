@@ -80,6 +80,14 @@ def test_long_prompts_are_read_bit_by_bit() -> None:
     assert drafter.propose([s], [5]) == [text[4020:4025]]
 
 
+def test_what_the_client_predicts_is_drafted_from_its_beginning() -> None:
+    draw = random.Random(7)
+    prompt, predicted = draw.choices(range(1000), k=100), draw.choices(range(1000), k=200)
+    edited = [t for t in predicted if draw.random() > 0.02]
+    assert accepted(SuffixDrafter(), sequence(prompt, prediction=predicted), edited) > 150
+    assert accepted(SuffixDrafter(), sequence(prompt), edited) == 0
+
+
 def test_answers_are_found_by_the_same_scope_only() -> None:
     answer = random.Random(5).choices(range(1000), k=50)
     theirs: dict[str, Any] = {"tenant": "a", "prefix_scope": "a", "cache_salt": "s", "adapter": Adapter("x", "/x")}

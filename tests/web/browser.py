@@ -72,7 +72,7 @@ def open_tab(browser: Browser) -> Iterator[Tab]:
     tab.watch()
     yield tab
     context.close()
-    assert tab.problems == []
+    assert not tab.problems, tab.problems
 
 
 def top(element: Locator) -> float:

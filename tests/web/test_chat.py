@@ -59,11 +59,13 @@ def test_html_in_an_answer_is_shown_and_never_run(tab: Tab, gateway: Gateway) ->
     ask(tab, gateway, INJECTED)
     answer = tab.page.locator(".answer .markdown")
     expect(answer.locator("p").first).to_contain_text('<img src="x" onerror="window.ran=1"><script>')
-    expect(answer.locator("pre")).to_contain_text("<script>window.ran=2</script>")
     expect(tab.page.locator(".bubble")).to_contain_text("<script>")
-    expect(tab.page.locator(".ledger")).to_be_visible()
-    assert tab.page.locator("main img, main script, main a[href^=javascript]").count() == 0
-    assert tab.page.evaluate("window.ran") is None
+    for _ in range(2):  # as it was streamed, and from the history
+        expect(tab.page.locator(".ledger")).to_be_visible()
+        expect(answer.locator("pre")).to_contain_text("<script>window.ran=2</script>")
+        assert tab.page.locator("main img, main script, main a[href^=javascript]").count() == 0
+        assert tab.page.evaluate("window.ran") is None
+        tab.page.reload()
 
 
 def test_an_answer_is_stopped_regenerated_and_its_question_edited(tab: Tab, gateway: Gateway) -> None:
@@ -177,12 +179,15 @@ def test_themes_and_a_phone(tab: Tab, gateway: Gateway, scheme: Literal["light",
     page = tab.page
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": 390, "height": 844})
-    ask(tab, gateway)
-    expect(page.locator(".ledger")).to_be_visible()
+    page.goto(gateway.url)
+    page.get_by_role("button", name="+ Compare").click()
+    page.get_by_role("textbox", name="Message").fill("Hello")
+    page.keyboard.press("Enter")
+    expect(page.locator(".ledger")).to_have_count(2)
     for place in ("#chat", "#live", "#admin"):
         page.goto(gateway.url + place)
         expect(page.locator("main > *").first).to_be_visible()
-        assert page.evaluate("document.documentElement.scrollWidth") <= 390, place
+        assert page.evaluate(WIDEST) <= 390, place
         for background, text in page.evaluate(CONTRASTS):
             assert contrast(background, text) >= 4.5, (place, background, text)
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -190,6 +195,10 @@ def test_themes_and_a_phone(tab: Tab, gateway: Gateway, scheme: Literal["light",
     page.get_by_role("button", name="Theme: as the system").click()
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
+
+# What is wider than the window is hidden or scrolls by itself, further down than this.
+WIDEST = """() => Math.max(...[...document.querySelectorAll('html, body, main, main > *, main > * > *')]
+  .map((one) => one.scrollWidth))"""
 
 # Background and colour of everything that has text of its own, as [r, g, b].
 CONTRASTS = """() => {

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import msgspec
 
 from penstock.core.errors import (
@@ -19,7 +16,7 @@ from penstock.core.errors import (
 )
 from penstock.gateway.api import anthropic_types as types
 from penstock.gateway.api.anthropic_reading import AnthropicChat, CountReader, MessagesReader
-from penstock.gateway.api.blocks import Block, BlockAnswer, Step
+from penstock.gateway.api.blocks import Block, BlockAnswer, Step, call_arguments
 from penstock.gateway.api.generation import Answer, Generation
 from penstock.gateway.api.serving import Incoming, Serving, encode_json
 from penstock.gateway.api.text_generation import TextEndpoint, Wanted
@@ -120,7 +117,7 @@ class MessagesAnswer(BlockAnswer[AnthropicChat]):
         if block.kind == "text":
             return types.TextContent(block.text)
         if block.kind == "call":
-            return types.ToolUseContent(block.id, block.name, _arguments(block.text))
+            return types.ToolUseContent(block.id, block.name, call_arguments(block.text))
         return types.ThinkingContent("" if self.body.omit_thinking else block.text, self.id)
 
     def _usage(self) -> types.MessageUsage:
@@ -138,22 +135,15 @@ class MessagesAnswer(BlockAnswer[AnthropicChat]):
         return ("tool_use" if choice.stream.calls else "end_turn"), None
 
 
-def _arguments(text: str) -> dict[str, Any]:
-    """Empty if the model was cut off in the middle of them, or wrote something else."""
-    try:
-        found = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 class Messages(TextEndpoint[AnthropicChat]):
     endpoint = "/v1/messages"
     prompt_param = "messages"
     reader_type = MessagesReader  # type: ignore[assignment]
     answer_type = MessagesAnswer
 
-    async def __call__(self, request: Request, response: Response, tenant: Tenant, reservation: Reservation) -> Answer:
+    async def __call__(
+        self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
+    ) -> Answer | None:
         response.headers[b"request-id"] = request.id.encode()
         return await super().__call__(request, response, tenant, reservation)
 

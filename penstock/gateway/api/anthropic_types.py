@@ -140,7 +140,7 @@ class MessagesRequest(CountRequest, kw_only=True):
 
 class TextContent(Struct, tag_field="type", tag="text"):
     text: str
-    citations: None = None
+    citations: UnsetType | None = UNSET  # never any: clients differ in whether null is allowed
 
 
 class ThinkingContent(Struct, tag_field="type", tag="thinking"):

@@ -3,10 +3,11 @@ Responses API output items."""
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.generation import Generation
@@ -33,6 +34,15 @@ class Block:
     def text(self) -> str:
         """Of a call: its arguments."""
         return "".join(self.pieces)
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """Empty if the model was cut off in the middle of them, or wrote something else."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class Blocks:

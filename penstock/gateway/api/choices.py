@@ -103,6 +103,7 @@ async def build_choices(
                 cache_salt=body.cache_salt or "",
                 prefix_scope=prefixes.scope(tenant.name),
                 common_tokens=common_tokens,
+                prediction=prompt.prediction or (),
                 objective=context.objective,
                 deadline=deadline,
                 session=context.session,

@@ -72,7 +72,7 @@ class CompletionReader(TextReader[CompletionRequest]):
     ) -> Prompt:
         require(len(prompt) > 0 or bool(asked.suffix), param, "must not be empty")
         if asked.suffix:
-            return _infilling(prompt, asked.suffix, param, text, bounds)
+            return infilling(prompt, asked.suffix, param, text, bounds)
         if not isinstance(prompt, str):
             if len(prompt) > bounds.prompt_tokens:
                 raise bounds.too_long(param, str(len(prompt)))
@@ -85,7 +85,7 @@ class CompletionReader(TextReader[CompletionRequest]):
         return Prompt(ids, prompt if asked.echo else None, similar)
 
 
-def _infilling(prompt: str | TokenIds, suffix: str, param: str, text: ModelText, bounds: Bounds) -> Prompt:
+def infilling(prompt: str | TokenIds, suffix: str, param: str, text: ModelText, bounds: Bounds) -> Prompt:
     if text.infill is None:
         message = "suffix is not supported by this model: its tokenizer has no tokens for filling in the middle"
         raise InvalidRequest(message, param="suffix")

@@ -16,7 +16,7 @@ Access = Literal["public", "tenant", "admin", "metrics", "operator"]
 
 JSON, EVENTS, TEXT, CSV = "application/json", "text/event-stream", "text/plain", "text/csv"
 HTML, STYLES, SCRIPT, IMAGE = "text/html", "text/css", "text/javascript", "image/svg+xml"
-JSONL = "application/jsonl"
+JSONL, LINES = "application/jsonl", "application/x-ndjson"
 STRING = {"type": "string"}
 
 

@@ -41,12 +41,15 @@ from penstock.gateway.api.fleet import (
 )
 from penstock.gateway.api.generation import Handler
 from penstock.gateway.api.live import Live
+from penstock.gateway.api.llama import LlamaStatus
+from penstock.gateway.api.ollama import OllamaStatus
 from penstock.gateway.api.other_endpoints import OTHER_ENDPOINTS
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
 from penstock.gateway.api.web import WebEndpoints
+from penstock.gateway.api.websocket import WebSocketEndpoint
 from penstock.gateway.settings import TenantConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints, Deleted, KeyView, NewKey
 from penstock.observability.account import Account
@@ -84,6 +87,7 @@ class Handlers:
     adapters: lora.AdapterEndpoints
     caches: CacheEndpoints
     live: Live
+    socket: WebSocketEndpoint
     web: WebEndpoints
     files: FileEndpoints
     batches: BatchEndpoints
@@ -92,6 +96,11 @@ class Handlers:
     count_tokens: Handler
     create_response: Handler
     responses: Responses
+    ollama_chat: Handler
+    ollama_generate: Handler
+    ollama: OllamaStatus
+    llama_completions: Handler
+    llama: LlamaStatus
 
 
 _DAY = {"type": "string", "format": "date"}
@@ -231,25 +240,6 @@ ENDPOINTS = (
         types.Detokenized,
         types.DetokenizeRequest,
     ),
-    Endpoint("GET", "/v1/lora_adapters", "operator", "All adapters", lambda h: h.adapters.all, lora.AdapterList),
-    Endpoint(
-        "POST",
-        "/v1/load_lora_adapter",
-        "operator",
-        "Serve a LoRA adapter, in place of another one if the name is taken",
-        lambda h: h.adapters.load,
-        lora.Loaded,
-        lora.LoadAdapter,
-    ),
-    Endpoint(
-        "POST",
-        "/v1/unload_lora_adapter",
-        "operator",
-        "Serve a LoRA adapter no longer",
-        lambda h: h.adapters.unload,
-        lora.Unloaded,
-        lora.UnloadAdapter,
-    ),
     Endpoint("GET", "/admin/tenants", "admin", "All tenants", lambda h: h.admin.tenants, ObjectList),
     Endpoint(
         "PUT",
@@ -379,6 +369,16 @@ ENDPOINTS = (
         None,
         media=(HTML, STYLES, SCRIPT, IMAGE),
         parameters=in_path("name"),
+    ),
+    Endpoint(
+        "GET",
+        "/v1/stream",
+        "tenant",
+        "A WebSocket for many requests at once",
+        lambda h: h.socket.open,
+        None,
+        status=101,
+        media=(),
     ),
     *OTHER_ENDPOINTS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 from urllib.parse import quote
 
@@ -19,9 +19,10 @@ from penstock.gateway.api.cache_control import NAME as CACHE
 from penstock.gateway.api.cache_control import cache_header
 from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.context import Context
-from penstock.gateway.api.openai_types import CompletionTokensDetails, PromptTokensDetails, SamplingFields, Usage
+from penstock.gateway.api.openai_types import SamplingFields, Usage
 from penstock.gateway.api.slices import slices
 from penstock.gateway.api.trial import Escalated, Trial
+from penstock.gateway.api.usage import count_tokens, usage_of
 from penstock.gateway.errors import ClientGone
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
@@ -198,16 +199,10 @@ class Generation:
     def _settle(self) -> None:
         """What was not computed for this request is not charged."""
         computed = [choice for choice in self.choices if choice.first is not None and choice.computed]
-        self.reservation.settle(self.metering, *_count(computed))
+        self.reservation.settle(self.metering, *count_tokens(computed))
 
     def usage(self) -> Usage:
-        prompt_tokens, cached, outputs = _count(self.choices)
-        output_tokens = sum(outputs)
-        usage = Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached))
-        if self.choices[0].stream.reasons:
-            reasoning_tokens = sum(choice.stream.reasoning_tokens for choice in self.choices)
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
-        return usage
+        return usage_of(self.choices)
 
     def usage_in_chunks(self, body: SamplingFields) -> Callable[[], Usage | UnsetType | None]:
         """What each chunk of a stream says of usage: nothing, null when it comes at the end, or what it is so far."""
@@ -292,13 +287,3 @@ class Answer(Protocol):
 
 # Sends a response itself, or returns the answer to a request to generate.
 Handler = Callable[[Request, Response, Tenant], Awaitable[Answer | None]]
-
-
-def _count(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:
-    """Tokens of the prompts, those of them that were cached, and the output of each choice."""
-    prompt_tokens = cached_tokens = 0
-    for choice in choices:
-        if choice.first_of_prompt:
-            prompt_tokens += len(choice.prompt.token_ids)
-            cached_tokens += choice.cached_tokens
-    return prompt_tokens, cached_tokens, [choice.stream.output_tokens for choice in choices]

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from penstock.core.engine import Task
 from penstock.core.request import MAX_STOP_STRINGS, FinishReason
-from penstock.gateway.api.messages import ChatDelta, ChatFinishReason, ChatMessage, Message
+from penstock.gateway.api.messages import ChatDelta, ChatFinishReason, ChatMessage, ContentPart, Message
 from penstock.observability.account import Account
 
 Ignored: TypeAlias = Any
@@ -75,6 +75,17 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
+class Prediction(Struct, forbid_unknown_fields=True):
+    """Text that the answer is expected to repeat. Only how fast it comes depends on it."""
+
+    content: str | list[ContentPart]
+    type: Literal["content"] = "content"
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text or "" for part in self.content)
+
+
 class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """What both endpoints share."""
 
@@ -111,6 +122,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     deadline_ms: Annotated[float, Meta(gt=0, le=MAX_DEADLINE_MS)] | None = None
+    prediction: Prediction | None = None
 
     skip_special_tokens: Limited = None
     include_stop_str_in_output: Limited = None
@@ -118,7 +130,6 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
     guided_decoding_backend: Ignored = None
     metadata: Ignored = None
-    prediction: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
@@ -162,7 +173,7 @@ IGNORED = tuple(name for name, kind in SamplingFields.__annotations__.items() if
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Either `prompt` or `messages`."""
+    """Either `prompt` or `messages`; or, as llama.cpp calls it, `content`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -174,6 +185,10 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
     return_token_strs: bool | None = None
+    content: str | None = None  # from here: llama.cpp's
+    add_special: bool = False
+    with_pieces: bool = False
+    parse_special: Ignored = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -189,7 +204,9 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    reasoning_tokens: int
+    reasoning_tokens: int = 0
+    accepted_prediction_tokens: int = 0  # these two: drafted tokens that were right, and those that were not
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(Struct):
@@ -197,7 +214,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models that reason
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # with reasoning or a prediction
     ledger: Account | UnsetType = UNSET  # when the request asks for it
 
 
@@ -341,8 +358,15 @@ class ModelList(Struct):
     object: Literal["list"] = "list"
 
 
+class Piece(Struct):
+    """A token as llama.cpp shows it: bytes that are only part of a character as numbers."""
+
+    id: int
+    piece: str | list[int]
+
+
 class Tokenized(Struct):
-    tokens: list[int]
+    tokens: Sequence[int | Piece]
     count: int
     max_model_len: int
     token_strs: list[str] | UnsetType = UNSET  # as the vocabulary spells them
@@ -350,6 +374,7 @@ class Tokenized(Struct):
 
 class Detokenized(Struct):
     prompt: str
+    content: str  # the same, as llama.cpp calls it
 
 
 class HealthReport(Struct):

@@ -33,6 +33,10 @@ _RANGES = {
 }
 
 
+# Bodies of other APIs that name a model.
+OTHER_REQUESTS = ("MessagesRequest", "CountRequest", "ResponsesRequest", "OllamaChatRequest", "OllamaGenerateRequest")
+
+
 class OpenApi:
     """Served from bytes made once, on the first request for them."""
 
@@ -57,7 +61,7 @@ def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]
     found, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(map(id, used), found, strict=True))
     known = {"type": "string", "examples": list(model_names)} if adapters else {"enum": list(model_names)}
-    for name in ("ChatRequest", "CompletionRequest", "MessagesRequest", "CountRequest", "ResponsesRequest"):
+    for name in ("ChatRequest", "CompletionRequest", *OTHER_REQUESTS):
         components[name]["properties"]["model"] = known
     for name in ("ChatRequest", "CompletionRequest"):
         _refine(components[name]["properties"], vocab_size)

@@ -1,19 +1,23 @@
-"""Endpoints for vectors of texts, of OpenAI's Responses API, and of other servers, for clients written for those."""
+"""Endpoints for LoRA adapters, vectors, responses, and for clients of Anthropic, Ollama and llama.cpp."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from penstock.gateway.api import anthropic_types, responses_types
+from penstock.gateway.api import adapter_endpoints as lora
+from penstock.gateway.api import anthropic_types, llama_types, ollama_types, responses_types
 from penstock.gateway.api.anthropic_messages import AnthropicErrors, Messages
 from penstock.gateway.api.comparisons import Reranked, Reranking, RerankRequest, Scored, ScoreRequest, Scoring
 from penstock.gateway.api.embeddings import EmbeddingList, EmbeddingRequest, Embeddings
-from penstock.gateway.api.endpoint import EVENTS, GENERATE, JSON, STRING, Endpoint, in_path, parameter
+from penstock.gateway.api.endpoint import EVENTS, GENERATE, JSON, LINES, STRING, Endpoint, in_path, parameter
 from penstock.gateway.api.generation import Handler
+from penstock.gateway.api.llama import LLAMA_ERRORS, LlamaCompletions
+from penstock.gateway.api.ollama import OllamaChats, OllamaErrors, OllamaGenerate
 from penstock.gateway.api.responses import MAX_ITEMS, RESPONSES_ERRORS, Responses
 
 _ANTHROPIC_ERRORS = AnthropicErrors()
+_OLLAMA_ERRORS = OllamaErrors()
 
 _RESPONSE = f"{Responses.endpoint}/{{id}}"
 _PAGE = (
@@ -28,6 +32,25 @@ def _texts(path: str, summary: str, handler: Callable[[Any], Handler], answer: t
 
 
 OTHER_ENDPOINTS = (
+    Endpoint("GET", "/v1/lora_adapters", "operator", "All adapters", lambda h: h.adapters.all, lora.AdapterList),
+    Endpoint(
+        "POST",
+        "/v1/load_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter, in place of another one if the name is taken",
+        lambda h: h.adapters.load,
+        lora.Loaded,
+        lora.LoadAdapter,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter no longer",
+        lambda h: h.adapters.unload,
+        lora.Unloaded,
+        lora.UnloadAdapter,
+    ),
     _texts(Embeddings.endpoint, "Vectors of texts", lambda h: h.embeddings, EmbeddingList, EmbeddingRequest),
     _texts(Reranking.endpoint, "Documents by their relevance", lambda h: h.rerank, Reranked, RerankRequest),
     _texts(Scoring.endpoint, "How well pairs of texts match", lambda h: h.score, Scored, ScoreRequest),
@@ -103,4 +126,85 @@ OTHER_ENDPOINTS = (
         errors=_ANTHROPIC_ERRORS,
         error=anthropic_types.AnthropicErrorBody,
     ),
+    Endpoint(
+        "POST",
+        OllamaChats.endpoint,
+        "tenant",
+        "Answer a conversation, as Ollama does",
+        lambda h: h.ollama_chat,
+        ollama_types.OllamaChunk,
+        ollama_types.OllamaChatRequest,
+        media=(JSON, LINES),
+        parameters=GENERATE,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "POST",
+        OllamaGenerate.endpoint,
+        "tenant",
+        "Answer a prompt, as Ollama does",
+        lambda h: h.ollama_generate,
+        ollama_types.OllamaChunk,
+        ollama_types.OllamaGenerateRequest,
+        media=(JSON, LINES),
+        parameters=GENERATE,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "POST",
+        "/api/show",
+        "tenant",
+        "About a model, as Ollama says it",
+        lambda h: h.ollama.show,
+        ollama_types.OllamaShown,
+        ollama_types.OllamaShowRequest,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "GET",
+        "/api/tags",
+        "tenant",
+        "The models, as Ollama lists them",
+        lambda h: h.ollama.tags,
+        ollama_types.OllamaModels,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "GET",
+        "/api/ps",
+        "tenant",
+        "The models that are loaded: all",
+        lambda h: h.ollama.running,
+        ollama_types.OllamaRunningModels,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "GET",
+        "/api/version",
+        "public",
+        "Of Ollama's API",
+        lambda h: h.ollama.version,
+        ollama_types.OllamaVersion,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "POST",
+        LlamaCompletions.endpoint,
+        "tenant",
+        "Continue a text, as llama.cpp does",
+        lambda h: h.llama_completions,
+        llama_types.LlamaCompletion,
+        llama_types.LlamaCompletionRequest,
+        media=(JSON, EVENTS),
+        parameters=GENERATE,
+        errors=LLAMA_ERRORS,
+    ),
+    Endpoint("GET", "/props", "tenant", "As llama.cpp has it", lambda h: h.llama.props, llama_types.LlamaProps),
+    Endpoint("GET", "/slots", "tenant", "As llama.cpp has it", lambda h: h.llama.slots, list[llama_types.LlamaSlot]),
 )

@@ -55,6 +55,7 @@ class Prompt:
     similar: SimilarPrompt | None = None  # where the route lets prompts of the same meaning share an answer
     form: OutputForm | None = None  # how to read the answer to a chat; None: as text
     second_text: int = 0  # where the second of two texts begins; 0: there is one
+    prediction: list[int] | None = None  # what the answer is expected to repeat
 
 
 class ModelText:
@@ -183,7 +184,7 @@ class Reader(Protocol[Head_co]):
 class Asked(msgspec.Struct):
     """Which model a body asks for, and for whom."""
 
-    model: str
+    model: str = ""  # empty: the first one, where a request need not name any
     user: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
@@ -199,7 +200,9 @@ class ModelReader:
 
     def read(self, body: bytes, terms: Terms) -> tuple[Asked, list[Prompt]]:
         asked = decode_json(self._decoder, body)
-        if terms.wildcards:
+        if not asked.model:
+            asked.model = terms.default_model
+        elif terms.wildcards:
             asked.model = terms.served(asked.model)
         return checked_options(asked) if len(body) > INLINE_BYTES else asked, []
 

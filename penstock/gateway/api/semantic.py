@@ -32,6 +32,6 @@ def similar_completion(body: CompletionRequest, text: str) -> SimilarPrompt | No
 
 
 def _rest(body: ChatRequest | CompletionRequest) -> bytes:
-    silent = dict.fromkeys((*IGNORED, "stream", "stream_options", "priority", "model"))
+    silent = dict.fromkeys((*IGNORED, "stream", "stream_options", "priority", "model", "prediction"))
     plain = msgspec.structs.replace(body, **silent)
     return blake2b(_encode((type(body).__name__, plain)), digest_size=32).digest()

@@ -77,11 +77,13 @@ class Serving:
     semantic_routes: frozenset[str] = frozenset()  # where prompts of the same meaning may share an answer
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Incoming:
+    async def receive(
+        self, request: Request, tenant: Tenant, reservation: Reservation, *, any_type: bool = False
+    ) -> Incoming:
         """A request to generate, when the server is there for it. What takes long to read is admitted first, so that
-        nobody pays for those who are past their limits."""
+        nobody pays for those who are past their limits. `any_type`: whatever its Content-Type is, it is JSON."""
         self.traffic.admit()
-        body = await self.body(request, tenant)
+        body = await self.body(request, tenant, any_type=any_type)
         incoming = Incoming(request, tenant, body)
         long = request.body_size > INLINE_BYTES
         if not long and not self.models.routed:
@@ -175,12 +177,13 @@ class Serving:
         with request.cancelling_on_disconnect():
             return await self.long_requests.read(reader.name, body, terms)
 
-    async def read(self, request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-        """A body of the administrator's."""
-        return decode_json(decoder, b"".join(await self.body(request, OPEN)))
+    async def read(self, request: Request, decoder: msgspec.json.Decoder[T], *, any_type: bool = False) -> T:
+        """A body that is not for a model, such as one of the administrator's."""
+        return decode_json(decoder, b"".join(await self.body(request, OPEN, any_type=any_type)))
 
-    def body(self, request: Request, tenant: Tenant) -> Awaitable[list[bytes]]:
-        _check_content_type(request)
+    def body(self, request: Request, tenant: Tenant, *, any_type: bool = False) -> Awaitable[list[bytes]]:
+        if not any_type:
+            _check_content_type(request)
         most = tenant.max_body_mib
         limit = self.max_body if most is None else min(self.max_body, int(most * 2**20))
         return request.body(limit, self.body_seconds)

@@ -9,7 +9,7 @@ import msgspec
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.api.chat import tokenize_chat
 from penstock.gateway.api.decoding import decode_json
-from penstock.gateway.api.openai_types import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from penstock.gateway.api.openai_types import Detokenized, DetokenizeRequest, Piece, Tokenized, TokenizeRequest
 from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Reader, Terms, blamed_on
 from penstock.gateway.api.serving import Incoming, Serving, check_token_ids, encode_json
 from penstock.gateway.http.request import Request
@@ -28,8 +28,10 @@ class TokenizeReader:
 
     def read(self, body: bytes, terms: Terms) -> tuple[bytes, list[Prompt]]:
         asked = decode_json(_tokenize_decoder, body, ignore_unknown=terms.ignore_unknown)
-        if (asked.prompt is None) == (asked.messages is None):
+        if [asked.prompt, asked.messages, asked.content].count(None) != 2:
             raise InvalidRequest("send either prompt or messages", param="prompt")
+        if asked.content is not None:
+            asked.prompt, asked.add_special_tokens = asked.content, asked.add_special
         text, bounds = _text_and_bounds(self.texts, terms, asked.model)
         bounds = bounds._replace(prompt_tokens=bounds.countable)
         with blamed_on("messages" if asked.prompt is None else "prompt", bounds):
@@ -41,6 +43,8 @@ class TokenizeReader:
         answer = Tokenized(ids, len(ids), bounds.max_model_len)
         if asked.return_token_strs:
             answer.token_strs = [text.tokenizer.token_spelling(token_id) for token_id in ids]
+        if asked.with_pieces:
+            answer.tokens = [Piece(token_id, _piece(text.tokenizer.token_bytes(token_id))) for token_id in ids]
         return encode_json(answer), []
 
 
@@ -55,7 +59,14 @@ class DetokenizeReader:
         text, bounds = _text_and_bounds(self.texts, terms, asked.model)
         check_token_ids(asked.tokens, "tokens", bounds)
         decoded = text.tokenizer.decode(asked.tokens, skip_special_tokens=False)
-        return encode_json(Detokenized(decoded)), []
+        return encode_json(Detokenized(decoded, decoded)), []
+
+
+def _piece(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 def _text_and_bounds(texts: Mapping[str, ModelText], terms: Terms, model: str | None) -> tuple[ModelText, Bounds]:

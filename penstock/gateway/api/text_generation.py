@@ -29,7 +29,7 @@ from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Answer, Emit, Generation
 from penstock.gateway.api.objectives import reported_tier
 from penstock.gateway.api.openai_types import SamplingFields, Usage
-from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, checked_options
+from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, blamed_on, checked_options
 from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.api.serving import DONE, Incoming, Serving, check_values, encode_json, event
 from penstock.gateway.api.shadow import ShadowedAnswer
@@ -66,6 +66,13 @@ class TextReader(ABC, Generic[B]):
         if asked.truncate_prompt_tokens is not None:
             bounds = bounds._replace(prompt_tokens=bounds.countable)
         prompts = self.prompts(asked, self.texts[name], bounds, terms.semantic)
+        if asked.prediction is not None:
+            with blamed_on("prediction", bounds):
+                predicted = self.texts[name].tokenizer.encode(
+                    asked.prediction.text, add_special_tokens=False, at_most=bounds.countable
+                )
+            prompts = [replace(prompt, prediction=predicted[: bounds.max_model_len]) for prompt in prompts]
+            asked.prediction = None
         return checked_options(asked, **self.without_prompt) if len(body) > INLINE_BYTES else asked, prompts
 
     def decode(self, body: bytes, terms: Terms) -> B:
@@ -106,8 +113,13 @@ class TextEndpoint(ABC, Generic[B]):
         self.serving = serving
         self.reader = self.reader_type(serving.texts)
 
-    async def __call__(self, request: Request, response: Response, tenant: Tenant, reservation: Reservation) -> Answer:
-        incoming = await self.receive(request, tenant, reservation)
+    async def __call__(
+        self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
+    ) -> Answer | None:
+        """None: it has been answered."""
+        return await self.answer(await self.receive(request, tenant, reservation), response, reservation)
+
+    async def answer(self, incoming: Incoming, response: Response, reservation: Reservation) -> Answer:
         if incoming.entry is None:
             return await self._answer(incoming, response, reservation)
         config, version, why = incoming.entry.config, incoming.version, ""
@@ -117,7 +129,7 @@ class TextEndpoint(ABC, Generic[B]):
             answer: Answer = await self._answer(incoming, response, reservation, version, why)
         else:
             answer = await self._cascaded(incoming, response, reservation, incoming.entry.name, config.cascade)
-        if config.shadow is None or not is_shadowed(request.unique, config.shadow.fraction):
+        if config.shadow is None or not is_shadowed(incoming.request.unique, config.shadow.fraction):
             return answer
         return self._shadowed(answer, incoming, config.shadow.model)
 

@@ -15,7 +15,7 @@ import httptools
 
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.gateway.errors import HeadersTooLarge, UnsupportedCoding
-from penstock.gateway.http.request import Header, Request
+from penstock.gateway.http.request import Header, Request, Upgraded
 from penstock.gateway.http.response import Response
 
 Answer = Callable[[Request, Response], Coroutine[Any, Any, None]]
@@ -59,6 +59,7 @@ class Connection(asyncio.Protocol):
         self._receiving: Request | None = None  # its body is not complete
         self._reading = True
         self._last = False  # no request is read any more
+        self._upgraded: Upgraded | None = None  # what is received goes to it
         self._lingering = False  # the last answer is out, the client may still be sending
         self._discarded = 0  # bytes, since then
         self.closed: asyncio.Future[None] = self._loop.create_future()
@@ -83,6 +84,9 @@ class Connection(asyncio.Protocol):
         del self._parser  # it refers back to this
 
     def data_received(self, data: bytes) -> None:
+        if self._upgraded is not None:
+            self._upgraded.receive(data)
+            return
         if not self._last:
             self._input = self._input + data if self._input else data
             self._parse()
@@ -190,14 +194,13 @@ class Connection(asyncio.Protocol):
             raise HeadersTooLarge(f"chunk extensions and trailers are larger than {MAX_FRAMING} bytes")
 
     def _without_offer(self) -> bytes:
-        """The latest head again, without its offer to speak another protocol: the parser took it up and would skip the
-        body. Java's client sends one with its first request."""
+        """The latest head again, without the word by which the parser takes up the offer to speak another protocol, and
+        would skip the body: Java's client offers HTTP/2 with its first request. A WebSocket still finds the offer."""
         lines = []
         for name, value in self._headers:
             if name == b"connection":
                 value = b",".join(word for word in value.split(b",") if word.strip().lower() != b"upgrade")
-            if name != b"upgrade":
-                lines.append(b"%b: %b\r\n" % (name, value))
+            lines.append(b"%b: %b\r\n" % (name, value))
         return b"%b %b HTTP/%b\r\n%b\r\n" % (*self._offered, b"".join(lines))
 
     def steer_reading(self) -> None:
@@ -280,6 +283,13 @@ class Connection(asyncio.Protocol):
         else:
             self._linger()
 
+    def take_over(self, upgraded: Upgraded) -> None:
+        received, self._input, self._position = self._input[self._position :], b"", 0
+        self._upgraded = upgraded
+        self.steer_reading()
+        if received:
+            upgraded.receive(received)
+
     def _linger(self) -> None:
         """Closing now would answer what is still being sent with a reset, and the client might never see the answer."""
         self._read_no_more()
@@ -324,6 +334,8 @@ class Connection(asyncio.Protocol):
         """Now if idle, else after the answer under way."""
         if self._current is None:
             self._close()
+        elif self._upgraded is not None:
+            self._upgraded.shut_down()
         else:
             self._current.keep_alive = False
 

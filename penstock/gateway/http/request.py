@@ -23,6 +23,16 @@ _LENGTH = re.compile(rb"[0-9]{1,18}")
 _NO_PARAMS: Mapping[str, str] = {}
 
 
+class Upgraded(Protocol):
+    """Another protocol on a connection that began with HTTP."""
+
+    def receive(self, data: bytes) -> None: ...
+
+    def shut_down(self) -> None:
+        """The server ends: say goodbye."""
+        ...
+
+
 class Peer(Protocol):
     """Whoever sends requests and takes responses: a client's connection, or a part of this process."""
 
@@ -40,6 +50,10 @@ class Peer(Protocol):
     def steer_reading(self) -> None: ...
 
     def finish(self, response: Response) -> None: ...
+
+    def take_over(self, upgraded: Upgraded) -> None:
+        """What is received from here on is for `upgraded`."""
+        ...
 
 
 class Request:

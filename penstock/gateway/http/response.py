@@ -9,19 +9,28 @@ from http import HTTPStatus
 
 from penstock.core.errors import PenstockError
 from penstock.gateway.errors import OPENAI_ERRORS, ErrorFormat, error_headers, leaves_input
-from penstock.gateway.http.request import Header, Peer, Request
+from penstock.gateway.http.request import Header, Peer, Request, Upgraded
 
 _STATUS_LINES = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
 _JSON: Header = (b"content-type", b"application/json")
 _STREAM_HEADERS: list[Header] = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
 ]
 
 
 class Response:
-    __slots__ = ("_chunked", "_connection", "_finished", "headers", "keep_alive", "request", "status", "streaming")
+    __slots__ = (
+        "_chunked",
+        "_connection",
+        "_finished",
+        "headers",
+        "keep_alive",
+        "request",
+        "status",
+        "stream_type",
+        "streaming",
+    )
 
     def __init__(self, connection: Peer, request: Request, *, keep_alive: bool) -> None:
         self.request = request
@@ -29,6 +38,7 @@ class Response:
         self.headers: dict[bytes, bytes] = {}  # beside those that every response has
         self.status = 0  # 0: it has not started
         self.streaming = False
+        self.stream_type = b"text/event-stream; charset=utf-8"
         self._connection = connection
         self._chunked = request.http_1_1  # otherwise a stream ends with the connection
         self._finished: float | None = None  # when the last of it was about to be sent
@@ -96,12 +106,34 @@ class Response:
         """The client has its answer, and the work goes on without it: its time is still counted."""
         self._finished = None
 
+    def upgrade(self, head: bytes, upgraded: Upgraded) -> None:
+        """From here on the connection speaks another protocol."""
+        self.status = 101
+        self.request.answered = True
+        self._connection.write(head)
+        self._connection.take_over(upgraded)
+
+    async def drained(self) -> None:
+        """Waits while the client does not take what was written."""
+        if self._connection.paused:
+            await self._connection.resumed()
+
+    def send_raw(self, data: bytes) -> None:
+        """These two: of a connection that was upgraded."""
+        if not self.request.disconnected:
+            self._connection.write_soon(data)
+
+    def close_upgraded(self) -> None:
+        self.keep_alive = False
+        self._write_last(b"")
+
     def _stream_head(self) -> bytes:
         self.streaming = True
+        content_type = b"content-type", self.stream_type
         if self._chunked:
-            return self._head(200, (b"transfer-encoding", b"chunked"), *_STREAM_HEADERS)
+            return self._head(200, (b"transfer-encoding", b"chunked"), content_type, *_STREAM_HEADERS)
         self.keep_alive = False
-        return self._head(200, *_STREAM_HEADERS)
+        return self._head(200, content_type, *_STREAM_HEADERS)
 
     def _chunk(self, data: bytes) -> bytes:
         return b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data

@@ -30,13 +30,18 @@ export function adminPage(main, detail) {
     }
   }
 
+  function turn(by) {
+    const names = Object.keys(SECTIONS);
+    location.hash = `admin/${names[(names.indexOf(section) + by + names.length) % names.length]}`;
+  }
+
   document.addEventListener("keychange", draw);
   main.append(h("div", { class: "admin" }, h("h1", { class: "visually-hidden" }, "Administration"), tabs, body));
   draw();
   return {
     goTo: (name) => { section = SECTIONS[name] ? name : "tenants"; draw(); },
     leave: () => { clearTimeout(timer); document.removeEventListener("keychange", draw); },
-    shortcuts: Object.fromEntries(Object.entries(TITLES).map(([name, title]) => [name[0], [title, () => { location.hash = `admin/${name}`; }]])),
+    shortcuts: { ArrowLeft: ["Previous section", () => turn(-1)], ArrowRight: ["Next section", () => turn(1)] },
   };
 }
 
@@ -65,9 +70,9 @@ async function act(button, work, said) {
 
 const FIELDS = [
   ["requests_per_minute", "Requests per minute", "number"], ["tokens_per_minute", "Tokens per minute", "number"], ["concurrent", "Requests at once", "number"],
-  ["budget_per_day", "Budget per day", "number"], ["budget_per_month", "Budget per month", "number"], ["weight", "Weight", "number"],
+  ["budget_per_day", "Budget per day", "number"], ["budget_per_month", "Budget per month", "number"], ["weight", "Weight", "number", "1"],
   ["max_tokens", "Most output tokens", "number"], ["max_prompt_tokens", "Most prompt tokens", "number"], ["timeout_seconds", "Timeout, seconds", "number"],
-  ["default_class", "Default class", "text"], ["models", "Models, by commas", "text"],
+  ["default_class", "Default class", "text", "the server's"], ["models", "Models, by commas", "text", "all"],
 ];
 
 async function tenants(redraw) {
@@ -111,8 +116,8 @@ function tenantDialog(tenant, redraw) {
   };
   return openDialog(tenant ? `Tenant ${tenant.name}` : "New tenant", (close) => h("form", { class: "stack", onsubmit: submit(close) },
     !tenant && h("label", { class: "field" }, "Name", h("input", { name: "name", required: true, pattern: "[A-Za-z0-9][A-Za-z0-9._\\-]{0,63}", autocomplete: "off", autofocus: true })),
-    h("div", { class: "pairs" }, FIELDS.map(([name, label, kind]) => h("label", { class: "field" }, label,
-      h("input", { name, type: kind, step: kind === "number" ? "any" : null, min: kind === "number" ? 0 : null, placeholder: "no limit", value: Array.isArray(tenant?.[name]) ? tenant[name].join(", ") : tenant?.[name] ?? "" })))),
+    h("div", { class: "pairs" }, FIELDS.map(([name, label, kind, unset = "no limit"]) => h("label", { class: "field" }, label,
+      h("input", { name, type: kind, step: kind === "number" ? "any" : null, min: kind === "number" ? 0 : null, placeholder: unset, value: Array.isArray(tenant?.[name]) ? tenant[name].join(", ") : tenant?.[name] ?? "" })))),
     problem,
     h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => close(false) }, "Cancel"), h("button", { type: "submit", class: "primary" }, "Save"))));
 }

@@ -58,7 +58,7 @@ class ChatPage {
 
   async loadModels() {
     try {
-      this.cards = (await json("/v1/models")).data;
+      this.cards = (await json("/v1/models")).data.filter(({ task }) => task === "generate");
       const names = this.cards.map((card) => card.id);
       const kept = this.conversation.models.filter((name) => names.includes(name));
       this.conversation.models = kept.length ? kept : names.slice(0, 1);

@@ -36,7 +36,7 @@ function bar(account) {
   const parts = partsOf(account);
   const label = parts.map(([name, seconds]) => `${name} ${duration(seconds)}`).join(", ");
   return h("div", { class: "ledger-bar", role: "img", "aria-label": `Where ${duration(account.total)} went: ${label}` },
-    parts.map(([name, seconds]) => h("i", { class: `p-${name}`, style: { flexGrow: String(seconds), flexBasis: "0" }, title: `${name} ${duration(seconds)}: ${PARTS[name]}` })));
+    parts.map(([name, seconds]) => h("i", { class: `p-${name}`, style: { flex: `${seconds / account.total * 1000} 0 0` }, title: `${name} ${duration(seconds)}: ${PARTS[name]}` })));
 }
 
 function fact(label, value, kind = "") {

@@ -88,7 +88,7 @@ export function drawLanes(canvas, tracks, start, end, now, maxLanes, selected) {
 
 function drawTrack(context, toX, track, y, now) {
   const piece = (from, to, name, inset = 0) => {
-    const [x, end] = [toX(from), toX(to)];
+    const [x, end] = [Math.round(toX(from)), Math.round(toX(to))];
     if (end <= 0 || to <= from) return;
     context.fillStyle = colour(name);
     context.fillRect(x, y + inset, Math.max(1, end - x), LANE - 2 * inset);
@@ -97,7 +97,7 @@ function drawTrack(context, toX, track, y, now) {
   if (!account) {
     const submitted = track.submitted ?? now;
     piece(track.arrived, submitted, "c-prepare", 5);
-    piece(submitted, track.first ?? now, "c-queued", 4);
+    piece(submitted, track.first ?? now, "c-waiting", 4); // how much of it was queueing is known when it has ended
     if (track.first !== null) piece(track.first, now, "c-decode", 2);
   } else {
     const parts = account.choices[0]?.parts ?? {};
@@ -108,8 +108,8 @@ function drawTrack(context, toX, track, y, now) {
     }
     for (const chunk of account.choices[0]?.engine?.prefill ?? []) {
       piece(at, at + chunk.seconds, "c-prefill", 1);
-      const edge = toX(at + chunk.seconds);
-      context.clearRect(edge - 0.5, y, 1, LANE);
+      const [from, to] = [toX(at), toX(at + chunk.seconds)];
+      if (to - from > 3) context.clearRect(Math.round(to) - 1, y, 1, LANE); // between chunks
       at += chunk.seconds;
     }
     const end = track.arrived + account.total - Math.max(0, parts.relay || 0);
@@ -139,7 +139,7 @@ export function drawFirstTokens(canvas, tracks, start, end, objectives, selected
   const left = 48;
   const toX = timeAxis(context, width, height, start, end, left);
   const [low, high] = [0.002, 30];
-  const toY = (seconds) => (height - AXIS - 6) * (1 - Math.log(Math.min(high, Math.max(low, seconds)) / low) / Math.log(high / low)) + 4;
+  const toY = (seconds) => (height - AXIS - 22) * (1 - Math.log(Math.min(high, Math.max(low, seconds)) / low) / Math.log(high / low)) + 20;
   context.textAlign = "right";
   for (const mark of [0.01, 0.1, 1, 10]) {
     context.fillStyle = colour("muted");
@@ -148,6 +148,8 @@ export function drawFirstTokens(canvas, tracks, start, end, objectives, selected
     context.lineWidth = 1;
     context.strokeRect(left, Math.round(toY(mark)) + 0.5, width - left, 0);
   }
+  context.fillStyle = colour("bad");
+  context.fillText("refused", left - 6, 8);
   context.setLineDash([4, 4]);
   for (const [name, seconds] of objectives) {
     context.strokeStyle = context.fillStyle = colour("warn");
@@ -159,9 +161,9 @@ export function drawFirstTokens(canvas, tracks, start, end, objectives, selected
   const boxes = [];
   for (const track of tracks) {
     const bad = track.account ? missed(track.account) : false;
-    const seconds = track.first === null || track.first === undefined ? (bad ? high : null) : track.first - track.arrived;
-    if (seconds === null || track.arrived < start || track.arrived > end) continue;
-    const [x, y] = [toX(track.arrived), toY(seconds)];
+    const seconds = track.first ? track.first - track.arrived : null;
+    if ((seconds === null && !bad) || track.arrived < start || track.arrived > end) continue;
+    const [x, y] = [toX(track.arrived), seconds === null ? 8 : toY(seconds)];
     context.fillStyle = colour(bad ? "bad" : "accent");
     context.globalAlpha = bad ? 1 : 0.65;
     context.beginPath();

@@ -66,24 +66,24 @@ class LivePage {
     this.kv = canvas("KV blocks in use over time");
     this.kvNote = h("small");
     this.classes = h("div", { class: "scroll" });
-    this.late = h("div", { class: "scroll" });
+    this.late = h("div", { class: "scroll late" });
     this.replicas = h("div", { class: "scroll" });
     this.tenants = h("div", { class: "scroll" });
     const panel = (title, note, ...content) => h("section", { class: "panel", "aria-label": title }, h("h2", null, title, note), content);
-    const key = (...names) => h("small", { class: "key" }, names.map(([name, label]) => [h("i", { class: `swatch p-${name}` }), `${label} `]));
+    const key = (...names) => h("small", { class: "key" }, names.map(([name, label]) => h("span", null, h("i", { class: `swatch p-${name}` }), label)));
     main.append(h("div", { class: "live" },
       h("div", { class: "row controls" }, h("h1", { class: "visually-hidden" }, "Live"), this.state, this.modelSelect, spanSelect, this.pauseButton, this.slider, this.shown),
       this.problem = h("div", { class: "problem", hidden: true }),
       this.tiles,
-      panel("Requests", [key(["queued", "queued"], ["prefill", "prefill chunks"], ["decode", "decode"], ["stalled", "stalled"]), this.laneNote], this.lanes),
+      panel("Requests", [key(["waiting", "no token yet"], ["queued", "queued"], ["prefill", "prefill chunks"], ["decode", "decode"], ["stalled", "stalled"]), this.laneNote], this.lanes),
       h("div", { class: "grid" },
         panel("First tokens", h("small", null, "red: missed its objective; click for its ledger"), this.points),
         panel("Latencies by class", h("small", null, "over the span shown"), this.classes),
         panel("Step composition", key(["decode", "decode"], ["prefill", "prefill"]), this.steps),
         panel("KV blocks", this.kvNote, this.kv),
         panel("Late, failed and refused", h("small", null, "latest first"), this.late),
-        panel("Replicas", null, this.replicas),
-        panel("Tenants", h("small", null, "since this gateway started"), this.tenants))));
+        h("div", { class: "column" }, panel("Replicas", null, this.replicas),
+          panel("Tenants", h("small", null, "since this gateway started"), this.tenants)))));
   }
 
   // ------------------------------------------------------------ the stream
@@ -175,26 +175,26 @@ class LivePage {
     drawAreas(this.steps, composition(frames, model), start, end, ["c-decode", "c-prefill"]);
     const readings = frames.map((frame) => ({ at: frame.at, ...reading(frame, model) }));
     drawAreas(this.kv, readings.map(({ at, kv_blocks_used: used }) => ({ at, values: [used] })), start, end, ["c-decode"], readings.at(-1)?.kv_blocks || 1);
-    this.drawTiles(readings.at(-1), rates(frames, model), frames.at(-1), readings[0]);
+    this.drawTiles(readings.at(-1), rates(frames, model), frames.at(-1), start, end);
     this.drawClasses(found);
     this.drawLate(tracks, start, end);
     this.drawReplicas();
     this.drawTenants();
   }
 
-  drawTiles(last, per, frame, first) {
+  drawTiles(last, per, frame, start, end) {
     const tile = (label, value, note, kind = "") => h("div", { class: "tile" }, h("span", { class: "small muted" }, label), h("b", { class: kind }, value), h("span", { class: "small muted" }, note));
     if (!last) { fill(this.tiles, h("p", { class: "muted" }, "Waiting for the first reading.")); return; }
     this.kvNote.textContent = `${count(last.kv_blocks_used)} of ${count(last.kv_blocks)} in use`;
-    const refused = last.refused - first.refused;
+    const refused = this.store.refusals.filter(({ at }) => at >= start && at <= end).length;
     fill(this.tiles,
-      tile("Running", count(last.running), `${count(frame.inFlight)} requests at the gateway`),
-      tile("Waiting", count(last.waiting), last.prefill_tokens ? `${count(last.prefill_tokens)} prompt tokens to compute` : "nothing to prefill", last.waiting > last.running && last.waiting > 8 ? "warn" : ""),
+      tile("Running", count(last.running), `${count(frame.inFlight)} at the gateway`),
+      tile("Waiting", count(last.waiting), `${count(last.prefill_tokens)} tokens to prefill`, last.waiting > last.running && last.waiting > 8 ? "warn" : ""),
       tile("Output", `${rate(per.output)} tok/s`, `${rate(per.steps)} steps/s`),
-      tile("Prefill", `${rate(per.prefill)} tok/s`, `${count(last.prompt_tokens)} prompt tokens in all`),
+      tile("Prefill", `${rate(per.prefill)} tok/s`, `${count(last.prompt_tokens)} in all`),
       tile("KV cache", percent(last.kv_blocks_used, last.kv_blocks), `${count(last.preemptions)} preemptions`),
-      tile("Prefix hits", percent(last.cached_tokens, last.prompt_tokens), "of prompt tokens, since the start"),
-      tile("Refused", count(refused), `in this span; ${count(last.refused)} in all`, refused > 0 ? "bad" : ""));
+      tile("Prefix hits", percent(last.cached_tokens, last.prompt_tokens), "of prompt tokens"),
+      tile("Refused", count(refused), `${count(last.refused)} by engines in all`, refused > 0 ? "bad" : ""));
   }
 
   drawClasses(found) {

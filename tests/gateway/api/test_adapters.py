@@ -109,6 +109,9 @@ def test_adapters_are_listed_as_models_and_chosen_by_name(gateway: Gateway, fold
     assert (message["model"], message["content"][0]["text"]) == ("first", adapter_digest(folder / "first"))
     counted = [post(gateway, "/v1/messages/count_tokens", model=m, messages=HELLO).json() for m in (MODEL, "first")]
     assert counted[0] == counted[1]
+    chat = post(gateway, "/api/chat", model="first", messages=HELLO, stream=False).json()
+    assert chat["message"]["content"] == adapter_digest(folder / "first")
+    assert [tag["name"] for tag in get(gateway, "/api/tags").json()["models"]] == list(cards)
     response = gateway.client().responses.create(model="second", input="Hello")
     assert (response.model, response.output_text) == ("second", adapter_digest(folder / "second"))
     tokens = [post(gateway, "/tokenize", model=name, prompt="Hello").json()["tokens"] for name in (MODEL, "first")]

@@ -1,0 +1,1 @@
+"""What `clients.py` tries with each client."""

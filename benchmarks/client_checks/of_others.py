@@ -1,0 +1,156 @@
+"""Checks of clients of Anthropic's and Ollama's APIs, and of those that speak several: LlamaIndex, LiteLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from client_checks.of_openai import QUESTION, Check, City, GetWeather
+
+HI: Any = [{"role": "user", "content": "Name a river."}]
+TOOL: Any = {"name": "GetWeather", "description": "Weather of a city.", "input_schema": GetWeather.model_json_schema()}
+
+
+def _anthropic(url: str) -> Any:
+    import anthropic
+
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=120)
+
+
+def anthropic_text(url: str, model: str) -> str:
+    client = _anthropic(url)
+    message = client.messages.create(model=model, max_tokens=24, system="Be brief.", messages=HI)
+    counted = client.messages.count_tokens(model=model, system="Be brief.", messages=HI).input_tokens
+    usage = message.usage
+    assert counted == usage.input_tokens + usage.cache_read_input_tokens
+    return f"{message.content[0].text[:60]!r}, {counted} tokens before"
+
+
+def anthropic_stream(url: str, model: str) -> str:
+    import anthropic
+
+    async def ask() -> tuple[int, Any]:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+            async with client.messages.stream(model=model, max_tokens=24, messages=HI) as stream:
+                pieces = [piece async for piece in stream.text_stream]
+            return len(pieces), await stream.get_final_message()
+
+    pieces, message = asyncio.run(ask())
+    return f"{pieces} pieces, stop_reason {message.stop_reason}"
+
+
+def anthropic_tools(url: str, model: str) -> str:
+    client = _anthropic(url)
+    asked: Any = [{"role": "user", "content": QUESTION}]
+    choice = {"type": "tool", "name": "GetWeather", "disable_parallel_tool_use": True}
+    with client.messages.stream(
+        model=model, max_tokens=200, messages=asked, tools=[TOOL], tool_choice=choice
+    ) as stream:
+        message = stream.get_final_message()
+    (call,) = [block for block in message.content if block.type == "tool_use"]
+    GetWeather.model_validate(call.input)
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "rain"}]}
+    turns = [*asked, {"role": "assistant", "content": message.content}, result]
+    done = client.messages.create(
+        model=model, max_tokens=24, messages=turns, tools=[TOOL], tool_choice={"type": "none"}
+    )
+    return f"{call.name}({call.input}), then an answer of {len(done.content[0].text)} characters"
+
+
+def langchain_anthropic(url: str, model: str) -> str:
+    from langchain_anthropic import ChatAnthropic
+
+    llm = ChatAnthropic(base_url=url, api_key="none", model=model, max_tokens=100, max_retries=0, timeout=120)
+    chunks = list(llm.stream("Name a river."))
+    bound = llm.bind_tools([GetWeather], tool_choice="GetWeather")
+    (call,) = bound.invoke(QUESTION).tool_calls
+    GetWeather.model_validate(call["args"])
+    return f"{len(chunks)} chunks; {call['name']}({call['args']})"
+
+
+def ollama_chat(url: str, model: str) -> str:
+    import ollama
+
+    client = ollama.Client(host=url, timeout=120)
+    assert model in [one.model for one in client.list().models]
+    pieces = list(client.chat(model=model, messages=HI, stream=True, options={"num_predict": 24}))
+    tool: Any = {"type": "function", "function": {"name": TOOL["name"], "parameters": TOOL["input_schema"]}}
+    client.chat(
+        model=model, messages=[{"role": "user", "content": QUESTION}], tools=[tool], options={"num_predict": 24}
+    )
+    return f"{len(pieces)} lines, {pieces[-1].eval_count} tokens; {client.show(model).capabilities}"
+
+
+def ollama_structured(url: str, model: str) -> str:
+    import ollama
+
+    async def ask() -> str:
+        client = ollama.AsyncClient(host=url, timeout=120)
+        answer = await client.generate(model=model, prompt="Name a city.", format=City.model_json_schema())
+        return repr(City.model_validate_json(answer.response or ""))
+
+    return asyncio.run(ask())
+
+
+def _llama_index(llm: Any) -> str:
+    from llama_index.core.llms import ChatMessage
+
+    question = [ChatMessage(role="user", content="Name a river.")]
+    whole = llm.chat(question).message.content
+    pieces = [piece.delta for piece in llm.stream_chat(question)]
+    assert whole
+    return f"{len(whole)} characters; {len(pieces)} pieces"
+
+
+def llama_index_openai(url: str, model: str) -> str:
+    from llama_index.llms.openai_like import OpenAILike
+
+    llm = OpenAILike(api_base=f"{url}/v1", api_key="none", model=model, is_chat_model=True, max_tokens=24, timeout=120)
+    return _llama_index(llm)
+
+
+def llama_index_ollama(url: str, model: str) -> str:
+    from llama_index.llms.ollama import Ollama
+
+    llm = Ollama(base_url=url, model=model, request_timeout=120, additional_kwargs={"num_predict": 24})
+    return _llama_index(llm)
+
+
+def _litellm(prefix: str, path: str) -> Check:
+    def check(url: str, model: str) -> str:
+        import litellm
+
+        litellm.suppress_debug_info = True
+        given: Any = {"model": f"{prefix}/{model}", "api_base": f"{url}{path}", "api_key": "none", "max_tokens": 24}
+        whole = litellm.completion(messages=HI, timeout=120, **given)
+        pieces = list(litellm.completion(messages=HI, timeout=120, stream=True, **given))
+        text = whole.choices[0].message.content
+        assert text
+        return f"{len(text)} characters, {whole.usage.completion_tokens} tokens; {len(pieces)} chunks"
+
+    return check
+
+
+def litellm_responses(url: str, model: str) -> str:
+    import litellm
+
+    answer = litellm.responses(
+        model=f"openai/{model}", input="Name a river.", api_base=f"{url}/v1", api_key="none", max_output_tokens=24
+    )
+    return f"{answer.status}: {answer.output[0].content[0].text[:60]!r}"
+
+
+CHECKS: dict[str, Check] = {
+    "anthropic: `messages.create`, `count_tokens`": anthropic_text,
+    "anthropic: `messages.stream`, asynchronous": anthropic_stream,
+    "anthropic: tools streamed, results sent back": anthropic_tools,
+    "langchain-anthropic: `stream`, `bind_tools`": langchain_anthropic,
+    "ollama: `chat`, `list`, `show`": ollama_chat,
+    "ollama: `generate(format=…)`, asynchronous": ollama_structured,
+    "llama-index: `OpenAILike`": llama_index_openai,
+    "llama-index: `Ollama`": llama_index_ollama,
+    "litellm: `openai/…`": _litellm("openai", "/v1"),
+    "litellm: `anthropic/…`": _litellm("anthropic", ""),
+    "litellm: `ollama_chat/…`": _litellm("ollama_chat", ""),
+    "litellm: `responses`": litellm_responses,
+}

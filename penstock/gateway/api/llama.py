@@ -1,0 +1,162 @@
+"""What clients of llama.cpp's server use of its own API: /completion, /props, /slots."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from penstock import __version__
+from penstock.core.request import RECOMMENDED
+from penstock.gateway.api import llama_types as types
+from penstock.gateway.api.choices import Choice
+from penstock.gateway.api.completions import CompletionReader
+from penstock.gateway.api.decoding import decode_json
+from penstock.gateway.api.models import Model
+from penstock.gateway.api.openai_types import CompletionRequest
+from penstock.gateway.api.reading import Terms
+from penstock.gateway.api.serving import Serving, encode_json, event
+from penstock.gateway.api.text_generation import TextAnswer, TextEndpoint, Wanted
+from penstock.gateway.errors import OpenAIErrors, require
+from penstock.gateway.http.request import Request
+from penstock.gateway.http.response import Response
+from penstock.gateway.tenancy.tenants import Tenant
+from penstock.text.stream import TextDelta
+
+LLAMA_ERRORS = OpenAIErrors(
+    {
+        "max_tokens": "n_predict",
+        "repetition_penalty": "repeat_penalty",
+        "guided_json": "json_schema",
+        "guided_grammar": "grammar",
+    }
+)
+
+
+class LlamaReader(CompletionReader):
+    name = "llama"
+    requests = msgspec.json.Decoder(types.LlamaCompletionRequest)
+
+    def decode(self, body: bytes, terms: Terms) -> CompletionRequest:
+        asked = decode_json(self.requests, body)
+        for name, (values, otherwise) in types.SUPPORTED_VALUES.items():
+            value = getattr(asked, name)
+            require(value is None or value in values, name, otherwise)
+        most = asked.n_predict if asked.n_predict is not None and asked.n_predict >= 0 else None
+        prompt = asked.prompt if isinstance(asked.prompt, str) else [asked.prompt]
+        return CompletionRequest(
+            model=asked.model or terms.default_model,
+            prompt=prompt,  # type: ignore[arg-type]
+            max_tokens=most,
+            stream=asked.stream,
+            temperature=asked.temperature,
+            top_k=asked.top_k,
+            top_p=asked.top_p,
+            min_p=asked.min_p,
+            repetition_penalty=asked.repeat_penalty,
+            presence_penalty=asked.presence_penalty,
+            frequency_penalty=asked.frequency_penalty,
+            seed=asked.seed if asked.seed is not None and asked.seed >= 0 else None,
+            stop=asked.stop or None,
+            ignore_eos=asked.ignore_eos,
+            guided_grammar=asked.grammar or None,
+            guided_json=asked.json_schema or None,
+            return_token_ids=asked.return_tokens,
+        )
+
+
+class LlamaAnswer(TextAnswer[CompletionRequest]):
+    __slots__ = ()
+
+    id_prefix = "cmpl-"
+
+    async def whole(self) -> types.LlamaCompletion:
+        choice = self.generation.choices[0]
+        return self._last(choice.stream.text, choice.token_ids)
+
+    async def _stream(self) -> None:
+        async def emit(choice: Choice, delta: TextDelta) -> None:
+            if delta.text:
+                await self.response.send_events(event(self._chunk(delta.text, delta.token_ids, stop=False)))
+
+        await self.generation.run(emit)
+        await self.response.end_events(event(self._last("", [])))
+
+    def _chunk(self, text: str, tokens: list[int], *, stop: bool) -> types.LlamaCompletion:
+        usage = self.generation.usage()
+        return types.LlamaCompletion(
+            content=text,
+            tokens=tokens if self.body.return_token_ids else [],
+            stop=stop,
+            tokens_predicted=usage.completion_tokens,
+            tokens_evaluated=usage.prompt_tokens,
+        )
+
+    def _last(self, text: str, tokens: list[int]) -> types.LlamaCompletion:
+        choice, chunk = self.generation.choices[0], self._chunk(text, tokens, stop=True)
+        params = choice.request.params
+        chunk.model = self.body.model
+        chunk.truncated = False
+        chunk.tokens_cached = choice.cached_tokens
+        chunk.stop_type = "limit" if choice.finish_reason == "length" else "word" if choice.stop_reason else "eos"
+        chunk.stopping_word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
+        chunk.generation_settings = {
+            "n_predict": params.max_tokens,
+            "seed": choice.request.seed,
+            **{name: getattr(params, name) for name in RECOMMENDED},
+        }
+        now = time.monotonic()
+        submitted = now if choice.submitted is None else choice.submitted
+        first = now if choice.first is None else choice.first
+        read, written = chunk.tokens_evaluated - choice.cached_tokens, chunk.tokens_predicted
+        chunk.timings = types.LlamaTimings(*_speed(read, first - submitted), *_speed(written, now - first))
+        return chunk
+
+
+def _speed(tokens: int, seconds: float) -> tuple[int, float, float, float]:
+    """Tokens, milliseconds, milliseconds for each, tokens in a second."""
+    return tokens, seconds * 1000, seconds * 1000 / max(1, tokens), tokens / max(1e-9, seconds)
+
+
+class LlamaCompletions(TextEndpoint[CompletionRequest]):
+    endpoint = "/completion"
+    prompt_param = "prompt"
+    reader_type = LlamaReader
+    answer_type = LlamaAnswer
+
+    def wanted(self, body: CompletionRequest) -> Wanted:
+        """`n_predict` is an upper limit: what does not fit is cut."""
+        return Wanted("max_tokens", None, None, None, default=body.max_tokens)
+
+
+class LlamaStatus:
+    """Of the first model. A slot is a sequence that is computed; there are as many as are needed, at least one."""
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+
+    def _model(self, tenant: Tenant) -> Model:
+        models = self.serving.models
+        return models.by_name[next(iter(models.names(tenant)), models.all[0].name)]
+
+    async def props(self, request: Request, response: Response, tenant: Tenant) -> None:
+        model = self._model(tenant)
+        info = model.engine.info
+        defaults = {name: getattr(info.sampling_defaults, name) for name in RECOMMENDED}
+        props = types.LlamaProps(
+            types.LlamaSettings(info.max_model_len, defaults),
+            len(self._slots(model)),
+            model.name,
+            model.name,
+            model.text.tokenizer.chat_template or "",
+            f"penstock {__version__}",
+            {"vision": False, "audio": False},
+        )
+        await response.send(200, encode_json(props))
+
+    async def slots(self, request: Request, response: Response, tenant: Tenant) -> None:
+        await response.send(200, encode_json(self._slots(self._model(tenant))))
+
+    def _slots(self, model: Model) -> list[types.LlamaSlot]:
+        running, length = model.engine.stats.running, model.engine.info.max_model_len
+        return [types.LlamaSlot(index, length, index < running) for index in range(max(1, running))]

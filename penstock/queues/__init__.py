@@ -1,0 +1,1 @@
+"""Requests from Redis Streams, RabbitMQ or Kafka, and their answers back (docs/queues.md)."""

@@ -1,0 +1,44 @@
+"""The `Broker` protocol: what a consumer needs of Redis Streams, RabbitMQ or Kafka."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+WAIT_SECONDS = 0.5  # `receive` returns after this, with or without messages
+
+
+class Message(NamedTuple):
+    payload: bytes
+    tag: Any  # the broker's own name of this delivery
+
+
+class Broker(Protocol):
+    """Every call raises Unavailable where the broker cannot be reached. After `open` has been called again, messages of
+    the connection before are delivered again, to this consumer or to another one."""
+
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def receive(self, most: int) -> Sequence[Message]: ...
+
+    async def publish(self, queue: str, id: str, payloads: Sequence[bytes]) -> None:
+        """Returns once the broker has them."""
+        ...
+
+    async def acknowledge(self, message: Message) -> None:
+        """It is not delivered again."""
+        ...
+
+    async def release(self, message: Message) -> None:
+        """Others may have it."""
+        ...
+
+    async def renew(self, messages: Sequence[Message]) -> None:
+        """This consumer still works on them."""
+        ...
+
+    async def lag(self) -> int:
+        """How many messages have not been acknowledged."""
+        ...

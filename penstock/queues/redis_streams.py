@@ -1,0 +1,111 @@
+"""Requests from a Redis stream. A message has the field `data`.
+
+What a consumer of the group has read belongs to it until it is silent for `lease_seconds`; then another claims it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import redis.asyncio
+from redis.exceptions import RedisError, ResponseError
+
+from penstock.batches.records import new_id
+from penstock.core.errors import Unavailable
+from penstock.queues.broker import WAIT_SECONDS, Message
+from penstock.queues.settings import ConsumeConfig
+
+_CLAIMS = 3  # looks for messages of silent consumers, for each lease
+
+
+class RedisStreams:
+    def __init__(self, config: ConsumeConfig) -> None:
+        self._config = config
+        self._lease_ms = int(config.lease_seconds * 1000)
+        self._consumer = new_id("penstock-")
+        self._redis: Any = None
+        self._claim_at = 0.0
+        self._cursor = b"0-0"  # up to where silent consumers' messages have been looked for
+
+    async def open(self) -> None:
+        await self.close()
+        self._redis = redis.asyncio.from_url(self._config.url, socket_connect_timeout=5, socket_timeout=10)
+        with _failures():
+            try:
+                await self._redis.xgroup_create(self._config.requests, self._config.group, id="0", mkstream=True)
+            except ResponseError as error:
+                if not str(error).startswith("BUSYGROUP"):  # there is one already
+                    raise
+
+    async def close(self) -> None:
+        if self._redis is not None:
+            with contextlib.suppress(RedisError, OSError):
+                await self._redis.aclose()
+
+    async def receive(self, most: int) -> Sequence[Message]:
+        config = self._config
+        with _failures():
+            if time.monotonic() >= self._claim_at:
+                self._cursor, entries, *_ = await self._redis.xautoclaim(
+                    config.requests, config.group, self._consumer, self._lease_ms, self._cursor, count=most
+                )
+                if self._cursor == b"0-0":
+                    self._claim_at = time.monotonic() + config.lease_seconds / _CLAIMS
+                if entries:
+                    return [_message(*entry) for entry in entries]
+            wait = int(WAIT_SECONDS * 1000)
+            found = await self._redis.xreadgroup(
+                config.group, self._consumer, {config.requests: ">"}, count=most, block=wait
+            )
+        return [_message(*entry) for _, entries in found for entry in entries]
+
+    async def publish(self, queue: str, id: str, payloads: Sequence[bytes]) -> None:
+        with _failures():
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                for payload in payloads:
+                    pipeline.xadd(queue, {"id": id, "data": payload})
+                await pipeline.execute()
+
+    async def acknowledge(self, message: Message) -> None:
+        with _failures():
+            await self._redis.xack(self._config.requests, self._config.group, message.tag)
+
+    async def release(self, message: Message) -> None:
+        """As if the lease had passed, so that whoever looks next claims it."""
+        with _failures():
+            await self._redis.xclaim(
+                self._config.requests,
+                self._config.group,
+                self._consumer,
+                0,
+                [message.tag],
+                idle=self._lease_ms,
+                justid=True,
+            )
+
+    async def renew(self, messages: Sequence[Message]) -> None:
+        with _failures():
+            tags = [message.tag for message in messages]
+            await self._redis.xclaim(self._config.requests, self._config.group, self._consumer, 0, tags, justid=True)
+
+    async def lag(self) -> int:
+        with _failures():
+            for group in await self._redis.xinfo_groups(self._config.requests):
+                if group["name"] == self._config.group.encode():
+                    return int(group["pending"]) + int(group.get("lag") or 0)
+        return 0
+
+
+def _message(tag: bytes, fields: dict[bytes, bytes] | None) -> Message:
+    return Message((fields or {}).get(b"data", b""), tag)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        raise Unavailable(f"Redis does not answer: {error}", code="broker_unavailable") from error

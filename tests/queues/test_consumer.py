@@ -1,0 +1,87 @@
+"""Requests from real brokers, before a scripted engine."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from penstock.batches.settings import BatchesConfig
+from penstock.core.request import GenerateRequest, SamplingParams
+from penstock.gateway.settings import ServerConfig
+from penstock.queues.settings import ConsumeConfig
+from penstock.settings import Settings
+from penstock.simulation.scripted_engine import MODEL, hang
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.conftest import serving
+from tests.queues.conftest import SECONDS, Queue
+
+CHAT = "/v1/chat/completions"
+
+
+def settings(folder: Path, consume: ConsumeConfig) -> Settings:
+    return Settings(server=ServerConfig(max_body_mib=0.25), batches=BatchesConfig(folder=str(folder)), consume=consume)
+
+
+def asked(custom_id: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
+    return {"custom_id": custom_id, "url": CHAT, "body": body}
+
+
+def test_each_request_is_answered_once(queue: Queue, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    queue.send(*(asked(f"r{n}") for n in range(10)), asked("r3"), b"{", asked("bad", temperature=-1))
+    with serving(tokenizer, settings(tmp_path, queue.config)) as gateway:
+        answers = queue.take(11)
+        (dead,) = queue.take(1, queue.config.dead_letters)
+        assert dead["code"] == "invalid_message"
+        assert dead["payload"] == "{"
+        statuses = {each["custom_id"]: each["response"]["status_code"] for each in answers}
+        assert statuses == {**{f"r{n}": 200 for n in range(10)}, "bad": 400}
+        good = next(each for each in answers if each["custom_id"] == "r0")
+        assert good["response"]["body"]["choices"][0]["message"]["content"] == "Hello there, friend!"
+        queue.send(asked("r5"), asked("last"))  # the one again, long after its answer
+        assert queue.take(12)[11]["custom_id"] == "last"
+        assert len(gateway.engine.requests) == 11
+        assert {request.objective.name for request in gateway.engine.requests} == {"batch"}
+        with gateway.http() as http:
+            metrics = http.get("/metrics").text
+        assert f'penstock_queue_messages_total{{outcome="answered",queue="{queue.config.requests}"}} 12.0' in metrics
+        assert "penstock_queue_lag" in metrics
+
+
+def test_another_server_goes_on(queue: Queue, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """From the tokens that a request had, and with its seed. It was not acknowledged, so it is delivered again."""
+    taken = threading.Event()
+
+    async def hang_noticed() -> None:
+        taken.set()
+        await hang()
+
+    queue.send(asked("long", temperature=1.0))
+    with serving(tokenizer, settings(tmp_path, queue.config)) as first:
+        spoken = list(first.engine.script(GenerateRequest("x-0", [1], SamplingParams())))[:4]
+        first.runs(lambda request: [*spoken[:2], hang_noticed])
+        assert taken.wait(SECONDS)
+        (before,) = first.engine.requests
+    with serving(tokenizer, settings(tmp_path, queue.config)) as second:
+        eos = tokenizer.eos_ids[0]
+        second.runs(lambda request: [*spoken[len(request.output) : 4], [eos]])
+        (answer,) = queue.take(1)
+        (after,) = second.engine.requests
+    assert after.seed == before.seed
+    assert list(after.output) == [token for tokens in spoken[:2] for token in tokens]  # type: ignore[union-attr]
+    whole = [token for tokens in spoken for token in tokens]  # type: ignore[union-attr]
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == tokenizer.decode(whole)
+
+
+def test_answers_in_chunks(queue: Queue, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    queue.send(asked("a"))
+    with serving(tokenizer, settings(tmp_path, replace(queue.config, answers="chunks"))):
+        found = queue.take(1)
+        while not any(part["finish_reason"] for each in found for part in each["chunk"]["choices"]):
+            found = queue.take(len(found) + 1)
+    assert [each["index"] for each in found] == list(range(len(found)))
+    assert len({(each["custom_id"], each["attempt"]) for each in found}) == 1
+    text = "".join(part["delta"].get("content") or "" for each in found for part in each["chunk"]["choices"])
+    assert text == "Hello there, friend!"
