@@ -119,6 +119,6 @@ def run_check(args: argparse.Namespace) -> int:
     except InvalidRequest as error:
         print(f"It does not fit {checkpoint.name}: {error.message}")
         return 1
-    doubt = "" if same_model(config.base_model, checkpoint.name) else ", though it was trained on another by its name"
+    doubt = "" if same_model(config.base_model, checkpoint) else ", though it was trained on another by its name"
     print(f"It fits {checkpoint.name}{doubt}.")
     return 0

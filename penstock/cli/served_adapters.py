@@ -41,16 +41,18 @@ def adapter_base(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokeniz
             raise invalid_adapter(f"{checkpoint.name} takes no LoRA adapters: {error.message}") from error
         check_fit(found.modules, base, config.engine.max_adapter_rank)
         check_tokenizer(folder, lambda: tokenizer.vocabulary)
-        if not same_model(found.config.base_model, checkpoint.name):
+        if not same_model(found.config.base_model, checkpoint):
             log.warning("adapter %s fits %s, but was trained on %s", folder, checkpoint.name, found.config.base_model)
 
     folder = None if config.adapter_folder is None else Path(config.adapter_folder).expanduser()
     return AdapterBase(check, folder, config.adapter_paths == "any")
 
 
-def same_model(trained_on: str, served: str) -> bool:
-    """As far as names can tell: without the organisation before them, and without regard to letter case."""
-    return not trained_on or Path(trained_on).name.lower() == Path(served).name.lower()
+def same_model(trained_on: str, served: Checkpoint) -> bool:
+    """As far as names can tell: without the organisation before them, the precision behind that of a GGUF file, and
+    regard to letter case."""
+    name, file = Path(trained_on).name.lower(), served.path.name.lower()
+    return name in ("", Path(served.name).name.lower()) or (served.kind == "gguf" and file.startswith(name))
 
 
 async def adapters_at_start(settings: Settings) -> list[NamedAdapter]:

@@ -30,6 +30,8 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "alora_invocation_tokens": (None, "activated LoRA, which begins within the prompt"),
     "use_qalora": (False, "QA-LoRA, which pools its input"),
     "use_bdlora": (None, "block-diagonal matrices"),
+    "kasa_config": (None, "KaSA, which changes the base weights"),
+    "monteclora_config": (None, "MonteCLoRA, which draws its matrices at random"),
     "arrow_config": (None, "Arrow, which mixes adapters by token"),
 }
 # Initialisations that subtract the adapter from the base weights. A conversion on saving sets the field to true.

@@ -137,21 +137,20 @@ class Adapters:
         self._known = known
         self._models = {name: each.model for name, each in known.items()}
 
-    async def refresh(self) -> bool:
-        """Whether anything has changed. Without the store, what is known stays valid."""
+    async def refresh(self) -> None:
+        """Learn what has changed. Without the store, what is known stays valid."""
         try:
             version = await self._store.version()
             if version == self._version:
-                return False
+                return
             records = await self._store.records(KIND)
             self._set(records)
         except (PenstockError, msgspec.MsgspecError) as error:
             if not self._failing:
                 logger.warning("cannot look up adapters: %s", error)
             self._failing = True
-            return False
+            return
         self._version, self._failing = version, False
-        return True
 
     def __bool__(self) -> bool:
         """Whether any model here takes adapters."""

@@ -133,13 +133,13 @@ class OllamaEndpoint(TextEndpoint[OllamaChat]):
         self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
     ) -> Answer | None:
         incoming = await self.receive(request, tenant, reservation)
-        loaded = self._loaded(incoming, tenant)
+        loaded = await self._loaded(incoming, tenant)
         if loaded is None:
             return await self.answer(incoming, response, reservation)
         await response.send(200, encode_json(loaded))
         return None
 
-    def _loaded(self, incoming: Incoming, tenant: Tenant) -> types.OllamaChunk | None:
+    async def _loaded(self, incoming: Incoming, tenant: Tenant) -> types.OllamaChunk | None:
         """The answer to a request without a prompt, which clients send so that the model is loaded."""
         if incoming.request.body_size > INLINE_BYTES:
             return None
@@ -151,7 +151,7 @@ class OllamaEndpoint(TextEndpoint[OllamaChat]):
             chunk.response, given = "", bool(asked.prompt or asked.suffix)
         if given:
             return None
-        self.serving.models.find(tenant, asked.model)
+        await self.serving.find(asked.model, tenant)
         chunk.done_reason = "unload" if asked.keep_alive == 0 else "load"
         return chunk
 
@@ -183,18 +183,19 @@ class OllamaStatus:
         self._since = datetime.fromtimestamp(serving.created, UTC).isoformat().replace("+00:00", "Z")
 
     async def tags(self, request: Request, response: Response, tenant: Tenant) -> None:
-        found = [types.OllamaModel(*self._named(name)) for name in self.serving.models.names(tenant)]
+        await self.serving.adapters.refresh()
+        found = [types.OllamaModel(*self._named(name)) for name in self.serving.names(tenant)]
         await response.send(200, encode_json(types.OllamaModels(found)))
 
     async def running(self, request: Request, response: Response, tenant: Tenant) -> None:
-        models = self.serving.models
+        await self.serving.adapters.refresh()
         found = [
             types.OllamaRunning(
                 *self._named(name),
                 expires_at="9999-12-31T00:00:00Z",
-                context_length=models.by_name[name].engine.info.max_model_len,
+                context_length=self.serving.model_of(name).engine.info.max_model_len,
             )
-            for name in models.names(tenant)
+            for name in self.serving.names(tenant)
         ]
         await response.send(200, encode_json(types.OllamaRunningModels(found)))
 
@@ -203,7 +204,7 @@ class OllamaStatus:
 
     async def show(self, request: Request, response: Response, tenant: Tenant) -> None:
         asked = await self.serving.read(request, self._shown, any_type=_of_no_page(request))
-        model = self.serving.models.find(tenant, asked.model or asked.name)
+        model, _ = await self.serving.find(asked.model or asked.name, tenant)
         text = model.text
         can = {"tools": text.tools is not None, "thinking": text.reasoning is not None, "insert": text.infill}
         shown = types.OllamaShown(

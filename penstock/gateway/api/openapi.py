@@ -33,6 +33,10 @@ _RANGES = {
 }
 
 
+# Bodies of other APIs that name a model.
+OTHER_REQUESTS = ("MessagesRequest", "CountRequest", "ResponsesRequest", "OllamaChatRequest", "OllamaGenerateRequest")
+
+
 class OpenApi:
     """Served from bytes made once, on the first request for them."""
 

@@ -1,10 +1,11 @@
-"""Endpoints for vectors of texts, of OpenAI's Responses API, and of the APIs of Anthropic, Ollama and llama.cpp."""
+"""Endpoints for LoRA adapters, vectors, responses, and for clients of Anthropic, Ollama and llama.cpp."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from penstock.gateway.api import adapter_endpoints as lora
 from penstock.gateway.api import anthropic_types, llama_types, ollama_types, responses_types
 from penstock.gateway.api.anthropic_messages import AnthropicErrors, Messages
 from penstock.gateway.api.comparisons import Reranked, Reranking, RerankRequest, Scored, ScoreRequest, Scoring
@@ -31,6 +32,25 @@ def _texts(path: str, summary: str, handler: Callable[[Any], Handler], answer: t
 
 
 OTHER_ENDPOINTS = (
+    Endpoint("GET", "/v1/lora_adapters", "operator", "All adapters", lambda h: h.adapters.all, lora.AdapterList),
+    Endpoint(
+        "POST",
+        "/v1/load_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter, in place of another one if the name is taken",
+        lambda h: h.adapters.load,
+        lora.Loaded,
+        lora.LoadAdapter,
+    ),
+    Endpoint(
+        "POST",
+        "/v1/unload_lora_adapter",
+        "operator",
+        "Serve a LoRA adapter no longer",
+        lambda h: h.adapters.unload,
+        lora.Unloaded,
+        lora.UnloadAdapter,
+    ),
     _texts(Embeddings.endpoint, "Vectors of texts", lambda h: h.embeddings, EmbeddingList, EmbeddingRequest),
     _texts(Reranking.endpoint, "Documents by their relevance", lambda h: h.rerank, Reranked, RerankRequest),
     _texts(Scoring.endpoint, "How well pairs of texts match", lambda h: h.score, Scored, ScoreRequest),

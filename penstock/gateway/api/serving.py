@@ -160,9 +160,12 @@ class Serving:
         try:
             return *await self._read(incoming, reader, terms), terms
         except NotFound as error:
-            if error.code != "model_not_found" or not await self.adapters.refresh():
+            if error.code != "model_not_found":
                 raise
-        terms = self._terms(incoming.tenant, semantic, base)
+            await self.adapters.refresh()
+            known, terms = terms, self._terms(incoming.tenant, semantic, base)
+            if terms.adapters == known.adapters:
+                raise
         return *await self._read(incoming, reader, terms), terms
 
     def _terms(self, tenant: Tenant, semantic: bool, read_for: str | None) -> Terms:

@@ -117,7 +117,8 @@ class VectorReader(ABC, Generic[B]):
         asked = decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
         name = terms.read_for
         if name is None:
-            name = asked.model = terms.served(asked.model)
+            asked.model = terms.served(asked.model)
+            name = terms.base_of(asked.model)
         bounds = terms.bounds[name]
         terms.check_task(name, *self.tasks)
         prompts = self.prompts(asked, Texts(asked, self.texts[name], bounds), bounds.task)

@@ -16,7 +16,7 @@ import pytest
 from penstock.core.errors import StartupError
 from penstock.core.request import GenerateRequest
 from penstock.fleet.settings import AdapterConfig, ModelConfig
-from penstock.gateway.api.adapters import AdapterBase, NamedAdapter, adapters_at_start
+from penstock.gateway.api.adapters import AdapterBase, Adapters, NamedAdapter, adapters_at_start
 from penstock.lora.checkpoint import adapter_digest, summarize_adapter
 from penstock.lora.fit import check_fit
 from penstock.settings import Settings, settings_from_mapping
@@ -109,6 +109,9 @@ def test_adapters_are_listed_as_models_and_chosen_by_name(gateway: Gateway, fold
     assert (message["model"], message["content"][0]["text"]) == ("first", adapter_digest(folder / "first"))
     counted = [post(gateway, "/v1/messages/count_tokens", model=m, messages=HELLO).json() for m in (MODEL, "first")]
     assert counted[0] == counted[1]
+    chat = post(gateway, "/api/chat", model="first", messages=HELLO, stream=False).json()
+    assert chat["message"]["content"] == adapter_digest(folder / "first")
+    assert [tag["name"] for tag in get(gateway, "/api/tags").json()["models"]] == list(cards)
     response = gateway.client().responses.create(model="second", input="Hello")
     assert (response.model, response.output_text) == ("second", adapter_digest(folder / "second"))
     tokens = [post(gateway, "/tokenize", model=name, prompt="Hello").json()["tokens"] for name in (MODEL, "first")]
@@ -153,6 +156,24 @@ def test_a_load_under_a_taken_name_is_for_new_requests(gateway: Gateway, folder:
     assert answer(gateway, "first") == digests["first"]
     load(gateway, "first", "first")
     assert answer(gateway, "first") == adapter_digest(folder / "first") != digests["first"]
+
+
+async def test_many_requests_for_a_name_that_another_gateway_has_loaded(gateway: Gateway, folder: Path) -> None:
+    """All at once: those that find that the first of them has just looked it up are not told that it is unknown."""
+    store, version = gateway.directory.store, gateway.directory.store.version
+
+    async def slow() -> int:
+        await asyncio.sleep(0.01)
+        return await version()
+
+    store.version = slow  # type: ignore[method-assign]
+    elsewhere = Adapters(store, {MODEL: base_of(folder)})
+    loading = asyncio.run_coroutine_threadsafe(elsewhere.load("mine", "first", None), gateway.loop)
+    await asyncio.wrap_future(loading)
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+        bodies = [{"model": "mine", "messages": HELLO} for _ in range(10)]
+        responses = await asyncio.gather(*(http.post(CHAT, json=body) for body in bodies))
+    assert [response.status_code for response in responses] == [200] * 10
 
 
 def test_a_name_that_a_wildcard_matches_is_the_adapters_own(tokenizer: Tokenizer, folder: Path) -> None:
@@ -389,7 +410,6 @@ def test_what_is_there_from_the_start(folder: Path, caplog: pytest.LogCaptureFix
 
 
 def test_a_model_and_an_adapter_of_one_name_cannot_be_served(tokenizer: Tokenizer, folder: Path) -> None:
-    from penstock.gateway.api.adapters import Adapters
     from penstock.state.memory import MemoryStore
 
     known: list[NamedAdapter] = list(adapters_at_start(MODEL, ModelConfig(), base_of(folder)))
