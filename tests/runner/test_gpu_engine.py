@@ -14,6 +14,7 @@ from penstock.engine.executor import AdapterWeights, LoadedExecutor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence import Sequence
 from penstock.engine.speculation import Speculation
 from penstock.kernels.attention_reference import ReferenceAttention
 from penstock.runner import cuda_runner, mixed_steps
@@ -21,12 +22,12 @@ from penstock.runner.forward import TorchForward
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.row_state import TorchRows
 from penstock.runner.torch_adapters import adapters_of
-from tests.engine.guessing import FreeDrafts, Guesser
+from tests.engine.guessing import FreeDrafts
 from tests.runner.emulated_cuda import CPU, emulated_runner
 from tests.runner.test_adapted_steps import some_adapter
 from tests.runner.test_fused_forward import load
 
-BLOCK, NUM_BLOCKS, SEQS, OUTPUT = 16, 7, 4, 8
+BLOCK, NUM_BLOCKS, SEQS, OUTPUT = 16, 6, 4, 8
 LIMITS = SchedulerLimits(
     num_blocks=NUM_BLOCKS,
     block_size=BLOCK,
@@ -49,6 +50,29 @@ class HeldAdapters:
         return self._weights[adapter.digest]
 
 
+class KnowingDrafter:
+    """Always has a draft: how the output goes on, with every fourth token wrong."""
+
+    def __init__(self, outputs: dict[str, list[int]]) -> None:
+        self._outputs = outputs
+
+    def outlook(self, sequence: Sequence) -> float:
+        return 1.0
+
+    def seconds(self, sequences: int) -> float:
+        return 0.0
+
+    def propose(self, sequences: list[Sequence], depths: list[int]) -> list[list[int]]:
+        return [self._draft(s, depth) for s, depth in zip(sequences, depths, strict=True)]
+
+    def _draft(self, sequence: Sequence, depth: int) -> list[int]:
+        rest = list(enumerate(self._outputs[sequence.request.id]))[sequence.outputs :][:depth]
+        return [token if at % 4 else (token + 1) % 64 for at, token in rest]
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
 def some_requests(draw: np.random.Generator) -> list[GenerateRequest]:
     shared = draw.integers(1, 64, 26).tolist()
     prompts = [[*shared, 5], [*shared, 9, 9], [*shared[:20], 3], shared[3:12], [*shared, 5]]
@@ -64,7 +88,7 @@ def run(
     executor: LoadedExecutor,
     weights: dict[str, AdapterWeights],
     requests: list[GenerateRequest],
-    drafter: Guesser | None,
+    drafter: KnowingDrafter | None,
 ) -> tuple[dict[str, list[int]], dict[str, list[TokenLogprob]], Scheduler]:
     tokens: dict[str, list[int]] = {}
     scores: dict[str, list[TokenLogprob]] = {}
@@ -76,7 +100,8 @@ def run(
 
     scheduler = Scheduler(LIMITS)
     if drafter is not None:
-        scheduler.speculation = Speculation(drafter, FreeDrafts(), max_tokens=4)
+        # Deep enough that sequences wait for a draft; a clock that stands, for load must not decide who is asked.
+        scheduler.speculation = Speculation(drafter, FreeDrafts(), max_tokens=8, clock=lambda: 0.0)
     loop = EngineLoop(scheduler, executor, take, None, HeldAdapters(weights))
     for request in requests:
         loop.submit(request)
@@ -98,7 +123,7 @@ def test_same_output_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     requests = some_requests(draw)
     expected, expected_scores, _ = run(plain, weights, requests, None)
-    monkeypatch.setattr(cuda_runner, "DRAFT_BUCKETS", [6, 14, 20])
+    monkeypatch.setattr(cuda_runner, "DRAFT_BUCKETS", [6, 14, 36])
     monkeypatch.setattr(mixed_steps, "_DECODES", (2,))
     monkeypatch.setattr(mixed_steps, "_TOKENS", (24, 48))
     monkeypatch.setattr(mixed_steps, "_PROMPTS", (4,))
@@ -106,8 +131,7 @@ def test_same_output_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         model, config, monkeypatch, max_seqs=SEQS, num_blocks=NUM_BLOCKS, block_size=BLOCK, max_step_tokens=48,
         adapter_rank=16,
     )  # fmt: skip
-    drafter = Guesser(lambda request: expected[request.id], seed=5)
-    found, scores, scheduler = run(runner, weights, requests, drafter)
+    found, scores, scheduler = run(runner, weights, requests, KnowingDrafter(expected))
     assert found == expected
     for request_id, true in expected_scores.items():
         assert [score.token_id for score in scores[request_id]] == [score.token_id for score in true]
