@@ -61,8 +61,7 @@ def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]
     found, components = msgspec.json.schema_components(used, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(map(id, used), found, strict=True))
     known = {"type": "string", "examples": list(model_names)} if adapters else {"enum": list(model_names)}
-    with_model = ("ChatRequest", "CompletionRequest", "MessagesRequest", "CountRequest", "ResponsesRequest")
-    for name in (*with_model, "OllamaChatRequest", "OllamaGenerateRequest"):
+    for name in ("ChatRequest", "CompletionRequest", *OTHER_REQUESTS):
         components[name]["properties"]["model"] = known
     for name in ("ChatRequest", "CompletionRequest"):
         _refine(components[name]["properties"], vocab_size)
