@@ -16,7 +16,7 @@ from tests.kernels.native.test_kernels import matmul_reference
 from tests.kernels.native.test_sanitizers import LEVELS
 
 SOURCES = Path(bindings.__file__).parent
-SHARED = ("api", "model", "pack", "sampling", "threadpool", "weights")
+SHARED = ("adapters", "api", "encoder", "model", "pack", "sampling", "threadpool", "weights")
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-ffp-contract=off", "-pthread", "-Wno-psabi"]
 # In the place of the portable kernels, which need nothing of the CPU: the only ones of this library.
 TILES = ["-DPENSTOCK_ISA=portable", "-include", str(Path(__file__).with_name("emulated_amx.h"))]
@@ -37,10 +37,12 @@ def tile_matmuls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[
     real = bindings.LIBRARY
     bindings.LIBRARY = folder / "amx.so"
     bindings._load.cache_clear()
-    matmuls = ctypes.c_long.in_dll(bindings.library(), "emulated_tile_matmuls")
-    yield lambda: matmuls.value
-    bindings.LIBRARY = real
-    bindings._load.cache_clear()
+    try:
+        matmuls = ctypes.c_long.in_dll(bindings.library(), "emulated_tile_matmuls")
+        yield lambda: matmuls.value
+    finally:
+        bindings.LIBRARY = real
+        bindings._load.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "int4"])

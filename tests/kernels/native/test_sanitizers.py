@@ -24,6 +24,7 @@ if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
 
 
 @pytest.mark.skipif(shutil.which("g++") is None or not bindings.available(), reason="needs g++")
+@pytest.mark.timeout(900)  # it compiles all kernels, which takes minutes on a busy machine
 def test_steps_of_all_kernels_are_clean(tmp_path: Path) -> None:
     builds: list[tuple[list[str], Path]] = [
         ([], source)
