@@ -63,12 +63,17 @@ class Speculation:
     """Drafts for the sequences of a step that decode. `max_tokens`: of one draft."""
 
     def __init__(
-        self, drafter: Drafter, times: StepTimes, max_tokens: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        drafter: Drafter,
+        times: StepTimes,
+        max_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.drafter = drafter
         self._times = times
         self._most = max_tokens
-        self._clock = clock
+        self._clock, self._cpu_clock = clock, cpu_clock
         # Those that had a draft when they were last asked for, or wait for one, and how many tokens they had then.
         self._drafting: dict[Sequence, int] = {}
         self._rest_until = -math.inf  # only these are asked before: the share of asking in vain is used up
@@ -90,6 +95,7 @@ class Speculation:
         ]
         if not due:
             return {}, set()
+        spent = -self._cpu_clock()
         prices = self._prices(decodes)
         known, waiting = [], set()
         if _DOUBT * prices.token * len(decodes) < prices.plain:  # else not even tokens that are certain would pay
@@ -108,7 +114,7 @@ class Speculation:
         accepted = sum(max(0, len(s.tokens) - self._drafting.pop(s) - 1) for s in due if s in self._drafting)
         self._drafting.update((s, len(s.tokens)) for s in (*drafts, *waiting))
         earned = _GAIN_SHARE * accepted * prices.plain / len(decodes)
-        in_vain = (self._clock() - began) * (1 - (len(drafts) + len(waiting)) / len(due))
+        in_vain = (spent + self._cpu_clock()) * (1 - (len(drafts) + len(waiting)) / len(due))
         saved = max(self._rest_until - earned / _ASKING_SHARE, began - _SAVED_SECONDS)
         self._rest_until = saved + in_vain / _ASKING_SHARE
         return drafts, waiting

@@ -33,13 +33,12 @@ from penstock.engine.grammar import Grammars
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculation import Speculation
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_calls import hermes
 from penstock.text.tool_calls.grammar import literal
 from penstock.text.tool_calls.parser import Function
-from tests.engine.guessing import FreeDrafts, Guesser
+from tests.engine.guessing import Guesser, tried_whenever_possible
 
 PROMPT = (
     "The harbour master wrote down every ship that came in before the storm, with its name, its captain and what it "
@@ -199,7 +198,7 @@ class _Run:
         if "speculation" in names:
             right = {request.id: outcome.tokens for request, outcome in zip(requests, plain, strict=True)}
             drafter = Guesser(lambda request: right.get(request.id.removesuffix(ABORTED), []), SEED, right=0.8)
-            self._scheduler.speculation = Speculation(drafter, FreeDrafts(), max_tokens=5)
+            self._scheduler.speculation = tried_whenever_possible(drafter, 5)
         try:
             return self.finish(requests, crowded=True, aborted="abort" in names)
         finally:

@@ -11,10 +11,9 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.engine.settings import SpeculationConfig
-from penstock.engine.speculation import Speculation
 from penstock.runner import drafting
 from tests.conftest import Server
-from tests.engine.guessing import FreeDrafts
+from tests.engine.guessing import tried_whenever_possible
 
 MODEL = "smollm2-135m"
 LIST = "The Mary Ann came first, under Captain Holt, with coal. Then came the Gull, under Captain Reyes, with wool. "
@@ -57,7 +56,7 @@ def test_outputs_stay_the_same(
     plain: dict[str, list[list[int]]], speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever pays on this machine, drafts are tried."""
-    monkeypatch.setattr(drafting, "Speculation", lambda drafter, _, most: Speculation(drafter, FreeDrafts(), most))
+    monkeypatch.setattr(drafting, "Speculation", lambda drafter, _, most: tried_whenever_possible(drafter, most))
     with llm(**speculation) as running:
         for name, fields in PARAMS.items():
             assert outputs(running, **fields) == plain[name], name

@@ -24,9 +24,8 @@ from penstock.engine.executor import AdapterWeights, Step, StepResult
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.speculation import Speculation
 from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output, seed_with
-from tests.engine.guessing import FreeDrafts, Guesser
+from tests.engine.guessing import Guesser, tried_whenever_possible
 from tests.engine.toy_grammar import ToyGrammars, constrained_output
 
 
@@ -66,7 +65,7 @@ class Harness:
         self.limits = bounds
         self.scheduler = Scheduler(bounds)
         if guesses is not None:
-            self.scheduler.speculation = Speculation(Guesser(self.full_output, guesses), FreeDrafts(), max_tokens=5)
+            self.scheduler.speculation = tried_whenever_possible(Guesser(self.full_output, guesses), 5)
         self.executor = PagedExecutor(bounds.num_blocks, bounds.block_size, runs_ahead=runs_ahead)
         self.loop = EngineLoop(self.scheduler, self.executor, self._take, ToyGrammars(), ToyAdapters())
         self.requests: dict[str, GenerateRequest] = {}

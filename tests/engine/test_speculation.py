@@ -141,7 +141,7 @@ def test_asking_in_vain_takes_a_bounded_share_of_the_time() -> None:
     clock, rows = Clock(), 64
     drafter = SlowDrafter(clock, set())
     sequences = [decoding(row) for row in range(rows)]
-    speculation = Speculation(drafter, learnt(), 15, clock)
+    speculation = Speculation(drafter, learnt(), 15, clock, clock)
     for _ in range(5_000):
         assert speculation.plan(sequences, 100) == ({}, set())
         clock.now += 50e-3
@@ -154,7 +154,7 @@ def test_sequences_with_drafts_are_asked_all_the_time() -> None:
     clock = Clock()
     drafter = SlowDrafter(clock, {1})
     sequences = [decoding(row) for row in range(64)]
-    speculation = Speculation(drafter, learnt(), 15, clock)
+    speculation = Speculation(drafter, learnt(), 15, clock, clock)
     for _ in range(1000):
         drafts, _ = speculation.plan(sequences, 100)
         assert [s.row for s in drafts] == [1]
@@ -169,7 +169,7 @@ def test_what_drafts_gain_may_be_spent_on_asking() -> None:
         clock = Clock()
         drafter = SlowDrafter(clock, {0})
         sequences = [decoding(0), decoding(1)]
-        speculation = Speculation(drafter, learnt(), 15, clock)
+        speculation = Speculation(drafter, learnt(), 15, clock, clock)
         for _ in range(2000):
             speculation.plan(sequences, 100)
             clock.now += 5e-3

@@ -15,14 +15,13 @@ from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.sequence import Sequence
-from penstock.engine.speculation import Speculation
 from penstock.kernels.attention_reference import ReferenceAttention
 from penstock.runner import cuda_runner, mixed_steps
 from penstock.runner.forward import TorchForward
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.row_state import TorchRows
 from penstock.runner.torch_adapters import adapters_of
-from tests.engine.guessing import FreeDrafts
+from tests.engine.guessing import tried_whenever_possible
 from tests.runner.emulated_cuda import CPU, emulated_runner
 from tests.runner.test_adapted_steps import some_adapter
 from tests.runner.test_fused_forward import load
@@ -101,7 +100,7 @@ def run(
     scheduler = Scheduler(LIMITS)
     if drafter is not None:
         # Deep enough that sequences wait for a draft; a clock that stands, for load must not decide who is asked.
-        scheduler.speculation = Speculation(drafter, FreeDrafts(), max_tokens=8, clock=lambda: 0.0)
+        scheduler.speculation = tried_whenever_possible(drafter, 8)
     loop = EngineLoop(scheduler, executor, take, None, HeldAdapters(weights))
     for request in requests:
         loop.submit(request)
