@@ -248,7 +248,9 @@ def main() -> int:
     }
     print(", ".join(f"{name} {value}" for name, value in figures.items()))
     if args.json:
-        args.json.write_text(json.dumps({"machine": describe_machine(), **figures}, indent=2) + "\n")
+        args.json.write_text(
+            json.dumps({"machine": describe_machine(), **figures, "errors": tally.errors}, indent=2) + "\n"
+        )
     return 0 if tally.passed else 1
 
 

@@ -44,9 +44,9 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "json logprobs": {"temperature": 0.9, "logprobs": 2, "guided_json": LINES},
 }
 ADAPTED: dict[str, dict[str, Any]] = {
-    "adapter": {"model": "first", "temperature": 0},
-    "adapter seeded": {"model": "second", "temperature": 0.9, "n": 2, "logprobs": 2},
-    "adapter json": {"model": "first", "temperature": 0.9, "guided_json": LINES},
+    "adapter": {"model": "first", "temperature": 0, "max_tokens": 120},
+    "adapter seeded": {"model": "second", "temperature": 0.9, "n": 2, "logprobs": 2, "max_tokens": 120},
+    "adapter json": {"model": "first", "temperature": 0.9, "max_tokens": 120, "guided_json": LINES},
 }
 CHATS: dict[str, dict[str, Any]] = {
     "chat": {"temperature": 0, "ignore_eos": False},
