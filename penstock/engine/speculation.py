@@ -27,8 +27,9 @@ from penstock.engine.step_time import StepShape, StepTimes
 # of a draft must be worth more than its time.
 _LEAST_GAIN = 1.03
 _DOUBT = 1.5
-# Tokens that a draft must be expected to gain for a sequence to wait for its last token, where others would not wait.
-_WORTH_WAITING = 4.0
+# Tokens that a draft must be expected to gain for a sequence to wait for its last token, where others would not wait:
+# so many or this share of the longest draft, and never fewer than waiting costs.
+_WORTH_WAITING, _SHARE_WORTH_WAITING, _WAITING_COSTS = 4.0, 0.6, 1.5
 # Tokens for which a sequence without a draft is left alone at most: asking for one costs some microseconds each time.
 _LONGEST_PAUSE = 8
 # Share of the time that may go into asking for drafts in vain, and of the time that drafts save, which may go there as
@@ -73,6 +74,7 @@ class Speculation:
         self.drafter = drafter
         self._times = times
         self._most = max_tokens
+        self._worth_waiting = max(_WAITING_COSTS, min(_WORTH_WAITING, _SHARE_WORTH_WAITING * max_tokens))
         self._clock, self._cpu_clock = clock, cpu_clock
         # Those that had a draft when they were last asked for, or wait for one, and how many tokens they had then.
         self._drafting: dict[Sequence, int] = {}
@@ -102,7 +104,7 @@ class Speculation:
             for s in due:
                 if not s.pending:
                     known.append(s)
-                elif expected_tokens(self.drafter.outlook(s), self._most) > _WORTH_WAITING:
+                elif expected_tokens(self.drafter.outlook(s), self._most) > self._worth_waiting:
                     waiting.add(s)
         drafts = self._drafts(known, len(decodes) - len(waiting), budget, prices)
         for s in due:
