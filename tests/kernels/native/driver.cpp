@@ -78,7 +78,7 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
         const Step call{tokens,      2,              2,           5,
                         int32_t(rows.size()), int32_t(runs.size()), ids.data(), sequences.data(), starts.data(),
                         lengths.data(), rows.data(), runs.data(), nullptr, nullptr,
-                        tables.data(), last.data(), nullptr, logits.data(), argmax.data(), nullptr};
+                        tables.data(), last.data(), nullptr, nullptr, logits.data(), argmax.data(), nullptr};
         if (!model.forward(call).empty()) return 2;
         for (float v : logits)
             if (!std::isfinite(v)) return 3;
