@@ -28,9 +28,12 @@ class NativeRunner:
     runs_ahead = False
     verifies_drafts = True
 
-    def __init__(self, model: NativeModel, state: HostRows) -> None:
+    def __init__(self, model: NativeModel, state: HostRows, *, spare_blocks: int = 0, layers: int = 0) -> None:
+        """`spare_blocks`: the last ones of the KV cache, which are left to the drafts of a second runner. `layers`: so
+        many of the model's layers are computed, from the first on, then its final norm and head; 0: all."""
         self.model = model
-        self.num_blocks = model.num_blocks
+        self.num_blocks = model.num_blocks - spare_blocks
+        self._layers = layers
         self.adapter_modules = adapter_modules(model.config)
         self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost
         self._state = state
@@ -71,7 +74,9 @@ class NativeRunner:
             wanted += chain.from_iterable(rows for _, rows, _ in prompts)
             runs += repeat(1, len(wanted) - sampling)
         masks, self._masks = _by_sample(step, self._masks) if self._masks else {}, {}
-        native = NativeStep(step.tokens, step.rows, step.starts, step.counts, wanted, runs, targets, masks)
+        native = NativeStep(
+            step.tokens, step.rows, step.starts, step.counts, wanted, runs, targets, masks, self._layers
+        )
         _, tokens = self.model.forward(native, self._rows, logits=False)
         result = StepResult(by_sequence(step.samples, tokens[:sampling]))
         if scores:

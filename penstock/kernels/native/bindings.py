@@ -47,7 +47,7 @@ class CStep(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "num_rows", "table_width")),
-        *((name, ctypes.c_int32) for name in ("num_logits", "num_runs")),
+        *((name, ctypes.c_int32) for name in ("num_logits", "num_runs", "layers")),
         *((name, ctypes.c_void_p) for name in ("tokens", "rows", "starts", "counts", "logit_rows", "runs", "targets")),
         *((name, ctypes.c_void_p) for name in ("masks", "tables", "last_tokens", "sampling", "adapters", "logits")),
         *((name, ctypes.c_void_p) for name in ("sampled", "scores")),

@@ -121,6 +121,7 @@ std::string Model::check(const Step& s) const {
         return std::any_of(values, values + count, [&](int32_t v) { return v < 0 || v >= limit; });
     };
     if (s.num_tokens < 1) return "tokens must not be empty";
+    if (s.layers < 0 || s.layers > spec_.layers) return "layers must not be more than there are";
     if (outside(s.rows, s.num_sequences, s.num_rows)) return "rows must be rows of the tables";
     if (outside(s.logit_rows, s.num_logits, s.num_tokens)) return "logit_rows must be indices of tokens";
     if (std::any_of(s.runs, s.runs + s.num_runs, [](int32_t length) { return length < 1; }) ||
@@ -317,9 +318,10 @@ void Model::by_rows(int& number, int rows, const Work& work) {
 
 void Model::run(const Step& step, int thread) {
     const int tokens = step.num_tokens, q_width = spec_.heads * spec_.head_dim;
+    const int layers = step.layers ? step.layers : spec_.layers;
     int number = 0;  // of the phase; the same in all threads
     by_rows(number, tokens, [&](int token) { embed(token); });
-    for (int i = 0; i < spec_.layers; i++) {
+    for (int i = 0; i < layers; i++) {
         const Layer& layer = layers_[i];
         const Cache cache = cache_of(i);
         multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, number, i, 0,

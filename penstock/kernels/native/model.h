@@ -39,6 +39,7 @@ enum Tensor : int32_t {
 // the tables of blocks and among the last tokens.
 struct Step {
     int32_t num_tokens, num_sequences, num_rows, table_width, num_logits, num_runs;
+    int32_t layers;                          // so many from the first on are computed, then norm and head; 0: all
     const int32_t* tokens;                   // [num_tokens]; SAMPLED: the last token of the sequence's row
     const int32_t *rows, *starts, *counts;   // [num_sequences]: row, first position and number of tokens
     const int32_t* logit_rows;               // [num_logits]: indices of the tokens whose logits are wanted

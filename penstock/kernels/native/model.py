@@ -76,7 +76,6 @@ TENSORS = (
     *CHANNELS,
 )
 
-
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
 
 
@@ -99,6 +98,7 @@ class NativeStep:
     runs: Sequence[int] = ()
     targets: Sequence[int] = ()  # an entry per logit row: a token to score, or -1 to sample one; (): all are sampled
     masks: Mapping[int, Ints] = field(default_factory=dict)  # by logit row: one bit per token that may be sampled
+    layers: int = 0  # so many from the first on are computed, then the final norm and the head; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +359,7 @@ class NativeModel:
         masks_at = masks.buffer_info()[0] if masks else None
         logits_at = out.ctypes.data if logits else None
         scores_at = self.scores.reserve(wanted)
-        sizes = (len(step.tokens), sequences, *rows.shape, wanted, len(runs))
+        sizes = (len(step.tokens), sequences, *rows.shape, wanted, len(runs), step.layers)
         optional_at = (targets_at if step.targets else None, masks_at)
         call = CStep(*sizes, *inputs_at, *optional_at, *rows.addresses, logits_at, sampled_at, scores_at)
         self.call_began = time.perf_counter()
