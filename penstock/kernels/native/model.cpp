@@ -130,7 +130,7 @@ std::string Model::check(const Step& s) const {
     if (s.sampling && int(s.sampling->rows.size()) != s.num_rows) return "sampling must have a row for each table";
     if (s.targets && std::any_of(s.targets, s.targets + s.num_logits, [&](int32_t t) { return t >= spec_.vocab; }))
         return "targets holds an id outside the vocabulary";
-    const auto empty_slot = [&](int32_t slot) { return slot >= int(adapters_.size()) || !adapters_[slot].rank; };
+    const auto empty_slot = [&](int32_t slot) { return slot >= int(adapters_.size()) || !adapters_[slot]; };
     int64_t at = 0;
     for (int i = 0; i < s.num_sequences; i++) {
         if (const int32_t slot = s.adapters ? s.adapters[s.rows[i]] : -1; slot >= 0 && empty_slot(slot))

@@ -43,9 +43,9 @@ bool sampled_well(Model& model, std::vector<float> logits, int vocab) {
 // Two sequences, one of 70 tokens prefilled in two chunks beside one that decodes, then both decode; odd widths leave
 // ragged panels.
 int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int kv_heads, int threads) {
-    const int hidden = 84, inner = 100, vocab = 203, dim = 48, block = 16;
     const bool int8 = scheme == INT8;
-    const int transform = int8 ? 4 : 0;  // divides both widths
+    const int hidden = int8 ? 80 : 84, inner = int8 ? 112 : 100, vocab = 203, dim = 48, block = 16;
+    const int transform = int8 ? 16 : 0;  // divides both widths
     const ModelSpec spec{2,      hidden, heads, kv_heads, dim,    inner,     vocab,     1,      1,   1, 1, int8,
                          scheme, block,  12,    threads,  format, transform, transform, 1e-5f, 1.f};
     const int windows[2] = {0, 20};
@@ -67,12 +67,13 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
         }
     // An adapter of every module, and one of some, whose rank is more than a panel.
     for (const auto& [slot, rank] : {std::pair{0, 5}, std::pair{1, 20}}) {
-        if (!model.clear_adapter(slot, rank).empty()) return 7;
+        const std::shared_ptr<PackedAdapter> adapter = model.new_adapter(rank);
         for (const auto& s : shapes)
             if (s.kind >= Q && s.kind <= (slot ? K : DOWN)) {
                 const auto a = noise(size_t(rank) * s.columns), b = noise(size_t(s.rows) * rank);
-                if (!model.set_adapter(slot, s.kind, 1, a.data(), b.data(), rank).empty()) return 7;
+                if (!model.set_adapter(*adapter, s.kind, 1, a.data(), b.data(), rank).empty()) return 7;
             }
+        if (!model.use_adapter(slot, adapter).empty()) return 7;
     }
     const std::vector<int32_t> tables = {1, 2, 3, 4, 5, 11, 0, 0, 0, 0};
     const std::vector<int32_t> adapters[3] = {{-1, 0}, {1, 0}, {0, -1}};  // of the sequences, step by step

@@ -173,8 +173,8 @@ def test_what_lies_in_unwritten_slots_never_matters(isa: str, count: int, kv: KV
     runner = build(reference("llama"), kv=kv)
     tokens = np.random.default_rng(6).integers(0, VOCAB, count)
     clean = logits_of(runner, step([(tokens, 0, [3, 4, 5])]))
-    assert runner.block_bytes == runner._library.penstock_model_block_bytes(runner._handle)
-    ctypes.memset(runner._library.penstock_model_cache(runner._handle), 0xFF, runner.cache_bytes)  # bfloat16 NaNs
+    assert runner.block_bytes == runner.library.penstock_model_block_bytes(runner.handle)
+    ctypes.memset(runner.library.penstock_model_cache(runner.handle), 0xFF, runner.cache_bytes)  # bfloat16 NaNs
     poisoned = logits_of(runner, step([(tokens, 0, [3, 4, 5])]))
     np.testing.assert_array_equal(poisoned, clean)
 
