@@ -12,6 +12,7 @@ import pytest
 from penstock.core.request import SamplingParams
 from penstock.engine.executor import AdapterWeights, RowSetup, Step
 from penstock.kernels.native import bindings
+from penstock.kernels.native.adapters import NativeAdapter
 from penstock.runner import native_runner
 from penstock.runner.host_rows import HostRows
 from penstock.runner.native_runner import NativeRunner
@@ -39,11 +40,10 @@ def test_packed_once_for_all_threads_and_while_steps_run(monkeypatch: pytest.Mon
     first, second = (AdapterWeights(f"{seed}", 5, drawn_adapter(model, seed)) for seed in (1, 2))
     packed: list[object] = []
 
-    def counting(*given: Any) -> native_runner.NativeAdapter:
+    def counting(*given: Any) -> NativeAdapter:
         packed.append(given)
-        return plain(*given)
+        return NativeAdapter(*given)
 
-    plain = native_runner.NativeAdapter
     monkeypatch.setattr(native_runner, "NativeAdapter", counting)
     expected = run(runner, (0, first))
     with ThreadPoolExecutor(8) as pool:
