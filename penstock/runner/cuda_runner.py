@@ -41,7 +41,7 @@ from penstock.runner.verification import accepted_entries, without_excess
 # of tokens of those with drafts.
 BUCKETS = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
 SHARED_PREFIX_BUCKETS = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
-ADAPTED_BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # with LoRA adapters
+ADAPTED_BUCKETS = [2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # with LoRA adapters
 DRAFT_BUCKETS = [4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
 
 
