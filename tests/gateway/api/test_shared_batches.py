@@ -1,0 +1,121 @@
+"""Files and batches of gateways that share a Redis: what one has, all have."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from penstock.batches.settings import BatchesConfig
+from penstock.core.request import GenerateRequest, SamplingParams
+from penstock.settings import Settings
+from penstock.simulation.scripted_engine import Action, hang
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.api.test_batches import SECONDS, ended, jsonl, line, lines_of, submitted
+from tests.gateway.conftest import Gateway, serving
+from tests.redis_server import RedisServer
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    server = RedisServer()
+    yield Settings(state=server.url, batches=BatchesConfig(concurrent=1))
+    server.stop()
+
+
+@pytest.fixture
+def gateways(tokenizer: Tokenizer, settings: Settings) -> Iterator[tuple[Gateway, Gateway]]:
+    with serving(tokenizer, settings) as first, serving(tokenizer, settings) as second:
+        yield first, second
+
+
+def test_gateways_share_files_batches_and_lines(gateways: tuple[Gateway, Gateway]) -> None:
+    begun = [threading.Event(), threading.Event()]
+    for gateway, mine, other in zip(gateways, begun, begun[::-1], strict=True):
+
+        def script(
+            request: GenerateRequest,
+            answer: object = gateway.engine.script,
+            mine: threading.Event = mine,
+            other: threading.Event = other,
+        ) -> list[Action]:
+            mine.set()
+
+            async def until_both_have_one() -> None:
+                assert await asyncio.to_thread(other.wait, SECONDS)
+
+            return [until_both_have_one, *answer(request)]  # type: ignore[operator]
+
+        gateway.runs(script)
+    here, there = (gateway.client() for gateway in gateways)
+    file = here.files.create(file=("lines.jsonl", jsonl(*(line(f"l{n}") for n in range(10)))), purpose="batch")
+    batch = there.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = ended(here, batch.id)
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {"total": 10, "completed": 10, "failed": 0}
+    assert set(lines_of(there, batch.output_file_id)) == {f"l{n}" for n in range(10)}
+    assert sum(len(gateway.engine.requests) for gateway in gateways) == 10
+    assert all(gateway.engine.requests for gateway in gateways)
+    assert {each.id for each in there.files.list()} == {file.id, batch.output_file_id}
+    here.files.delete(file.id)
+    with pytest.raises(openai.NotFoundError):
+        there.files.content(file.id)
+
+
+def test_a_batch_is_cancelled_at_any_gateway(gateways: tuple[Gateway, Gateway]) -> None:
+    taken = threading.Event()
+
+    async def hang_noticed() -> None:
+        taken.set()
+        await hang()
+
+    for gateway in gateways:
+        gateway.runs(lambda request: [hang_noticed])
+    here, there = (gateway.client() for gateway in gateways)
+    batch = submitted(here, jsonl(line("a"), line("b"), line("c")))
+    assert taken.wait(SECONDS)
+    assert there.batches.cancel(batch.id).status == "cancelling"
+    batch = ended(here, batch.id)
+    assert batch.status == "cancelled"
+    assert len(lines_of(here, batch.error_file_id)) == 3
+
+
+def test_another_gateway_goes_on_with_the_tokens_of_a_line(tokenizer: Tokenizer, settings: Settings) -> None:
+    with serving(tokenizer, settings) as first:
+        spoken = list(first.engine.script(GenerateRequest("x-0", [1], SamplingParams())))[:4]
+        taken = threading.Event()
+
+        async def hang_noticed() -> None:
+            taken.set()
+            await hang()
+
+        first.runs(lambda request: [*spoken[:2], hang_noticed])
+        batch = submitted(first.client(), jsonl(line("a", temperature=1.0)))
+        assert taken.wait(SECONDS)
+        (before,) = first.engine.requests
+    with serving(tokenizer, settings) as second:
+        second.runs(lambda request: [*spoken[len(request.output) : 4], [tokenizer.eos_ids[0]]])
+        answers = lines_of(second.client(), ended(second.client(), batch.id).output_file_id)
+        (after,) = second.engine.requests
+    assert after.seed == before.seed
+    assert len(after.output) == len([token for tokens in spoken[:2] for token in tokens])  # type: ignore[union-attr]
+    whole = [token for tokens in spoken for token in tokens]  # type: ignore[union-attr]
+    assert answers["a"]["response"]["body"]["choices"][0]["message"]["content"] == tokenizer.decode(whole)
+
+
+def test_a_redis_that_is_away_is_said(tokenizer: Tokenizer) -> None:
+    server = RedisServer()
+    with serving(tokenizer, Settings(state=server.url)) as gateway, gateway.http() as http:
+        file = gateway.client().files.create(file=("x", b"x"), purpose="batch")
+        server.stop()
+        for answer in (
+            http.get(f"/v1/files/{file.id}/content"),
+            http.post("/v1/files", files={"file": b"x"}, data={"purpose": "batch"}),
+            http.get("/v1/batches"),
+        ):
+            assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
+            assert "Redis does not answer" in answer.json()["error"]["message"]
