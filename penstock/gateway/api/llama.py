@@ -33,6 +33,7 @@ LLAMA_ERRORS = OpenAIErrors(
         "repetition_penalty": "repeat_penalty",
         "guided_json": "json_schema",
         "guided_grammar": "grammar",
+        "suffix": "input_suffix",
     }
 )
 LLAMA_EMBEDDING_ERRORS = OpenAIErrors({"input": "content"})

@@ -108,3 +108,4 @@ def test_a_model_that_cannot_fill_in_says_so(shared_gateway: Gateway) -> None:
         answer = http.post("/infill", json={"input_prefix": "a", "input_suffix": "b"})
     assert answer.status_code == 400
     assert "no tokens for filling in the middle" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "input_suffix"
