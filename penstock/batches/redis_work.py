@@ -49,6 +49,7 @@ class RedisWork:
             self.forget_lines(batch)
 
     def rows(self, batch: str) -> Iterator[Row]:
+        """Raises Unavailable at the end if another process has the job by then, and so may have forgotten lines."""
         start = 0
         redis = self._queue.redis
         while True:
@@ -60,11 +61,14 @@ class RedisWork:
                     pipeline.hmget(key, "custom_id", "status", "request_id", "body")
                 rows = pipeline.execute()
             if not numbers:
-                return
+                break
             for number, (custom_id, status, request_id, body) in zip(numbers, rows, strict=True):
                 answer = None if status is None else Answered(int(status), request_id.decode(), body)
                 yield Row(int(number), custom_id.decode(), answer)
             start += len(numbers)
+        with failures():
+            owner = redis.hget(f"{PREFIX}batch:{batch}", "owner")
+        _ours(True if owner == self._owner.encode() else None)
 
     def assembled(self, batch: str, files: Sequence[StoredFile], now: float) -> None:
         found = self._queue.batch(batch)

@@ -196,6 +196,7 @@ class Machine(RuleBasedStateMachine):
         found = self.run(process.batch("", self.batch.id))
         assert found is not None
         assert (found.status, found.ending, found.completed) == ("finalizing", "completed", self.total)
+        assert self.run(process.claim_job(self.now)) is not None
         rows = list(self.where.work(process).rows(self.batch.id))
         assert [row.answer.body for row in rows if row.answer] == [b'"%d"' % n for n in range(1, self.total + 1)]
         for each in self.processes:
@@ -398,7 +399,10 @@ async def test_whoever_lost_a_batch_changes_nothing_of_it(place: Place, store: B
     orphan.validated(batch.id, 1, MODEL, [], now)
     work = place.work(other)
     work.forget_lines(batch.id)
+    with pytest.raises(Unavailable, match="another process"):
+        list(orphan.rows(batch.id))  # else it would write a file without the lines that are gone
     assert work.add_lines(batch.id, [line]) == []
+    assert len(list(work.rows(batch.id))) == 1
     found = await other.batch("", batch.id)
     assert found is not None
     assert found.status == "validating"
