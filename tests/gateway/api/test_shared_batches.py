@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from penstock.batches.settings import BatchesConfig
-from penstock.core.request import GenerateRequest, SamplingParams
+from penstock.core.request import GenerateRequest
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import Action, hang
 from penstock.text.tokenizer import Tokenizer
@@ -82,29 +82,6 @@ def test_a_batch_is_cancelled_at_any_gateway(gateways: tuple[Gateway, Gateway]) 
     batch = ended(here, batch.id)
     assert batch.status == "cancelled"
     assert len(lines_of(here, batch.error_file_id)) == 3
-
-
-def test_another_gateway_goes_on_with_the_tokens_of_a_line(tokenizer: Tokenizer, settings: Settings) -> None:
-    with serving(tokenizer, settings) as first:
-        spoken = list(first.engine.script(GenerateRequest("x-0", [1], SamplingParams())))[:4]
-        taken = threading.Event()
-
-        async def hang_noticed() -> None:
-            taken.set()
-            await hang()
-
-        first.runs(lambda request: [*spoken[:2], hang_noticed])
-        batch = submitted(first.client(), jsonl(line("a", temperature=1.0)))
-        assert taken.wait(SECONDS)
-        (before,) = first.engine.requests
-    with serving(tokenizer, settings) as second:
-        second.runs(lambda request: [*spoken[len(request.output) : 4], [tokenizer.eos_ids[0]]])
-        answers = lines_of(second.client(), ended(second.client(), batch.id).output_file_id)
-        (after,) = second.engine.requests
-    assert after.seed == before.seed
-    assert len(after.output) == len([token for tokens in spoken[:2] for token in tokens])  # type: ignore[union-attr]
-    whole = [token for tokens in spoken for token in tokens]  # type: ignore[union-attr]
-    assert answers["a"]["response"]["body"]["choices"][0]["message"]["content"] == tokenizer.decode(whole)
 
 
 def test_a_redis_that_is_away_is_said(tokenizer: Tokenizer) -> None:
