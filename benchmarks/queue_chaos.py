@@ -129,19 +129,29 @@ async def read(broker: Broker, answers: dict[str, list[str]]) -> None:
             await broker.acknowledge(message)
 
 
+async def read_dead_letters(broker: Broker, letters: list[str]) -> None:
+    while True:
+        for message in await broker.receive(200):
+            letters.append(message.payload.decode())
+            await broker.acknowledge(message)
+
+
 async def run(args: argparse.Namespace, folder: Path, url: str) -> dict[str, Any]:
     chance = random.Random(args.seed)
     config = ConsumeConfig(url)
     reader = make_broker(ConsumeConfig(url, config.results, config.requests, config.dead_letters, group="reader"))
     await reader.open()
     await reader.publish(config.requests, "", [request(number, chance) for number in range(args.messages)])
+    undertaker = make_broker(ConsumeConfig(url, config.dead_letters, "unused", "unused too", group="reader"))
+    await undertaker.open()
     answers: dict[str, list[str]] = defaultdict(list)
-    reading = asyncio.create_task(read(reader, answers))
+    dead: list[str] = []
+    reading = asyncio.gather(read(reader, answers), read_dead_letters(undertaker, dead))
     consumer = Consumer(folder, url)
     kills, began, last = 0, time.monotonic(), 0
     lives = [Life(began, 0)]
     try:
-        while len(answers) < args.messages and lives[-1].goes_on(len(answers)) and not reading.done():
+        while len(answers) + len(dead) < args.messages and lives[-1].goes_on(len(answers)) and not reading.done():
             if consumer.process.poll() is not None:
                 raise SystemExit(f"the consumer ended by itself: {consumer.last_words()}")
             if kills == args.kills:
@@ -167,6 +177,7 @@ async def run(args: argparse.Namespace, folder: Path, url: str) -> dict[str, Any
         "kills": kills,
         "messages": args.messages,
         "unanswered": args.messages - len(answers),
+        "dead letters": len(dead),
         "repeated": sum(len(texts) - 1 for texts in answers.values()),
         "repeated with another text": sum(len(set(texts)) > 1 for texts in answers.values()),
         "seconds": round(time.monotonic() - began),

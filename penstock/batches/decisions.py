@@ -14,6 +14,7 @@ LEASE_SECONDS = 30.0  # after which a line belongs to nobody again, unless its l
 RENEW_SECONDS = 5.0  # between renewals, and so between journal entries
 MAX_ATTEMPTS = 5  # that fail by the engine's fault; then the line is a dead letter
 MAX_LOSSES = 20  # leases that ended with the death of their process: a line may be what kills it
+FIRST_AT_ONCE = 8  # requests that a process works on before the first of them has come to an end
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0  # seconds before another attempt
 
 MAX_BACKLOG = 0.5  # seconds of prefill that an engine has before it, beyond which it is given no more
@@ -59,6 +60,15 @@ def room(stats: EngineStats, running: int, most: int) -> int:
     if stats.waiting or (speed > 0 and stats.prefill_tokens / speed > MAX_BACKLOG):
         wanted = 1
     return max(1, wanted) - running
+
+
+def at_once(ended: int, most: int) -> int:
+    """How many requests a process may work on that has come to an end with so many.
+
+    Few at first: whoever is killed again and again soon after its start has begun only a few requests each time, so
+    those that are innocent come to an end before they count as what kills it.
+    """
+    return min(most, FIRST_AT_ONCE + 2 * ended)
 
 
 def next_status(batch: Batch, unanswered: int, leased: int, now: float) -> tuple[Status, Ending | None] | None:

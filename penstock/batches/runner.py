@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure
+from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure, at_once
 from penstock.batches.journal import LineJournal
 from penstock.batches.place import Batches
 from penstock.batches.records import Answered, Job, Line
@@ -153,7 +153,7 @@ class BatchRunner:
 
     async def _fill(self, group: Sequence[str]) -> None:
         running = sum(line.model in group for line, _, _ in self._running.values())
-        most = self._config.concurrent
+        most = at_once(self.outcomes.total(), self._config.concurrent)
         room = min(self._answers.room(group, running, most), most - len(self._running))
         if room <= 0:
             return

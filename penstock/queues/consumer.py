@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure
+from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure, at_once
 from penstock.batches.journal import LineJournal
 from penstock.batches.records import new_id
 from penstock.batches.runner import Answers, Asked
@@ -134,7 +134,7 @@ class Consumer:
 
     async def _room(self) -> int:
         """Of the engine with the most: which model a message asks for shows only when it is here."""
-        most = self._config.concurrent
+        most = at_once(self.outcomes.total(), self._config.concurrent)
         rooms = (self._answers.room(group, self.running, most) for group in await self._answers.groups())
         return min(max(rooms), most - self.running)
 
