@@ -273,9 +273,10 @@ FORGET_LINES = (
     + """
 local id = ARGV[1]
 if redis.call('HGET', batch(id), 'owner') ~= ARGV[2] then return false end
-for _, number in ipairs(redis.call('RPOP', P .. 'order:' .. id, ARGV[3]) or {}) do
+for _, number in ipairs(redis.call('LRANGE', P .. 'order:' .. id, -ARGV[3], -1)) do
     redis.call('DEL', line(id, number))
 end
+redis.call('LTRIM', P .. 'order:' .. id, 0, -ARGV[3] - 1)
 local left = redis.call('LLEN', P .. 'order:' .. id)
 if left == 0 then
     for _, model in ipairs(redis.call('SMEMBERS', P .. 'models:' .. id)) do redis.call('DEL', pending(id, model)) end
