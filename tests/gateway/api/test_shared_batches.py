@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -96,3 +98,33 @@ def test_a_redis_that_is_away_is_said(tokenizer: Tokenizer) -> None:
         ):
             assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
             assert "Redis does not answer" in answer.json()["error"]["message"]
+
+
+def test_a_batch_outlasts_a_restart_of_redis(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answers wait in memory while Redis is away."""
+    monkeypatch.setattr("penstock.batches.runner.RETRY_SECONDS", 0.1)
+    server = RedisServer(tmp_path)
+    taken, is_away = threading.Event(), threading.Event()
+
+    async def until_away() -> None:
+        taken.set()
+        assert await asyncio.to_thread(is_away.wait, SECONDS)
+
+    with serving(tokenizer, Settings(state=server.url)) as gateway, gateway.http() as http:
+        answer = gateway.engine.script
+        gateway.runs(lambda request: [until_away, *answer(request)])
+        batch = submitted(gateway.client(), jsonl(*(line(f"l{n}") for n in range(5))))
+        assert taken.wait(SECONDS)
+        server.stop()
+        is_away.set()
+        deadline = time.monotonic() + SECONDS
+        while "answers wait to be kept: Redis does not answer" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.start()
+        while (found := http.get(f"/v1/batches/{batch.id}")).status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            assert time.monotonic() < deadline, found.text
+        assert len(lines_of(gateway.client(), ended(gateway.client(), batch.id).output_file_id)) == 5
+    server.stop()
