@@ -25,10 +25,11 @@ from penstock.gateway.api.endpoints import ENDPOINTS, Handlers
 from penstock.gateway.api.files import FileEndpoints
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.live import Live
-from penstock.gateway.api.llama import LlamaCompletions, LlamaStatus
+from penstock.gateway.api.llama import LlamaCompletions, LlamaEmbeddings, LlamaInfills, LlamaStatus
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
 from penstock.gateway.api.ollama import OllamaChats, OllamaGenerate, OllamaStatus
+from penstock.gateway.api.ollama_embeddings import OllamaEmbed, OllamaEmbeddings
 from penstock.gateway.api.openapi import OpenApi
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
@@ -190,8 +191,12 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         responses=responses,
         ollama_chat=metered(directory.store, OllamaChats(serving)),
         ollama_generate=metered(directory.store, OllamaGenerate(serving)),
+        ollama_embed=metered(directory.store, OllamaEmbed(serving)),
+        ollama_embeddings=metered(directory.store, OllamaEmbeddings(serving)),
         ollama=OllamaStatus(serving),
         llama_completions=metered(directory.store, LlamaCompletions(serving)),
+        llama_infill=metered(directory.store, LlamaInfills(serving)),
+        llama_embedding=metered(directory.store, LlamaEmbeddings(serving)),
         llama=LlamaStatus(serving),
     )
     return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors) for e in ENDPOINTS])

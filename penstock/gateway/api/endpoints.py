@@ -98,8 +98,12 @@ class Handlers:
     responses: Responses
     ollama_chat: Handler
     ollama_generate: Handler
+    ollama_embed: Handler
+    ollama_embeddings: Handler
     ollama: OllamaStatus
     llama_completions: Handler
+    llama_infill: Handler
+    llama_embedding: Handler
     llama: LlamaStatus
 
 

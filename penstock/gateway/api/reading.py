@@ -125,6 +125,13 @@ class Bounds(NamedTuple):
         return {"generate": "generates text", "embed": "makes embeddings", "score": "scores pairs of texts"}[self.task]
 
 
+# A section of the settings for each task that a request may be for.
+EXAMPLES: Mapping[Task, str] = {
+    "generate": "{chat: {model: smollm2-135m}}",
+    "embed": "{minilm: {model: all-minilm-l6-v2}} (docs/embeddings.md)",
+    "score": "{reranker: {model: cross-encoder/ms-marco-MiniLM-L6-v2}} (docs/embeddings.md)",
+}
+
 _NONE: Mapping[str, str] = {}
 
 
@@ -157,7 +164,8 @@ class Terms(NamedTuple):
         if (bounds := self.bounds[model]).task in tasks:
             return
         others = [name for name in self.allowed if self.bounds[name].task in tasks]
-        instead = f"models for this: {', '.join(others)}" if others else "no model for this is served here"
+        example = f"no model for this is served here; to add one, start the server with models: {EXAMPLES[tasks[0]]}"
+        instead = f"models for this: {', '.join(others)}" if others else example
         raise InvalidRequest(
             f"model {model!r} {bounds.does} and cannot be asked for this; {instead}", param="model", code="wrong_task"
         )
