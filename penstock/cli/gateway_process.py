@@ -62,7 +62,7 @@ async def serve(connection: socket.socket) -> int:
     channel = Channel(connection, handlers)
     told: dict[str, Any] = await channel.call("hello")
     settings = settings_from_mapping(told["settings"])
-    configure_logging(settings.server.log_level)
+    configure_logging(settings.server.logs)
     listener = bind(settings.server.host, told["port"], shared=True)
     by_name = {
         name: Fleet(label_of(name, config), config.routing, config.failover) for name, config in settings.served.items()

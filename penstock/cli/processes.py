@@ -180,7 +180,7 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
         new_launcher = await stack.enter_async_context(launchers_on(on, settings))
-        control = FleetControl(by_label, configs, server.log_level, new_launcher)
+        control = FleetControl(by_label, configs, server.logs, new_launcher)
         stack.callback(reserved.close)
         own_store = is_shared(settings.state)
         handlers = launcher_handlers(by_label, control)
@@ -198,7 +198,7 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
             fleet.gateways = lambda: gateways.channels
             stack.push_async_callback(fleet.stop)
             checkpoint = config.model or name
-            own = own_launchers(checkpoint, config, server.log_level, new_launcher)
+            own = own_launchers(checkpoint, config, server.logs, new_launcher)
             if own:
                 starting = asyncio.create_task(fleet.start(own))
                 starting.add_done_callback(gateways.end_if_failed)

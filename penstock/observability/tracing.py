@@ -148,6 +148,11 @@ class Tracing:
         self._provider.shutdown()
 
 
+def trace_id(span: Span) -> str:
+    """As `traceparent` has it."""
+    return f"{span.get_span_context().trace_id:032x}"
+
+
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
