@@ -26,7 +26,7 @@ from penstock.observability.account import Account
 from penstock.observability.logging import log, log_event
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
-from penstock.observability.tracing import Tracing, trace_id
+from penstock.observability.tracing import Exchange, Tracing, trace_id
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -159,7 +159,9 @@ class Edge:
                 self.live.refused(endpoint, tenant.name, error)
             self._record(endpoint, status, account)
             if self.tracing is not None and span is not None:
-                self.tracing.end(span, request.method, endpoint, status, why, account)
+                exchange = Exchange(request.method, endpoint, request.headers.get(b"host", b""), status, error)
+                inference = answer.generation.inference() if answer is not None and span.is_recording() else None
+                self.tracing.end(span, exchange, account, inference)
             if not quiet and logger.isEnabledFor(logging.INFO):
                 fields = _log_fields(request, tenant, status, why, response.elapsed(), account)
                 fields["trace_id"] = None if span is None else trace_id(span)

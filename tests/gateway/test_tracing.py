@@ -104,7 +104,11 @@ def test_a_request_joins_its_callers_trace_and_shows_the_engine(traced: Gateway,
     assert said["gen_ai.usage.input_tokens"] == account["prompt_tokens"]
     assert said["gen_ai.usage.output_tokens"] == account["output_tokens"]
     assert said["gen_ai.response.finish_reasons"] == ["stop"]
+    assert said["gen_ai.response.id"] == response.json()["id"]
+    assert (said["server.address"], said["server.port"]) == (traced.host, traced.port)
     assert said["http.response.status_code"] == 200
+    assert "gen_ai.request.stream" not in said
+    assert "error.type" not in said
     (engine,) = spans["engine"]
     assert engine.parent_span_id == outer.span_id
     for name in ("queue", "prefill", "decode"):
@@ -121,6 +125,27 @@ def test_a_request_joins_its_callers_trace_and_shows_the_engine(traced: Gateway,
     assert engine.end_time_unix_nano <= outer.end_time_unix_nano
 
 
+def test_a_stream_tells_its_settings_and_its_first_chunk(traced: Gateway, collector: Collector) -> None:
+    trace_id = bytes([3] * 16)
+    settings = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["never"], "max_tokens": 3, "stream": True}
+    with traced.http() as http:
+        response = http.post(CHAT, json=HI | settings, headers={"traceparent": f"00-{trace_id.hex()}-{'01' * 8}-01"})
+        account = http.get(f"/v1/requests/{response.headers['x-request-id']}").json()
+    (outer,) = collector.trace(trace_id)[f"chat {MODEL}"]
+    said = {name.removeprefix("gen_ai."): value for name, value in attributes(outer).items()}
+    asked = {name.removeprefix("request."): value for name, value in said.items() if name.startswith("request.")}
+    assert asked == {
+        "model": MODEL,
+        "stream": True,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 7,
+        "stop_sequences": ["never"],
+        "max_tokens": 3,
+    }
+    assert said["response.time_to_first_chunk"] == pytest.approx(account["ttft"])
+
+
 def test_failures_are_marked_and_unsampled_traces_stay_out(traced: Gateway, collector: Collector) -> None:
     traced.runs(lambda request: [EngineFailure("out of luck")])
     silent, loud = bytes([1] * 16), bytes([2] * 16)
@@ -131,6 +156,7 @@ def test_failures_are_marked_and_unsampled_traces_stay_out(traced: Gateway, coll
     spans = collector.trace(loud)
     (outer,) = spans[f"chat {MODEL}"]
     assert (outer.status.code, outer.status.message) == (2, "out of luck")
+    assert attributes(outer)["error.type"] == "server_error"
     assert "engine" not in spans
     assert not any(span.trace_id == silent for span in collector.spans)
 

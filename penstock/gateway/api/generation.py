@@ -30,6 +30,7 @@ from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.tenants import Tenant
 from penstock.observability.account import Account, Attempt, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
+from penstock.observability.tracing import Inference
 from penstock.text.stream import TextDelta
 
 MAX_ACCOUNTED = 128  # choices of a request, the first ones, whose time is accounted for: more would take too long
@@ -67,6 +68,7 @@ class Generation:
         self.discarded = False  # whether the trial failed: nothing is charged, nothing counted
         self.attempts: list[Attempt] = []  # by models whose answers were discarded before this one
         self.final_usage: Usage | None = None  # when all has been generated
+        self.response_id = context.id  # as the client sees it; ours unless the endpoint says otherwise
         if context.why:
             response.headers[MODEL] = quote(context.answered_by, safe="/:@+ ").encode()
 
@@ -243,6 +245,18 @@ class Generation:
             output_tokens=usage.completion_tokens,
             choices=[self._choice_account(choice, total) for choice in self.choices[:MAX_ACCOUNTED]],
             attempts=self.attempts,
+        )
+
+    def inference(self) -> Inference:
+        """What traces tell beside the account."""
+        choice = self.choices[0]
+        reasoning_tokens = sum(choice.stream.reasoning_tokens for choice in self.choices)
+        return Inference(
+            response_id=self.response_id,
+            params=None if choice.prompt_only else choice.request.params,
+            max_tokens=choice.request.params.max_tokens if self.context.output_asked else None,
+            streamed=self.response.streaming,
+            reasoning_tokens=reasoning_tokens if choice.stream.reasons else None,
         )
 
     def attempt(self, why: str) -> Attempt:
