@@ -125,6 +125,7 @@ class Edge:
         span = None
         if self.tracing is not None and not quiet:
             span = self.tracing.begin(request.raw_headers, response.headers)
+            request.trace_id = trace_id(span)
         self.traffic.enter(request)
         self.metrics.in_flight += 1
         endpoint, route, tenant = "other", None, OPEN
@@ -164,7 +165,6 @@ class Edge:
                 self.tracing.end(span, exchange, account, inference)
             if not quiet and logger.isEnabledFor(logging.INFO):
                 fields = _log_fields(request, tenant, status, why, response.elapsed(), account)
-                fields["trace_id"] = None if span is None else trace_id(span)
                 log_event(logger, logging.INFO, "request", fields)
             request.close()
             error = None  # its traceback refers to this frame, and so to all of the request
@@ -192,11 +192,26 @@ def _error_for_client(request: Request, error: BaseException) -> PenstockError:
     if isinstance(error, PenstockError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        log(logger, logging.ERROR, "out of file descriptors", request_id=request.id, path=request.path)
+        log(
+            logger,
+            logging.ERROR,
+            "out of file descriptors",
+            request_id=request.id,
+            trace_id=request.trace_id,
+            path=request.path,
+        )
         return Unavailable(
             "the server is out of file descriptors; raise its limit (ulimit -n)", code="out_of_file_descriptors"
         )
-    log(logger, logging.ERROR, "unexpected error", request_id=request.id, path=request.path, error=error)
+    log(
+        logger,
+        logging.ERROR,
+        "unexpected error",
+        request_id=request.id,
+        trace_id=request.trace_id,
+        path=request.path,
+        error=error,
+    )
     return InternalError(f"internal error; the log has details under request id {request.id}")
 
 
@@ -224,5 +239,6 @@ def _log_fields(
             "output": account.output_tokens,
         }
     fields["request_id"] = redacted(request.id)
+    fields["trace_id"] = request.trace_id
     fields["why"] = None if why is None else redacted(why)
     return fields

@@ -52,7 +52,13 @@ class Panel:
                 "tooltip": {"mode": "multi", "sort": "desc"},
             },
             "targets": [
-                {"refId": chr(ord("A") + i), "expr": query, "legendFormat": legend, "datasource": source}
+                {
+                    "refId": chr(ord("A") + i),
+                    "expr": query,
+                    "legendFormat": legend,
+                    "datasource": source,
+                    "exemplar": query.startswith("histogram_quantile"),  # a dot for each, which leads to its trace
+                }
                 for i, (query, legend) in enumerate(self.queries)
             ],
         }

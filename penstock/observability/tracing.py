@@ -180,9 +180,10 @@ class Tracing:
         self._provider.shutdown()
 
 
-def trace_id(span: Span) -> str:
-    """As `traceparent` has it."""
-    return f"{span.get_span_context().trace_id:032x}"
+def trace_id(span: Span) -> str | None:
+    """As `traceparent` has it. None: the trace is not sampled, so nobody could find it."""
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.trace_flags.sampled else None
 
 
 def _ns(seconds: float) -> int:

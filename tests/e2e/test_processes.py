@@ -19,7 +19,7 @@ import pytest
 
 from tests.conftest import Server, start_server
 from tests.e2e.test_server import MODEL, is_alive
-from tests.prometheus_server import wait_for
+from tests.prometheus_server import openmetrics_families, wait_for
 
 SETTINGS = """
 server: {processes: 2, open: true, log_format: json}
@@ -46,6 +46,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = start_server("--config", str(config))
     yield running
     running.stop()
+
+
+def test_metrics_of_all_processes_are_valid_openmetrics(server: Server) -> None:
+    answer = httpx.get(f"{server.url}/metrics", headers={"accept": "application/openmetrics-text"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert "penstock_requests" in {family.name for family in openmetrics_families(answer.text)}
 
 
 def test_every_process_logs_json(server: Server) -> None:

@@ -112,6 +112,7 @@ class Generation:
         push, trial = choice.stream.push, self.trial
         latencies = self.metrics.of_class(self.context.objective.name)
         observe_inter_token = latencies.inter_token.observe
+        trace_id = self.request.trace_id
         last: float | None = None
         computed = True
         try:
@@ -129,7 +130,7 @@ class Generation:
                     self._first_chunk(choice, chunk)
                     computed = choice.computed
                 elif computed and (count := len(chunk.token_ids)):
-                    observe_inter_token((now - last) / count, count)
+                    observe_inter_token((now - last) / count, count, trace_id)
                 last = now
                 delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
                 if trial is not None:
@@ -139,7 +140,7 @@ class Generation:
                     delta = judged
                 if choice.first is None:
                     choice.first = time.monotonic()
-                    latencies.first_token.observe(choice.first - self.context.arrived)
+                    latencies.first_token.observe(choice.first - self.context.arrived, 1, trace_id)
                 finished = delta.finish_reason
                 if finished is not None:
                     choice.finish_reason, choice.stop_reason = finished, delta.stop_matched
@@ -162,7 +163,7 @@ class Generation:
 
     def _first_chunk(self, choice: Choice, chunk: Chunk) -> None:
         if chunk.cache is None or chunk.cache.computed:
-            self.metrics.queue_time.observe(chunk.queue_seconds)
+            self.metrics.queue_time.observe(chunk.queue_seconds, 1, self.request.trace_id)
         if chunk.cache is not None:
             choice.cache = chunk.cache
             name, value = cache_header(known.cache for known in self.choices if known.cache is not None)
@@ -185,7 +186,7 @@ class Generation:
         self.metrics.prompt_tokens += usage.prompt_tokens
         self.metrics.cached_tokens += usage.prompt_tokens_details.cached_tokens
         self.metrics.output_tokens += usage.completion_tokens
-        self.metrics.request_time.observe(time.monotonic() - self.context.arrived)
+        self.metrics.request_time.observe(time.monotonic() - self.context.arrived, 1, self.request.trace_id)
 
     def _expected_tokens(self) -> tuple[int, int]:
         """Of the prompts and of the output."""
