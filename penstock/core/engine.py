@@ -36,6 +36,8 @@ class EngineStats:
     waiting: int = 0
     kv_blocks: int = 0
     kv_blocks_used: int = 0
+    kv_slots: int = 0  # of tokens, in the blocks that sequences hold
+    kv_slots_empty: int = 0  # those of them without a token
     prefill_tokens: int = 0  # of prompts taken in, that have not been computed yet
     steps: int = 0
     requests: int = 0  # taken in

@@ -382,8 +382,7 @@ class Scheduler:
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
-            kv_blocks=self.pool.num_blocks,
-            kv_blocks_used=self.pool.used,
+            **self._placement.readings(self.running),
             prefill_tokens=books.prefill_tokens(self.waiting, self.running),
             seconds_since_step=seconds_since_step,
             **self.times.readings(decode_shape(self.running)),

@@ -203,6 +203,13 @@ CAPACITY = Dashboard(
     (
         Panel("KV memory in use", "percentunit", (("penstock_kv_utilisation", "{{model}}"),), threshold=0.95),
         Panel(
+            "KV fragmentation",
+            "percentunit",
+            (("penstock_replica_kv_fragmentation", "{{model}} {{replica}}"),),
+            "Share of the token slots in held KV blocks that hold no token.",
+            threshold=0.4,
+        ),
+        Panel(
             "Sequences a step",
             "short",
             ((_over("penstock_engine_batch_sequences_total", "penstock_engine_steps_total"), "{{model}}"),),

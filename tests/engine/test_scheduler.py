@@ -118,6 +118,20 @@ class Harness:
         raise AssertionError("the engine does not come to an end")
 
 
+def test_empty_kv_slots_are_the_unused_ends_of_last_blocks() -> None:
+    harness = Harness(limits(), runs_ahead=False)
+    harness.submit([1, 2, 3, 4, 5], max_tokens=4, ignore_eos=True)
+    harness.submit([1, 2, 3, 4, 6, 7], max_tokens=4, ignore_eos=True)
+    while not all(outcome.tokens for outcome in harness.outcomes.values()):
+        assert harness.loop.step()
+    stats, running = harness.loop.stats, harness.scheduler.running
+    assert len(running) == 2
+    assert stats.kv_slots == 4 * stats.kv_blocks_used == 4 * 3, "the first block is shared"
+    assert stats.kv_slots_empty == sum(-sequence.computed % 4 for sequence in running) > 0
+    harness.run()
+    assert (harness.loop.stats.kv_slots, harness.loop.stats.kv_slots_empty) == (0, 0)
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Random arrivals, sizes, priorities and aborts on a cache so small that preemption is constant."""
 
