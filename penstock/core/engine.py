@@ -47,6 +47,8 @@ class EngineStats:
     preemptions: int = 0
     batch_tokens: int = 0  # tokens computed over all steps
     batch_sequences: int = 0  # sequences advanced over all steps
+    step_seconds: float = 0.0  # that all steps took
+    read_bytes_estimate: int = 0  # of weights and KV, over all steps; 0: not known, as on a GPU
     seconds_since_step: float = 0.0  # while there is work; 0 when idle
     refused: int = 0  # requests whose objective could not be met
     expired: int = 0  # requests whose deadline passed

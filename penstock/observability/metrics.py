@@ -56,6 +56,12 @@ ENGINE_COUNTERS = (
     ("preemptions", "Sequences put back to waiting for lack of KV memory"),
     ("batch_tokens", "Tokens computed over all steps; over engine_steps: tokens per step"),
     ("batch_sequences", "Sequences advanced over all steps; over engine_steps: batch size"),
+    ("step_seconds", "Time that steps took; its rate is the share of time in which the engine computes"),
+    (
+        "read_bytes_estimate",
+        "Estimate of the memory that steps on a CPU read: all weights, and the KV of each sequence, once a step; over "
+        "engine_step_seconds: memory bandwidth",
+    ),
     ("refused", "Requests refused because their objective could not be met"),
     ("expired", "Requests stopped because their deadline passed"),
 )

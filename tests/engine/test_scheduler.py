@@ -132,6 +132,24 @@ def test_empty_kv_slots_are_the_unused_ends_of_last_blocks() -> None:
     assert (harness.loop.stats.kv_slots, harness.loop.stats.kv_slots_empty) == (0, 0)
 
 
+def test_steps_read_all_weights_and_the_kv_of_their_sequences() -> None:
+    now = 0.0
+
+    def later() -> float:
+        nonlocal now
+        now += 0.5
+        return now
+
+    harness = Harness(limits(weight_bytes=1000, kv_token_bytes=10), runs_ahead=False)
+    harness.loop._clock = later
+    harness.submit([1, 2, 3, 4, 5], max_tokens=3, ignore_eos=True)
+    harness.run()
+    stats = harness.loop.stats
+    assert stats.steps == 3
+    assert stats.read_bytes_estimate == 3 * 1000 + (5 + 6 + 7) * 10
+    assert stats.step_seconds == 3 * 0.5
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Random arrivals, sizes, priorities and aborts on a cache so small that preemption is constant."""
 
