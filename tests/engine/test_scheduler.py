@@ -150,6 +150,17 @@ def test_steps_read_all_weights_and_the_kv_of_their_sequences() -> None:
     assert stats.step_seconds == 3 * 0.5
 
 
+def test_ended_requests_are_not_kept_until_their_deadlines() -> None:
+    harness = Harness(limits(num_blocks=2000, max_model_len=4000), runs_ahead=False)
+    harness.submit([1], max_tokens=3000, ignore_eos=True, deadline=3600)  # under way all the time, and due first
+    for number in range(500):
+        short = harness.submit([number % VOCAB], max_tokens=1, deadline=86400)
+        while not harness.outcomes[short].finish_reasons:
+            assert harness.loop.step()
+        assert len(harness.scheduler._deadlines) <= 65
+    assert not harness.outcomes["r0"].finish_reasons
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Random arrivals, sizes, priorities and aborts on a cache so small that preemption is constant."""
 
