@@ -1,5 +1,4 @@
-"""Logs, a line for each event: `time level message key=value ...`, or a JSON object. Of the gateway and the worker
-alike."""
+"""Logs of gateway and worker, a line for each event: `time level message key=value ...`, or a JSON object."""
 
 from __future__ import annotations
 
@@ -34,20 +33,30 @@ class Event(NamedTuple):
     exception: str  # with its traceback; empty: none
 
 
+class _Timestamps:
+    """Seconds as text, to the millisecond. Most lines have the second of the line before."""
+
+    def __init__(self, format: str, in_zone: Callable[[float], time.struct_time]) -> None:
+        self._format = format
+        self._in_zone = in_zone
+        self._second, self._text = -1, ""
+
+    def __call__(self, seconds: float) -> str:
+        second = int(seconds)
+        if second != self._second:
+            self._second, self._text = second, time.strftime(self._format, self._in_zone(second))
+        return f"{self._text}.{int((seconds - second) * 1000):03d}"
+
+
 class TextFormat:
     """`2031-05-06 07:08:09.123 INFO message key=value`; a traceback follows on its own lines."""
 
     def __init__(self) -> None:
-        self._second, self._time = -1, ""  # the latest second that a line had, as text
+        self._timestamp = _Timestamps("%Y-%m-%d %H:%M:%S", time.localtime)
 
     def __call__(self, event: Event) -> str:
-        second = int(event.seconds)
-        if second != self._second:
-            self._second = second
-            self._time = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-        milliseconds = int((event.seconds - second) * 1000)
         text = with_fields(event.message, event.fields)
-        line = f"{self._time}.{milliseconds:03d} {logging.getLevelName(event.level)} {text}"
+        line = f"{self._timestamp(event.seconds)} {logging.getLevelName(event.level)} {text}"
         return f"{line}\n{event.exception}" if event.exception else line
 
 
@@ -56,15 +65,11 @@ class JsonFormat:
     a traceback is the text of `exception`."""
 
     def __init__(self) -> None:
-        self._second, self._time = -1, ""
+        self._timestamp = _Timestamps("%Y-%m-%dT%H:%M:%S", time.gmtime)
 
     def __call__(self, event: Event) -> str:
-        second = int(event.seconds)
-        if second != self._second:
-            self._second = second
-            self._time = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second))
         values: dict[str, Any] = {
-            "timestamp": f"{self._time}.{int((event.seconds - second) * 1000):03d}Z",
+            "timestamp": self._timestamp(event.seconds) + "Z",
             "level": logging.getLevelName(event.level).lower(),
             "logger": event.logger,
             "message": _unicode(event.message),
@@ -174,5 +179,5 @@ def log_event(
         return
     trace = None if error is None else (type(error), error, error.__traceback__)
     record = logging.LogRecord(logger.name, level, "", 0, with_fields(message, fields), (), trace)
-    record.structured = (message, fields)
+    record.structured = (message, fields)  # for `LineHandler.emit`; other handlers have the text
     logger.handle(record)

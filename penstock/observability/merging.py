@@ -73,7 +73,7 @@ def merged(snapshots: Iterable[bytes], openmetrics: bool) -> bytes:
                     before.value = add(before.value, sample.value)
                     before.exemplar = latest(before.exemplar, sample.exemplar)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Merged((family, samples[name].values()) for name, family in families.items()))
+    registry.register(_Merged([(family, samples[name].values()) for name, family in families.items()]))
     return exposition(registry, openmetrics)
 
 
