@@ -23,7 +23,7 @@ from penstock.gateway.tenancy.auth import public
 from penstock.gateway.tenancy.keys import redacted
 from penstock.gateway.tenancy.tenants import OPEN, Tenant
 from penstock.observability.account import Account
-from penstock.observability.logging import log, log_event
+from penstock.observability.logging import log_event
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
 from penstock.observability.tracing import Exchange, Tracing, trace_id
@@ -191,27 +191,13 @@ def _error_for_client(request: Request, error: BaseException) -> PenstockError:
         return reason
     if isinstance(error, PenstockError):
         return error
+    about = {"request_id": request.id, "trace_id": request.trace_id, "path": request.path}
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        log(
-            logger,
-            logging.ERROR,
-            "out of file descriptors",
-            request_id=request.id,
-            trace_id=request.trace_id,
-            path=request.path,
-        )
+        log_event(logger, logging.ERROR, "out of file descriptors", about)
         return Unavailable(
             "the server is out of file descriptors; raise its limit (ulimit -n)", code="out_of_file_descriptors"
         )
-    log(
-        logger,
-        logging.ERROR,
-        "unexpected error",
-        request_id=request.id,
-        trace_id=request.trace_id,
-        path=request.path,
-        error=error,
-    )
+    log_event(logger, logging.ERROR, "unexpected error", about, error)
     return InternalError(f"internal error; the log has details under request id {request.id}")
 
 
