@@ -98,7 +98,7 @@ def create_app(
         texts,
         metrics,
         traffic,
-        LongRequests(texts),
+        LongRequests(texts, settings.server.logs),
         Shadows(metrics.shadows),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,

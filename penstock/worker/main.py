@@ -39,7 +39,7 @@ from penstock.worker.protocol import Control as Message
 from penstock.worker.remote import LEASE_SECONDS, Port
 from penstock.worker.server import WorkerServer
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("penstock.worker.main")  # it runs as __main__
 
 SOFTWARE_ERROR = 70  # EX_SOFTWARE
 
@@ -72,7 +72,7 @@ def main() -> int:
         times = StartTimes()
     if not isinstance(wanted, Start):
         return 1
-    configure_logging(wanted.log_level)
+    configure_logging(wanted.logs)
     if wanted.visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = wanted.visible_devices  # read when CUDA is initialised, not imported
     control = Control(connection)
@@ -93,7 +93,7 @@ def main() -> int:
 
 def _stand_by(standby: Standby, connection: socket.socket) -> Message | None:
     """Prepare, then wait without using the CPU for what to load. None: the launcher has gone."""
-    configure_logging(standby.log_level)
+    configure_logging(standby.logs)
     mapped: list[object] = []
 
     def prepare() -> None:

@@ -22,6 +22,7 @@ from penstock.core.engine import EngineInfo, EngineStats, HostStats
 from penstock.core.errors import Failure
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.settings import EngineConfig
+from penstock.observability.settings import LogConfig
 
 HEARTBEAT_SECONDS = 0.25
 DEAD_AFTER_HEARTBEATS = 7  # without a byte: between 1.75 and 2 s
@@ -35,7 +36,7 @@ class Start(msgspec.Struct, tag="start", array_like=True):
 
     model: str
     engine: EngineConfig
-    log_level: str
+    logs: LogConfig
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of the process; None: as the launcher's
     secret: str = ""  # of the port that it listens at, where it was given one
 
@@ -45,7 +46,7 @@ class Standby(msgspec.Struct, tag="standby", array_like=True):
 
     model: str
     engine: EngineConfig
-    log_level: str
+    logs: LogConfig
 
 
 class Prepared(msgspec.Struct, tag="prepared", array_like=True):

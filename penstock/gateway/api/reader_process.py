@@ -19,7 +19,7 @@ from penstock.gateway.api.embeddings import EmbeddingReader
 from penstock.gateway.api.llama import LlamaEmbeddingReader, LlamaInfillReader, LlamaReader
 from penstock.gateway.api.ollama_embeddings import OllamaEmbeddingsReader, OllamaEmbedReader
 from penstock.gateway.api.ollama_reading import OllamaChatReader, OllamaGenerateReader
-from penstock.gateway.api.reading import LENGTH, ModelReader, ModelText, Prompt, Reader, Terms
+from penstock.gateway.api.reading import LENGTH, ModelReader, Prompt, Reader, Setup, Terms
 from penstock.gateway.api.responses_reading import HeadReader, ResponsesReader
 from penstock.gateway.api.text_endpoints import DetokenizeReader, TokenizeReader
 from penstock.observability.logging import configure_logging
@@ -30,7 +30,9 @@ GC_THRESHOLDS = (100_000, 50, 100)  # a body may hold millions of lists, and non
 
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
-    texts: dict[str, ModelText] = pickle.loads(_frame(requests))
+    setup: Setup = pickle.loads(_frame(requests))
+    texts = setup.texts
+    configure_logging(setup.logs)
     of_openai = (ChatReader, CompletionReader, ResponsesReader, HeadReader, EmbeddingReader)
     of_others = (MessagesReader, CountReader, OllamaChatReader, OllamaGenerateReader, LlamaReader, LlamaInfillReader)
     of_texts = (OllamaEmbedReader, OllamaEmbeddingsReader, LlamaEmbeddingReader)
@@ -70,6 +72,5 @@ def _frame(requests: BinaryIO) -> bytes:
 
 
 if __name__ == "__main__":
-    configure_logging("info")
     with suppress(BrokenPipeError):  # the gateway has gone
         main(sys.stdin.buffer, sys.stdout.buffer)
