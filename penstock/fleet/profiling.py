@@ -38,9 +38,11 @@ class FleetProfiler:
                     workers[replica.name] = replica.engine
                 else:
                     notes.append(f"{replica.name} is not in the profile: it is another server")
-        calls = (
+        calls = [
             engine.profile(seconds, name, number) for number, (name, engine) in enumerate(workers.items(), FIRST_NUMBER)
-        )
+        ]
+        if not calls:  # the gateway alone
+            await asyncio.sleep(seconds)
         summaries, events = [], []
         for name, found in zip(workers, await asyncio.gather(*calls, return_exceptions=True), strict=True):
             if isinstance(found, PenstockError) and len(workers) > 1:

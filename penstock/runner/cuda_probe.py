@@ -96,7 +96,7 @@ class CudaProbe:
             stop.wait()
             torch.cuda.synchronize(self._forward.device)
         events = profiler.profiler.kineto_results.events()
-        kernels = list(_kernels(events, wall))
+        kernels = list(kernels_of(events, wall))
         return KernelRecord(kernels, [] if kernels else [_NOTHING_CAME])
 
 
@@ -105,7 +105,7 @@ def _gemm(weights: Iterable[torch.Tensor], share: float = 1.0) -> Gemm:
     return Gemm(sum(w.numel() for w in weights), sum(w.nbytes for w in weights), share)
 
 
-def _kernels(events: Iterable[torch._C._autograd._KinetoEvent], wall: int) -> Iterator[Kernel]:
+def kernels_of(events: Iterable[torch._C._autograd._KinetoEvent], wall: int) -> Iterator[Kernel]:
     for event in events:
         if event.device_type() == torch._C._autograd.DeviceType.CUDA:
             name, began = event.name(), event.start_ns() - wall

@@ -155,7 +155,7 @@ async def serve(
     server, stopped = WorkerServer(), asyncio.Event()
     engine = server.engine = EngineLoop(scheduler, executor, server.emit, grammars, adapters)
     server.info, server.start_seconds = info, start_seconds
-    server.profile = WorkerProfiler(server, scheduler, executor).take
+    server.profile = WorkerProfiler(server, scheduler, executor, executor.kernel_probe).take
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     gc.collect()
     gc.freeze()  # what was loaded stays; collecting garbage must not walk through it in the middle of a step

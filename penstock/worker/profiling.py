@@ -17,10 +17,10 @@ import msgspec
 from penstock.core.errors import Conflict
 from penstock.core.machine import boot_id
 from penstock.core.request import Chunk
-from penstock.engine.executor import LoadedExecutor, Step, StepResult
+from penstock.engine.executor import Executor, Step, StepResult
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.step_work import KernelRecord, Limits, Work
+from penstock.engine.step_work import KernelProbe, KernelRecord, Limits, Work
 from penstock.profiling.event_loop import recording_stalls
 from penstock.profiling.recorder import Event, Recorder
 from penstock.profiling.summary import StepSummary, engine_parts, kernel_parts, totals
@@ -53,13 +53,20 @@ class _Totals:
 class StepRecorder:
     """Records what the engine's thread does, in whole turns of its loop, until it is told to stop."""
 
-    def __init__(self, recorder: Recorder, engine: EngineLoop, scheduler: Scheduler, executor: LoadedExecutor) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        engine: EngineLoop,
+        scheduler: Scheduler,
+        executor: Executor,
+        probe: KernelProbe | None,
+    ) -> None:
         self.totals = _Totals()
         self.limits: Limits | None = None
         self._recorder = recorder
         self._scheduler = scheduler
-        self._probe = executor.kernel_probe
-        self._work = None if self._probe is None else self._probe.work
+        self._probe = probe
+        self._work = None if probe is None else probe.work
         self._in_flight: dict[int, tuple[int, dict[str, int], dict[str, Work]]] = {}  # by the handle's identity
         self._stopping = False
         self._in_turn = False  # that is recorded
@@ -165,10 +172,13 @@ class StepRecorder:
 class WorkerProfiler:
     """Takes one profile at a time."""
 
-    def __init__(self, server: WorkerServer, scheduler: Scheduler, executor: LoadedExecutor) -> None:
+    def __init__(
+        self, server: WorkerServer, scheduler: Scheduler, executor: Executor, probe: KernelProbe | None
+    ) -> None:
         self._server = server
         self._scheduler = scheduler
         self._executor = executor
+        self._probe = probe
         self._busy = False
 
     async def take(self, asked: Profile) -> bytes:
@@ -194,7 +204,7 @@ class WorkerProfiler:
     @asynccontextmanager
     async def _recording_kernels(self) -> AsyncIterator[KernelRecord]:
         """What is given is filled in at the end."""
-        found, probe = KernelRecord(), self._executor.kernel_probe
+        found, probe = KernelRecord(), self._probe
         if probe is None:
             found.notes.append("no kernels: this model runs on plain torch, or is an encoder, which is not timed")
             yield found
@@ -220,7 +230,7 @@ class WorkerProfiler:
 
     async def _record(self, recorder: Recorder, seconds: float) -> StepRecorder:
         try:
-            steps = StepRecorder(recorder, self._server.engine, self._scheduler, self._executor)
+            steps = StepRecorder(recorder, self._server.engine, self._scheduler, self._executor, self._probe)
             _watch_frames(recorder, self._server)
             async with recording_stalls(recorder):
                 await asyncio.sleep(seconds)
@@ -251,7 +261,7 @@ class WorkerProfiler:
     def _summary(
         self, events: list[Event], steps: StepRecorder, record: KernelRecord, replica: str, seconds: float
     ) -> StepSummary:
-        all_steps, probe, count = steps.totals, self._executor.kernel_probe, max(1, steps.totals.steps)
+        all_steps, probe, count = steps.totals, self._probe, max(1, steps.totals.steps)
         limits = steps.limits or Limits(None, None, "not known")
         spans = totals(((e.name, e.began, e.ended) for e in events if e.category == "engine"), _ENGINE_PARTS)
         turns = spans.pop("turn", 0.0)

@@ -50,7 +50,7 @@ class WorkerServer:
         self._preparing: dict[str, asyncio.Task[AdapterWeights | None]] = {}  # those that are not submitted yet
         self._idle = asyncio.Event()  # set when the last request ends
         self._draining = False
-        self._profiling: set[asyncio.Task[None]] = set()
+        self._profiling: dict[GatewayConnection, asyncio.Task[None]] = {}  # the latest profile that each asked for
         self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     def emit(self, chunks: list[Chunk]) -> None:
@@ -156,13 +156,13 @@ class WorkerServer:
                 gateway.write(frame(Profiled(asked.now, bytes(found[start:end]), last=end >= len(found))))
                 await asyncio.sleep(0)  # chunks of streams go between
 
-        task = asyncio.create_task(answer())
-        self._profiling.add(task)
-        task.add_done_callback(self._profiling.discard)
+        self._profiling[gateway] = asyncio.create_task(answer())
 
     def disconnected(self, gateway: GatewayConnection) -> None:
         """Nobody waits for its requests any more."""
         self._gateways.discard(gateway)
+        if (profiling := self._profiling.pop(gateway, None)) is not None:
+            profiling.cancel()
         for request_id in [request_id for request_id, owner in self._owners.items() if owner is gateway]:
             del self._owners[request_id]
             self._abort(request_id)

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from penstock.core.errors import Conflict
+from penstock.core.errors import Conflict, NotFound
 from penstock.gateway.api.reading import LongRequests
 from penstock.gateway.api.serving import Serving, encode_json
 from penstock.gateway.errors import require
@@ -52,8 +52,7 @@ class NoReplicas:
         pass
 
     async def take(self, seconds: float) -> tuple[list[StepSummary], list[bytes], list[str]]:
-        await asyncio.sleep(seconds)
-        return [], [], ["this gateway has no replicas of its own"]
+        raise NotFound("this gateway has no replicas of its own", code="no_fleet")
 
 
 class ProfileSummary(msgspec.Struct):
