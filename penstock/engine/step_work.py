@@ -41,6 +41,7 @@ class ModelWork:
     lm_head: Gemm
     kv_token_bytes: float  # keys and values of one token in all layers
     attention_width: int  # layers times heads times the size of a head
+    lm_head_part: str = "lm_head"  # the kernel that computes it
 
     def of(self, step: Step) -> dict[str, Work]:
         """By kernel. Every query attends to all tokens before it: what a sliding window saves is not subtracted."""
@@ -50,7 +51,7 @@ class ModelWork:
             pairs += count * start + count * (count + 1) // 2
         work = {name: gemm.work(tokens) for name, gemm in self.gemms.items()}
         work["attention"] = Work((context + tokens) * self.kv_token_bytes, 4.0 * pairs * self.attention_width)
-        work["lm_head"] = self.lm_head.work(sum(step.samples))
+        work[self.lm_head_part] = work.get(self.lm_head_part, Work()).plus(self.lm_head.work(sum(step.samples)))
         return work
 
 

@@ -28,12 +28,11 @@ _PEAKS = {
 }
 # Kernels by what they do, those of this package by their names. The first pattern that is found counts.
 _PARTS = {
-    "layers": r"^layers$",  # all of them in one persistent kernel
     "copies": r"Memcpy|Memset",
     "attention": r"attention|flash|^(_?(decode|prefill|prefix))(_kernel)?$",
     "lora": r"shrink|expand|residual_kernel|swiglu_kernel",
     "experts": r"grouped_kernel|combine_kernel|place_kernel|^_choose_kernel",
-    "gemm": r"gemm|gemv|skinny|cutlass|cublas|nvjet|xmma|splitK",
+    "gemm": r"^layers$|gemm|gemv|skinny|cutlass|cublas|nvjet|xmma|splitK",
     "norm": r"norm|e4m3|quantize",
     "rope": r"rope",
     "activation": r"silu|add_scaled",
@@ -57,7 +56,8 @@ class CudaProbe:
 
     @property
     def work(self) -> ModelWork:
-        """GEMMs are one part here: their names do not say which matrix they multiply by."""
+        """GEMMs are one part here: their names do not say which matrix they multiply by. To it belongs the persistent
+        kernel that computes all layers, with their attention, for one sequence."""
         forward = self._forward
         dense, experts, used = [], [], 1.0
         for layer in forward._layers:
@@ -70,7 +70,7 @@ class CudaProbe:
         gemms = {"gemm": _gemm(dense)} | ({"experts": _gemm(experts, used)} if experts else {})
         layers, blocks, _, block_size, head_dim = forward.attention.keys.shape
         kv_bytes = 2 * forward.attention.keys.nbytes / (blocks * block_size)
-        return ModelWork(gemms, _gemm([forward._head]), kv_bytes, layers * forward.num_heads * head_dim)
+        return ModelWork(gemms, _gemm([forward._head]), kv_bytes, layers * forward.num_heads * head_dim, "gemm")
 
     def limits(self) -> Limits:
         found = next((peak for name, peak in _PEAKS.items() if name in self.device), None)

@@ -28,7 +28,7 @@ from tests.runner.test_fused_forward import load
         ("persistent_gemm", "gemm"),
         ("decode", "attention"),
         ("_prefill_kernel", "attention"),
-        ("layers", "layers"),
+        ("layers", "gemm"),
         ("_add_rms_norm_kernel", "norm"),
         ("defer_norms", "norm"),
         ("rows_to_e4m3", "norm"),
@@ -63,11 +63,15 @@ def test_work_and_what_is_said_without_cupti(kind: str, tmp_path: Path, monkeypa
     runner, _ = emulated_runner(model, config, monkeypatch, **sizes)
     probe: CudaProbe = runner.kernel_probe
     work = probe.work.of(Step(rows=[0], starts=[9], counts=[1], samples=[1], tokens=[1]))
-    most = sum(parameter.numel() for layer in model.layers for parameter in layer.parameters() if parameter.ndim > 1)
+    matrices = [p for layer in model.layers for p in layer.parameters() if p.ndim > 1]
     head = config.vocab_size * config.hidden_size
-    assert work["lm_head"] == (4 * head, 2 * head)
-    weights = work["gemm"].flops + work.get("experts", work["gemm"]).flops * (config.moe is not None)
-    assert 0 < weights <= 2 * most
+    if config.moe is None:
+        parameters = head + sum(matrix.numel() for matrix in matrices)
+        assert work["gemm"] == (4 * parameters, 2 * parameters)
+    else:
+        experts, used = sum(m.numel() for m in matrices if m.ndim == 3), config.moe.experts_per_token
+        assert work["experts"].bytes == pytest.approx(4 * experts * used / config.moe.num_experts)
+        assert work["gemm"].bytes < 4 * (head + sum(m.numel() for m in matrices if m.ndim == 2))  # routers are no GEMM
     kv_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
     assert work["attention"].bytes == 11 * kv_token
     stop = threading.Event()
