@@ -93,7 +93,7 @@ def print_kernels(trace: dict[str, Any]) -> None:
     seconds: Counter[str] = Counter()
     for event in trace["traceEvents"]:
         if event.get("cat") == "kernels":
-            seconds[event["name"]] += event["dur"] / 1e6
+            seconds[re.sub(r" \d+$", "", event["name"])] += event["dur"] / 1e6  # without the number of a layer
     total = sum(seconds.values())
     for name, spent in seconds.most_common(TOP):
         print(f"{spent / total:6.1%}  {spent * 1e3:9.2f} ms  {name[:100]}")

@@ -6,7 +6,7 @@ Each process makes JSON of its own events; whoever merges them only puts one beh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from penstock.profiling.recorder import Event
@@ -27,10 +27,14 @@ def fragment(process: str, number: int, events: Sequence[Event], offset: int = 0
     return ",".join([_elements(named), *parts]).encode()
 
 
-def merged(summary: bytes, fragments: Sequence[bytes]) -> list[bytes]:
-    """The parts of a trace file. Beside the events it holds a summary, which is JSON and which viewers ignore."""
-    head = b'{"summary":%b,\n"displayTimeUnit":"ms",\n"traceEvents":[' % summary
-    return [head, b",\n".join(fragments), b"]}\n"]
+def merged(summary: bytes, fragments: Iterable[bytes]) -> Iterator[bytes]:
+    """The parts of a trace file. Beside the events it holds a summary, which is JSON and which viewers skip."""
+    yield b'{"summary":%b,\n"displayTimeUnit":"ms",\n"traceEvents":[' % summary
+    for number, each in enumerate(fragments):
+        if number:
+            yield b",\n"
+        yield each
+    yield b"]}\n"
 
 
 def _entries(event: Event, number: int, tracks: dict[str, int], offset: int) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from time import monotonic_ns
 from typing import Any, Protocol
 from urllib.parse import parse_qs
@@ -32,6 +32,7 @@ from penstock.text.tokenizer import Tokenizer
 DEFAULT_SECONDS = 5.0
 MAX_SECONDS = 60.0
 MIN_SECONDS = 0.1
+_PIECE = 1 << 18  # bytes that are sent at once
 _NUMBER = 1  # of this process in the trace
 
 
@@ -98,8 +99,14 @@ class ProfileEndpoint:
             own = await asyncio.to_thread(fragment, f"gateway ({os.getpid()})", _NUMBER, recorder.events)
         finally:
             self._busy = False
-        parts = merged(encode_json(ProfileSummary(seconds, replicas, notes)), [own, *events])
-        await response.send(200, b"".join(parts))
+        parts = list(merged(encode_json(ProfileSummary(seconds, replicas, notes)), [own, *events]))
+        await response.send_parts(sum(map(len, parts)), _pieces(parts), (b"content-type", b"application/json"))
+
+
+async def _pieces(parts: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for part in parts:
+        for start in range(0, len(part), _PIECE):
+            yield part[start : start + _PIECE]
 
 
 def _seconds(request: Request) -> float:
