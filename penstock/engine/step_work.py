@@ -91,6 +91,11 @@ class KernelProbe(Protocol):
     @property
     def work(self) -> ModelWork: ...
 
+    @property
+    def most_steps(self) -> int | None:
+        """After so many steps the recording is to be stopped. None: it may go on."""
+        ...
+
     def limits(self) -> Limits:
         """On the engine's thread, between two steps. May take some tens of milliseconds."""
         ...

@@ -47,6 +47,10 @@ _NOTHING_CAME = (
 
 
 class CudaProbe:
+    # Torch's profiler holds the GIL while it ends, some microseconds for every kernel it has recorded, of which a step
+    # has some hundred. A worker that says nothing for two seconds is taken for dead.
+    most_steps = 100
+
     def __init__(self, forward: FusedForward) -> None:
         self._forward = forward
 

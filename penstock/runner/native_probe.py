@@ -29,6 +29,8 @@ _WEIGHT_BYTES = {"none": 2.0, "int8": 1.0, "int4": 0.5 + 4 / 32}  # int4 has a s
 
 
 class NativeProbe:
+    most_steps = None
+
     def __init__(self, model: NativeModel) -> None:
         self._model = model
         self._limits: Limits | None = None

@@ -40,7 +40,7 @@ _LONGEST_TURN = 10.0  # seconds
 
 @dataclass(slots=True)
 class _Totals:
-    """Over all steps that ended."""
+    """Over all steps that are in the summary: those that ended, until the kernels were no longer recorded."""
 
     steps: int = 0
     rows: int = 0
@@ -60,9 +60,15 @@ class StepRecorder:
         scheduler: Scheduler,
         executor: Executor,
         probe: KernelProbe | None,
+        stop_kernels: Callable[[], None],
     ) -> None:
+        """`stop_kernels` is called after as many steps as the probe allows."""
         self.totals = _Totals()
         self.limits: Limits | None = None
+        self.began = monotonic_ns()
+        self.ended = 0  # when steps were counted no more; 0: they still are
+        self._stop_kernels = stop_kernels
+        self._steps = 0
         self._recorder = recorder
         self._scheduler = scheduler
         self._probe = probe
@@ -83,6 +89,7 @@ class StepRecorder:
         """Returns when the turn under way has ended, unless the engine hangs in it."""
         self._stopping = True
         await asyncio.to_thread(self._between_turns.wait, _LONGEST_TURN)
+        self.ended = self.ended or monotonic_ns()
 
     def _turn(self, step: Callable[[], bool]) -> Callable[[], bool]:
         def turn() -> bool:
@@ -96,12 +103,19 @@ class StepRecorder:
             try:
                 if worked := step():
                     self._add("turn", began)
+                    self._count_no_more_if_done()
                 return worked
             finally:
                 self._in_turn = False
                 self._between_turns.set()
 
         return turn
+
+    def _count_no_more_if_done(self) -> None:
+        most = None if self._probe is None else self._probe.most_steps
+        if most is not None and self.totals.steps >= most and not self.ended:
+            self.ended = monotonic_ns()
+            self._stop_kernels()
 
     def _timed(self, name: str, call: Callable[P, R]) -> Callable[P, R]:
         def timed(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -156,17 +170,19 @@ class StepRecorder:
         }
 
     def _ended(self, began: int, shown: dict[str, int], work: dict[str, Work]) -> None:
+        self._steps += 1
+        name, id = "step with prompts" if shown["prefill_tokens"] else "decode step", str(self._steps)
+        self._recorder.add(Event(name, "steps", began, monotonic_ns(), "steps", shown, overlaps=id))
+        if self.ended:
+            return
         totals = self.totals
         totals.steps += 1
         totals.rows += shown["rows"]
         totals.prefill_tokens += shown["prefill_tokens"]
         totals.decode_tokens += shown["decode_tokens"]
         totals.waiting += shown["waiting"]
-        for name, one in work.items():
-            totals.work[name] = totals.work.get(name, Work()).plus(one)
-        name = "step with prompts" if shown["prefill_tokens"] else "decode step"
-        number = str(totals.steps)
-        self._recorder.add(Event(name, "steps", began, monotonic_ns(), "steps", shown, overlaps=number))
+        for part, one in work.items():
+            totals.work[part] = totals.work.get(part, Work()).plus(one)
 
 
 class WorkerProfiler:
@@ -190,26 +206,23 @@ class WorkerProfiler:
         recorder = Recorder()
         self._busy = True
         try:
-            async with self._recording_kernels() as kernels:
-                began = monotonic_ns()
-                steps = await self._record(recorder, asked.seconds)
-                seconds = (monotonic_ns() - began) / 1e9
-            process = f"worker {asked.replica} ({os.getpid()})"
-            return await asyncio.to_thread(
-                self._encoded, recorder, steps, kernels, asked.replica, seconds, (process, asked.number, offset)
-            )
+            stop = threading.Event()
+            async with self._recording_kernels(stop) as kernels:
+                steps = await self._record(recorder, asked.seconds, stop)
+            place = f"worker {asked.replica} ({os.getpid()})", asked.number, offset
+            return await asyncio.to_thread(self._encoded, recorder, steps, kernels, asked.replica, place)
         finally:
             self._busy = False
 
     @asynccontextmanager
-    async def _recording_kernels(self) -> AsyncIterator[KernelRecord]:
-        """What is given is filled in at the end."""
+    async def _recording_kernels(self, stop: threading.Event) -> AsyncIterator[KernelRecord]:
+        """Until `stop` is set. What is given is filled in at the end."""
         found, probe = KernelRecord(), self._probe
         if probe is None:
             found.notes.append("no kernels: this model runs on plain torch, or is an encoder, which is not timed")
             yield found
             return
-        loop, begun, stop = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+        loop, begun = asyncio.get_running_loop(), asyncio.Event()
 
         def on_begun() -> None:
             loop.call_soon_threadsafe(begun.set)
@@ -228,9 +241,10 @@ class WorkerProfiler:
                 log.exception("the kernels could not be recorded")
                 found.notes.append(f"no kernels: {error!r}")
 
-    async def _record(self, recorder: Recorder, seconds: float) -> StepRecorder:
+    async def _record(self, recorder: Recorder, seconds: float, stop: threading.Event) -> StepRecorder:
         try:
-            steps = StepRecorder(recorder, self._server.engine, self._scheduler, self._executor, self._probe)
+            engine = self._server.engine
+            steps = StepRecorder(recorder, engine, self._scheduler, self._executor, self._probe, stop.set)
             _watch_frames(recorder, self._server)
             async with recording_stalls(recorder):
                 await asyncio.sleep(seconds)
@@ -245,11 +259,10 @@ class WorkerProfiler:
         steps: StepRecorder,
         record: KernelRecord,
         replica: str,
-        seconds: float,
         place: tuple[str, int, int],
     ) -> bytes:
         """`place` in the trace: name and number of the process, and what is added to its times."""
-        summary = self._summary(recorder.events, steps, record, replica, seconds)
+        summary = self._summary(recorder.events, steps, record, replica)
         for kernel in record.kernels:
             track = "kernels" if not kernel.stream else f"CUDA stream {kernel.stream}"
             recorder.add(Event(kernel.name, "kernels", kernel.began, kernel.ended, track))
@@ -258,14 +271,13 @@ class WorkerProfiler:
         process, number, offset = place
         return msgspec.msgpack.encode(WorkerProfile(fragment(process, number, recorder.events, offset), summary))
 
-    def _summary(
-        self, events: list[Event], steps: StepRecorder, record: KernelRecord, replica: str, seconds: float
-    ) -> StepSummary:
+    def _summary(self, events: list[Event], steps: StepRecorder, record: KernelRecord, replica: str) -> StepSummary:
         all_steps, probe, count = steps.totals, self._probe, max(1, steps.totals.steps)
-        limits = steps.limits or Limits(None, None, "not known")
-        spans = totals(((e.name, e.began, e.ended) for e in events if e.category == "engine"), _ENGINE_PARTS)
-        turns = spans.pop("turn", 0.0)
-        kernels = totals((kernel.part, kernel.began, kernel.ended) for kernel in record.kernels)
+        limits, began, ended = steps.limits or Limits(None, None, "not known"), steps.began, steps.ended
+        in_time = (e for e in events if e.category == "engine" and e.ended <= ended)
+        spans = totals(((e.name, e.began, e.ended) for e in in_time), _ENGINE_PARTS)
+        turns, seconds = spans.pop("turn", 0.0), (ended - began) / 1e9
+        kernels = totals((k.part, k.began, k.ended) for k in record.kernels if began <= k.began <= ended)
         overlapped = self._executor.runs_ahead
         on_engine_thread = 0.0 if overlapped else sum(kernels.values())
         if "collect" in spans:

@@ -39,7 +39,8 @@ class ScriptedProbe:
     device = "a script"
     work = ModelWork({"gemm": Gemm(100, 200)}, Gemm(10, 20), kv_token_bytes=2, attention_width=4)
 
-    def __init__(self, failure: Exception | None = None) -> None:
+    def __init__(self, failure: Exception | None = None, most_steps: int | None = None) -> None:
+        self.most_steps = most_steps
         self._failure = failure
         self._found = KernelRecord()
         self.begun = threading.Event()
@@ -133,6 +134,16 @@ async def test_steps_kernels_and_frames_are_in_it() -> None:
     assert everything.name == "all kernels"
     assert [part.name for part in summary.engine][-1] == "other"
     assert summary.notes == []
+
+
+async def test_the_summary_is_of_the_steps_whose_kernels_were_recorded() -> None:
+    async with worker(ScriptedProbe(most_steps=3)) as (client,):
+        profile = await profile_under_load(client)
+    summary, events = profile.summary, events_of(profile)
+    assert summary.steps == 3
+    assert sum(event.get("cat") == "steps" and event["ph"] == "b" for event in events) > 3
+    gemm, _ = summary.kernels
+    assert gemm.bytes == 200
 
 
 async def test_kernels_that_cannot_be_recorded_leave_the_rest() -> None:
