@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -100,11 +101,9 @@ class KernelProbe(Protocol):
         """On the engine's thread, between two steps. May take some tens of milliseconds."""
         ...
 
-    def begin_step(self) -> None:
-        """These two: on the engine's thread, around `Executor.collect`."""
+    def step(self) -> AbstractContextManager[None]:
+        """On the engine's thread, around `Executor.collect`."""
         ...
-
-    def end_step(self) -> None: ...
 
     def record(self, begun: Callable[[], None], stop: threading.Event) -> KernelRecord:
         """Blocks a thread of its own until `stop` is set, then gives what ran since it called `begun`."""

@@ -6,6 +6,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
@@ -83,11 +84,8 @@ class CudaProbe:
         flops = found[1] * (2 if self._forward._layers[0].qkv.scales is not None else 1)
         return Limits(found[0], flops, "NVIDIA's data sheet")
 
-    def begin_step(self) -> None:
-        """Nothing to do: kernels are recorded whoever launches them."""
-
-    def end_step(self) -> None:
-        """Nothing to do."""
+    def step(self) -> AbstractContextManager[None]:
+        return nullcontext()  # kernels are recorded whoever launches them
 
     def record(self, begun: Callable[[], None], stop: threading.Event) -> KernelRecord:
         if ProfilerActivity.CUDA not in supported_activities():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from penstock.engine.step_work import Gemm, Kernel, KernelRecord, Limits, ModelWork
 from penstock.kernels.native.bindings import isa
@@ -56,12 +57,14 @@ class NativeProbe:
             self._limits = Limits(read_bandwidth(self._model), gemm_speed(self._model), source)
         return self._limits
 
-    def begin_step(self) -> None:
+    @contextmanager
+    def step(self) -> Iterator[None]:
         set_timed(self._model, True)
-
-    def end_step(self) -> None:
-        set_timed(self._model, False)
-        self._steps.append(kernel_times(self._model))
+        try:
+            yield
+            self._steps.append(kernel_times(self._model))
+        finally:
+            set_timed(self._model, False)
 
     def record(self, begun: Callable[[], None], stop: threading.Event) -> KernelRecord:
         self._steps = []

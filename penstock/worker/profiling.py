@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import monotonic_ns
 from typing import Any, ParamSpec, TypeVar
@@ -75,7 +75,7 @@ class StepRecorder:
         self._work = None if probe is None else probe.work
         self._in_flight: dict[int, tuple[int, dict[str, int], dict[str, Work]]] = {}  # by the handle's identity
         self._stopping = False
-        self._in_turn = False  # that is recorded
+        self._thread = 0  # of the engine, while a turn is recorded
         self._between_turns = threading.Event()
         self._between_turns.set()
         recorder.replace(scheduler, "schedule", self._timed("schedule", scheduler.schedule))
@@ -99,14 +99,14 @@ class StepRecorder:
                 return step()
             if self.limits is None and self._probe is not None:
                 self.limits = self._probe.limits()
-            began, self._in_turn = monotonic_ns(), True
+            began, self._thread = monotonic_ns(), threading.get_ident()
             try:
                 if worked := step():
                     self._add("turn", began)
                     self._count_no_more_if_done()
                 return worked
             finally:
-                self._in_turn = False
+                self._thread = 0
                 self._between_turns.set()
 
         return turn
@@ -121,7 +121,7 @@ class StepRecorder:
         def timed(*args: P.args, **kwargs: P.kwargs) -> R:
             began = monotonic_ns()
             result = call(*args, **kwargs)
-            if self._in_turn:
+            if self._thread == threading.get_ident():  # others end requests, too
                 self._add(name, began)
             return result
 
@@ -132,7 +132,7 @@ class StepRecorder:
             began, shown = monotonic_ns(), self._composition(step)
             work = {} if self._work is None else self._work.of(step)
             handle = launch(step)
-            if self._in_turn:
+            if self._thread:
                 self._in_flight[id(handle)] = began, shown, work
             return handle
 
@@ -140,13 +140,10 @@ class StepRecorder:
 
     def _collect(self, collect: Callable[[Any], StepResult]) -> Callable[[Any], StepResult]:
         def recorded(handle: Any) -> StepResult:
-            if not self._in_turn:
+            if not self._thread:
                 return collect(handle)
-            if self._probe is not None:
-                self._probe.begin_step()
-            result = collect(handle)
-            if self._probe is not None:
-                self._probe.end_step()
+            with nullcontext() if self._probe is None else self._probe.step():
+                result = collect(handle)
             if (known := self._in_flight.pop(id(handle), None)) is not None:
                 self._ended(*known)
             return result
@@ -219,7 +216,7 @@ class WorkerProfiler:
         """Until `stop` is set. What is given is filled in at the end."""
         found, probe = KernelRecord(), self._probe
         if probe is None:
-            found.notes.append("no kernels: this model runs on plain torch, or is an encoder, which is not timed")
+            found.notes.append("no kernels: those of encoders and of models on plain torch are not timed")
             yield found
             return
         loop, begun = asyncio.get_running_loop(), asyncio.Event()
@@ -229,8 +226,8 @@ class WorkerProfiler:
 
         recording = asyncio.create_task(asyncio.to_thread(probe.record, on_begun, stop))
         recording.add_done_callback(lambda _: begun.set())
-        await begun.wait()
         try:
+            await begun.wait()
             yield found
         finally:
             stop.set()
@@ -286,7 +283,7 @@ class WorkerProfiler:
         return StepSummary(
             replica=replica,
             model=self._server.info.model,
-            device="CPU" if probe is None else probe.device,
+            device="plain torch" if probe is None else probe.device,
             seconds=seconds,
             busy=min(1.0, turns / seconds),
             steps=all_steps.steps,
