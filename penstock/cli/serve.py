@@ -254,11 +254,11 @@ async def serve_fleets(
         adapters=await adapters_at_start(settings) if shared is None else shared.adapters,
         cache=cache,
         batches=batches,
+        profiler=own.profiler,
     )
     await asyncio.gather(*starts)
     await stack.enter_async_context(running(own.autoscalers.values()))
     await stack.enter_async_context(background_work(settings.consume, batches, app, directory))
-
     virtual = (name for name, config in settings.models.items() if config.is_virtual)
     names = {model.names[0]: model.engine.info.task for model in models} | dict.fromkeys(virtual, "generate")
 

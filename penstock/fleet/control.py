@@ -17,6 +17,7 @@ from penstock.fleet.autoscaler import Autoscaler
 from penstock.fleet.build import NewLauncher
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import Launcher
+from penstock.fleet.profiling import FleetProfiler
 from penstock.fleet.replica import Replica, State
 from penstock.fleet.settings import ModelConfig
 from penstock.observability.settings import LogConfig
@@ -76,6 +77,7 @@ class FleetControl:
         self._new_launcher = new_launcher
         self._checkpoints = {name: config.model or name for name, config in configs.items()}
         self.autoscalers: Mapping[str, Autoscaler] = {}  # by the name of the model
+        self.profiler = FleetProfiler(fleets.values())
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def replicas(self) -> list[ReplicaView]:

@@ -31,8 +31,12 @@ OPERATIONS = {
     "/api/chat": "chat",
     "/v1/completions": "text_completion",
     "/completion": "text_completion",
+    "/infill": "text_completion",
     "/api/generate": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
+    "/embedding": "embeddings",
     "/v1/rerank": "rerank",
     "/v1/score": "score",
 }

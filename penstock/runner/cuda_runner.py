@@ -22,6 +22,7 @@ from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.drafts import accept
 from penstock.kernels.triton.prefix import prefix_splits
 from penstock.runner.batch import Batch, Ints, build_batch
+from penstock.runner.cuda_probe import CudaProbe
 from penstock.runner.device_adapters import DeviceAdapters
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.device_sampler import DeviceSampler
@@ -90,6 +91,7 @@ class CudaRunner:
         self.num_blocks = forward.attention.num_blocks
         self.idle_seconds: float | None = 0.0
         self._forward = forward
+        self.kernel_probe = CudaProbe(forward)
         self._state = state
         self._adapters = adapters
         self.adapter_modules = adapters.modules

@@ -28,6 +28,7 @@ class EncoderRunner:
     runs_ahead = False
     verifies_drafts = False
     adapter_modules: Mapping[str, tuple[int, int]] = {}
+    kernel_probe = None
 
     def __init__(
         self, encoder: TextEncoder, num_blocks: int, *, normalize: bool, sigmoid: bool, niceness: int = 0

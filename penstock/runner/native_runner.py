@@ -12,6 +12,7 @@ from penstock.engine.executor import SAMPLED, AdapterWeights, HostMemory, Step, 
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.kernels.native.shape import adapter_modules
 from penstock.runner.host_rows import HostRows
+from penstock.runner.native_probe import NativeProbe
 from penstock.runner.scoring import scored_prompts
 
 Prompt: TypeAlias = tuple[int, list[int], list[int]]  # sequence, its tokens in the step, the prompt tokens that follow
@@ -30,6 +31,7 @@ class NativeRunner:
 
     def __init__(self, model: NativeModel, state: HostRows) -> None:
         self.model = model
+        self.kernel_probe = NativeProbe(model)
         self.num_blocks = model.num_blocks
         self.adapter_modules = adapter_modules(model.config)
         self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost

@@ -34,6 +34,7 @@ from penstock.grammar.compiler import grammars_of
 from penstock.observability.logging import configure_logging
 from penstock.worker.control import Control
 from penstock.worker.host import resident_bytes
+from penstock.worker.profiling import WorkerProfiler
 from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Prepared, Standby, Start, frame, read_control
 from penstock.worker.protocol import Control as Message
 from penstock.worker.remote import LEASE_SECONDS, Port
@@ -154,6 +155,7 @@ async def serve(
     server, stopped = WorkerServer(), asyncio.Event()
     engine = server.engine = EngineLoop(scheduler, executor, server.emit, grammars, adapters)
     server.info, server.start_seconds = info, start_seconds
+    server.profile = WorkerProfiler(server, scheduler, executor, executor.kernel_probe).take
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     gc.collect()
     gc.freeze()  # what was loaded stays; collecting garbage must not walk through it in the middle of a step
