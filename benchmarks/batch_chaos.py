@@ -1,6 +1,7 @@
 """Kill the server, its workers and its helpers at random moments while batches run; every line must come out once.
 
     python -m benchmarks.batch_chaos --kills 100 --lines 500
+    python -m benchmarks.batch_chaos --state redis://127.0.0.1:6379/0 --gateways 2   # that share the batches
 
 Starts `penstock serve` with a state of its own, runs one batch in peace for the texts to expect, then the same batch
 over and over while processes are killed (SIGKILL): the gateway, or one of the processes that it has started. A gateway
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ class Server:
 
     def __init__(self, folder: Path, port: int, state: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self._config = folder / "settings.yaml"
+        self._config = folder / f"settings-{port}.yaml"
         self._config.write_text(SETTINGS.format(port=port, folder=folder / "batches", state=state))
         self._log = (folder / "server.log").open("a")
         self.start()
@@ -78,6 +80,18 @@ class Server:
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait(60)
+
+
+class AnyServer(httpx.HTTPTransport):
+    """Sends each request to one of several servers."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        super().__init__()
+        self._urls = [httpx.URL(server.url) for server in servers]
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        request.url = request.url.copy_with(port=random.choice(self._urls).port)
+        return super().handle_request(request)
 
 
 def ask(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:
@@ -126,32 +140,35 @@ def answers(client: httpx.Client, batch: dict[str, Any]) -> dict[str, str]:
     return {each["custom_id"]: each["response"]["body"]["choices"][0]["text"] for each in found}
 
 
-def run(kills: int, count: int, seed: int, port: int, state: str | None) -> dict[str, Any]:
+def run(kills: int, count: int, seed: int, ports: Sequence[int], state: str | None) -> dict[str, Any]:
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="penstock-chaos-") as name:
         folder = Path(name)
-        server = Server(folder, port, state or f"sqlite:///{folder}/state.db")
+        servers = [Server(folder, port, state or f"sqlite:///{folder}/state.db") for port in ports]
         killed: Counter[str] = Counter()
         batches = differing = 0
         began = time.monotonic()
         try:
-            with httpx.Client(base_url=server.url, timeout=30) as client:
+            with httpx.Client(base_url=servers[0].url, timeout=30, transport=AnyServer(servers)) as client:
                 content = lines(count, chance)
                 expected: dict[str, str] | None = None
                 while expected is None or sum(killed.values()) < kills:
                     id = submit(client, content)
                     while (batch := ask(client, "GET", f"/v1/batches/{id}").json())["status"] not in OVER:
                         time.sleep(0.1 if expected is None else chance.uniform(0.1, 6.0))
-                        if expected is not None and sum(killed.values()) < kills and (kind := server.kill(chance)):
+                        if expected is not None and sum(killed.values()) < kills:
+                            kind = chance.choice(servers).kill(chance)
                             killed[kind] += kind != "gone"
                             print(f"{sum(killed.values())}: {kind} {batch['request_counts']}", file=sys.stderr)
                     texts = answers(client, batch)
                     expected = expected or texts
                     differing += sum(texts[custom_id] != text for custom_id, text in expected.items())
                     batches += 1
-            server.stop()
+            for server in servers:
+                server.stop()
         finally:
-            server.process.kill()
+            for server in servers:
+                server.process.kill()
     return {
         "kills": dict(killed),
         "batches": batches - 1,
@@ -169,10 +186,14 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=500)
     parser.add_argument("--seed", type=int, default=random.randrange(2**31))
     parser.add_argument("--port", type=int, default=8473)
+    parser.add_argument("--gateways", type=int, default=1, help="with ports from the given one on")
     parser.add_argument("--state", help="redis://HOST:PORT/DB; default: SQLite")
     args = parser.parse_args()
     print(f"seed {args.seed}", file=sys.stderr)
-    result = run(args.kills, args.lines, args.seed, args.port, args.state)
+    if args.gateways > 1 and args.state is None:
+        parser.error("several gateways need a Redis: --state redis://HOST:PORT/DB")
+    ports = range(args.port, args.port + args.gateways)
+    result = run(args.kills, args.lines, args.seed, ports, args.state)
     print(json.dumps(result))
     return 1 if result["with another text"] else 0
 

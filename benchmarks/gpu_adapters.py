@@ -223,11 +223,12 @@ def measure_lora(runner: CudaRunner, rank: int) -> None:
         place(runner, size, CONTEXT)
         contexts = np.full(size, CONTEXT, dtype=np.int32)
         runner._inputs.send(np.arange(size, dtype=np.int32), contexts)
-        graphs = {"without": runner._graphs[_Kind(size)], "with": runner._graphs[_Kind(size, adapted=True)]}
+        padded = max(size, 2)  # one row has no GEMM
+        graphs = {"without": runner._graphs[_Kind(size)], "with": runner._graphs[_Kind(padded, adapted=True)]}
         shown = []
         for used in (1, ADAPTERS, 0):
             slots = np.arange(size, dtype=np.int32) % used if used else np.full(size, NO_ADAPTER, np.int32)
-            runner._adapters.send(slots, size)
+            runner._adapters.send(slots, padded)
             torch.cuda.synchronize()
             found = milliseconds(graphs)
             shown.append(f"{used} adapters {found['with']:.3f} ({found['with'] / found['without'] - 1:+.1%})")

@@ -6,7 +6,9 @@
 
 Starts a broker (redis-server, rabbitmq-server of Debian, or the mock cluster inside librdkafka) and `penstock consume`,
 which is killed (SIGKILL) and started again while it works. Every request has its seed and the cache of answers is off.
-Exits with 1 if a request has no answer, or two answers to one id have different texts.
+Says how long it took from a kill to the next answer, most of which is the start of the consumer, and how many answers
+came in a second between first answer and next kill. Gives up when no answer has come for ten minutes. Exits with 1 if a
+request has no answer, or two answers to one id have different texts.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import asyncio
 import json
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
 
 MODEL = "smollm2-135m"
-GIVE_UP_SECONDS = 900
+GIVE_UP_SECONDS = 600  # without a new answer
 SETTINGS = """
 server: {{port: 0, log_level: warning}}
 engine: {{kv_memory_gib: 0.2, max_model_len: 1024}}
@@ -72,8 +76,12 @@ class Consumer:
     def __init__(self, folder: Path, url: str) -> None:
         self._config = folder / "settings.yaml"
         self._config.write_text(SETTINGS.format(folder=folder, url=url))
-        self._log = (folder / "server.log").open("a")
+        self._log = (folder / "server.log").open("a+")
         self.start()
+
+    def last_words(self) -> str:
+        self._log.seek(0)
+        return self._log.read()[-2000:]
 
     def start(self) -> None:
         command = [sys.executable, "-m", "penstock.cli.main", "consume", MODEL, "--config", str(self._config)]
@@ -85,6 +93,33 @@ class Consumer:
         self.start()
 
 
+@dataclass
+class Life:
+    """Of a consumer, from its start to its end."""
+
+    began: float
+    known: int  # answers before
+    first: float | None = None  # when it gave its first answer
+    latest: float | None = None
+    answers: int = 0
+
+    def goes_on(self, known: int) -> bool:
+        """Takes note of the answers so far. False: none came for too long."""
+        now = time.monotonic()
+        if known - self.known > self.answers:
+            self.answers = known - self.known
+            self.first, self.latest = self.first or now, now
+        return now - (self.latest or self.began) < GIVE_UP_SECONDS
+
+    @property
+    def waited(self) -> float:
+        return (self.first or time.monotonic()) - self.began
+
+    @property
+    def worked(self) -> float:
+        return 0.0 if self.first is None or self.latest is None else self.latest - self.first
+
+
 async def read(broker: Broker, answers: dict[str, list[str]]) -> None:
     while True:
         for message in await broker.receive(200):
@@ -94,27 +129,42 @@ async def read(broker: Broker, answers: dict[str, list[str]]) -> None:
             await broker.acknowledge(message)
 
 
+async def read_dead_letters(broker: Broker, letters: list[str]) -> None:
+    while True:
+        for message in await broker.receive(200):
+            letters.append(message.payload.decode())
+            await broker.acknowledge(message)
+
+
 async def run(args: argparse.Namespace, folder: Path, url: str) -> dict[str, Any]:
     chance = random.Random(args.seed)
     config = ConsumeConfig(url)
     reader = make_broker(ConsumeConfig(url, config.results, config.requests, config.dead_letters, group="reader"))
     await reader.open()
     await reader.publish(config.requests, "", [request(number, chance) for number in range(args.messages)])
+    undertaker = make_broker(ConsumeConfig(url, config.dead_letters, "unused", "unused too", group="reader"))
+    await undertaker.open()
     answers: dict[str, list[str]] = defaultdict(list)
-    reading = asyncio.create_task(read(reader, answers))
+    dead: list[str] = []
+    reading = asyncio.gather(read(reader, answers), read_dead_letters(undertaker, dead))
     consumer = Consumer(folder, url)
     kills, began, last = 0, time.monotonic(), 0
+    lives = [Life(began, 0)]
     try:
-        while len(answers) < args.messages and time.monotonic() - began < GIVE_UP_SECONDS and not reading.done():
+        while len(answers) + len(dead) < args.messages and lives[-1].goes_on(len(answers)) and not reading.done():
+            if consumer.process.poll() is not None:
+                raise SystemExit(f"the consumer ended by itself: {consumer.last_words()}")
             if kills == args.kills:
-                await asyncio.sleep(0.5)
+                await asyncio.sleep(0.02)
                 continue
             # At a moment when it has answered something since the last kill, so that each meets a consumer at work.
             share = args.messages * (kills + 1) // (args.kills + 5)
             if len(answers) >= share or (len(answers) > last and chance.random() < 0.02):
                 await asyncio.sleep(chance.uniform(0, 0.3))
                 last, kills = len(answers), kills + 1
+                lives[-1].goes_on(last)
                 consumer.kill()
+                lives.append(Life(time.monotonic(), last))
                 print(f"{kills}: {last} answered", file=sys.stderr)
             await asyncio.sleep(0.02)
         await asyncio.sleep(5)  # for repeats
@@ -127,9 +177,17 @@ async def run(args: argparse.Namespace, folder: Path, url: str) -> dict[str, Any
         "kills": kills,
         "messages": args.messages,
         "unanswered": args.messages - len(answers),
+        "dead letters": len(dead),
         "repeated": sum(len(texts) - 1 for texts in answers.values()),
         "repeated with another text": sum(len(set(texts)) > 1 for texts in answers.values()),
         "seconds": round(time.monotonic() - began),
+        "seconds to the first answer": {
+            "median": round(statistics.median(life.waited for life in lives), 1),
+            "most": round(max(life.waited for life in lives), 1),
+        },
+        "answers per second afterwards": round(
+            sum(life.answers for life in lives) / max(1e-9, sum(life.worked for life in lives)), 1
+        ),
     }
 
 

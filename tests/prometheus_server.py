@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import httpx
 import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from tests.redis_server import free_port
 
@@ -39,6 +41,11 @@ def promtool(*arguments: str, stdin: str | None = None) -> str:
     return done.stdout + done.stderr
 
 
+def openmetrics_families(text: str) -> list[Metric]:
+    """What an exposition holds, which must be valid."""
+    return list(text_string_to_metric_families(text))  # type: ignore[no-untyped-call]
+
+
 class PrometheusServer:
     def __init__(self, folder: Path, rules: Path, targets: Sequence[str], key: str) -> None:
         """`targets` are addresses HOST:PORT that have /metrics; `key` is sent to all of them."""
@@ -61,6 +68,7 @@ class PrometheusServer:
                 f"--config.file={folder / 'prometheus.yaml'}",
                 f"--storage.tsdb.path={folder / 'tsdb'}",
                 f"--web.listen-address={address}",
+                "--enable-feature=exemplar-storage",
                 "--log.level=error",
             ]
         )
@@ -73,6 +81,13 @@ class PrometheusServer:
         assert answer["status"] == "success", f"{answer['error']}: {expr}"
         result: list[dict[str, Any]] = answer["data"]["result"]
         return result
+
+    def exemplars(self, expr: str) -> list[dict[str, Any]]:
+        """Of the series that a query reads, since it runs: each with `labels`, `value` and `timestamp`."""
+        now = time.time()
+        params: dict[str, str | float] = {"query": expr, "start": now - 3600, "end": now + 60}
+        series = self._http.get("query_exemplars", params=params).json()["data"]
+        return [exemplar for each in series for exemplar in each["exemplars"]]
 
     def firing(self) -> set[str]:
         alerts = self._http.get("alerts").json()["data"]["alerts"]

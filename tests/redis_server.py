@@ -1,4 +1,4 @@
-"""A real Redis for tests: a process of its own on a free port, nothing kept on disk."""
+"""A real Redis for tests: a process of its own on a free port, nothing kept on disk unless a folder is given."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -17,10 +18,13 @@ START_SECONDS = 60
 
 
 class RedisServer:
-    """Can be stopped and started again on its port; what it held is gone then."""
+    """Can be stopped and started again on its port; what it held is gone then, unless it has a folder."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
         self.port = free_port()
+        self._keeping = ["--appendonly", "no"]
+        if folder is not None:
+            self._keeping = ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(folder)]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -33,7 +37,7 @@ class RedisServer:
         if binary is None:
             pytest.fail("redis-server is not installed; on Debian and Ubuntu: apt-get install redis-server")
         self._process = subprocess.Popen(
-            [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+            [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self._keeping],
             stdout=subprocess.DEVNULL,
         )
         deadline = time.monotonic() + START_SECONDS

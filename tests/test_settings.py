@@ -13,6 +13,7 @@ from penstock.cli.environment import settings_from_environment
 from penstock.core.errors import StartupError
 from penstock.engine.settings import EngineConfig
 from penstock.gateway.settings import LimitConfig
+from penstock.observability.settings import LogConfig
 from penstock.settings import Settings, settings_from_mapping
 from penstock.worker.protocol import Start, frame, read_control
 
@@ -214,7 +215,7 @@ def test_a_password_in_a_mistyped_url_is_not_shown() -> None:
 
 
 def test_sampling_defaults_reach_the_worker_as_they_are() -> None:
-    start = Start("m", EngineConfig(sampling_defaults={"top_k": 20, "temperature": 1}), "info")
+    start = Start("m", EngineConfig(sampling_defaults={"top_k": 20, "temperature": 1}), LogConfig())
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(frame(start))

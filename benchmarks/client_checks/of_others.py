@@ -81,6 +81,21 @@ def ollama_chat(url: str, model: str) -> str:
     return f"{len(pieces)} lines, {pieces[-1].eval_count} tokens; {client.show(model).capabilities}"
 
 
+def ollama_embed(url: str, model: str) -> str:
+    """With a model for embeddings, if one is served beside the other."""
+    import ollama
+
+    client = ollama.Client(host=url, timeout=120)
+    names = [each.model for each in client.list().models]
+    encoders = [name for name in names if name and "embedding" in (client.show(name).capabilities or [])]
+    if not encoders:
+        return "no model for embeddings is served"
+    vectors = client.embed(model=encoders[0], input=["Name a river.", "Name a city."]).embeddings
+    old = client.embeddings(model=encoders[0], prompt="Name a river.").embedding
+    assert list(old) == list(vectors[0])
+    return f"{len(vectors)} vectors of {len(old)} numbers"
+
+
 def ollama_structured(url: str, model: str) -> str:
     import ollama
 
@@ -147,6 +162,7 @@ CHECKS: dict[str, Check] = {
     "langchain-anthropic: `stream`, `bind_tools`": langchain_anthropic,
     "ollama: `chat`, `list`, `show`": ollama_chat,
     "ollama: `generate(format=…)`, asynchronous": ollama_structured,
+    "ollama: `embed`, `embeddings`": ollama_embed,
     "llama-index: `OpenAILike`": llama_index_openai,
     "llama-index: `Ollama`": llama_index_ollama,
     "litellm: `openai/…`": _litellm("openai", "/v1"),

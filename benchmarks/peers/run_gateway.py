@@ -58,6 +58,6 @@ async def main(address: str, settings: Settings) -> int:
 
 
 if __name__ == "__main__":
-    configure_logging("info")
+    configure_logging()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sys.exit(runner.run(main(sys.argv[1], settings_from_mapping(json.loads(sys.argv[2])))))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from penstock.batches.records import Batch, Ending, Status
+from penstock.batches.records import Batch, Ending, FileLimits, LineError, Status, StoredFile
 from penstock.core.engine import EngineStats
+from penstock.core.errors import InvalidRequest
 
 LEASE_SECONDS = 30.0  # after which a line belongs to nobody again, unless its lease is renewed
 RENEW_SECONDS = 5.0  # between renewals, and so between journal entries
 MAX_ATTEMPTS = 5  # that fail by the engine's fault; then the line is a dead letter
 MAX_LOSSES = 20  # leases that ended with the death of their process: a line may be what kills it
+FIRST_AT_ONCE = 8  # requests that a process works on before the first of them has come to an end
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0  # seconds before another attempt
 
 MAX_BACKLOG = 0.5  # seconds of prefill that an engine has before it, beyond which it is given no more
@@ -59,6 +62,15 @@ def room(stats: EngineStats, running: int, most: int) -> int:
     return max(1, wanted) - running
 
 
+def at_once(ended: int, most: int) -> int:
+    """How many requests a process may work on that has come to an end with so many.
+
+    Few at first: whoever is killed again and again soon after its start has begun only a few requests each time, so
+    those that are innocent come to an end before they count as what kills it.
+    """
+    return min(most, FIRST_AT_ONCE + 2 * ended)
+
+
 def next_status(batch: Batch, unanswered: int, leased: int, now: float) -> tuple[Status, Ending | None] | None:
     """What a batch becomes by itself, and how it will end; None: it stays as it is."""
     if batch.status == "in_progress":
@@ -69,6 +81,52 @@ def next_status(batch: Batch, unanswered: int, leased: int, now: float) -> tuple
     elif batch.status == "cancelling" and batch.ending is None and leased == 0:
         return "cancelling", "cancelled"
     return None
+
+
+def validated(batch: Batch, total: int, model: str | None, errors: Sequence[LineError], now: float) -> Batch:
+    if errors:
+        return replace(batch, status="failed", failed_at=int(now), errors=tuple(errors), model=model)
+    return replace(batch, status="in_progress", in_progress_at=int(now), total=total, model=model)
+
+
+def cancelled(batch: Batch, now: float) -> Batch:
+    if batch.status in ("validating", "in_progress"):
+        return replace(batch, status="cancelling", cancelling_at=int(now))
+    return batch
+
+
+def ended(batch: Batch, files: Iterable[StoredFile], now: float) -> Batch:
+    """Its files are written."""
+    assert batch.ending is not None
+    ids = {"error_file_id" if file.filename.endswith("_error.jsonl") else "output_file_id": file.id for file in files}
+    return replace(batch, status=batch.ending, **ids, **{f"{batch.ending}_at": int(now)})  # type: ignore[arg-type]
+
+
+def check_limits(limits: FileLimits, count: int, size: int, more: int) -> None:
+    """Whether a tenant that has so many files of this size may have another."""
+    if count >= limits.files:
+        raise InvalidRequest(
+            f"there are {count} files, and no more than {limits.files} are kept for a tenant; delete some",
+            param="file",
+            code="too_many_files",
+        )
+    if size + more > limits.bytes:
+        raise InvalidRequest(
+            f"the files of this tenant would have {size + more} bytes, and no more than {limits.bytes} are kept; "
+            "delete some",
+            param="file",
+            code="storage_limit_reached",
+        )
+
+
+def in_use(file: str, batch: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"{file} is the input of {batch}, which has not ended; cancel that first", param="file_id", code="file_in_use"
+    )
+
+
+def repeated(custom_id: str, line: int) -> LineError:
+    return LineError("duplicate_custom_id", f"custom_id {custom_id[:200]!r} came on an earlier line", line, "custom_id")
 
 
 def window_seconds(window: str) -> int | None:

@@ -1,4 +1,5 @@
-"""Where files and batches are kept: the store of the queue, and the folder of the files' contents."""
+"""Where files and batches are kept: in a folder, for the gateway processes of one machine, or in Redis, for all that
+share its state."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.batches.files import FILES
+from penstock.batches.files import FILES, Contents, FolderContents
 from penstock.batches.settings import BatchesConfig
 from penstock.batches.sqlite import SqliteBatches
 from penstock.batches.store import BatchStore
@@ -21,8 +22,10 @@ logger = logging.getLogger("penstock.batches")
 @dataclass(slots=True)
 class Batches:
     store: BatchStore
-    folder: Path
+    contents: Contents
     config: BatchesConfig
+    folder: Path | None  # of this machine; has files and batches unless they are in Redis
+    redis: str | None = None  # the URL of the Redis that has them
     wake: Callable[[], None] = field(default=lambda: None)  # tells the runner that there is something to do
 
 
@@ -40,21 +43,33 @@ def batches_folder(config: BatchesConfig, state: str | None) -> Path | None:
 @asynccontextmanager
 async def open_batches(config: BatchesConfig, state: str | None) -> AsyncIterator[Batches | None]:
     """None: there is no place for them, or it cannot be used and nobody has asked for it."""
+    batches = _place(config, state)
+    if batches is None:
+        yield None
+        return
+    await batches.store.open()
+    try:
+        yield batches
+    finally:
+        await batches.store.close()
+
+
+def _place(config: BatchesConfig, state: str | None) -> Batches | None:
+    shared = state is not None and state.startswith(("redis", "unix"))
     try:
         folder = batches_folder(config, state)
-        if folder is None:
-            yield None
-            return
-        (folder / FILES).mkdir(parents=True, exist_ok=True)
+        if folder is not None and not shared:
+            (folder / FILES).mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         if config.folder is not None:
             raise StartupError(f"cannot keep files in {config.folder}: {error}", param="batches.folder") from error
-        logger.warning("no files and batches: %s; set batches.folder", error)
-        yield None
-        return
-    store = SqliteBatches(folder)
-    await store.open()
-    try:
-        yield Batches(store, folder, config)
-    finally:
-        await store.close()
+        if not shared:
+            logger.warning("no files and batches: %s; set batches.folder", error)
+        folder = None
+    if shared:
+        from penstock.batches.redis_contents import RedisContents
+        from penstock.batches.redis_store import RedisBatches
+
+        assert state is not None
+        return Batches(RedisBatches(state), RedisContents(state), config, folder, state)
+    return None if folder is None else Batches(SqliteBatches(folder), FolderContents(folder), config, folder)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 Purpose = Literal["batch", "batch_output"]
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
@@ -14,7 +15,7 @@ Ending = Literal["completed", "expired", "cancelled"]
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """What is known of a file. Its contents lie in the folder `files` under its id."""
+    """What is known of a file. Its contents are kept elsewhere (`files.py`), under its id."""
 
     id: str
     tenant: str
@@ -66,6 +67,20 @@ class Batch:
     @property
     def over(self) -> bool:
         return self.status in ("failed", "completed", "expired", "cancelled")
+
+
+_OWN_COLUMNS = ("status", "completed", "failed")  # stores keep these beside the record: they change often
+
+
+def record_of(batch: Batch) -> str:
+    """What has no column of its own."""
+    return json.dumps({name: value for name, value in asdict(batch).items() if name not in _OWN_COLUMNS})
+
+
+def batch_of(record: str | bytes, status: str, completed: int, failed: int) -> Batch:
+    values: dict[str, Any] = json.loads(record)
+    values["errors"] = tuple(LineError(**error) for error in values["errors"])
+    return Batch(**values, status=status, completed=completed, failed=failed)  # type: ignore[arg-type]
 
 
 class Line(NamedTuple):

@@ -13,17 +13,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from penstock.batches import files
-from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure
+from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure, at_once
 from penstock.batches.journal import LineJournal
+from penstock.batches.place import Batches
 from penstock.batches.records import Answered, Job, Line
-from penstock.batches.settings import BatchesConfig
-from penstock.batches.store import BatchStore, Kept
+from penstock.batches.store import Kept
 from penstock.batches.work import EXIT_FULL, Assignment
 from penstock.core.errors import PenstockError, StorageFull, Unavailable
 
@@ -76,12 +74,11 @@ class Answers(Protocol):
 
 
 class BatchRunner:
-    def __init__(
-        self, store: BatchStore, folder: Path, config: BatchesConfig, answers: Answers, max_line_bytes: int
-    ) -> None:
-        self._store = store
-        self._folder = folder
-        self._config = config
+    def __init__(self, batches: Batches, answers: Answers, max_line_bytes: int) -> None:
+        self._store = batches.store
+        self._contents = batches.contents
+        self._place = batches
+        self._config = batches.config
         self._answers = answers
         self._max_line_bytes = max_line_bytes
         self._wake = asyncio.Event()
@@ -156,7 +153,7 @@ class BatchRunner:
 
     async def _fill(self, group: Sequence[str]) -> None:
         running = sum(line.model in group for line, _, _ in self._running.values())
-        most = self._config.concurrent
+        most = at_once(self.outcomes.total(), self._config.concurrent)
         room = min(self._answers.room(group, running, most), most - len(self._running))
         if room <= 0:
             return
@@ -189,7 +186,10 @@ class BatchRunner:
     async def _attempt(self, line: Line, journal: LineJournal) -> Attempt:
         if line.losses >= MAX_LOSSES:
             return failure(Unavailable(f"given up: {line.losses} processes ended while they worked on it"))
-        body = await asyncio.to_thread(files.read_part, self._folder, line.file, line.start, line.size)
+        try:
+            body = await asyncio.to_thread(self._contents.read, line.file, line.start, line.size)
+        except PenstockError as error:
+            return failure(error)._replace(retryable=error.retryable)
         if body is None or len(body) != line.size:
             return failure(Unavailable("the input file is gone", code="file_not_found"))
         return await self._answers.answer(Asked(line.tenant, line.endpoint, body, journal))
@@ -235,7 +235,9 @@ class BatchRunner:
         """In a process of its own, see `work.py`."""
         given = Assignment(
             job.kind,
-            str(self._folder),
+            str(self._place.folder),
+            self._place.redis,
+            self._store.owner,
             job.batch.id,
             list(await self._answers.models(job.batch.tenant)),
             self._config.max_lines,
@@ -259,7 +261,7 @@ class BatchRunner:
             if process.returncode:
                 retry_at += JOB_RETRY_SECONDS
                 why = said.decode(errors="replace").strip().rpartition("\n")[2]
-                room = "; there is no room on disk" if process.returncode == EXIT_FULL else ""
+                room = "; there is no room for it" if process.returncode == EXIT_FULL else ""
                 logger.error("cannot %s %s, it is tried again: %s%s", job.kind, job.batch.id, why, room)
         finally:
             self._job = None
@@ -268,8 +270,8 @@ class BatchRunner:
 
     async def _sweep(self) -> None:
         gone = await self._store.expired_files(time.time())
-        await asyncio.to_thread(files.delete, self._folder, gone)
-        await asyncio.to_thread(files.clear_parts, self._folder, time.time() - 86400)
+        await asyncio.to_thread(self._contents.delete, gone)
+        await asyncio.to_thread(self._contents.clear_parts, time.time() - 86400)
         await asyncio.sleep(SWEEP_SECONDS)
 
 

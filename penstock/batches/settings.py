@@ -11,7 +11,7 @@ from penstock.core.settings import check
 class BatchesConfig:
     """Where files lie, how many a tenant may have, and how their lines are run."""
 
-    folder: str | None = None  # of files and queue; default: beside the state; used by the processes of one machine
+    folder: str | None = None  # of files and queue, unless state is a Redis; default: beside the state
     max_file_mib: float = 512.0
     max_files: int = 1000  # these two: of one tenant
     max_storage_mib: float = 8192.0

@@ -7,18 +7,28 @@ looks; those of one that hangs end by time.
 from __future__ import annotations
 
 import fcntl
-import json
+import itertools
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.batches.decisions import LEASE_SECONDS, next_status
-from penstock.batches.records import Answered, Batch, FileLimits, Job, Line, LineError, Page, StoredFile, new_id
+from penstock.batches.decisions import LEASE_SECONDS, cancelled, check_limits, in_use, next_status
+from penstock.batches.records import (
+    Answered,
+    Batch,
+    FileLimits,
+    Job,
+    Line,
+    Page,
+    StoredFile,
+    batch_of,
+    new_id,
+    record_of,
+)
 from penstock.batches.sqlite_file import SqliteFile
 from penstock.batches.store import Kept
-from penstock.core.errors import InvalidRequest
 
 PENDING, LEASED, COMPLETED, FAILED = range(4)
 
@@ -40,21 +50,8 @@ CREATE UNIQUE INDEX IF NOT EXISTS lines_named ON lines (batch, custom_id);
 CREATE INDEX IF NOT EXISTS lines_pending ON lines (batch, not_before, number) WHERE state = {PENDING};
 CREATE INDEX IF NOT EXISTS lines_leased ON lines (batch, owner) WHERE state = {LEASED};
 """
-_STATUS_COLUMNS = ("status", "completed", "failed")  # of a batch, beside its record
 _MINE = f"WHERE batch = ? AND number = ? AND state = {LEASED} AND owner = ?"
 _LOST = f"state = {PENDING}, owner = NULL, losses = losses + 1"
-
-
-def record_of(batch: Batch) -> str:
-    """What has no column of its own."""
-    return json.dumps({name: value for name, value in asdict(batch).items() if name not in _STATUS_COLUMNS})
-
-
-def batch_of(row: tuple[Any, ...]) -> Batch:
-    """Of a record and its columns `status`, `completed` and `failed`."""
-    values = json.loads(row[0])
-    values["errors"] = tuple(LineError(**error) for error in values["errors"])
-    return Batch(**values, **dict(zip(_STATUS_COLUMNS, row[1:4], strict=True)))
 
 
 _BATCH = "SELECT record, status, completed, failed FROM batches "
@@ -63,7 +60,7 @@ _FILE = f"SELECT {', '.join(f.name for f in fields(StoredFile))} FROM files "
 
 def load_batch(db: sqlite3.Connection, id: str) -> Batch | None:
     row = db.execute(_BATCH + "WHERE id = ?", (id,)).fetchone()
-    return None if row is None else batch_of(row)
+    return None if row is None else batch_of(*row)
 
 
 def save_batch(db: sqlite3.Connection, batch: Batch) -> None:
@@ -169,16 +166,15 @@ class SqliteBatches(SqliteFile):
         return found if found is not None and found.tenant == tenant else None
 
     async def batches(self, tenant: str, page: Page) -> list[Batch]:
-        return [batch_of(row) for row in await self.do(lambda: self._page("batches", _BATCH, tenant, page))]
+        return [batch_of(*row) for row in await self.do(lambda: self._page("batches", _BATCH, tenant, page))]
 
     async def cancel(self, tenant: str, id: str, now: float) -> Batch | None:
         def work() -> Batch | None:
             batch = load_batch(self.db, id)
             if batch is None or batch.tenant != tenant:
                 return None
-            if batch.status in ("validating", "in_progress"):
-                batch = replace(batch, status="cancelling", cancelling_at=int(now))
-                save_batch(self.db, batch)
+            batch = cancelled(batch, now)
+            save_batch(self.db, batch)
             return batch
 
         return await self.do(work)
@@ -188,7 +184,7 @@ class SqliteBatches(SqliteFile):
             self._free_leases(now)
             active = self.db.execute(_BATCH + "WHERE status IN ('in_progress', 'cancelling')").fetchall()
             lines = {}
-            for batch in map(batch_of, active):
+            for batch in itertools.starmap(batch_of, active):
                 leased = self._leased(batch.id)
                 unanswered = batch.total - batch.completed - batch.failed
                 found = next_status(batch, unanswered, leased, now)
@@ -236,7 +232,7 @@ class SqliteBatches(SqliteFile):
             row = self.db.execute(query).fetchone()
             if row is None:
                 return None
-            batch = batch_of(row)
+            batch = batch_of(*row)
             self._lease_job(batch.id, now)
             return Job("validate" if batch.status == "validating" else "assemble", batch)
 
@@ -266,7 +262,7 @@ class SqliteBatches(SqliteFile):
         def work() -> list[Line]:
             active = self.db.execute(_BATCH + "WHERE status = 'in_progress' ORDER BY created_at").fetchall()
             found: list[Line] = []
-            for left, batch in zip(range(len(active), 0, -1), map(batch_of, active), strict=True):
+            for left, batch in zip(range(len(active), 0, -1), itertools.starmap(batch_of, active), strict=True):
                 share = -(-(count - len(found)) // left)
                 found += self._lease_of(batch, models, share, now)
             return found
@@ -324,25 +320,3 @@ class SqliteBatches(SqliteFile):
                 (not_before, int(counts), journal, line.batch, line.number, self.owner),
             )
         )
-
-
-def check_limits(limits: FileLimits, count: int, size: int, more: int) -> None:
-    if count >= limits.files:
-        raise InvalidRequest(
-            f"there are {count} files, and no more than {limits.files} are kept for a tenant; delete some",
-            param="file",
-            code="too_many_files",
-        )
-    if size + more > limits.bytes:
-        raise InvalidRequest(
-            f"the files of this tenant would have {size + more} bytes, and no more than {limits.bytes} are kept; "
-            "delete some",
-            param="file",
-            code="storage_limit_reached",
-        )
-
-
-def in_use(file: str, batch: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"{file} is the input of {batch}, which has not ended; cancel that first", param="file_id", code="file_in_use"
-    )

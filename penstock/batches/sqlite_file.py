@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 
 def connect(path: Path, schema: str) -> sqlite3.Connection:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
     db = sqlite3.connect(path, timeout=20, isolation_level=None, check_same_thread=False)
     db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + schema)

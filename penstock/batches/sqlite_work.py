@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 
+from penstock.batches import decisions
+from penstock.batches.decisions import repeated
 from penstock.batches.records import Answered, Batch, LineError, StoredFile
 from penstock.batches.sqlite import COMPLETED, FAILED, SCHEMA, load_batch, save_batch
 from penstock.batches.sqlite_file import connect, transaction
@@ -19,10 +21,7 @@ class SqliteWork:
     def __init__(self, path: Path) -> None:
         self._db = connect(path, SCHEMA)
 
-    def begin_lines(self, batch: str) -> None:
-        self._forget_lines(batch)
-
-    def _forget_lines(self, batch: str) -> None:
+    def forget_lines(self, batch: str) -> None:
         gone = 1
         while gone:
             with transaction(self._db):
@@ -43,7 +42,7 @@ class SqliteWork:
                         (batch, *line),
                     )
                 except sqlite3.IntegrityError:
-                    errors.append(_repeated(line))
+                    errors.append(repeated(line.custom_id, line.number))
         return errors
 
     def validated(self, batch: str, total: int, model: str | None, errors: Sequence[LineError], now: float) -> None:
@@ -51,13 +50,9 @@ class SqliteWork:
             found = load_batch(self._db, batch)
             if found is None or found.status != "validating":  # cancelled meanwhile
                 return
-            if errors:
-                found = replace(found, status="failed", failed_at=int(now), errors=tuple(errors), model=model)
-            else:
-                found = replace(found, status="in_progress", in_progress_at=int(now), total=total, model=model)
-            save_batch(self._db, found)
+            save_batch(self._db, decisions.validated(found, total, model, errors, now))
         if errors:
-            self._forget_lines(batch)
+            self.forget_lines(batch)
 
     def batch(self, id: str) -> Batch | None:
         return load_batch(self._db, id)
@@ -77,26 +72,16 @@ class SqliteWork:
                 yield Row(number, custom_id, Answered(status, request_id, body) if answered else None)
             last = rows[-1][0]
 
-    def assembled(self, batch: str, files: Iterable[StoredFile], now: float) -> None:
+    def assembled(self, batch: str, files: Sequence[StoredFile], now: float) -> None:
         with transaction(self._db):
             found = load_batch(self._db, batch)
             assert found is not None
-            assert found.ending is not None
-            ids: dict[str, str] = {}
             for file in files:
                 names = ", ".join(f.name for f in fields(file))
                 values = tuple(asdict(file).values())
                 self._db.execute(f"INSERT OR REPLACE INTO files ({names}) VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-                ids["error_file_id" if file.filename.endswith("_error.jsonl") else "output_file_id"] = file.id
-            ended = {f"{found.ending}_at": int(now)}
-            save_batch(self._db, replace(found, status=found.ending, **ids, **ended))  # type: ignore[arg-type]
-        self._forget_lines(batch)
+            save_batch(self._db, decisions.ended(found, files, now))
+        self.forget_lines(batch)
 
     def close(self) -> None:
         self._db.close()
-
-
-def _repeated(line: NewLine) -> LineError:
-    return LineError(
-        "duplicate_custom_id", f"custom_id {line.custom_id[:200]!r} came on an earlier line", line.number, "custom_id"
-    )

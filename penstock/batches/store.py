@@ -1,13 +1,13 @@
 """The `BatchStore` protocol: files, batches and the durable queue of their lines.
 
-SQLite (`sqlite.py`) serves the gateway processes of one machine. What is promised: a line has one lease at a time, its
-answer is committed together with its acknowledgement, and an answer whose lease was lost meanwhile is dropped. So each
-line is answered once, whoever dies when.
+SQLite (`sqlite.py`) serves the gateway processes of one machine, Redis (`redis_store.py`) gateways on several. What is
+promised: a line has one lease at a time, its answer is committed together with its acknowledgement, and an answer whose
+lease was lost meanwhile is dropped. So each line is answered once, whoever dies when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.batches.records import Answered, Batch, FileLimits, Job, Line, LineError, Page, StoredFile
@@ -40,6 +40,8 @@ class Row(NamedTuple):
 
 
 class BatchStore(Protocol):
+    owner: str  # this process, in leases
+
     async def open(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -109,8 +111,10 @@ class BatchStore(Protocol):
 class BatchWork(Protocol):
     """What the process that validates and assembles batches needs of a store. Synchronous: it does nothing else."""
 
-    def begin_lines(self, batch: str) -> None:
-        """Forget lines of an attempt that did not get to its end."""
+    def batch(self, id: str) -> Batch | None: ...
+
+    def forget_lines(self, batch: str) -> None:
+        """Of a batch that is over, or of an attempt at validation that did not get to its end."""
         ...
 
     def add_lines(self, batch: str, lines: Sequence[NewLine]) -> list[LineError]:
@@ -123,6 +127,6 @@ class BatchWork(Protocol):
         """All lines in the order of the input file."""
         ...
 
-    def assembled(self, batch: str, files: Iterable[StoredFile], now: float) -> None:
+    def assembled(self, batch: str, files: Sequence[StoredFile], now: float) -> None:
         """The files are there: the batch ends, and its lines are forgotten."""
         ...

@@ -7,6 +7,7 @@ its record, and what keeps this process from working is printed as the last line
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import sqlite3
@@ -18,10 +19,10 @@ from typing import BinaryIO, Literal
 
 import msgspec
 
-from penstock.batches.files import FILES, is_full, write_lines
+from penstock.batches.files import READ_BYTES, ContentReader, Contents, FolderContents, is_full, write_lines
 from penstock.batches.records import Batch, LineError, StoredFile
-from penstock.batches.sqlite_work import SqliteWork
 from penstock.batches.store import BatchWork, NewLine, Row
+from penstock.core.errors import PenstockError
 from penstock.core.machine import lower_priority
 
 MAX_ERRORS = 100  # named of one batch
@@ -33,7 +34,9 @@ EXIT_FULL = 3  # there is no room on disk
 
 class Assignment(msgspec.Struct):
     kind: Literal["validate", "assemble"]
-    folder: str
+    folder: str  # of files and queue
+    redis: str | None  # the URL of the Redis that has both instead
+    owner: str  # the gateway process that has the lease
     batch: str
     models: list[str]  # that its tenant may use
     max_lines: int
@@ -71,7 +74,7 @@ class Validation:
         self.model: str | None = None
 
     def run(self, file: BinaryIO) -> None:
-        self._work.begin_lines(self._batch.id)
+        self._work.forget_lines(self._batch.id)
         waiting: list[NewLine] = []
         for line in self._lines(file):
             waiting.append(line)
@@ -163,40 +166,48 @@ def shaped(batch: Batch, row: Row) -> bytes:
     return _encode(OutputLine(id, row.custom_id, response, None)) + b"\n"
 
 
-def assemble(work: BatchWork, batch: Batch, given: Assignment) -> None:
+def assemble(work: BatchWork, contents: Contents, batch: Batch, given: Assignment) -> None:
     """The files are written whole under the ids of this batch before anybody hears of them. Done again after a crash
     it gives the same files."""
-    folder, now = Path(given.folder) / FILES, time.time()
-    made = []
+    now, made = time.time(), []
     for kind, wanted in (("output", True), ("error", False)):
         chosen = (row for row in work.rows(batch.id) if (row.answer is not None and row.answer.status < 400) is wanted)
         id = f"file-{batch.id.removeprefix('batch_')[:31]}{kind[0]}"
-        size = write_lines(folder / id, (shaped(batch, row) for row in chosen))
+        size = write_lines(contents, id, (shaped(batch, row) for row in chosen))
         if size:
             keep = batch.output_expires_after or given.keep_seconds
             name = f"{batch.id}_{kind}.jsonl"
             made.append(StoredFile(id, batch.tenant, name, size, int(now), "batch_output", int(now) + keep))
-        else:
-            (folder / id).unlink()
     work.assembled(batch.id, made, now)
 
 
+def open_work(given: Assignment) -> tuple[BatchWork, Contents]:
+    if given.redis is not None:
+        from penstock.batches.redis_contents import RedisContents
+        from penstock.batches.redis_work import RedisWork
+
+        return RedisWork(given.redis, given.owner), RedisContents(given.redis)
+    from penstock.batches.sqlite_work import SqliteWork
+
+    folder = Path(given.folder)
+    return SqliteWork(folder / "queue.db"), FolderContents(folder)
+
+
 def run(given: Assignment) -> None:
-    work = SqliteWork(Path(given.folder) / "queue.db")
+    work, contents = open_work(given)
     batch = work.batch(given.batch)
     if batch is None:
         return
-    if given.kind == "assemble":
-        assemble(work, batch, given)
-        return
-    try:
-        file = (Path(given.folder) / FILES / batch.input_file_id).open("rb")
-    except FileNotFoundError:
+    if batch.over:  # whoever ended it was killed before it had tidied up
+        work.forget_lines(batch.id)
+    elif given.kind == "assemble":
+        assemble(work, contents, batch, given)
+    elif contents.size(batch.input_file_id) is None:
         gone = LineError("file_not_found", "the input file is gone", param="input_file_id")
         work.validated(batch.id, 0, None, [gone], time.time())
-        return
-    with file:
-        Validation(work, batch, given).run(file)
+    else:
+        with io.BufferedReader(ContentReader(contents, batch.input_file_id), READ_BYTES) as file:
+            Validation(work, batch, given).run(file)
 
 
 def main() -> int:
@@ -204,7 +215,7 @@ def main() -> int:
     given = msgspec.json.decode(sys.stdin.buffer.read(), type=Assignment)
     try:
         run(given)
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, sqlite3.Error, PenstockError) as error:
         print(f"{error}", file=sys.stderr)
         return EXIT_FULL if is_full(error) else 1
     return 0

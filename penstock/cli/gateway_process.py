@@ -29,6 +29,7 @@ from penstock.gateway.api.adapters import NamedAdapter
 from penstock.gateway.edge import Edge
 from penstock.gateway.http.listener import bind
 from penstock.observability.logging import configure_logging
+from penstock.observability.merging import snapshot
 from penstock.settings import Settings, settings_from_mapping
 from penstock.state.brokered import BrokeredStore
 
@@ -39,8 +40,8 @@ class OtherProcesses:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    async def metrics(self) -> bytes | None:
-        found: bytes | None = await self._channel.call("metrics")
+    async def metrics(self, openmetrics: bool) -> bytes | None:
+        found: bytes | None = await self._channel.call("metrics", openmetrics)
         return found
 
     async def account(self, tenant: str, id: str) -> bytes | None:
@@ -62,7 +63,7 @@ async def serve(connection: socket.socket) -> int:
     channel = Channel(connection, handlers)
     told: dict[str, Any] = await channel.call("hello")
     settings = settings_from_mapping(told["settings"])
-    configure_logging(settings.server.log_level)
+    configure_logging(settings.server.logs)
     listener = bind(settings.server.host, told["port"], shared=True)
     by_name = {
         name: Fleet(label_of(name, config), config.routing, config.failover) for name, config in settings.served.items()
@@ -114,7 +115,7 @@ def _own(app: Edge, control: FleetControl) -> dict[str, Handler]:
     """What other processes may ask this one for."""
 
     async def own_metrics() -> bytes:
-        return app.metrics.exposition()
+        return snapshot(app.metrics.registry)
 
     async def own_account(tenant: str, id: str) -> bytes | None:
         return app.requests.find(tenant, id)

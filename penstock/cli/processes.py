@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from penstock.cache.brokered import answer_handlers
 from penstock.cli.autoscaling import autoscalers, running
@@ -30,7 +30,7 @@ from penstock.fleet.control import FleetControl
 from penstock.fleet.metrics import ScalingMetrics
 from penstock.fleet.shared import SharedFleet, in_time, launcher_handlers
 from penstock.gateway.http.listener import bind
-from penstock.observability.merging import merged
+from penstock.observability.merging import merged, snapshot
 from penstock.settings import Settings
 from penstock.state.brokered import store_handlers
 from penstock.state.open import is_shared, open_store
@@ -145,9 +145,9 @@ class GatewayProcesses:
     def _shared(self, launched: Handler) -> dict[str, Handler]:
         """What one process asks for and all of them know. `launched` are the replicas of the launching process."""
 
-        async def metrics() -> bytes:
-            own = generate_latest(self._own_metrics)
-            return await asyncio.to_thread(merged, [own, *await self._ask("own_metrics")])
+        async def metrics(openmetrics: bool) -> bytes:
+            snapshots = [snapshot(self._own_metrics), *await self._ask("own_metrics")]
+            return await asyncio.to_thread(merged, snapshots, openmetrics)
 
         async def account(tenant: str, id: str) -> bytes | None:
             return next(iter(await self._ask("own_account", tenant, id)), None)
@@ -180,7 +180,7 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
         new_launcher = await stack.enter_async_context(launchers_on(on, settings))
-        control = FleetControl(by_label, configs, server.log_level, new_launcher)
+        control = FleetControl(by_label, configs, server.logs, new_launcher)
         stack.callback(reserved.close)
         own_store = is_shared(settings.state)
         handlers = launcher_handlers(by_label, control)
@@ -198,7 +198,7 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
             fleet.gateways = lambda: gateways.channels
             stack.push_async_callback(fleet.stop)
             checkpoint = config.model or name
-            own = own_launchers(checkpoint, config, server.log_level, new_launcher)
+            own = own_launchers(checkpoint, config, server.logs, new_launcher)
             if own:
                 starting = asyncio.create_task(fleet.start(own))
                 starting.add_done_callback(gateways.end_if_failed)

@@ -20,6 +20,7 @@ from penstock.checkpoint.source import DEFAULT_MODEL
 from penstock.cli.environment import API_KEY, RAY_ADDRESS, ray_address
 from penstock.cli.settings import file_and_environment
 from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
+from penstock.observability.settings import LogFormat, LogLevel
 from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
@@ -69,11 +70,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--served-model-name", metavar="NAME", help="what clients call the model")
     server.add_argument("--open", action="store_true", default=None, help="need no key, even where others can connect")
     server.add_argument("--state", metavar="URL", help="memory, sqlite:///PATH or redis://HOST:PORT/DB")
-    server.add_argument("--log-level", help="debug, info, warning or error (default info)")
+    add_log_arguments(server)
     fleet = parser.add_argument_group("fleet")
     fleet.add_argument("--on", choices=get_args(Place), default="local", help="where replicas run (default local)")
     fleet.add_argument("--ray-address", metavar="HOST:PORT", help=f"head of the Ray cluster (default: {RAY_ADDRESS})")
     add_engine_arguments(parser)
+
+
+def add_log_arguments(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--log-level", choices=get_args(LogLevel), help="default info")
+    parser.add_argument("--log-format", choices=get_args(LogFormat), help="json: an object a line (default text)")
+
+
+def log_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The flags of logging that were given."""
+    return {name: value for name in ("log_level", "log_format") if (value := getattr(args, name)) is not None}
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +143,7 @@ def serve_settings(values: dict[str, Any], on: Place) -> int:
 
     from penstock.observability.logging import configure_logging
 
-    configure_logging(settings.server.log_level)
+    configure_logging(settings.server.logs)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, values, on))
 
@@ -145,10 +156,8 @@ def read_values(args: argparse.Namespace) -> dict[str, Any]:
     """Merge the settings: flags win over environment variables, and those over the file."""
     values = file_and_environment(args.config)
     flags: dict[str, dict[str, Any]] = {
-        "server": {
-            name: getattr(args, name)
-            for name in ("host", "port", "processes", "served_model_name", "open", "log_level")
-        },
+        "server": {name: getattr(args, name) for name in ("host", "port", "processes", "served_model_name", "open")}
+        | log_values(args),
         "ray": {"address": args.ray_address},
         "engine": engine_values(args),
     }
@@ -194,7 +203,7 @@ async def _serve_here(settings: Settings, on: Place) -> int:
             stack.push_async_callback(fleets[name].stop)
             # The longest part of a cold start, so all else is done meanwhile. Upstreams need a tokenizer first.
             checkpoint = config.model or name
-            ready = None if config.upstreams else launchers(checkpoint, config, None, server.log_level, new_launcher)
+            ready = None if config.upstreams else launchers(checkpoint, config, None, server.logs, new_launcher)
             starting = asyncio.create_task(_start(fleets[name], checkpoint, config, ready, server, new_launcher))
             stack.callback(starting.cancel)
             starts.append(starting)
@@ -232,7 +241,7 @@ async def serve_fleets(
     batches = await stack.enter_async_context(open_batches(settings.batches, settings.state))
     models = [model async for model in _served_models(settings, fleets, cache)]
     configs = {fleets[name].model: config for name, config in settings.served.items()}
-    own = FleetControl({f.model: f for f in fleets.values()}, configs, settings.server.log_level, new_launcher)
+    own = FleetControl({f.model: f for f in fleets.values()}, configs, settings.server.logs, new_launcher)
     if shared is None:
         own.autoscalers = autoscalers(settings, fleets, own)
     app = create_app(
@@ -245,11 +254,11 @@ async def serve_fleets(
         adapters=await adapters_at_start(settings) if shared is None else shared.adapters,
         cache=cache,
         batches=batches,
+        profiler=own.profiler,
     )
     await asyncio.gather(*starts)
     await stack.enter_async_context(running(own.autoscalers.values()))
     await stack.enter_async_context(background_work(settings.consume, batches, app, directory))
-
     virtual = (name for name, config in settings.models.items() if config.is_virtual)
     names = {model.names[0]: model.engine.info.task for model in models} | dict.fromkeys(virtual, "generate")
 
@@ -303,7 +312,7 @@ async def _start(
 
     if ready is None:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, checkpoint)
-        ready = launchers(checkpoint, config, tokenizer, server.log_level, new_launcher)
+        ready = launchers(checkpoint, config, tokenizer, server.logs, new_launcher)
     await start(fleet, ready, config, server.drain_seconds)
 
 

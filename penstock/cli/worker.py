@@ -10,7 +10,7 @@ import re
 import signal
 from typing import TYPE_CHECKING
 
-from penstock.cli.serve import add_engine_arguments, engine_values
+from penstock.cli.serve import add_engine_arguments, add_log_arguments, engine_values, log_values
 from penstock.cli.settings import file_and_environment, merged
 from penstock.core.errors import StartupError
 from penstock.core.machine import process_began
@@ -30,7 +30,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("model", nargs="?", help="as for serve; default: that of the settings")
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where gateways connect")
     parser.add_argument("--config", metavar="FILE", help="YAML with model and engine")
-    parser.add_argument("--log-level", help="debug, info, warning or error (default info)")
+    add_log_arguments(parser)
     add_engine_arguments(parser)
     parser.set_defaults(run=run)
 
@@ -44,12 +44,11 @@ def run(args: argparse.Namespace) -> int:
     from penstock.worker.protocol import Start
     from penstock.worker.remote import SECRET, Port
 
-    values = merged(file_and_environment(args.config), {"engine": engine_values(args)})
+    values = merged(file_and_environment(args.config), {"engine": engine_values(args), "server": log_values(args)})
     if args.model is not None:
         values["model"] = args.model
     settings = settings_from_mapping(values)
-    log_level = args.log_level or settings.server.log_level
-    configure_logging(log_level)
+    configure_logging(settings.server.logs)
     address = _ADDRESS.fullmatch(args.listen)
     if address is None:
         raise StartupError(f"--listen must be HOST:PORT, not {args.listen!r}", param="listen")
@@ -59,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     listener = bind(address[1] or address[2], int(address[3]))
     signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     times = StartTimes(process_began())
-    scheduler, executor, info = load(Start(settings.model, settings.engine, log_level), times)
+    scheduler, executor, info = load(Start(settings.model, settings.engine, settings.server.logs), times)
     host, port = listener.getsockname()[:2]
     print(f"Penstock computes {info.model} at tcp://{host}:{port}", flush=True)
     log.info("started: %s", listed(times.seconds))

@@ -36,6 +36,8 @@ class EngineStats:
     waiting: int = 0
     kv_blocks: int = 0
     kv_blocks_used: int = 0
+    kv_slots: int = 0  # of tokens, in the blocks that sequences hold
+    kv_slots_empty: int = 0  # those of them without a token
     prefill_tokens: int = 0  # of prompts taken in, that have not been computed yet
     steps: int = 0
     requests: int = 0  # taken in
@@ -45,6 +47,8 @@ class EngineStats:
     preemptions: int = 0
     batch_tokens: int = 0  # tokens computed over all steps
     batch_sequences: int = 0  # sequences advanced over all steps
+    step_seconds: float = 0.0  # that all steps took
+    read_bytes_estimate: int = 0  # of weights and KV, over all steps; 0: not known, as on a GPU
     seconds_since_step: float = 0.0  # while there is work; 0 when idle
     refused: int = 0  # requests whose objective could not be met
     expired: int = 0  # requests whose deadline passed

@@ -8,6 +8,7 @@ PenstockError
 ├── Forbidden                 403  a valid key, for something else
 ├── RequestTimeout            408  the client took too long to send the body
 ├── NotFound                  404  unknown path or model
+├── Conflict                  409  something that can only be done once at a time is being done
 ├── Overloaded                429  try again after `retry_after` seconds
 │   ├── LimitReached          429  a limit of the tenant is used up for now
 │   └── BudgetSpent           429  the tenant's money is used up for the day or month
@@ -77,6 +78,12 @@ class NotFound(PenstockError):
     kind = "invalid_request_error"
 
 
+class Conflict(PenstockError):
+    status = 409
+    kind = "invalid_request_error"
+    retryable = True
+
+
 class Overloaded(PenstockError):
     status = 429
     kind = "rate_limit_error"
@@ -139,6 +146,7 @@ _BETWEEN_PROCESSES: dict[str, type[PenstockError]] = {
         InvalidRequest,
         ContextTooLong,
         NotFound,
+        Conflict,
         Overloaded,
         DeadlineExceeded,
         Unavailable,

@@ -82,6 +82,11 @@ def with_niceness(niceness: int, work: Callable[[], T]) -> T:
     return outcome[0]
 
 
+def boot_id() -> str:
+    """Of the machine since it was started: whoever has the same has the same monotonic clock. "" if it has none."""
+    return _read(Path("/proc/sys/kernel/random/boot_id")) or ""
+
+
 def process_began() -> float:
     """When this process was started, on the monotonic clock; now, where the system does not say."""
     now = time.monotonic()

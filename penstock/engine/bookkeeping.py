@@ -28,6 +28,8 @@ class Counts:
     preemptions: int = 0
     batch_tokens: int = 0
     batch_sequences: int = 0
+    step_seconds: float = 0.0
+    read_bytes_estimate: int = 0
     refused: int = 0
     expired: int = 0
     drafted_tokens: int = 0

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.request import Adapter, SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from penstock.engine.step_work import KernelProbe
 
 # Which tokens of the vocabulary may be sampled: bit t % 32 of word t // 32. Of a sequence that samples several
 # positions in a step one such row for each, [samples, words].
@@ -138,6 +141,11 @@ class LoadedExecutor(Executor, Protocol):
     """An executor over the weights of a model, as the worker process runs it."""
 
     verifies_drafts: bool  # whether `Step.samples` may be more than one
+
+    @property
+    def kernel_probe(self) -> KernelProbe | None:
+        """Times its kernels while a profile is taken. None: it cannot be done."""
+        ...
 
     @property
     def adapter_modules(self) -> Mapping[str, tuple[int, int]]:

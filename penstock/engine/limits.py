@@ -23,6 +23,8 @@ class SchedulerLimits:
     max_adapters: int = 0  # LoRA adapters that one step computes with
     pools: bool = False  # prompts become vectors: nothing is sampled
     whole_prompts: bool = False  # all tokens of a prompt are computed in one step, as attention of encoders needs it
+    weight_bytes: int = 0  # these two: in the memory of this process; 0: not there, as on a GPU
+    kv_token_bytes: int = 0  # keys and values of a token
     query_tile: int = 1  # tokens that attention computes together: a part of a prompt is a multiple of this
 
     @property
@@ -34,6 +36,11 @@ class SchedulerLimits:
         """Tokens of prefill that a step always has room for, so that prompts move whatever was promised to streams."""
         tiles = -(-(self.max_step_tokens // 85) // self.query_tile)  # about a hundred tokens of 8,192
         return max(self.block_size, tiles * self.query_tile)
+
+    def read_bytes(self, kv_tokens: int) -> int:
+        """Estimate of what a step reads of the memory: all weights once, and the keys and values of so many tokens.
+        Less is read of prefixes that sequences share, and of a mixture of experts for few tokens."""
+        return self.weight_bytes + kv_tokens * self.kv_token_bytes
 
     def check(self, request: GenerateRequest) -> None:
         """Refuse what could never run."""

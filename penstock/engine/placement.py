@@ -159,6 +159,17 @@ class Placement:
         self._adapters.forget()
         self._filled = []
 
+    def readings(self, running: Iterable[Sequence]) -> dict[str, int]:
+        """What `EngineStats` tells of the KV cache. Shared blocks are full, so each empty slot is of one sequence."""
+        pool, slots = self.pool, self._limits.block_size
+        kept = not self._limits.whole_prompts  # encoders keep no keys and values: their blocks are only counted
+        return {
+            "kv_blocks": pool.num_blocks,
+            "kv_blocks_used": pool.used,
+            "kv_slots": pool.used * slots if kept else 0,
+            "kv_slots_empty": sum(len(s.blocks) * slots - s.computed for s in running) if kept else 0,
+        }
+
     def check_integrity(self, running: Iterable[Sequence]) -> None:
         held: dict[int, int] = {}
         users: dict[str, int] = {}

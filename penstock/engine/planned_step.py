@@ -125,13 +125,14 @@ class StepsInFlight:
         seconds = self._times.predict(planned.shape)
         return max(self._last_end, planned.planned) + seconds - max(_PLAN_AHEAD_SHARE * seconds, _PLAN_AHEAD_SECONDS)
 
-    def end(self, planned: PlannedStep, now: float) -> float:
-        """Returns how long the step would have taken without its prompts."""
+    def end(self, planned: PlannedStep, now: float) -> tuple[float, float]:
+        """Returns how long the step took, and how long it would have taken without its prompts."""
         self._steps.remove(planned)
-        self._times.observe(planned.shape, now - max(planned.planned, self._last_end))
+        shape, seconds = planned.shape, now - max(planned.planned, self._last_end)
+        self._times.observe(shape, seconds)
         self._last_end = now
-        shape = planned.shape
-        return self._times.predict(shape.without_prefill()) if shape.prefill and shape.decodes else math.inf
+        has_both = shape.prefill and shape.decodes
+        return seconds, self._times.predict(shape.without_prefill()) if has_both else math.inf
 
     def clear(self) -> None:
         """They were lost."""

@@ -272,6 +272,7 @@ class Scheduler:
         self.counters.steps += 1
         self.counters.batch_tokens += len(step.tokens)
         self.counters.batch_sequences += len(step.rows)
+        self.counters.read_bytes_estimate += self.limits.read_bytes(planned.shape.kv_tokens)
         self.in_flight.add(planned)
         return planned
 
@@ -279,7 +280,8 @@ class Scheduler:
 
     def complete(self, planned: PlannedStep, result: StepResult, now: float) -> list[Chunk]:
         """Append what was sampled, end what is done, and say what happened to each request."""
-        usual = self.in_flight.end(planned, now)
+        seconds, usual = self.in_flight.end(planned, now)
+        self.counters.step_seconds += seconds
         step, culprit, all_samples = planned.step, planned.culprit, planned.step.samples
         chunks = []
         for index, sequence in enumerate(planned.sequences):
@@ -382,8 +384,7 @@ class Scheduler:
         return EngineStats(
             running=len(self.running),
             waiting=len(self.waiting),
-            kv_blocks=self.pool.num_blocks,
-            kv_blocks_used=self.pool.used,
+            **self._placement.readings(self.running),
             prefill_tokens=books.prefill_tokens(self.waiting, self.running),
             seconds_since_step=seconds_since_step,
             **self.times.readings(decode_shape(self.running)),

@@ -66,6 +66,11 @@ class StepShape:
     depth: int = 0  # where those end, summed
     drafted: int = 0  # tokens that are computed behind those of the decodes
 
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values are read, if those of each sequence are read once."""
+        return self.context + self.depth
+
     def with_chunk(self, start: int, tokens: int) -> StepShape:
         pairs = tokens * start + tokens * (tokens + 1) // 2
         depth = self.depth + start + tokens

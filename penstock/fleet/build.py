@@ -13,25 +13,26 @@ from penstock.fleet.discovery import Discovery
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import Launcher, LocalLauncher, RemoteLauncher
 from penstock.fleet.settings import ModelConfig
+from penstock.observability.settings import LogConfig
 from penstock.text.tokenizer import Tokenizer
 from penstock.worker.protocol import Start
 from penstock.worker.remote import SECRET
 
 # Makes the launcher of a replica that this server starts itself: of this checkpoint, with these settings, this number
-# among the replicas of its model, and this log level.
-NewLauncher = Callable[[str, ModelConfig, int, str], Launcher]
+# among the replicas of its model, and these logs.
+NewLauncher = Callable[[str, ModelConfig, int, LogConfig], Launcher]
 
 
 def launchers(
-    checkpoint: str, config: ModelConfig, tokenizer: Tokenizer | None, log_level: str, new_launcher: NewLauncher
+    checkpoint: str, config: ModelConfig, tokenizer: Tokenizer | None, logs: LogConfig, new_launcher: NewLauncher
 ) -> list[Launcher]:
     """One for each replica. `tokenizer` is needed for upstreams alone."""
-    return [*own_launchers(checkpoint, config, log_level, new_launcher), *elsewhere(config, tokenizer)]
+    return [*own_launchers(checkpoint, config, logs, new_launcher), *elsewhere(config, tokenizer)]
 
 
-def own_launchers(checkpoint: str, config: ModelConfig, log_level: str, new_launcher: NewLauncher) -> list[Launcher]:
+def own_launchers(checkpoint: str, config: ModelConfig, logs: LogConfig, new_launcher: NewLauncher) -> list[Launcher]:
     """One for each replica that this server starts itself."""
-    return [new_launcher(checkpoint, config, number, log_level) for number in range(config.local_replicas)]
+    return [new_launcher(checkpoint, config, number, logs) for number in range(config.local_replicas)]
 
 
 def elsewhere(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher]:
@@ -54,14 +55,14 @@ async def start(
         await fleet.until_ready()
 
 
-def local_launcher(checkpoint: str, config: ModelConfig, number: int, log_level: str) -> Launcher:
+def local_launcher(checkpoint: str, config: ModelConfig, number: int, logs: LogConfig) -> Launcher:
     """Of the replica with this number. Replicas that share a GPU get equal shares of its memory."""
     devices, engine = config.devices, config.engine
     device = devices[number % len(devices)] if devices else None
     sharing = -(-config.local_replicas // max(1, len(devices)))
     if engine.gpu_memory_share is None and sharing > 1:
         engine = replace(engine, gpu_memory_share=1 / sharing)
-    return LocalLauncher(Start(checkpoint, engine, log_level, device))
+    return LocalLauncher(Start(checkpoint, engine, logs, device))
 
 
 def _worker(worker: str) -> tuple[str, str, int]:

@@ -17,8 +17,10 @@ from penstock.fleet.autoscaler import Autoscaler
 from penstock.fleet.build import NewLauncher
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import Launcher
+from penstock.fleet.profiling import FleetProfiler
 from penstock.fleet.replica import Replica, State
 from penstock.fleet.settings import ModelConfig
+from penstock.observability.settings import LogConfig
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +67,17 @@ class FleetControl:
         self,
         fleets: Mapping[str, Fleet],
         configs: Mapping[str, ModelConfig],
-        log_level: str,
+        logs: LogConfig,
         new_launcher: NewLauncher,
     ) -> None:
         """`fleets` and `configs` by the name of the model. `new_launcher` makes those of replicas that are added."""
         self._fleets = fleets
         self._configs = configs
-        self._log_level = log_level
+        self._logs = logs
         self._new_launcher = new_launcher
         self._checkpoints = {name: config.model or name for name, config in configs.items()}
         self.autoscalers: Mapping[str, Autoscaler] = {}  # by the name of the model
+        self.profiler = FleetProfiler(fleets.values())
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def replicas(self) -> list[ReplicaView]:
@@ -106,7 +109,7 @@ class FleetControl:
     def launcher(self, model: str) -> Launcher:
         """Of one more replica."""
         number = self._fleets[model].free_number
-        return self._new_launcher(self._checkpoints[model], self._configs[model], number, self._log_level)
+        return self._new_launcher(self._checkpoints[model], self._configs[model], number, self._logs)
 
     async def add(self, model: str, count: int = 1) -> list[ReplicaView]:
         """Start more workers; they serve as soon as they are ready."""
@@ -162,7 +165,7 @@ class FleetControl:
 
     async def _add_version(self, model: str, checkpoint: str, number: int) -> None:
         fleet = self._fleets[model]
-        launcher = self._new_launcher(checkpoint, self._configs[model], number, self._log_level)
+        launcher = self._new_launcher(checkpoint, self._configs[model], number, self._logs)
         try:
             new = await fleet.add_ready(launcher, number)
         except StartupError as error:

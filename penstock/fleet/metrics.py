@@ -29,6 +29,12 @@ class FleetMetrics(Collector):
         streams = GaugeMetricFamily("penstock_replica_streams", "Requests in flight there", labels=labels)
         waiting = GaugeMetricFamily("penstock_replica_waiting", "Requests queued in its engine", labels=labels)
         kv = GaugeMetricFamily("penstock_replica_kv_utilisation", "Share of its KV blocks in use", labels=labels)
+        fragmentation = GaugeMetricFamily(
+            "penstock_replica_kv_fragmentation",
+            "Token slots without a token over all slots of the KV blocks that sequences hold, 0 to 1: the unused ends "
+            "of their last blocks",
+            labels=labels,
+        )
         restarts = CounterMetricFamily("penstock_replica_restarts", "Times that it was lost", labels=labels)
         failovers = CounterMetricFamily(
             "penstock_failovers", "Requests that went on at another replica, or at a restarted one", labels=["model"]
@@ -51,8 +57,9 @@ class FleetMetrics(Collector):
                 streams.add_metric(names, fleet.streams(replica))
                 waiting.add_metric(names, stats.waiting)
                 kv.add_metric(names, stats.kv_blocks_used / stats.kv_blocks if stats.kv_blocks else 0.0)
+                fragmentation.add_metric(names, stats.kv_slots_empty / stats.kv_slots if stats.kv_slots else 0.0)
                 restarts.add_metric(names, replica.restarts)
-        yield from (up, streams, waiting, kv, restarts, held, failovers, hedges)
+        yield from (up, streams, waiting, kv, fragmentation, restarts, held, failovers, hedges)
 
 
 class ScalingMetrics(Collector):

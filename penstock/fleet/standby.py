@@ -44,7 +44,7 @@ class StandbyPool:
 
     async def spawn(self, start: Start) -> WorkerProcess:
         """A prepared process that is told to load, or else a new one."""
-        self._standby = Standby(start.model, start.engine, start.log_level)
+        self._standby = Standby(start.model, start.engine, start.logs)
         while self._prepared:
             worker = self._prepared.popleft()
             self._fewer.set()

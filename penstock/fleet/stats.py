@@ -16,7 +16,8 @@ _LARGEST = (
 )
 _MEANS = ("fixed_step_seconds", "stream_step_seconds", "context_token_seconds")
 _GAUGES = (
-    *("running", "waiting", "kv_blocks", "kv_blocks_used", "prefill_tokens", "prefill_tokens_per_second"),
+    *("running", "waiting", "kv_blocks", "kv_blocks_used", "kv_slots", "kv_slots_empty"),
+    *("prefill_tokens", "prefill_tokens_per_second"),
     *_LARGEST,
     *_MEANS,
 )

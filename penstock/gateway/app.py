@@ -25,11 +25,13 @@ from penstock.gateway.api.endpoints import ENDPOINTS, Handlers
 from penstock.gateway.api.files import FileEndpoints
 from penstock.gateway.api.fleet import Control, FleetEndpoints, NoFleet
 from penstock.gateway.api.live import Live
-from penstock.gateway.api.llama import LlamaCompletions, LlamaStatus
+from penstock.gateway.api.llama import LlamaCompletions, LlamaEmbeddings, LlamaInfills, LlamaStatus
 from penstock.gateway.api.models import Model, Models, ServedModel
 from penstock.gateway.api.objectives import ObjectiveMetrics, Objectives
 from penstock.gateway.api.ollama import OllamaChats, OllamaGenerate, OllamaStatus
+from penstock.gateway.api.ollama_embeddings import OllamaEmbed, OllamaEmbeddings
 from penstock.gateway.api.openapi import OpenApi
+from penstock.gateway.api.profile import NoReplicas, ProfileEndpoint, Profiler
 from penstock.gateway.api.reading import LongRequests, ModelText
 from penstock.gateway.api.requests import RequestEndpoints
 from penstock.gateway.api.responses import Responses
@@ -70,10 +72,11 @@ def create_app(
     adapters: Sequence[NamedAdapter] = (),
     cache: AnswerCache | None = None,
     batches: Batches | None = None,
+    profiler: Profiler | None = None,
 ) -> Edge:
     """Without a directory there are the tenants of the settings, no keys, and nothing is remembered. `control` acts on
     the replicas behind the models; `siblings` are other processes of the same server; `adapters` are there from the
-    start; `cache` is what stands before the engines."""
+    start; `cache` is what stands before the engines; `profiler` takes profiles of the replicas."""
     if not served or not all(model.names for model in served):
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
     traffic = Traffic()
@@ -97,7 +100,7 @@ def create_app(
         texts,
         metrics,
         traffic,
-        LongRequests(texts),
+        LongRequests(texts, settings.server.logs),
         Shadows(metrics.shadows),
         max_body=int(settings.server.max_body_mib * 2**20),
         body_seconds=settings.server.body_seconds,
@@ -109,7 +112,8 @@ def create_app(
     caches = CacheEndpoints(serving, cache or NoAnswerCache(), siblings)
     live = Live(serving, requests, control, caches, spend, directory)
     socket = WebSocketEndpoint(serving)
-    parts = Parts(directory, requests, control, siblings, batches, caches, live, socket)
+    profile = ProfileEndpoint(serving, profiler or NoReplicas())
+    parts = Parts(directory, requests, control, siblings, batches, caches, live, profile, socket)
     routes = _routes(serving, settings, origins, parts)
     tracing = start_tracing(settings.observability.otlp_endpoint)
     edge = Edge(routes, origins, serving, requests, live, tracing)
@@ -128,6 +132,7 @@ class Parts:
     batches: Batches | None
     caches: CacheEndpoints
     live: Live
+    profile: ProfileEndpoint
     socket: WebSocketEndpoint
 
 
@@ -181,6 +186,7 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         batches=BatchEndpoints(serving, parts.batches, {endpoint.path for endpoint in ENDPOINTS}),
         caches=parts.caches,
         live=parts.live,
+        profile=parts.profile,
         socket=parts.socket,
         web=WebEndpoints(),
         openapi=OpenApi(serving),
@@ -190,8 +196,12 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         responses=responses,
         ollama_chat=metered(directory.store, OllamaChats(serving)),
         ollama_generate=metered(directory.store, OllamaGenerate(serving)),
+        ollama_embed=metered(directory.store, OllamaEmbed(serving)),
+        ollama_embeddings=metered(directory.store, OllamaEmbeddings(serving)),
         ollama=OllamaStatus(serving),
         llama_completions=metered(directory.store, LlamaCompletions(serving)),
+        llama_infill=metered(directory.store, LlamaInfills(serving)),
+        llama_embedding=metered(directory.store, LlamaEmbeddings(serving)),
         llama=LlamaStatus(serving),
     )
     return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors) for e in ENDPOINTS])

@@ -86,7 +86,7 @@ async def running_batches(batches: Batches | None, edge: Edge, directory: Direct
         yield
         return
     answers = LineAnswers(edge, directory)
-    runner = BatchRunner(batches.store, batches.folder, batches.config, answers, edge.serving.max_body)
+    runner = BatchRunner(batches, answers, edge.serving.max_body)
     edge.metrics.registry.register(BatchMetrics(runner))
     batches.wake = runner.wake
     runner.start()

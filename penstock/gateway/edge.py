@@ -23,10 +23,10 @@ from penstock.gateway.tenancy.auth import public
 from penstock.gateway.tenancy.keys import redacted
 from penstock.gateway.tenancy.tenants import OPEN, Tenant
 from penstock.observability.account import Account
-from penstock.observability.logging import log, log_line, quoted
+from penstock.observability.logging import log_event
 from penstock.observability.metrics import GatewayMetrics
 from penstock.observability.request_log import RequestLog
-from penstock.observability.tracing import Tracing
+from penstock.observability.tracing import Exchange, Tracing, trace_id
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -125,6 +125,7 @@ class Edge:
         span = None
         if self.tracing is not None and not quiet:
             span = self.tracing.begin(request.raw_headers, response.headers)
+            request.trace_id = trace_id(span)
         self.traffic.enter(request)
         self.metrics.in_flight += 1
         endpoint, route, tenant = "other", None, OPEN
@@ -159,9 +160,12 @@ class Edge:
                 self.live.refused(endpoint, tenant.name, error)
             self._record(endpoint, status, account)
             if self.tracing is not None and span is not None:
-                self.tracing.end(span, request.method, endpoint, status, why, account)
-            if not quiet:
-                _log(request, tenant, status, why, response.elapsed(), account)
+                exchange = Exchange(request.method, endpoint, request.headers.get(b"host", b""), status, error)
+                inference = answer.generation.inference() if answer is not None and span.is_recording() else None
+                self.tracing.end(span, exchange, account, inference)
+            if not quiet and logger.isEnabledFor(logging.INFO):
+                fields = _log_fields(request, tenant, status, why, response.elapsed(), account)
+                log_event(logger, logging.INFO, "request", fields)
             request.close()
             error = None  # its traceback refers to this frame, and so to all of the request
 
@@ -187,42 +191,40 @@ def _error_for_client(request: Request, error: BaseException) -> PenstockError:
         return reason
     if isinstance(error, PenstockError):
         return error
+    about = {"request_id": request.id, "trace_id": request.trace_id, "path": request.path}
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        log(logger, logging.ERROR, "out of file descriptors", id=request.id, path=request.path)
+        log_event(logger, logging.ERROR, "out of file descriptors", about)
         return Unavailable(
             "the server is out of file descriptors; raise its limit (ulimit -n)", code="out_of_file_descriptors"
         )
-    log(logger, logging.ERROR, "unexpected error", id=request.id, path=request.path, error=error)
+    log_event(logger, logging.ERROR, "unexpected error", about, error)
     return InternalError(f"internal error; the log has details under request id {request.id}")
 
 
-def _log(
+def _log_fields(
     request: Request, tenant: Tenant, status: int, why: str | None, seconds: float, account: Account | None
-) -> None:
-    """One line, put together by hand: it is the one log line that every request costs."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    path = quoted(redacted(request.path))
-    line = f"request method={quoted(request.method)} path={path} status={status} ms={seconds * 1000:.1f}"
-    if tenant.name:
-        line += f" tenant={quoted(tenant.name)}"
+) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "method": request.method,
+        "path": redacted(request.path),
+        "status": status,
+        "ms": seconds * 1000,
+        "tenant": tenant.name or None,
+    }
     if account is not None:
-        line += _log_account(account)
-    line += f" id={quoted(redacted(request.id))}"
-    if why is not None:
-        line += f" why={quoted(redacted(why))}"
-    log_line(logger, logging.INFO, line)
-
-
-def _log_account(account: Account) -> str:
-    choice = account.choices[0]
-    line = f" model={quoted(account.model)}" if account.why else ""
-    if account.adapter is not None:
-        line += f" adapter={quoted(account.adapter.name)}"
-    line += f" class={quoted(account.objective)}"
-    if choice.cache is not None:
-        line += f" cache={quoted(choice.cache)}"
-    if account.ttft is not None:
-        line += f" first_ms={account.ttft * 1000:.1f}"
-    tokens = f"prompt={account.prompt_tokens} cached={account.cached_tokens} output={account.output_tokens}"
-    return f"{line} queued_ms={choice.parts.queued * 1000:.1f} {tokens}"
+        choice = account.choices[0]
+        fields |= {
+            "model": account.model if account.why else None,
+            "adapter": None if account.adapter is None else account.adapter.name,
+            "class": account.objective,
+            "cache": choice.cache,
+            "first_ms": None if account.ttft is None else account.ttft * 1000,
+            "queued_ms": choice.parts.queued * 1000,
+            "prompt": account.prompt_tokens,
+            "cached": account.cached_tokens,
+            "output": account.output_tokens,
+        }
+    fields["request_id"] = redacted(request.id)
+    fields["trace_id"] = request.trace_id
+    fields["why"] = None if why is None else redacted(why)
+    return fields

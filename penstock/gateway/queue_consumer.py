@@ -59,13 +59,14 @@ async def consuming(
     if config is None:
         yield
         return
-    if batches is None:
-        raise StartupError("answers need a place: with state: memory, set batches.folder", param="batches.folder")
+    folder = None if batches is None else batches.folder
+    if folder is None:
+        raise StartupError("answers need a place: set batches.folder", param="batches.folder")
     if config.tenant is not None and config.tenant not in directory.tenants:
         raise StartupError(f"there is no tenant {config.tenant!r}", param="consume.tenant")
     if config.tenant is None and not directory.open:
         raise StartupError("say whose requests these are, since there are tenants", param="consume.tenant")
-    store = AnswerStore(batches.folder)
+    store = AnswerStore(folder)
     endpoints = [path for path in BATCHED if edge.routes.has(path)]
     consumer = Consumer(config, make_broker(config), store, LineAnswers(edge, directory), endpoints)
     await store.open()

@@ -11,7 +11,7 @@ from penstock.cache.settings import CacheConfig
 from penstock.core.settings import check, convert_section
 from penstock.engine.settings import EngineConfig
 from penstock.fleet.settings import ModelConfig
-from penstock.observability.settings import ObservabilityConfig
+from penstock.observability.settings import LogConfig, LogFormat, LogLevel, ObservabilityConfig
 
 BUILT_IN_CLASSES = ("interactive", "standard", "batch")
 TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -48,7 +48,8 @@ class ServerConfig:
     cors: tuple[str, ...] | None = None  # origins of web pages that may use the server, as https://example.com; *: any
     tls: TlsConfig | None = None  # default: HTTP without TLS
     drain_seconds: float = 30.0  # how long running requests may finish after SIGTERM
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"  # json: an object a line
     unknown_fields: Literal["refuse", "ignore"] = "refuse"  # of requests; ignore: as if they had not been sent
 
     def __post_init__(self) -> None:
@@ -63,6 +64,11 @@ class ServerConfig:
         for origin in self.cors or ():
             plain = _ORIGIN.fullmatch(origin) is not None
             check(plain, "cors", f"must hold origins as https://example.com, without a path, or '*', not {origin!r}")
+
+    @property
+    def logs(self) -> LogConfig:
+        """Of this process, and of those that it starts."""
+        return LogConfig(self.log_level, self.log_format)
 
 
 @dataclass(frozen=True, slots=True)

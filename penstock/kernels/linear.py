@@ -13,8 +13,8 @@ from functools import cache
 
 import torch
 
-from penstock.kernels.hopper.gemm import DeferredNorm, HopperConfig, empty_deferred_norm, hopper_gemm
-from penstock.kernels.hopper.gemm_configs import hopper_config
+from penstock.kernels.hopper.gemm import DeferredNorm, GemmAdapters, HopperConfig, empty_deferred_norm, hopper_gemm
+from penstock.kernels.hopper.gemm_configs import adapted_config, hopper_config
 from penstock.kernels.hopper.persistent_gemm import swiglu_gemm, swiglu_tiling
 from penstock.kernels.triton.activation import add_scaled, silu_mul
 from penstock.kernels.triton.gemm import GemvConfig, SkinnyConfig, SplitScratch, stream_gemm, stream_gemv
@@ -54,14 +54,16 @@ def linear(
     norm: tuple[torch.Tensor, float] | None = None,
     deferred: Deferred | None = None,
     out: torch.Tensor | None = None,
+    adapters: GemmAdapters | None = None,
 ) -> torch.Tensor:
     """`norm(x) @ weight.T`.
 
     `weight` [N, K] is in the dtype of `x`, or float8_e4m3fn with `scales` float32 [N]; `norm` is (gain, eps), and
     `deferred` what `add_linear` returned for that norm.
     The result is in the dtype of `x`, or goes to `out`, which may be float32 where the weight is not fp8.
+    `adapters` are LoRA adapters that `adds_adapters` says it can add; so in the functions below.
     """
-    config = gemm_config(x, weight)
+    config = adapted_config(x, weight, adapters, gated=False) if adapters else gemm_config(x, weight)
     if config is None:
         inputs, x_scales = _prepare(x, scales, norm, deferred)
         if scales is None and out is not None and out.dtype != x.dtype:
@@ -75,11 +77,12 @@ def linear(
         assert not isinstance(deferred, DeferredAdd), "a GEMV adds to the residual itself"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm)
     if isinstance(config, HopperConfig) and isinstance(deferred, DeferredNorm) and norm and scales is None:
-        return hopper_gemm(out, deferred.values, weight, config=config, norm=(deferred.squares, norm[1]))
+        squares = (deferred.squares, norm[1])
+        return hopper_gemm(out, deferred.values, weight, config=config, norm=squares, adapters=adapters)
     inputs, x_scales = _prepare(x, scales, norm, deferred)
     both = None if scales is None else (scales, x_scales)
     if isinstance(config, HopperConfig):
-        return hopper_gemm(out, inputs, weight, config=config, scales=both)
+        return hopper_gemm(out, inputs, weight, config=config, scales=both, adapters=adapters)
     return stream_gemm(out, inputs, weight, config=config, scratch=scratch, scales=both)
 
 
@@ -91,10 +94,11 @@ def gated_linear(
     scales: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float],
     deferred: Deferred | None = None,
+    adapters: GemmAdapters | None = None,
 ) -> torch.Tensor | QuantizedRows:
     """SwiGLU: SiLU(gate) * up, where `norm(x) @ weight.T` is gate, then up. With fp8 weights it may be quantised."""
-    config = gemm_config(x, weight)
-    tiling = swiglu_tiling(x, weight, streams=config is not None)
+    config = adapted_config(x, weight, adapters, gated=True) if adapters else gemm_config(x, weight)
+    tiling = None if adapters else swiglu_tiling(x, weight, streams=config is not None)
     if config is None or tiling:
         inputs, x_scales = _prepare(x, scales, norm, deferred)
         if tiling:
@@ -110,11 +114,12 @@ def gated_linear(
         assert not isinstance(deferred, DeferredAdd), "a GEMV adds to the residual itself"
         return stream_gemv(out, x, weight, config=config, scales=scales, norm=norm, gated=True)
     if isinstance(config, HopperConfig) and isinstance(deferred, DeferredNorm) and scales is None:
-        return hopper_gemm(out, deferred.values, weight, config=config, norm=(deferred.squares, norm[1]), gated=True)
+        squares = (deferred.squares, norm[1])
+        return hopper_gemm(out, deferred.values, weight, config=config, norm=squares, gated=True, adapters=adapters)
     inputs, x_scales = _prepare(x, scales, norm, deferred)
     both_scales = None if scales is None else (scales, x_scales)
     if isinstance(config, HopperConfig):
-        return hopper_gemm(out, inputs, weight, config=config, scales=both_scales, gated=True)
+        return hopper_gemm(out, inputs, weight, config=config, scales=both_scales, gated=True, adapters=adapters)
     return stream_gemm(out, inputs, weight, config=config, scratch=scratch, scales=both_scales, gated=True)
 
 
@@ -126,13 +131,14 @@ def add_linear(
     *,
     scales: torch.Tensor | None = None,
     next_gain: torch.Tensor | None = None,
+    adapters: GemmAdapters | None = None,
 ) -> Deferred | None:
     """`residual += x @ weight.T`.
 
     `next_gain` is the weight of the RMSNorm that follows. With it, a part of this addition or of that norm may be
     deferred: what is returned must be passed to the layer with that norm, and until then `residual` may lack the sum.
     """
-    config = gemm_config(residual, weight)
+    config = adapted_config(residual, weight, adapters, gated=False) if adapters else gemm_config(residual, weight)
     if isinstance(x, torch.Tensor) and isinstance(config, GemvConfig):
         stream_gemv(residual, x, weight, config=config, scales=scales, residual=residual)
         return None
@@ -140,10 +146,10 @@ def add_linear(
     both = None if scales is None else (scales, x_scales)
     if isinstance(config, HopperConfig):
         if next_gain is None or scales is not None or residual.numel() > _MOST_DEFERRED:
-            hopper_gemm(residual, inputs, weight, config=config, scales=both, add=True)
+            hopper_gemm(residual, inputs, weight, config=config, scales=both, add=True, adapters=adapters)
             return None
-        deferred = empty_deferred_norm(residual)
-        hopper_gemm(residual, inputs, weight, config=config, add=True, defers=(next_gain, deferred))
+        deferred, gain = empty_deferred_norm(residual), next_gain
+        hopper_gemm(residual, inputs, weight, config=config, add=True, defers=(gain, deferred), adapters=adapters)
         return deferred
     if isinstance(config, SkinnyConfig):
         stream_gemm(residual, inputs, weight, config=config, scratch=scratch, scales=both, residual=residual)
@@ -155,6 +161,11 @@ def add_linear(
             return addition
         add_scaled(residual, addition.gemm_out, addition.scales)
     return None
+
+
+def adds_adapters(x: torch.Tensor, weight: torch.Tensor, adapters: GemmAdapters, *, gated: bool = False) -> bool:
+    """Whether the GEMM for these rows can add LoRA adapters itself."""
+    return adapted_config(x, weight, adapters, gated=gated) is not None
 
 
 def gemm_config(x: torch.Tensor, weight: torch.Tensor) -> GemvConfig | SkinnyConfig | HopperConfig | None:

@@ -8,7 +8,9 @@ from typing import Any, Literal
 COLUMNS = 24  # of Grafana's grid
 WIDTH, HEIGHT = 8, 8  # of a panel
 
-Unit = Literal["short", "s", "percentunit", "reqps", "tps", "bytes", "watt", "celsius", "hertz", "currencyUSD", "ops"]
+Unit = Literal[
+    "short", "s", "percentunit", "reqps", "tps", "bytes", "Bps", "watt", "celsius", "hertz", "currencyUSD", "ops"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,13 @@ class Panel:
                 "tooltip": {"mode": "multi", "sort": "desc"},
             },
             "targets": [
-                {"refId": chr(ord("A") + i), "expr": query, "legendFormat": legend, "datasource": source}
+                {
+                    "refId": chr(ord("A") + i),
+                    "expr": query,
+                    "legendFormat": legend,
+                    "datasource": source,
+                    "exemplar": query.startswith("histogram_quantile"),  # a dot for each, which leads to its trace
+                }
                 for i, (query, legend) in enumerate(self.queries)
             ],
         }
@@ -197,6 +205,13 @@ CAPACITY = Dashboard(
     (
         Panel("KV memory in use", "percentunit", (("penstock_kv_utilisation", "{{model}}"),), threshold=0.95),
         Panel(
+            "KV fragmentation",
+            "percentunit",
+            (("penstock_replica_kv_fragmentation", "{{model}} {{replica}}"),),
+            "Share of the token slots in held KV blocks that hold no token.",
+            threshold=0.4,
+        ),
+        Panel(
             "Sequences a step",
             "short",
             ((_over("penstock_engine_batch_sequences_total", "penstock_engine_steps_total"), "{{model}}"),),
@@ -224,6 +239,13 @@ CAPACITY = Dashboard(
                 (_rate("penstock_engine_preemptions_total"), "preemptions {{model}}"),
                 ("rate(penstock_recomputed_tokens_total[$__rate_interval])", "tokens computed again"),
             ),
+        ),
+        Panel(
+            "Memory bandwidth of steps, estimated",
+            "Bps",
+            ((_over("penstock_engine_read_bytes_estimate_total", "penstock_engine_step_seconds_total"), "{{model}}"),),
+            "On CPUs: bytes of weights and KV that steps read, over the time that they took. A decoding engine that is "
+            "near what the memory gives cannot be faster.",
         ),
         Panel("Prefill speed", "tps", (("penstock_prefill_tokens_per_second", "{{model}}"),)),
         Panel("Predicted decode step", "s", (("penstock_decode_step_seconds", "{{model}}"),)),

@@ -1,4 +1,4 @@
-"""Readable one-line logs: `time level message key=value ...`. Used by the gateway and the worker alike."""
+"""Logs of gateway and worker, a line for each event: `time level message key=value ...`, or a JSON object."""
 
 from __future__ import annotations
 
@@ -7,45 +7,111 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, NamedTuple, TextIO
+
+import msgspec
+
+from penstock.observability.settings import LogConfig
 
 WRITE_SECONDS = 0.05  # for how long a line may wait for others
 
+Fields = Mapping[str, object]
+
 _formatter = logging.Formatter()
 _is_plain = re.compile(r"[\w\-.,:;/+@%#~*\[\](){}<>!?&|^$]+", re.ASCII).fullmatch
+_encode = msgspec.json.Encoder().encode
+
+
+class Event(NamedTuple):
+    seconds: float  # since 1970
+    level: int
+    logger: str
+    message: str
+    fields: Fields
+    exception: str  # with its traceback; empty: none
+
+
+class _Timestamps:
+    """Seconds as text, to the millisecond. Most lines have the second of the line before."""
+
+    def __init__(self, format: str, in_zone: Callable[[float], time.struct_time]) -> None:
+        self._format = format
+        self._in_zone = in_zone
+        self._second, self._text = -1, ""
+
+    def __call__(self, seconds: float) -> str:
+        second = int(seconds)
+        if second != self._second:
+            self._second, self._text = second, time.strftime(self._format, self._in_zone(second))
+        return f"{self._text}.{int((seconds - second) * 1000):03d}"
+
+
+class TextFormat:
+    """`2031-05-06 07:08:09.123 INFO message key=value`; a traceback follows on its own lines."""
+
+    def __init__(self) -> None:
+        self._timestamp = _Timestamps("%Y-%m-%d %H:%M:%S", time.localtime)
+
+    def __call__(self, event: Event) -> str:
+        text = with_fields(event.message, event.fields)
+        line = f"{self._timestamp(event.seconds)} {logging.getLevelName(event.level)} {text}"
+        return f"{line}\n{event.exception}" if event.exception else line
+
+
+class JsonFormat:
+    """`{"timestamp":"2031-05-06T07:08:09.123Z","level":"info","logger":"penstock.gateway","message":...,"key":value}`;
+    a traceback is the text of `exception`."""
+
+    def __init__(self) -> None:
+        self._timestamp = _Timestamps("%Y-%m-%dT%H:%M:%S", time.gmtime)
+
+    def __call__(self, event: Event) -> str:
+        values: dict[str, Any] = {
+            "timestamp": self._timestamp(event.seconds) + "Z",
+            "level": logging.getLevelName(event.level).lower(),
+            "logger": event.logger,
+            "message": _unicode(event.message),
+        }
+        for key, value in event.fields.items():
+            if isinstance(value, float):
+                values[key] = round(value, 3)
+            elif isinstance(value, int):
+                values[key] = value
+            elif value is not None:
+                values[key] = _unicode(str(value))
+        if event.exception:
+            values["exception"] = _unicode(event.exception)
+        return _encode(values).decode()
+
+
+def _unicode(text: str) -> str:
+    """Without lone surrogates, which JSON in UTF-8 cannot hold."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 class LineHandler(logging.Handler):
-    """`2031-05-06 07:08:09.123 INFO message`; a traceback follows on its own lines.
+    """Lines of an event loop are written some times a second, all at once: a write for each would take longer than all
+    the rest of it. Warnings, and lines from elsewhere, are written at once."""
 
-    Lines of an event loop are written some times a second, all at once: a write for each would take longer than all
-    the rest of it. Warnings, and lines from elsewhere, are written at once.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, line: Callable[[Event], str]) -> None:
         super().__init__()
         self._stream = stream
+        self._line = line
         self._lines: list[str] = []
         self._due_in: asyncio.AbstractEventLoop | None = None
-        self._second, self._time = -1, ""  # the latest second that a line had, as text
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.exc_info:
-            text += "\n" + _formatter.formatException(record.exc_info)
-        self.add(record.created, record.levelno, text)
+        message, fields = getattr(record, "structured", None) or (record.getMessage(), {})
+        exception = _formatter.formatException(record.exc_info) if record.exc_info else ""
+        self.add(Event(record.created, record.levelno, record.name, message, fields, exception))
 
-    def add(self, seconds: float, level: int, text: str) -> None:
-        second = int(seconds)
+    def add(self, event: Event) -> None:
         self.acquire()
         try:
-            if second != self._second:
-                self._second = second
-                self._time = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(second))
-            milliseconds = int((seconds - second) * 1000)
-            self._lines.append(f"{self._time}.{milliseconds:03d} {logging.getLevelName(level)} {text}")
-            loop = asyncio._get_running_loop() if level < logging.WARNING else None
+            self._lines.append(self._line(event))
+            loop = asyncio._get_running_loop() if event.level < logging.WARNING else None
             if loop is None:
                 self.flush()
             elif loop is not self._due_in:
@@ -67,42 +133,51 @@ class LineHandler(logging.Handler):
             self.release()
 
 
-def configure_logging(level: str = "info", stream: TextIO | None = None) -> None:
+_DEFAULT = LogConfig()
+
+
+def configure_logging(logs: LogConfig = _DEFAULT, stream: TextIO | None = None) -> None:
     """Send every logger of the process to one stream (stderr unless told), replacing what was set up before."""
-    logging.basicConfig(level=level.upper(), handlers=[LineHandler(stream or sys.stderr)], force=True)
+    line = JsonFormat() if logs.format == "json" else TextFormat()
+    logging.basicConfig(level=logs.level.upper(), handlers=[LineHandler(stream or sys.stderr, line)], force=True)
+    logging.captureWarnings(logs.format == "json")  # otherwise lines of their own
     # None of these is in a line, and finding them out takes half of the time of a record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def quoted(value: object) -> str:
-    """A value that cannot break the line or pass for another key, whatever a client put in it."""
-    text = str(value)
-    return text if _is_plain(text) else ascii(text)
+def with_fields(message: str, fields: Fields) -> str:
+    """`message key=value ...`. No value can break the line or pass for another key, whatever a client put in it."""
+    for key, value in fields.items():
+        if isinstance(value, float):
+            message += f" {key}={value:.1f}"
+        elif isinstance(value, int):
+            message += f" {key}={value}"
+        elif value is not None:
+            text = str(value)
+            message += f" {key}={text if _is_plain(text) else ascii(text)}"
+    return message
 
 
 def log(
     logger: logging.Logger, level: int, message: str, *, error: BaseException | None = None, **fields: object
 ) -> None:
-    """Log `message` with `fields` as key=value; `error` adds its traceback. `message` must not hold client input."""
+    """Log `message` with those of `fields` that are not None; `error` adds its traceback. `message` must not hold
+    client input."""
     if logger.isEnabledFor(level):
-        words = [message]
-        for key, value in fields.items():
-            if isinstance(value, float):
-                words.append(f"{key}={value:.1f}")
-            elif isinstance(value, int):
-                words.append(f"{key}={value}")
-            elif value is not None:
-                words.append(f"{key}={quoted(value)}")
-        log_line(logger, level, " ".join(words), error)
+        log_event(logger, level, message, fields, error)
 
 
-def log_line(logger: logging.Logger, level: int, line: str, error: BaseException | None = None) -> None:
+def log_event(
+    logger: logging.Logger, level: int, message: str, fields: Fields, error: BaseException | None = None
+) -> None:
     """Not logger.log(): it walks the stack to find its caller, which costs more than all the rest. Where our handler is
     the only one, a line needs no LogRecord either."""
     handlers = logging.root.handlers
     if error is None and len(handlers) == 1 and type(handlers[0]) is LineHandler and not logger.handlers:
-        handlers[0].add(time.time(), level, line)
+        handlers[0].add(Event(time.time(), level, logger.name, message, fields, ""))
         return
     trace = None if error is None else (type(error), error, error.__traceback__)
-    logger.handle(logging.LogRecord(logger.name, level, "", 0, line, (), trace))
+    record = logging.LogRecord(logger.name, level, "", 0, with_fields(message, fields), (), trace)
+    record.structured = (message, fields)  # for `LineHandler.emit`; other handlers have the text
+    logger.handle(record)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
+import msgspec
+from msgspec import Struct
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
+
+from penstock.observability.metrics import exposition, latest
 
 # Of workers, which every process sees as a whole; all other counters are each process's own.
 _SEEN_BY_ALL = ("penstock_engine_", "penstock_replica_restarts", "penstock_replica_cpu", "penstock_gpu_energy")
@@ -20,28 +23,61 @@ _OWN_GAUGES = (
     "penstock_answer_cache_flights",
 )
 
-Sample = tuple[str, tuple[tuple[str, str], ...]]
+
+class _Sample(Struct, array_like=True):
+    name: str
+    labels: dict[str, str]
+    value: float
+    exemplar: tuple[dict[str, str], float, float] | None  # labels, value and time
 
 
-def merged(expositions: Iterable[bytes]) -> bytes:
-    """What each process counts for itself adds up; of what all of them see, the largest reading is taken."""
-    families: dict[str, Metric] = {}
-    values: dict[str, dict[Sample, float]] = {}
-    for exposition in expositions:
-        for family in text_string_to_metric_families(exposition.decode()):
+class _Family(Struct, array_like=True):
+    name: str
+    help: str
+    type: str
+    samples: list[_Sample]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[_Family]).decode
+
+
+def snapshot(registry: CollectorRegistry) -> bytes:
+    """All metrics of a process, for `merged`."""
+    return _encode(
+        [
+            (
+                family.name,
+                family.documentation,
+                family.type,
+                [(sample.name, sample.labels, float(sample.value), sample.exemplar) for sample in family.samples],
+            )
+            for family in registry.collect()
+        ]
+    )
+
+
+def merged(snapshots: Iterable[bytes], openmetrics: bool) -> bytes:
+    """What each process counts for itself adds up; of what all of them see, the largest reading is taken. A bucket of a
+    histogram has the latest exemplar of all."""
+    families: dict[str, _Family] = {}
+    samples: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], _Sample]] = {}
+    for one in snapshots:
+        for family in _decode(one):
             families.setdefault(family.name, family)
-            known = values.setdefault(family.name, {})
+            known = samples.setdefault(family.name, {})
             add = _addition(family)
             for sample in family.samples:
-                key = (sample.name, tuple(sorted(sample.labels.items())))
-                before = known.get(key)
-                known[key] = sample.value if before is None else add(before, sample.value)
+                before = known.setdefault((sample.name, tuple(sorted(sample.labels.items()))), sample)
+                if before is not sample:
+                    before.value = add(before.value, sample.value)
+                    before.exemplar = latest(before.exemplar, sample.exemplar)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Merged(families, values))
-    return generate_latest(registry)
+    registry.register(_Merged([(family, samples[name].values()) for name, family in families.items()]))
+    return exposition(registry, openmetrics)
 
 
-def _addition(family: Metric) -> Callable[[float, float], float]:
+def _addition(family: _Family) -> Callable[[float, float], float]:
     if family.name == _PER_OWN_TOKEN:
         return lambda one, other: one * other / (one + other) if one and other else max(one, other)
     own = family.name.startswith(_OWN_GAUGES) if family.type == "gauge" else not family.name.startswith(_SEEN_BY_ALL)
@@ -49,13 +85,13 @@ def _addition(family: Metric) -> Callable[[float, float], float]:
 
 
 class _Merged(Collector):
-    def __init__(self, families: dict[str, Metric], values: dict[str, dict[Sample, float]]) -> None:
+    def __init__(self, families: Iterable[tuple[_Family, Iterable[_Sample]]]) -> None:
         self._families = families
-        self._values = values
 
     def collect(self) -> Iterable[Metric]:
-        for name, family in self._families.items():
-            merged = Metric(name, family.documentation, family.type)
-            for (sample, labels), value in self._values[name].items():
-                merged.add_sample(sample, dict(labels), value)
-            yield merged
+        for family, samples in self._families:
+            metric = Metric(family.name, family.help, family.type)
+            for sample in samples:
+                exemplar = None if sample.exemplar is None else Exemplar(*sample.exemplar)
+                metric.add_sample(sample.name, sample.labels, sample.value, exemplar=exemplar)
+            yield metric

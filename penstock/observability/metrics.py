@@ -5,15 +5,20 @@ The hot path only adds to plain numbers (an event loop is one thread, so no lock
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import add
+from itertools import accumulate
+from operator import add, itemgetter
+from typing import Any, TypeVar
 
 from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_text
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from penstock.core.engine import EngineStats
 from penstock.observability.account import Account, Parts
@@ -51,6 +56,12 @@ ENGINE_COUNTERS = (
     ("preemptions", "Sequences put back to waiting for lack of KV memory"),
     ("batch_tokens", "Tokens computed over all steps; over engine_steps: tokens per step"),
     ("batch_sequences", "Sequences advanced over all steps; over engine_steps: batch size"),
+    ("step_seconds", "Time that steps took; its rate is the share of time in which the engine computes"),
+    (
+        "read_bytes_estimate",
+        "Estimate of the memory that steps on a CPU read: all weights, and the KV of each sequence, once a step; over "
+        "engine_step_seconds: memory bandwidth",
+    ),
     ("refused", "Requests refused because their objective could not be met"),
     ("expired", "Requests stopped because their deadline passed"),
 )
@@ -59,32 +70,53 @@ ENGINE_COUNTERS = (
 class Histogram:
     """Counts per bucket; a tenth of the cost of the client library's, which locks on every observation."""
 
-    __slots__ = ("bounds", "counts", "help", "name", "sum")
+    __slots__ = ("bounds", "counts", "exemplars", "help", "name", "sum")
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
         self.name = name
         self.help = help
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
+        self.exemplars: list[Exemplar | None] = [None] * (len(bounds) + 1)  # the latest of each bucket
         self.sum = 0.0
 
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
+    def observe(self, value: float, times: int = 1, trace_id: str | None = None) -> None:
+        """`trace_id` of a trace that is recorded, for whoever wonders what such a value was."""
+        bucket = bisect_left(self.bounds, value)
+        self.counts[bucket] += times
         self.sum += value * times
+        if trace_id is not None:
+            self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
     def plus(self, other: Histogram) -> Histogram:
         both = Histogram(self.name, self.help, self.bounds)
         both.counts = [*map(add, self.counts, other.counts)]
+        both.exemplars = [*map(latest, self.exemplars, other.exemplars)]
         both.sum = self.sum + other.sum
         return both
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        buckets: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == float("inf") else str(bound), total))
-        family.add_metric(labels, buckets, self.sum)
+        bounds = [*map(str, self.bounds), "+Inf"]
+        buckets = [*zip(bounds, accumulate(self.counts), self.exemplars, strict=True)]
+        family.add_metric(labels, buckets, self.sum)  # type: ignore[arg-type]  # None is as good as no exemplar
+
+
+E = TypeVar("E", bound=tuple[Any, ...])
+
+
+def latest(one: E | None, other: E | None) -> E | None:
+    """Of two exemplars, whose last field is their time."""
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=itemgetter(2))
+
+
+def exposition(registry: CollectorRegistry, openmetrics: bool) -> bytes:
+    """In the text format of Prometheus, or of OpenMetrics, which has exemplars."""
+    if not openmetrics:
+        return generate_latest(registry)
+    text: bytes = openmetrics_text(registry)  # type: ignore[no-untyped-call]
+    return text
 
 
 class ClassMetrics:
@@ -163,9 +195,6 @@ class GatewayMetrics(Collector):
             for objective, met in (("ttft", ledger.met_ttft), ("gap", ledger.met_gap)):
                 if met is not None:
                     self.objectives[account.model, name, objective, met] += 1
-
-    def exposition(self) -> bytes:
-        return generate_latest(self.registry)
 
     def describe(self) -> list[Metric]:
         return []  # the default would scrape once at registration, before the engine runs

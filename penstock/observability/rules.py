@@ -166,6 +166,14 @@ ALERTS = (
         pending="2m",
     ),
     Alert(
+        "PenstockKVFragmented",
+        "penstock_replica_kv_fragmentation > 0.4 and penstock_replica_kv_utilisation > 0.8",
+        "KV memory of {{ $labels.replica }} is nearly full, and {{ $value | humanizePercentage }} of it holds no token",
+        "Sequences are so short that their last blocks stay mostly empty. A smaller engine.block_size holds more of "
+        "them; or raise engine.kv_memory_gib.",
+        pending="5m",
+    ),
+    Alert(
         "PenstockPrefixHitsCollapsed",
         "penstock:prefix_hits:ratio_rate5m < 0.5 * penstock:prefix_hits:ratio_rate6h "
         "and penstock:prefix_hits:ratio_rate6h > 0.2",

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from penstock.core.settings import check
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """How a process logs. Every process of a server is told the same."""
+
+    level: LogLevel = "info"
+    format: LogFormat = "text"
 
 
 @dataclass(frozen=True, slots=True)

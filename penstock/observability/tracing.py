@@ -7,12 +7,14 @@ the request's account when it has ended. Attributes follow OpenTelemetry's conve
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from penstock.core.errors import StartupError
+from penstock.core.errors import PenstockError, StartupError
 from penstock.core.ledger import Ledger
+from penstock.core.request import SamplingParams
 from penstock.observability.account import Account, ChoiceAccount
 
 if TYPE_CHECKING:
@@ -21,10 +23,48 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 ENVIRONMENT = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+# `gen_ai.operation.name` by endpoint. The conventions have no name for the last two.
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/v1/messages": "chat",
+    "/v1/responses": "chat",
+    "/api/chat": "chat",
+    "/v1/completions": "text_completion",
+    "/completion": "text_completion",
+    "/infill": "text_completion",
+    "/api/generate": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
+    "/embedding": "embeddings",
+    "/v1/rerank": "rerank",
+    "/v1/score": "score",
+}
 _W3C = (b"traceparent", b"tracestate")
+_HOST = re.compile(r"(.*?)(?::([0-9]{1,5}))?", re.DOTALL)
 
 Attributes = Mapping[str, "str | int | float | bool | list[str]"]
+_Maybe = dict[str, "str | int | float | bool | list[str] | None"]
+
+
+class Exchange(NamedTuple):
+    """A request and its answer, as HTTP sees them."""
+
+    method: str
+    route: str
+    host: bytes  # of the header; empty: none
+    status: int
+    error: PenstockError | None
+
+
+class Inference(NamedTuple):
+    """What was asked of a model and answered, where an account does not tell it."""
+
+    response_id: str  # as the client sees it
+    params: SamplingParams | None  # None: nothing is sampled, as of embeddings
+    max_tokens: int | None  # None: the client did not say
+    streamed: bool
+    reasoning_tokens: int | None  # None: the model does not reason
 
 
 def is_wanted(endpoint: str | None) -> bool:
@@ -74,23 +114,19 @@ class Tracing:
         response_headers[b"traceparent"] = ids
         return span
 
-    def end(
-        self, span: Span, method: str, endpoint: str, status: int, error: str | None, account: Account | None
-    ) -> None:
+    def end(self, span: Span, exchange: Exchange, account: Account | None, inference: Inference | None) -> None:
         if not span.is_recording():
             return
         now = time.time_ns()
-        span.update_name(f"{method} {endpoint}")
-        span.set_attributes(
-            {"http.request.method": method, "http.route": endpoint, "http.response.status_code": status}
-        )
-        if error is not None:
-            span.set_attribute("error.type", str(status))
-        if status >= 500:
-            span.set_status(self._trace.StatusCode.ERROR, error)
+        span.update_name(f"{exchange.method} {exchange.route}")
+        span.set_attributes(_exchange_attributes(exchange))
+        if exchange.status >= 500:
+            span.set_status(self._trace.StatusCode.ERROR, None if exchange.error is None else exchange.error.message)
         if account is not None:
-            span.update_name(f"{OPERATIONS.get(endpoint, endpoint)} {account.model}")
+            span.update_name(f"{_operation(account)} {account.asked}")
             span.set_attributes(_request_attributes(account))
+            if inference is not None:
+                span.set_attributes(_inference_attributes(account, inference))
             start = now - _ns(account.total)
             for choice in account.choices:
                 self._choice(self._trace.set_span_in_context(span), choice, start)
@@ -148,32 +184,83 @@ class Tracing:
         self._provider.shutdown()
 
 
+def trace_id(span: Span) -> str | None:
+    """As `traceparent` has it. None: the trace is not sampled, so nobody could find it."""
+    context = span.get_span_context()
+    return f"{context.trace_id:032x}" if context.trace_flags.sampled else None
+
+
 def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def _request_attributes(account: Account) -> Attributes:
-    values: dict[str, str | int | float | bool | list[str] | None] = {
-        "gen_ai.operation.name": OPERATIONS.get(account.endpoint, account.endpoint),
-        "gen_ai.provider.name": "penstock",
-        "gen_ai.request.model": account.model,
-        "gen_ai.response.model": account.model,
-        "gen_ai.response.id": account.id,
-        "gen_ai.response.finish_reasons": [choice.finish_reason or "error" for choice in account.choices],
-        "gen_ai.usage.input_tokens": account.prompt_tokens,
-        "gen_ai.usage.output_tokens": account.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": account.cached_tokens,
-        "gen_ai.request.choice.count": len(account.choices) if len(account.choices) > 1 else None,
-        "gen_ai.response.time_to_first_chunk": account.ttft,
-        "penstock.request_id": account.request_id,
-        "penstock.tenant": account.tenant or None,
-        "penstock.class": account.objective,
-    }
+def _operation(account: Account) -> str:
+    return OPERATIONS.get(account.endpoint, account.endpoint)
+
+
+def _given(values: _Maybe) -> Attributes:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _exchange_attributes(exchange: Exchange) -> Attributes:
+    """`error.type` is what the error's body calls `code`, or else `type`."""
+    address, port = _HOST.fullmatch(exchange.host.decode("latin-1")).groups()  # type: ignore[union-attr]  # any text
+    error = exchange.error
+    values: _Maybe = {
+        "http.request.method": exchange.method,
+        "http.route": exchange.route,
+        "http.response.status_code": exchange.status,
+        "server.address": address or None,
+        "server.port": int(port) if port else None,
+        "error.type": None if error is None else error.code or error.kind,
+    }
+    return _given(values)
+
+
+def _request_attributes(account: Account) -> Attributes:
+    values: _Maybe = {
+        "gen_ai.operation.name": _operation(account),
+        "gen_ai.provider.name": "penstock",
+        "gen_ai.request.model": account.asked,
+        "gen_ai.response.model": account.model if account.adapter is None else account.adapter.name,
+        "gen_ai.request.choice.count": len(account.choices) if len(account.choices) > 1 else None,
+        "gen_ai.usage.input_tokens": account.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": account.cached_tokens,
+        "penstock.request_id": account.request_id,
+        "penstock.tenant": account.tenant or None,
+        "penstock.class": account.objective,
+        "penstock.ttft_s": account.ttft,
+    }
+    return _given(values)
+
+
+def _inference_attributes(account: Account, inference: Inference) -> Attributes:
+    """Settings that change nothing are left out."""
+    values: _Maybe = {"gen_ai.response.id": inference.response_id}
+    params = inference.params
+    if params is not None:
+        is_json = params.grammar is not None and params.grammar.kind == "json_schema"
+        values |= {
+            "gen_ai.request.stream": inference.streamed or None,
+            "gen_ai.request.max_tokens": inference.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.top_k": float(params.top_k) if params.top_k else None,
+            "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+            "gen_ai.request.presence_penalty": params.presence_penalty or None,
+            "gen_ai.request.seed": params.seed,
+            "gen_ai.request.stop_sequences": list(params.stop) or None,
+            "gen_ai.output.type": "json" if is_json else None,
+            "gen_ai.response.finish_reasons": [choice.finish_reason or "error" for choice in account.choices],
+            "gen_ai.response.time_to_first_chunk": account.ttft if inference.streamed else None,
+            "gen_ai.usage.output_tokens": account.output_tokens,
+            "gen_ai.usage.reasoning.output_tokens": inference.reasoning_tokens,
+        }
+    return _given(values)
+
+
 def _engine_attributes(ledger: Ledger) -> Attributes:
-    values: dict[str, str | int | float | bool | list[str] | None] = {
+    values: _Maybe = {
         "penstock.stalled_s": ledger.stalled,
         "penstock.stalled_by": [stall.request_id for stall in ledger.stalls if stall.request_id] or None,
         "penstock.preemptions": ledger.preemptions,
@@ -189,4 +276,4 @@ def _engine_attributes(ledger: Ledger) -> Attributes:
         "penstock.failovers": len(ledger.failovers) or None,
         **{f"penstock.missed_tokens.{cause}": count for cause, count in ledger.missed_tokens.items()},
     }
-    return {name: value for name, value in values.items() if value is not None}
+    return _given(values)

@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure
+from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure, at_once
 from penstock.batches.journal import LineJournal
 from penstock.batches.records import new_id
 from penstock.batches.runner import Answers, Asked
@@ -35,7 +35,8 @@ logger = logging.getLogger("penstock.queues")
 T = TypeVar("T")
 
 FULL_SECONDS = 0.1  # before another look, when there is no room
-RETRY_SECONDS = 1.0  # before a broker that is away is tried again
+RETRY_SECONDS = 1.0  # before what failed is tried again
+MAX_RETRY_SECONDS = 30.0  # between attempts to reach a broker that is away, each twice as late as the one before
 SAY_SECONDS = 30.0  # between warnings that something is away
 LAG_SECONDS = 5.0
 FORGET_SECONDS = 600.0
@@ -102,17 +103,22 @@ class Consumer:
                 if time.monotonic() - self._said_at > SAY_SECONDS:
                     self._said_at = time.monotonic()
                     logger.warning("the queue waits: %s", error.message)
-                await asyncio.sleep(RETRY_SECONDS)
                 if error.code == "broker_unavailable":
                     await self._open_again(generation)
+                else:
+                    await asyncio.sleep(RETRY_SECONDS)
 
     async def _open_again(self, generation: int) -> None:
-        """By whoever notices first. Messages of the old connection are delivered again."""
+        """By whoever notices first, while all others wait. Messages of the old connection are delivered again."""
         async with self._reopen:
-            if generation == self._generation:
+            delay = RETRY_SECONDS
+            while generation == self._generation and not self._closing:
+                await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                delay = min(2 * delay, MAX_RETRY_SECONDS)
                 with contextlib.suppress(PenstockError):
                     await self._broker.open()
                     self._generation += 1
+                    logger.info("the queue goes on: the broker is back")
 
     # ------------------------------------------------------------ messages
 
@@ -128,7 +134,7 @@ class Consumer:
 
     async def _room(self) -> int:
         """Of the engine with the most: which model a message asks for shows only when it is here."""
-        most = self._config.concurrent
+        most = at_once(self.outcomes.total(), self._config.concurrent)
         rooms = (self._answers.room(group, self.running, most) for group in await self._answers.groups())
         return min(max(rooms), most - self.running)
 

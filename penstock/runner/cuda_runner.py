@@ -22,6 +22,7 @@ from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.kernels.triton.drafts import accept
 from penstock.kernels.triton.prefix import prefix_splits
 from penstock.runner.batch import Batch, Ints, build_batch
+from penstock.runner.cuda_probe import CudaProbe
 from penstock.runner.device_adapters import DeviceAdapters
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.device_sampler import DeviceSampler
@@ -41,7 +42,7 @@ from penstock.runner.verification import accepted_entries, without_excess
 # of tokens of those with drafts.
 BUCKETS = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 513, 64)]
 SHARED_PREFIX_BUCKETS = [8, 16, 32, *range(64, 256, 32), *range(256, 513, 64)]
-ADAPTED_BUCKETS = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # with LoRA adapters
+ADAPTED_BUCKETS = [2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]  # with LoRA adapters
 DRAFT_BUCKETS = [4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256]
 
 
@@ -90,6 +91,7 @@ class CudaRunner:
         self.num_blocks = forward.attention.num_blocks
         self.idle_seconds: float | None = 0.0
         self._forward = forward
+        self.kernel_probe = CudaProbe(forward)
         self._state = state
         self._adapters = adapters
         self.adapter_modules = adapters.modules

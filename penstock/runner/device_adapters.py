@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +38,11 @@ class LayerAdapters:
     out: LowRank
     gate_up: LowRank | None
     down: LowRank | None
+
+    @property
+    def projections(self) -> list[LowRank]:
+        """In the order of the slots, without a gap, and of the forward pass."""
+        return [one for one in (self.qkv, self.out, self.gate_up, self.down) if one is not None]
 
     @property
     def names(self) -> Iterator[tuple[str, LowRank, int]]:
@@ -88,7 +94,8 @@ class DeviceAdapters:
         }
         self._order = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         most = max(_most_tiles(tokens, slots) for tokens in (min(max_tokens, _FEW), max_tokens))
-        self._tiles = torch.zeros((most, TILE_FIELDS), dtype=torch.int32, device=device)
+        # Nobody has an adapter yet: GEMMs that are compiled side by side must not wait for their own CTAs.
+        self._tiles = torch.full((most, TILE_FIELDS), NO_ADAPTER, dtype=torch.int32, device=device)
         self._sent: tuple[int, bytes, bytes] | None = None  # what the buffers hold
         self._packed: OrderedDict[str, torch.Tensor] = OrderedDict()  # by digest, least recently used first
         self._lock = Lock()
@@ -129,20 +136,9 @@ class DeviceAdapters:
         self._sent = asked
         padded = np.full(tokens, NO_ADAPTER, dtype=np.int32)
         padded[: len(slots)] = slots
-        order = np.argsort(padded, kind="stable").astype(np.int32)
-        used, begins, counts = np.unique(padded[order], return_index=True, return_counts=True)
-        rows = _tile_rows(tokens)
-        tiles = np.zeros((_most_tiles(tokens, self.slots), TILE_FIELDS), dtype=np.int32)
-        tiles[:, 0] = NO_ADAPTER
-        number = 0
-        for slot, begin, count in zip(used.tolist(), begins.tolist(), counts.tolist(), strict=True):
-            starts = np.arange(begin, begin + count, rows)
-            of_slot = tiles[number : number + len(starts)]
-            of_slot[:, 0], of_slot[:, 1] = slot, self._ranks[slot] if slot != NO_ADAPTER else 0
-            of_slot[:, 2], of_slot[:, 3] = starts, np.minimum(begin + count - starts, rows)
-            number += len(starts)
-        self._copy(self._order[:tokens], order)
-        self._copy(self._tiles[: len(tiles)], tiles)
+        found = grouped(padded, self._ranks, self.slots)
+        self._copy(self._order[:tokens], found.order)
+        self._copy(self._tiles[: len(found.tiles)], found.tiles)
 
     def of_step(self, tokens: int) -> Adapted:
         """What `send` has filled for a step that is padded to so many tokens."""
@@ -168,6 +164,28 @@ class DeviceAdapters:
 
 def no_adapters(device: torch.device) -> DeviceAdapters:
     return DeviceAdapters([], slots=0, max_rank=1, max_tokens=0, dtype=torch.float32, device=device)
+
+
+class _Grouped(NamedTuple):
+    order: Ints  # [T]
+    tiles: Ints  # [tiles, TILE_FIELDS]
+
+
+def grouped(slots_T: Ints, ranks: Ints, num_slots: int) -> _Grouped:
+    """The tokens of a step in tiles of one slot each. `ranks` are those of the slots, padded."""
+    rows = _tile_rows(len(slots_T))
+    order = np.argsort(slots_T, kind="stable").astype(np.int32)
+    used, begins, counts = np.unique(slots_T[order], return_index=True, return_counts=True)
+    tiles = np.zeros((_most_tiles(len(slots_T), num_slots), TILE_FIELDS), dtype=np.int32)
+    tiles[:, 0] = NO_ADAPTER
+    number = 0
+    for slot, begin, count in zip(used.tolist(), begins.tolist(), counts.tolist(), strict=True):
+        starts = np.arange(begin, begin + count, rows)
+        of_slot = tiles[number : number + len(starts)]
+        of_slot[:, 0], of_slot[:, 1] = slot, ranks[slot] if slot != NO_ADAPTER else 0
+        of_slot[:, 2], of_slot[:, 3] = starts, np.minimum(begin + count - starts, rows)
+        number += len(starts)
+    return _Grouped(order, tiles)
 
 
 def _padded_rank(rank: int) -> int:

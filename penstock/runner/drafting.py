@@ -74,11 +74,11 @@ def speculation_by(
     config: EngineConfig,
     max_model_len: int,
 ) -> Speculation | None:
+    if not executor.verifies_drafts:
+        return None
     if layers := exit_layers(model, config):
         drafter = _early_exit_drafter(executor, layers, config, max_model_len)
-    if drafter is None or not executor.verifies_drafts:
-        return None
-    return Speculation(drafter, times, config.speculation.max_tokens)
+    return Speculation(drafter, times, config.speculation.max_tokens) if drafter is not None else None
 
 
 def _early_exit_drafter(

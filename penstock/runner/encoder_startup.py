@@ -79,6 +79,7 @@ def start_encoder(
         fcfs=config.scheduling == "fcfs",
         pools=True,
         whole_prompts=True,
+        weight_bytes=executor.host_memory.weights if executor.host_memory is not None else 0,
     )
     info = EngineInfo(
         checkpoint.name,

@@ -13,6 +13,7 @@ T tokens, S sequences, C hidden size, H query heads, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 
 from penstock.kernels import batch_invariant
 from penstock.kernels.batch_invariant import LEAST_DEPTH
+from penstock.kernels.hopper.gemm import GemmAdapters
 from penstock.kernels.hopper.layers import (
     MOST_TOKENS,
     KVCache,
@@ -34,7 +36,7 @@ from penstock.kernels.hopper.layers import (
 )
 from penstock.kernels.hopper.persistent_gemm import compile_swiglu_gemms
 from penstock.kernels.hopper.program import is_hopper
-from penstock.kernels.linear import Deferred, QuantizedRows, add_linear, gated_linear, linear
+from penstock.kernels.linear import Deferred, QuantizedRows, add_linear, adds_adapters, gated_linear, linear
 from penstock.kernels.triton.gemm import split_scratch
 from penstock.kernels.triton.lora import AdapterTiles, LowRank, Shrunk, add_and_shrink, expand, shrink, swiglu
 from penstock.kernels.triton.moe import mix_experts
@@ -48,6 +50,19 @@ from penstock.runner.fused_layers import Dense, FusedLayer, fused_layer
 from penstock.runner.paged_attention import Attend, MixedStep, PagedAttention
 from penstock.runner.row_state import RowState
 from penstock.runner.transfer import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerLora:
+    """What the GEMMs of a layer get besides: `adapters`, or nothing."""
+
+    qkv: dict[str, GemmAdapters]
+    out: dict[str, GemmAdapters]
+    gate_up: dict[str, GemmAdapters]
+    down: dict[str, GemmAdapters]
+
+
+_NO_LORA = _LayerLora({}, {}, {}, {})
 
 
 class FusedForward:
@@ -121,7 +136,8 @@ class FusedForward:
         tokens_T = put(batch.tokens_T)
         tokens_T = torch.where(tokens_T < 0, state.last_token_R[put(batch.rows_T).long()].int(), tokens_T)
         attend = self.attention.attend_mixed(MixedStep.of(batch, put))
-        return self.hidden(F.embedding(tokens_T, self.embedding), attend, adapted=adapted)
+        x_TC = F.embedding(tokens_T, self.embedding)
+        return self._adapted_hidden(x_TC, attend, adapted, None) if adapted else self.hidden(x_TC, attend)
 
     def _put(self, values: npt.NDArray[np.int32]) -> torch.Tensor:
         return to_device(values, self.device)
@@ -199,26 +215,46 @@ class FusedForward:
         self, x_TC: torch.Tensor, attend: Attend, layers: int | None = None, adapted: Adapted | None = None
     ) -> torch.Tensor:
         """From embeddings to the residual stream after the last layer; the final norm belongs to `logits`."""
-        if adapted is not None:
+        lora = [_NO_LORA] * len(self._layers) if adapted is None else self._gemm_adapters(x_TC, adapted)
+        if adapted is not None and lora is None:
             return self._adapted_hidden(x_TC, attend, adapted, layers)
+        assert lora is not None
         # Not shared by steps that are warmed up side by side: wrong counts would lead outside the tiles.
         counts_E = torch.zeros(self._experts, dtype=torch.int32, device=self.device) if self._experts else None
         deferred: Deferred | None = None
         used = self._layers[:layers]
         for number, layer in enumerate(used):
-            norm, (qkv, out) = (layer.attention_norm, self._eps), (layer.qkv, layer.out)
-            projected = self._linear(x_TC, qkv.weight, scales=qkv.scales, norm=norm, deferred=deferred)
+            norm, (qkv, out), low = (layer.attention_norm, self._eps), (layer.qkv, layer.out), lora[number]
+            projected = self._linear(x_TC, qkv.weight, scales=qkv.scales, norm=norm, deferred=deferred, **low.qkv)
             if qkv.bias is not None:
                 projected.add_(qkv.bias)
             mixed = attend(number, projected).flatten(1)
             next_gain = layer.mlp_norm if isinstance(layer.mlp, Dense) else None
-            deferred = self._add_linear(x_TC, mixed, out.weight, scales=out.scales, next_gain=next_gain)
+            deferred = self._add_linear(x_TC, mixed, out.weight, scales=out.scales, next_gain=next_gain, **low.out)
             following = used[number + 1].attention_norm if number + 1 < len(used) else None
-            deferred = self._feed_forward(x_TC, layer, counts_E, deferred, following)
+            deferred = self._feed_forward(x_TC, layer, counts_E, deferred, following, low)
         return x_TC
 
+    def _gemm_adapters(self, x_TC: torch.Tensor, adapted: Adapted) -> list[_LayerLora] | None:
+        """LoRA adapters as the GEMMs add them themselves; None where one of them cannot."""
+        arrivals = torch.zeros((len(self._layers), 4, 1), dtype=torch.int32, device=self.device)
+        found = []
+        for number, (layer, low) in enumerate(zip(self._layers, adapted.layers, strict=True)):
+            weights = [layer.qkv.weight, layer.out.weight]
+            if isinstance(layer.mlp, Dense):
+                weights += [layer.mlp.gate_up.weight, layer.mlp.down.weight]
+            after = adapted.layers[number + 1].projections[0] if number + 1 < len(self._layers) else None
+            following, lora = [*low.projections[1:], after], [_NO_LORA.qkv] * 4
+            for place, (one, weight, following_one) in enumerate(zip(low.projections, weights, following, strict=True)):
+                of_gemm = _of_gemm(one, adapted.tiles, arrivals[number, place], following_one)
+                if not adds_adapters(x_TC, weight, of_gemm, gated=place == 2):
+                    return None
+                lora[place] = {"adapters": of_gemm}
+            found.append(_LayerLora(*lora))
+        return found
+
     def _adapted_hidden(self, x_TC: torch.Tensor, attend: Attend, adapted: Adapted, layers: int | None) -> torch.Tensor:
-        """With LoRA adapters. They stand between the GEMMs, which therefore leave out their epilogues."""
+        """With LoRA adapters that stand between the GEMMs, which therefore leave out their epilogues."""
         counts_E = torch.zeros(self._experts, dtype=torch.int32, device=self.device) if self._experts else None
         tiles, added = adapted.tiles, None
         for number, (layer, low) in enumerate(zip(self._layers[:layers], adapted.layers, strict=False)):
@@ -233,7 +269,7 @@ class FusedForward:
             self._add_linear(x_TC, mixed, out.weight, scales=out.scales)
             if not isinstance(mlp, Dense):
                 add_and_shrink(x_TC, tiles, added, None)
-                self._feed_forward(x_TC, layer, counts_E, None, None)
+                self._feed_forward(x_TC, layer, counts_E, None, None, _NO_LORA)
                 added = None
                 continue
             assert low.gate_up is not None and low.down is not None  # noqa: PT018
@@ -254,13 +290,16 @@ class FusedForward:
         counts_E: torch.Tensor | None,
         deferred: Deferred | None,
         next_gain: torch.Tensor | None,
+        low: _LayerLora,
     ) -> Deferred | None:
         """Adds the MLP to the residual stream; may leave a part of that, or of the next norm, deferred."""
         norm, mlp = (layer.mlp_norm, self._eps), layer.mlp
         if isinstance(mlp, Dense):
             gate_up, down = mlp.gate_up, mlp.down
-            inner = self._gated_linear(x_TC, gate_up.weight, scales=gate_up.scales, norm=norm, deferred=deferred)
-            return self._add_linear(x_TC, inner, down.weight, scales=down.scales, next_gain=next_gain)
+            inner = self._gated_linear(
+                x_TC, gate_up.weight, scales=gate_up.scales, norm=norm, deferred=deferred, **low.gate_up
+            )
+            return self._add_linear(x_TC, inner, down.weight, scales=down.scales, next_gain=next_gain, **low.down)
         assert counts_E is not None
         normed = add_rms_norm(x_TC, *norm)
         scores_TE = torch.empty((len(x_TC), len(mlp.router)), dtype=torch.float32, device=x_TC.device)
@@ -313,6 +352,11 @@ class FusedForward:
             config.norm_eps,
             ctas,
         )
+
+
+def _of_gemm(low: LowRank, tiles: AdapterTiles, arrivals: torch.Tensor, following: LowRank | None) -> GemmAdapters:
+    places = low.weights, low.offset, low.b_offset, low.outputs, low.most_rank
+    return GemmAdapters(tiles.tiles, tiles.order, *places, arrivals, following.end - low.end if following else 0)
 
 
 def _started(

@@ -15,6 +15,7 @@ from penstock.kernels.native.adapters import NativeAdapter
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.kernels.native.shape import adapter_modules
 from penstock.runner.host_rows import HostRows
+from penstock.runner.native_probe import NativeProbe
 from penstock.runner.scoring import scored_prompts
 
 Prompt: TypeAlias = tuple[int, list[int], list[int]]  # sequence, its tokens in the step, the prompt tokens that follow
@@ -35,6 +36,7 @@ class NativeRunner:
         """`spare_blocks`: the last ones of the KV cache, which are left to the drafts of a second runner. `layers`: so
         many of the model's layers are computed, from the first on, then its final norm and head; 0: all."""
         self.model = model
+        self.kernel_probe = NativeProbe(model)
         self.num_blocks = model.num_blocks - spare_blocks
         self._layers = layers
         self.adapter_modules = adapter_modules(model.config)

@@ -13,9 +13,11 @@ import numpy.typing as npt
 from penstock.core.errors import EngineFailure
 from penstock.core.machine import lower_priority
 from penstock.engine.executor import HostMemory, Step, StepResult
+from penstock.engine.step_work import KernelProbe
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.models.pooling import Pooling
 from penstock.runner.host_rows import HostRows
+from penstock.runner.native_probe import NativeProbe
 from penstock.runner.vectors import VectorExecutor, packed_vectors
 
 Floats = npt.NDArray[np.float32]
@@ -27,6 +29,9 @@ class Hidden(Protocol):
     """Computes a step, and says what the final hidden states of some of its tokens are."""
 
     num_blocks: int
+
+    @property
+    def kernel_probe(self) -> KernelProbe | None: ...
 
     @property
     def host_memory(self) -> HostMemory | None: ...
@@ -41,6 +46,7 @@ class Hidden(Protocol):
 class NativeHidden:
     def __init__(self, model: NativeModel, state: HostRows) -> None:
         self.num_blocks = model.num_blocks
+        self.kernel_probe = NativeProbe(model)
         self._model = model
         self._state = state
         self._rows = NativeRows(state.tables_RM, state.last_token_R, state.sampling)
@@ -64,6 +70,7 @@ class PooledRunner(VectorExecutor):
         if pooling.kind == "cls":
             raise EngineFailure("the first token of a decoder has seen no other: pool mean or last")
         self.num_blocks = hidden.num_blocks
+        self.kernel_probe = hidden.kernel_probe
         self._hidden = hidden
         self._pooling = pooling
         self._prompts: dict[int, int] = {}  # tokens of the prompt, by row

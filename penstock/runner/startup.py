@@ -17,7 +17,7 @@ from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus, with
 from penstock.core.onednn import cap_onednn
 from penstock.core.request import SamplingParams
 from penstock.core.start_times import StartTimes
-from penstock.engine.executor import LoadedExecutor
+from penstock.engine.executor import HostMemory, LoadedExecutor
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.settings import EngineConfig
@@ -134,6 +134,7 @@ def start(
     niceness = POOLED_NICENESS if plan.pooling is not None else 0
     load = partial(_cuda_executor if device == "cuda" else _cpu_executor, plan)
     executor = with_niceness(niceness, load) if niceness and device == "cpu" else load()
+    memory = executor.host_memory or HostMemory(0, 0)
     limits = SchedulerLimits(
         num_blocks=executor.num_blocks,
         block_size=config.block_size,
@@ -147,6 +148,8 @@ def start(
         fcfs=config.scheduling == "fcfs",
         max_adapters=config.max_adapters if executor.adapter_modules else 0,
         pools=plan.pooling is not None,
+        weight_bytes=memory.weights,
+        kv_token_bytes=memory.cache // (executor.num_blocks * config.block_size),
         query_tile=_TILE_ROWS * model_config.num_kv_heads // model_config.num_heads if device == "cuda" else 1,
     )
     if limits.longest_sequence < plan.max_model_len:
@@ -160,9 +163,7 @@ def start(
         *(["deterministic"] if config.deterministic else []),
         padded=executor.padded_tokens,
     )
-    speculation = None
-    if plan.pooling is None:
-        speculation = speculation_by(drafter, executor, step_times, model_config, config, plan.max_model_len)
+    speculation = speculation_by(drafter, executor, step_times, model_config, config, plan.max_model_len)
     info = EngineInfo(
         checkpoint.name,
         limits.longest_sequence,

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from penstock.core.errors import EngineFailure
 from penstock.engine.executor import AdapterWeights, Step, TokenMask
+from penstock.engine.step_work import KernelProbe
 
 Floats = npt.NDArray[np.float32]
 
@@ -21,6 +22,7 @@ class VectorExecutor:
     verifies_drafts = False
     adapter_modules: Mapping[str, tuple[int, int]] = {}
     idle_seconds: float | None = None
+    kernel_probe: KernelProbe | None = None
 
     def prepare_adapter(self, adapter: AdapterWeights) -> None:
         """It computes without adapters."""

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import cast
 
 from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health, HostStats
-from penstock.core.errors import PenstockError, Unavailable
+from penstock.core.errors import Conflict, PenstockError, Unavailable
 from penstock.core.ledger import Ledger
+from penstock.core.machine import boot_id
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.loop import activity
 from penstock.worker.protocol import (
@@ -22,6 +25,8 @@ from penstock.worker.protocol import (
     FromWorker,
     Heartbeat,
     Leaving,
+    Profile,
+    Profiled,
     PromptScores,
     Refused,
     Submit,
@@ -98,6 +103,13 @@ class _CutTransport:
         pass
 
 
+@dataclass(slots=True)
+class _Profile:
+    asked: int  # `Profile.now`, by which its pieces are known
+    found: asyncio.Future[bytes]
+    pieces: list[bytes] = field(default_factory=list)
+
+
 class WorkerClient(asyncio.Protocol):
     """One connection. When it ends, every waiting request fails with `Unavailable` at once.
 
@@ -119,6 +131,7 @@ class WorkerClient(asyncio.Protocol):
         self._streams: dict[str, _Stream] = {}
         self._aborted: dict[str, asyncio.Future[Ledger | None]] = {}  # their ledgers, which may yet come
         self._heartbeats_missed = 0
+        self._profile: _Profile | None = None  # that is being taken
         self._silence = ""
         self._lost = False
         self._loop = asyncio.get_running_loop()
@@ -176,6 +189,28 @@ class WorkerClient(asyncio.Protocol):
         except TimeoutError:
             return None
 
+    async def profile(self, seconds: float, replica: str, number: int) -> bytes:
+        """What `decode_profile` reads. `replica` is its name and `number` that of its process in the trace."""
+        if self._profile is not None:
+            raise Conflict("this replica is being profiled", code="profile_running")
+        asked = Profile(seconds, replica, number, time.monotonic_ns(), boot_id())
+        self._profile = profile = _Profile(asked.now, self._loop.create_future())
+        try:
+            self._transport.write(frame(asked))
+            return await profile.found
+        finally:
+            self._profile = None
+
+    def _profiled(self, message: Profiled) -> None:
+        profile = self._profile
+        if profile is None or profile.asked != message.asked or profile.found.done():  # nobody waits for it any more
+            return
+        profile.pieces.append(message.piece)
+        if message.failure is not None:
+            profile.found.set_exception(message.failure.exception())
+        elif message.last:
+            profile.found.set_result(b"".join(profile.pieces))
+
     def _expect_ledger(self, request_id: str) -> None:
         if request_id not in self._aborted:
             self._aborted[request_id] = self._loop.create_future()
@@ -219,6 +254,8 @@ class WorkerClient(asyncio.Protocol):
                 stream.put(message.failure.exception())
             else:
                 self._settle(message.request_id, None)
+        elif isinstance(message, Profiled):
+            self._profiled(message)
         elif isinstance(message, Leaving):
             if not self.leaving.done():
                 self.leaving.set_result(None)
@@ -254,6 +291,8 @@ class WorkerClient(asyncio.Protocol):
             stream.put(Unavailable("the worker died while this request was running; send it again", code=LOST))
         for request_id in self._aborted:
             self._settle(request_id, None)
+        if self._profile is not None and not self._profile.found.done():
+            self._profile.found.set_exception(Unavailable("the worker died while it was profiled", code=LOST))
         if not self.closed.done():
             self.closed.set_result(self._silence)
 

@@ -33,12 +33,13 @@ from penstock.grammar.compiler import grammars_of
 from penstock.observability.logging import configure_logging
 from penstock.worker.control import Control
 from penstock.worker.host import resident_bytes
+from penstock.worker.profiling import WorkerProfiler
 from penstock.worker.protocol import HEARTBEAT_SECONDS, Failed, Prepared, Standby, Start, frame, read_control
 from penstock.worker.protocol import Control as Message
 from penstock.worker.remote import LEASE_SECONDS, Port
 from penstock.worker.server import WorkerServer
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("penstock.worker.main")  # it runs as __main__
 
 SOFTWARE_ERROR = 70  # EX_SOFTWARE
 
@@ -71,7 +72,7 @@ def main() -> int:
         times = StartTimes()
     if not isinstance(wanted, Start):
         return 1
-    configure_logging(wanted.log_level)
+    configure_logging(wanted.logs)
     if wanted.visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = wanted.visible_devices  # read when CUDA is initialised, not imported
     control = Control(connection)
@@ -95,7 +96,7 @@ def main() -> int:
 
 def _stand_by(standby: Standby, connection: socket.socket) -> Message | None:
     """Prepare, then wait without using the CPU for what to load. None: the launcher has gone."""
-    configure_logging(standby.log_level)
+    configure_logging(standby.logs)
     mapped: list[object] = []
 
     def prepare() -> None:
@@ -146,6 +147,7 @@ async def serve(
     server, stopped = WorkerServer(), asyncio.Event()
     engine = server.engine = EngineLoop(scheduler, executor, server.emit, grammars, adapters)
     server.info, server.start_seconds = info, start_seconds
+    server.profile = WorkerProfiler(server, scheduler, executor, executor.kernel_probe).take
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     gc.collect()
     gc.freeze()  # what was loaded stays; collecting garbage must not walk through it in the middle of a step

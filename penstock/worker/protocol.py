@@ -4,9 +4,9 @@ launcher → worker  Standby first, if it is to be prepared only; Start once, th
                    socket for each gateway that connects
 worker → launcher  Prepared, after Standby; Failed, where it cannot serve
 
-gateway → worker   Submit, Abort; over a network also Alive four times a second
+gateway → worker   Submit, Abort, Profile; over a network also Alive four times a second
 worker → gateway   Hello once, then Chunks per step, PromptScores before the Chunks they belong to, Refused, and a
-                   Heartbeat four times a second; Leaving when it drains
+                   Heartbeat four times a second; Leaving when it drains; Profiled as often as a profile has pieces
 
 Whatever was submitted gets one last word: Refused, or a chunk with a finish reason and the ledger, also after an Abort.
 """
@@ -22,11 +22,14 @@ from penstock.core.engine import EngineInfo, EngineStats, HostStats
 from penstock.core.errors import Failure
 from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.settings import EngineConfig
+from penstock.observability.settings import LogConfig
+from penstock.profiling.summary import StepSummary
 
 HEARTBEAT_SECONDS = 0.25
 DEAD_AFTER_HEARTBEATS = 7  # without a byte: between 1.75 and 2 s
 MAX_FRAME = 256 * 2**20
 SCORES_IN_FRAME = 256  # tokens; decoded in about a millisecond
+PROFILE_PIECE = 1 << 18  # bytes
 _LENGTH = struct.Struct("<I")
 
 
@@ -35,7 +38,7 @@ class Start(msgspec.Struct, tag="start", array_like=True):
 
     model: str
     engine: EngineConfig
-    log_level: str
+    logs: LogConfig
     visible_devices: str | None = None  # CUDA_VISIBLE_DEVICES of the process; None: as the launcher's
     secret: str = ""  # of the port that it listens at, where it was given one
 
@@ -45,7 +48,7 @@ class Standby(msgspec.Struct, tag="standby", array_like=True):
 
     model: str
     engine: EngineConfig
-    log_level: str
+    logs: LogConfig
 
 
 class Prepared(msgspec.Struct, tag="prepared", array_like=True):
@@ -62,6 +65,16 @@ class Abort(msgspec.Struct, tag="abort", array_like=True):
 
 class Alive(msgspec.Struct, tag="alive", array_like=True):
     """A gateway on another machine runs and can be reached."""
+
+
+class Profile(msgspec.Struct, tag="profile", array_like=True):
+    """Record what the worker does for so long."""
+
+    seconds: float
+    replica: str  # its name, and its number among the processes of the trace
+    number: int
+    now: int  # time.monotonic_ns of the gateway as it sends this
+    boot: str  # of the gateway's machine
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
@@ -101,12 +114,27 @@ class Leaving(msgspec.Struct, tag="leaving", array_like=True):
     """It finishes the requests that it has, then ends the connection. New ones are better sent elsewhere."""
 
 
-ToWorker = Submit | Abort | Alive
-FromWorker = Hello | Chunks | PromptScores | Refused | Heartbeat | Leaving
+class Profiled(msgspec.Struct, tag="profiled", array_like=True):
+    """A piece of a `WorkerProfile`, which may be large: other frames go between. Or why there is none."""
+
+    asked: int  # `now` of the `Profile` that it answers
+    piece: bytes = b""
+    last: bool = True
+    failure: Failure | None = None
+
+
+class WorkerProfile(msgspec.Struct, array_like=True):
+    events: bytes  # elements of a JSON array, as in penstock/profiling/trace.py
+    summary: StepSummary
+
+
+ToWorker = Submit | Abort | Alive | Profile
+FromWorker = Hello | Chunks | PromptScores | Refused | Heartbeat | Leaving | Profiled
 Control = Standby | Start | Prepared | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_profile = msgspec.msgpack.Decoder(WorkerProfile).decode
 decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode
 _decode_control = msgspec.msgpack.Decoder(Control).decode
 

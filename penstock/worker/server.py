@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import cast
 
@@ -17,10 +17,13 @@ from penstock.worker.host import Host
 from penstock.worker.protocol import (
     DEAD_AFTER_HEARTBEATS,
     HEARTBEAT_SECONDS,
+    PROFILE_PIECE,
     Abort,
     Heartbeat,
     Hello,
     Leaving,
+    Profile,
+    Profiled,
     Refused,
     Submit,
     decode_to_worker,
@@ -35,8 +38,9 @@ HEARTBEATS_PER_READING = 4  # of the machine
 class WorkerServer:
     """Lives on the asyncio thread; only `emit` is called from the engine's as well."""
 
-    engine: EngineLoop  # these two: set before the first gateway connects
+    engine: EngineLoop  # these three: set before the first gateway connects
     info: EngineInfo
+    profile: Callable[[Profile], Awaitable[bytes]]
 
     def __init__(self) -> None:
         self.start_seconds: Mapping[str, float] = {}
@@ -46,6 +50,7 @@ class WorkerServer:
         self._preparing: dict[str, asyncio.Task[AdapterWeights | None]] = {}  # those that are not submitted yet
         self._idle = asyncio.Event()  # set when the last request ends
         self._draining = False
+        self._profiling: dict[GatewayConnection, asyncio.Task[None]] = {}  # the latest profile that each asked for
         self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     def emit(self, chunks: list[Chunk]) -> None:
@@ -137,9 +142,27 @@ class WorkerServer:
         else:
             self.engine.abort(request_id)
 
+    def take_profile(self, gateway: GatewayConnection, asked: Profile) -> None:
+        """In the background, and sent in pieces when it is there. One at a time: others are refused."""
+
+        async def answer() -> None:
+            try:
+                found = memoryview(await self.profile(asked))
+            except PenstockError as error:
+                gateway.write(frame(Profiled(asked.now, failure=Failure.of(error))))
+                return
+            for start in range(0, len(found), PROFILE_PIECE):
+                end = start + PROFILE_PIECE
+                gateway.write(frame(Profiled(asked.now, bytes(found[start:end]), last=end >= len(found))))
+                await asyncio.sleep(0)  # chunks of streams go between
+
+        self._profiling[gateway] = asyncio.create_task(answer())
+
     def disconnected(self, gateway: GatewayConnection) -> None:
         """Nobody waits for its requests any more."""
         self._gateways.discard(gateway)
+        if (profiling := self._profiling.pop(gateway, None)) is not None:
+            profiling.cancel()
         for request_id in [request_id for request_id, owner in self._owners.items() if owner is gateway]:
             del self._owners[request_id]
             self._abort(request_id)
@@ -211,6 +234,8 @@ class GatewayConnection(asyncio.Protocol):
                 self._server.submit(self, message.request)
             elif isinstance(message, Abort):
                 self._server.abort(self, message.request_id)
+            elif isinstance(message, Profile):
+                self._server.take_profile(self, message)
 
     def tick(self, heartbeat: bytes) -> None:
         self._heartbeats_missed += self.remote

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.batches.decisions import MAX_ATTEMPTS, MAX_DELAY, after_failure, next_status, room, window_seconds
+from penstock.batches.decisions import (
+    MAX_ATTEMPTS,
+    MAX_DELAY,
+    MAX_LOSSES,
+    after_failure,
+    at_once,
+    next_status,
+    room,
+    window_seconds,
+)
 from penstock.batches.records import Batch
 from penstock.core.engine import EngineStats
 
@@ -60,3 +69,22 @@ def test_an_engine_is_given_what_makes_its_steps_efficient() -> None:
     for busy in (replace(fast, waiting=1), replace(fast, prefill_tokens=600)):
         assert room(busy, 0, 64) == 1
         assert room(busy, 1, 64) == 0
+
+
+@pytest.mark.parametrize("answered", [1, 2, 5, 20])
+def test_requests_that_meet_many_kills_are_not_taken_for_their_cause(answered: int) -> None:
+    """Each process is killed after so many answers; the next one begins with the oldest requests again."""
+    begun = [0] * 1000
+    first = 0
+    while first < len(begun):
+        last = first
+        for ended in range(answered):
+            for number in range(last, min(len(begun), first + ended + at_once(ended, 256))):
+                begun[number] += 1
+                last = number + 1
+        first += answered
+    assert max(begun) < MAX_LOSSES
+
+
+def test_a_process_that_goes_on_works_on_as_many_as_it_may() -> None:
+    assert at_once(1000, 64) == 64

@@ -3,51 +3,118 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import time
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pytest
+import redis
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.batches.decisions import LEASE_SECONDS
-from penstock.batches.records import Answered, Batch, FileLimits, Line, Page, StoredFile, new_id
+from penstock.batches.files import Contents, FolderContents, write_lines
+from penstock.batches.records import Answered, Batch, FileLimits, Job, Line, Page, StoredFile, new_id
+from penstock.batches.redis_contents import CHUNK_BYTES, RedisContents
+from penstock.batches.redis_store import RedisBatches
+from penstock.batches.redis_work import RedisWork
 from penstock.batches.sqlite import SqliteBatches
 from penstock.batches.sqlite_work import SqliteWork
-from penstock.batches.store import Kept, NewLine
-from penstock.core.errors import InvalidRequest, StorageFull
+from penstock.batches.store import BatchStore, BatchWork, Kept, NewLine
+from penstock.core.errors import InvalidRequest, StorageFull, Unavailable
+from tests.redis_server import RedisServer
 
 T = TypeVar("T")
 
 MODEL = "m"
 
 
+CREATED = itertools.count(int(time.time()))  # so that their order is known
+
+
 def batch_of(tenant: str = "", expires_at: int = 2**40) -> Batch:
-    return Batch(new_id("batch_"), tenant, "/v1/completions", "file-1", "24h", int(time.time()), expires_at)
+    return Batch(new_id("batch_"), tenant, "/v1/completions", "file-1", "24h", next(CREATED), expires_at)
 
 
-async def queued(store: SqliteBatches, lines: int, expires_at: int = 2**40) -> Batch:
-    """A batch whose lines wait."""
-    batch = batch_of(expires_at=expires_at)
-    await store.add_batch(batch)
-    work = SqliteWork(store.path)
-    new = [NewLine(number, f"line {number}", MODEL, 0, 2, number) for number in range(1, lines + 1)]
-    assert not work.add_lines(batch.id, new)
-    work.validated(batch.id, lines, MODEL, (), time.time())
-    work.close()
-    return batch
+class Place(Protocol):
+    """Where a store keeps what it keeps: empty, and the same for all of its processes."""
+
+    contents: Contents
+
+    def process(self) -> BatchStore: ...
+
+    def work(self, process: BatchStore) -> BatchWork: ...
+
+    async def kill(self, process: BatchStore) -> None:
+        """As the kernel does it: connections and locks are gone, leases are still written down."""
+        ...
+
+
+class Folder:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        (path / "files").mkdir()
+        self.contents: Contents = FolderContents(path)
+
+    def process(self) -> SqliteBatches:
+        return SqliteBatches(self._path)
+
+    def work(self, process: BatchStore) -> SqliteWork:
+        return SqliteWork(self._path / "queue.db")
+
+    async def kill(self, process: BatchStore) -> None:
+        assert isinstance(process, SqliteBatches)
+        await process.in_thread(process._lock.close)
+        await process.in_thread(process.db.close)
+
+
+class Redis:
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.client = redis.Redis.from_url(url)
+        self.client.flushdb()
+        self.contents: Contents = RedisContents(url)
+
+    def process(self) -> RedisBatches:
+        return RedisBatches(self._url)
+
+    def work(self, process: BatchStore) -> RedisWork:
+        return RedisWork(self._url, process.owner)
+
+    async def kill(self, process: BatchStore) -> None:
+        await process.close()
+
+
+@pytest.fixture(params=["sqlite", "redis"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    return Folder(tmp_path) if request.param == "sqlite" else Redis(request.getfixturevalue("redis_server").url)
 
 
 @pytest.fixture
-async def store(tmp_path: Path) -> AsyncIterator[SqliteBatches]:
-    store = SqliteBatches(tmp_path)
+async def store(place: Place) -> AsyncIterator[BatchStore]:
+    store = place.process()
     await store.open()
     yield store
     await store.close()
+
+
+async def queued(place: Place, store: BatchStore, lines: int, expires_at: int = 2**40) -> Batch:
+    """A batch whose lines wait."""
+    now = time.time()
+    batch = batch_of(expires_at=expires_at)
+    await store.add_batch(batch)
+    job = await store.claim_job(now)
+    assert job == Job("validate", batch)
+    work = place.work(store)
+    new = [NewLine(number, f"line {number}", MODEL, 0, 2, 2**62 + number) for number in range(1, lines + 1)]
+    assert not work.add_lines(batch.id, new)
+    work.validated(batch.id, lines, MODEL, (), now)
+    await store.end_job(job, now)
+    return batch
 
 
 def answer_to(line: Line) -> Answered:
@@ -57,16 +124,20 @@ def answer_to(line: Line) -> Answered:
 class Machine(RuleBasedStateMachine):
     """Two processes work on one batch. They answer, give back, hang past their leases, and are killed."""
 
+    def place(self) -> Place:
+        self.folder = tempfile.TemporaryDirectory()
+        return Folder(Path(self.folder.name))
+
     @initialize(lines=st.integers(1, 6))
     def begin(self, lines: int) -> None:
         self.loop = asyncio.Runner()
-        self.folder = tempfile.TemporaryDirectory()
+        self.where = self.place()
         self.now = time.time()
         self.total = lines
-        self.processes = [SqliteBatches(Path(self.folder.name)) for _ in range(2)]
+        self.processes = [self.where.process() for _ in range(2)]
         for process in self.processes:
             self.run(process.open())
-        self.batch = self.run(queued(self.processes[0], lines))
+        self.batch = self.run(queued(self.where, self.processes[0], lines))
         self.leased: list[list[Line]] = [[], []]
         self.answered: list[int] = []
 
@@ -98,11 +169,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1))
     def kill(self, who: int) -> None:
-        """As the kernel does it: its lock is free, its leases are still written down."""
-        process = self.processes[who]
-        self.run(process.in_thread(process._lock.close))
-        self.run(process.in_thread(process.db.close))
-        self.processes[who] = SqliteBatches(Path(self.folder.name))
+        self.run(self.where.kill(self.processes[who]))
+        self.processes[who] = self.where.process()
         self.run(self.processes[who].open())
         self.leased[who] = []
 
@@ -128,20 +196,36 @@ class Machine(RuleBasedStateMachine):
         found = self.run(process.batch("", self.batch.id))
         assert found is not None
         assert (found.status, found.ending, found.completed) == ("finalizing", "completed", self.total)
-        rows = list(SqliteWork(process.path).rows(self.batch.id))
+        assert self.run(process.claim_job(self.now)) is not None
+        rows = list(self.where.work(process).rows(self.batch.id))
         assert [row.answer.body for row in rows if row.answer] == [b'"%d"' % n for n in range(1, self.total + 1)]
         for each in self.processes:
             self.run(each.close())
-        self.folder.cleanup()
         self.loop.close()
+
+
+class MachineOverRedis(Machine):
+    url = ""
+
+    def place(self) -> Place:
+        return Redis(self.url)
 
 
 TestLeases = Machine.TestCase
 TestLeases.settings = settings(max_examples=25, stateful_step_count=20)
 
 
-async def test_a_line_keeps_its_seed_and_journal(store: SqliteBatches) -> None:
-    await queued(store, 1)
+TestLeasesInRedis = pytest.mark.usefixtures("redis_of_machine")(MachineOverRedis.TestCase)
+TestLeasesInRedis.settings = TestLeases.settings
+
+
+@pytest.fixture
+def redis_of_machine(redis_server: RedisServer) -> None:
+    MachineOverRedis.url = redis_server.url
+
+
+async def test_a_line_keeps_its_seed_and_journal(place: Place, store: BatchStore) -> None:
+    await queued(place, store, 1)
     (line,) = await store.lease([MODEL], 5, time.time())
     await store.renew([Kept(line, b"tokens")], time.time())
     await store.release(line, 0.0, counts=True, journal=None)
@@ -149,9 +233,9 @@ async def test_a_line_keeps_its_seed_and_journal(store: SqliteBatches) -> None:
     assert (again.seed, again.journal, again.attempts) == (line.seed, b"tokens", 1)
 
 
-async def test_lines_of_other_models_and_lines_that_wait_are_left(store: SqliteBatches) -> None:
+async def test_lines_of_other_models_and_lines_that_wait_are_left(place: Place, store: BatchStore) -> None:
     now = time.time()
-    await queued(store, 2)
+    await queued(place, store, 2)
     assert not await store.lease(["another"], 5, now)
     first, second = await store.lease([MODEL], 5, now)
     await store.release(first, now + 60, counts=True, journal=None)
@@ -159,23 +243,23 @@ async def test_lines_of_other_models_and_lines_that_wait_are_left(store: SqliteB
     assert [line.number for line in await store.lease([MODEL], 5, now)] == [2]
 
 
-async def test_batches_take_turns(store: SqliteBatches) -> None:
-    large, small = await queued(store, 50), await queued(store, 2)
+async def test_batches_take_turns(place: Place, store: BatchStore) -> None:
+    large, small = await queued(place, store, 50), await queued(place, store, 2)
     leased = await store.lease([MODEL], 10, time.time())
     assert len([line for line in leased if line.batch == large.id]) == 5
     assert len([line for line in leased if line.batch == small.id]) == 2
 
 
-async def test_an_expired_batch_takes_no_more_answers(store: SqliteBatches) -> None:
+async def test_an_expired_batch_takes_no_more_answers(place: Place, store: BatchStore) -> None:
     now = time.time()
-    batch = await queued(store, 1, expires_at=int(now) + 10)
+    batch = await queued(place, store, 1, expires_at=int(now) + 10)
     (line,) = await store.lease([MODEL], 1, now)
     assert await store.advance(now) == {batch.id: 1}
     assert await store.advance(now + 11) == {}
     assert not await store.answer(line, answer_to(line), failed=False)
 
 
-async def test_a_tenant_sees_its_own_and_has_limits(store: SqliteBatches) -> None:
+async def test_a_tenant_sees_its_own_and_has_limits(place: Place, store: BatchStore) -> None:
     limits = FileLimits(2, 100)
     mine = [StoredFile(new_id("file-"), "a", "x", 10, number, "batch") for number in range(2)]
     for file in mine:
@@ -192,8 +276,10 @@ async def test_a_tenant_sees_its_own_and_has_limits(store: SqliteBatches) -> Non
     assert await store.delete_file("a", mine[0].id)
 
 
-async def test_a_full_disk_is_said_and_leaves_the_queue_as_it_was(store: SqliteBatches) -> None:
-    batch = await queued(store, 1)
+@pytest.mark.parametrize("place", ["sqlite"], indirect=True)
+async def test_a_full_disk_is_said_and_leaves_the_queue_as_it_was(place: Place, store: BatchStore) -> None:
+    assert isinstance(store, SqliteBatches)
+    batch = await queued(place, store, 1)
     (line,) = await store.lease([MODEL], 1, time.time())
     pages = await store.in_thread(lambda: store.db.execute("PRAGMA page_count").fetchone()[0])
     await store.in_thread(lambda: store.db.execute(f"PRAGMA max_page_count = {pages}").fetchone())
@@ -205,3 +291,141 @@ async def test_a_full_disk_is_said_and_leaves_the_queue_as_it_was(store: SqliteB
     assert found is not None
     assert found.completed == 0
     assert await store.answer(line, large, failed=False)
+
+
+@pytest.mark.parametrize("place", ["redis"], indirect=True)
+async def test_a_full_redis_is_said_and_leaves_the_queue_as_it_was(place: Place, store: BatchStore) -> None:
+    assert isinstance(place, Redis)
+    batch = await queued(place, store, 1)
+    (line,) = await store.lease([MODEL], 1, time.time())
+    place.client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(StorageFull):
+            await store.answer(line, answer_to(line), failed=False)
+        with pytest.raises(StorageFull):
+            write_lines(place.contents, "file-1", [b"a line\n"])
+    finally:
+        place.client.config_set("maxmemory", 0)
+    found = await store.batch("", batch.id)
+    assert found is not None
+    assert found.completed == 0
+    assert await store.answer(line, answer_to(line), failed=False)
+
+
+async def test_a_batch_from_its_first_job_to_its_files(place: Place, store: BatchStore) -> None:
+    batch = await queued(place, store, 3)
+    now = time.time()
+    assert await store.claim_job(now) is None
+    for line in await store.lease([MODEL], 3, now):
+        assert await store.answer(line, Answered(400 if line.number == 2 else 200, "r", b"{}"), failed=line.number == 2)
+    assert await store.advance(now) == {}
+    job = await store.claim_job(now)
+    assert job is not None
+    assert (job.kind, job.batch.id, job.batch.ending) == ("assemble", batch.id, "completed")
+    assert await store.claim_job(now) is None  # it is leased
+    work = place.work(store)
+    made = StoredFile(new_id("file-"), "", f"{batch.id}_output.jsonl", 5, int(now), "batch_output", int(now) + 60)
+    work.assembled(batch.id, [made], now)
+    await store.end_job(job, now)
+    found = await store.batch("", batch.id)
+    assert found is not None
+    assert (found.status, found.completed, found.failed) == ("completed", 2, 1)
+    assert found.output_file_id == made.id
+    assert await store.file("", made.id) == made
+    assert [each.id for each in await store.batches("", Page(5))] == [batch.id]
+    assert list(work.rows(batch.id)) == []
+    assert await store.claim_job(now) is None
+    assert await store.expired_files(now) == []
+    assert await store.expired_files(now + 61) == [made.id]
+
+
+async def test_a_cancelled_batch_ends_once_nobody_works_on_it(place: Place, store: BatchStore) -> None:
+    batch = await queued(place, store, 2)
+    now = time.time()
+    (line,) = await store.lease([MODEL], 1, now)
+    assert await store.cancel("another tenant", batch.id, now) is None
+    found = await store.cancel("", batch.id, now)
+    assert found is not None
+    assert found.status == "cancelling"
+    assert await store.advance(now) == {}
+    assert await store.lease([MODEL], 1, now) == []
+    assert await store.claim_job(now) is None
+    await store.release(line, now, counts=False, journal=None)
+    await store.advance(now)
+    job = await store.claim_job(now)
+    assert job is not None
+    assert (job.kind, job.batch.ending) == ("assemble", "cancelled")
+
+
+async def test_the_input_of_a_running_batch_is_not_deleted(place: Place, store: BatchStore) -> None:
+    now = time.time()
+    await store.add_file(StoredFile("file-1", "", "x", 10, int(now), "batch", int(now)), None)
+    batch = await queued(place, store, 1)
+    with pytest.raises(InvalidRequest, match=batch.id):
+        await store.delete_file("", "file-1")
+    assert await store.expired_files(now + 5) == []
+
+
+async def test_a_custom_id_that_came_before_is_named(place: Place, store: BatchStore) -> None:
+    batch = batch_of()
+    await store.add_batch(batch)
+    await store.claim_job(time.time())
+    work = place.work(store)
+    lines = [NewLine(number, name, MODEL, 0, 2, 1) for number, name in ((1, "a"), (3, "b"), (4, "a"))]
+    (error,) = work.add_lines(batch.id, lines)
+    assert (error.code, error.line) == ("duplicate_custom_id", 4)
+    work.validated(batch.id, 3, MODEL, [error], time.time())
+    found = await store.batch("", batch.id)
+    assert found is not None
+    assert (found.status, found.errors) == ("failed", (error,))
+    assert list(work.rows(batch.id)) == []
+
+
+@pytest.mark.parametrize("place", ["redis"], indirect=True)
+async def test_whoever_lost_a_batch_changes_nothing_of_it(place: Place, store: BatchStore) -> None:
+    """Its gateway was killed, and another one has begun anew; the process that it had started lives on."""
+    now = time.time()
+    batch = batch_of()
+    await store.add_batch(batch)
+    await store.claim_job(now)
+    orphan = place.work(store)
+    line = NewLine(1, "a", MODEL, 0, 2, 1)
+    orphan.add_lines(batch.id, [line])
+    other = place.process()
+    await other.open()
+    assert await other.claim_job(now + LEASE_SECONDS + 1) is not None
+    with pytest.raises(Unavailable, match="another process"):
+        orphan.add_lines(batch.id, [line._replace(number=2, custom_id="b")])
+    orphan.validated(batch.id, 1, MODEL, [], now)
+    work = place.work(other)
+    work.forget_lines(batch.id)
+    with pytest.raises(Unavailable, match="another process"):
+        list(orphan.rows(batch.id))  # else it would write a file without the lines that are gone
+    assert work.add_lines(batch.id, [line]) == []
+    assert len(list(work.rows(batch.id))) == 1
+    found = await other.batch("", batch.id)
+    assert found is not None
+    assert found.status == "validating"
+    await other.close()
+
+
+def test_contents_are_whole_or_not_at_all(place: Place) -> None:
+    contents = place.contents
+    text = bytes(range(256)) * (CHUNK_BYTES // 256 + 3)
+    writer = contents.create("file-1")
+    writer.write(text[:1000])
+    assert contents.size("file-1") is None
+    assert contents.read("file-1", 0, 10) is None
+    writer.abandon()
+    assert write_lines(contents, "file-1", [text[:-5], text[-5:]]) == len(text)
+    assert contents.size("file-1") == len(text)
+    assert contents.read("file-1", CHUNK_BYTES - 3, 10) == text[CHUNK_BYTES - 3 : CHUNK_BYTES + 7]
+    assert contents.read("file-1", len(text) - 2, 10) == text[-2:]
+    assert write_lines(contents, "file-1", [b"anew"]) == 4
+    assert contents.read("file-1", 0, 10) == b"anew"
+    assert write_lines(contents, "file-2", []) == 0
+    assert contents.size("file-2") is None
+    contents.delete(["file-1", "file-2"])
+    assert contents.read("file-1", 0, 10) is None
+    if isinstance(place, Redis):
+        assert place.client.dbsize() == 0

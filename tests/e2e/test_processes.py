@@ -19,13 +19,17 @@ import pytest
 
 from tests.conftest import Server, start_server
 from tests.e2e.test_server import MODEL, is_alive
+from tests.prometheus_server import openmetrics_families, wait_for
 
 SETTINGS = """
-server: {processes: 2, open: true}
+server: {processes: 2, open: true, log_format: json}
 engine: {kv_memory_gib: 0.2}
 tenant_defaults: {requests_per_minute: 30}
 cache: {enabled: false}
 """
+
+
+TEXT_LINE = re.compile(r"\d{4}-\d\d-\d\d ")
 
 
 def gateway_processes(server: Server) -> list[int]:
@@ -42,6 +46,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = start_server("--config", str(config))
     yield running
     running.stop()
+
+
+def test_metrics_of_all_processes_are_valid_openmetrics(server: Server) -> None:
+    answer = httpx.get(f"{server.url}/metrics", headers={"accept": "application/openmetrics-text"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert "penstock_requests" in {family.name for family in openmetrics_families(answer.text)}
+
+
+def test_every_process_logs_json(server: Server) -> None:
+    """The gateway processes their requests, the worker its start, the launching process what it watches over."""
+    answer = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "logged"})
+    assert answer.status_code == 200
+    wait_for(lambda: any('"request_id":"logged"' in line for line in server.log) or None, "the line of a request")
+    assert not [line for line in server.log if TEXT_LINE.match(line)]
+    events = [json.loads(line) for line in server.log if line.startswith("{")]
+    assert {"penstock.gateway", "penstock.worker.main"} <= {event["logger"] for event in events}
+    (request,) = [event for event in events if event.get("request_id") == "logged"]
+    assert request["message"] == "request"
+    assert (request["level"], request["status"], request["path"]) == ("info", 200, "/v1/models")
 
 
 async def stream(server: Server, number: int, tokens: int) -> tuple[str, int]:

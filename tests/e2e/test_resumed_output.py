@@ -16,6 +16,7 @@ from penstock.core.request import Chunk, GenerateRequest, TokenLogprob
 from penstock.engine.settings import EngineConfig
 from penstock.fleet.launcher import LocalLauncher
 from penstock.kernels.native import bindings
+from penstock.observability.settings import LogConfig
 from penstock.worker.protocol import Start
 
 PROMPT = [1, 504, 2365, 6354, 16438, 284, 260, 1250, 30, 378]
@@ -115,7 +116,7 @@ def test_beside_others(llm: LLM, name: str) -> None:
 
 
 async def test_over_the_workers_socket() -> None:
-    launcher = LocalLauncher(Start(DEFAULT_MODEL, EngineConfig(kv_memory_gib=0.1, max_model_len=256), "info"))
+    launcher = LocalLauncher(Start(DEFAULT_MODEL, EngineConfig(kv_memory_gib=0.1, max_model_len=256), LogConfig()))
     worker = await launcher.launch()
     try:
         for params in CASES.values():

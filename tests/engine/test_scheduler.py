@@ -118,6 +118,49 @@ class Harness:
         raise AssertionError("the engine does not come to an end")
 
 
+def test_empty_kv_slots_are_the_unused_ends_of_last_blocks() -> None:
+    harness = Harness(limits(), runs_ahead=False)
+    harness.submit([1, 2, 3, 4, 5], max_tokens=4, ignore_eos=True)
+    harness.submit([1, 2, 3, 4, 6, 7], max_tokens=4, ignore_eos=True)
+    while not all(outcome.tokens for outcome in harness.outcomes.values()):
+        assert harness.loop.step()
+    stats, running = harness.loop.stats, harness.scheduler.running
+    assert len(running) == 2
+    assert stats.kv_slots == 4 * stats.kv_blocks_used == 4 * 3, "the first block is shared"
+    assert stats.kv_slots_empty == sum(-sequence.computed % 4 for sequence in running) > 0
+    harness.run()
+    assert (harness.loop.stats.kv_slots, harness.loop.stats.kv_slots_empty) == (0, 0)
+
+
+def test_steps_read_all_weights_and_the_kv_of_their_sequences() -> None:
+    now = 0.0
+
+    def later() -> float:
+        nonlocal now
+        now += 0.5
+        return now
+
+    harness = Harness(limits(weight_bytes=1000, kv_token_bytes=10), runs_ahead=False)
+    harness.loop._clock = later
+    harness.submit([1, 2, 3, 4, 5], max_tokens=3, ignore_eos=True)
+    harness.run()
+    stats = harness.loop.stats
+    assert stats.steps == 3
+    assert stats.read_bytes_estimate == 3 * 1000 + (5 + 6 + 7) * 10
+    assert stats.step_seconds == 3 * 0.5
+
+
+def test_ended_requests_are_not_kept_until_their_deadlines() -> None:
+    harness = Harness(limits(num_blocks=2000, max_model_len=4000), runs_ahead=False)
+    harness.submit([1], max_tokens=3000, ignore_eos=True, deadline=3600)  # under way all the time, and due first
+    for number in range(500):
+        short = harness.submit([number % VOCAB], max_tokens=1, deadline=86400)
+        while not harness.outcomes[short].finish_reasons:
+            assert harness.loop.step()
+        assert len(harness.scheduler._deadlines) <= 65
+    assert not harness.outcomes["r0"].finish_reasons
+
+
 class EngineMachine(RuleBasedStateMachine):
     """Random arrivals, sizes, priorities and aborts on a cache so small that preemption is constant."""
 

@@ -22,6 +22,7 @@ from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.journal import Journal
 from penstock.fleet.settings import FailoverConfig, ModelConfig
+from penstock.observability.settings import LogConfig
 from tests.fleet.simulated import SimulatedLauncher
 from tests.fleet.test_fleet import answer, asking, expected, last_ledger, tokens_of, until
 
@@ -51,13 +52,15 @@ class Scaled:
         self.launchers = [SimulatedLauncher()]
         self.failing = False
         self.fleet = Fleet("m", failover=FailoverConfig(wait_seconds=wait_seconds))
-        self.control = FleetControl({"m": self.fleet}, {"m": ModelConfig("m", autoscale=config)}, "info", self._new)
+        self.control = FleetControl(
+            {"m": self.fleet}, {"m": ModelConfig("m", autoscale=config)}, LogConfig(), self._new
+        )
         self.autoscaler = Autoscaler(
             self.fleet, config, lambda: self.control.launcher("m"), drain_seconds=60, clock=lambda: self.now
         )
         self.control.autoscalers = {"m": self.autoscaler}
 
-    def _new(self, checkpoint: str, config: ModelConfig, number: int, log_level: str) -> SimulatedLauncher:
+    def _new(self, checkpoint: str, config: ModelConfig, number: int, logs: LogConfig) -> SimulatedLauncher:
         launcher = SimulatedLauncher()
         launcher.failing = self.failing
         self.launchers.append(launcher)

@@ -9,12 +9,13 @@ from penstock.engine.settings import EngineConfig
 from penstock.fleet.build import launchers, local_launcher
 from penstock.fleet.launcher import LocalLauncher, RemoteLauncher
 from penstock.fleet.settings import ModelConfig
+from penstock.observability.settings import LogConfig
 from penstock.worker.protocol import Start
 from penstock.worker.remote import SECRET
 
 
 def starts(config: ModelConfig) -> list[Start]:
-    found = launchers("checkpoint", config, None, "info", local_launcher)
+    found = launchers("checkpoint", config, None, LogConfig(), local_launcher)
     return [launcher._start for launcher in found if isinstance(launcher, LocalLauncher)]
 
 
@@ -40,8 +41,8 @@ def test_workers_elsewhere_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> Non
     config = ModelConfig(workers=("tcp://10.0.0.5:9000", "tcp://[::1]:9001"))
     monkeypatch.delenv(SECRET, raising=False)
     with pytest.raises(StartupError, match=SECRET):
-        launchers("checkpoint", config, None, "info", local_launcher)
+        launchers("checkpoint", config, None, LogConfig(), local_launcher)
     monkeypatch.setenv(SECRET, "correct-horse")
-    found = launchers("checkpoint", config, None, "info", local_launcher)
+    found = launchers("checkpoint", config, None, LogConfig(), local_launcher)
     assert [launcher.place for launcher in found] == ["tcp://10.0.0.5:9000", "tcp://::1:9001"]
     assert all(isinstance(launcher, RemoteLauncher) for launcher in found)

@@ -15,6 +15,7 @@ from penstock.fleet import standby
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import LocalLauncher, WorkerProcess
 from penstock.fleet.standby import StandbyPool
+from penstock.observability.settings import LogConfig
 from penstock.worker.protocol import Standby, Start
 
 ENGINE = EngineConfig(kv_memory_gib=0.05, max_model_len=512)
@@ -36,7 +37,7 @@ async def test_a_lost_worker_is_replaced_by_a_prepared_one(monkeypatch: pytest.M
     fleet = Fleet("m", standby=1)
     pool = fleet.pool
     assert pool is not None
-    await fleet.start([LocalLauncher(Start("smollm2-135m", ENGINE, "warning"))])
+    await fleet.start([LocalLauncher(Start("smollm2-135m", ENGINE, LogConfig("warning")))])
     try:
         right = await answer(fleet, "first")
         (replica,) = fleet.replicas
@@ -62,7 +63,7 @@ async def test_a_lost_worker_is_replaced_by_a_prepared_one(monkeypatch: pytest.M
 
 
 async def test_a_standby_ends_with_its_launcher() -> None:
-    worker = await WorkerProcess.spawn(Standby("smollm2-135m", ENGINE, "warning"))
+    worker = await WorkerProcess.spawn(Standby("smollm2-135m", ENGINE, LogConfig("warning")))
     await worker.prepared()
     worker.close()
     await worker.ended()
@@ -75,7 +76,7 @@ async def test_one_that_cannot_be_prepared_or_has_gone_is_none(
     busy = True
     pool = StandbyPool(1, lambda: busy)
     pool.start()
-    worker = await pool.spawn(Start("no-such-model", ENGINE, "warning"))
+    worker = await pool.spawn(Start("no-such-model", ENGINE, LogConfig("warning")))
     await worker.ended()
     assert "no-such-model" in await worker.failure()
     assert not caplog.text  # nothing is prepared while it is busy

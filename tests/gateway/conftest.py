@@ -26,6 +26,8 @@ from penstock.gateway.queue_consumer import background_work
 from penstock.gateway.settings import ServerConfig
 from penstock.gateway.tenancy.keys import create_key
 from penstock.gateway.tenancy.tenants import Directory, open_directory
+from penstock.profiling.recorder import Recorder
+from penstock.profiling.summary import StepSummary
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL, Action, ScriptedEngine, says
 from penstock.state.open import open_store
@@ -36,6 +38,16 @@ from tests.gateway.scripted_server import load_built_in_tokenizer
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
     return load_built_in_tokenizer()
+
+
+class NothingToProfile:
+    """Replicas whose profile takes no time and is empty."""
+
+    def watch(self, recorder: Recorder) -> None:
+        pass
+
+    async def take(self, seconds: float) -> tuple[list[StepSummary], list[bytes], list[str]]:
+        return [], [], []
 
 
 @dataclass
@@ -126,6 +138,7 @@ def serving(
                 collectors=answers.collectors,
                 adapters=adapters,
                 batches=batches,
+                profiler=NothingToProfile(),
             )
             gateway.edge = app
             async with background_work(settings.consume, batches, app, directory):

@@ -163,7 +163,7 @@ def test_access_log_is_one_line_whatever_the_path(gateway: Gateway, caplog: pyte
     lines = [record.getMessage() for record in caplog.records if record.name == "penstock.gateway"]
     assert len(lines) == 2
     assert lines[0].startswith(r"request method=GET path='/a\nb status=200' status=404 ms=")
-    assert lines[0].endswith(r" id=me why='unknown path: GET /a\nb status=200'")
+    assert lines[0].endswith(r" request_id=me why='unknown path: GET /a\nb status=200'")
 
 
 @contextmanager

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
+import logging
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.observability.settings import ObservabilityConfig
@@ -19,57 +16,17 @@ from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
+from tests.otlp_collector import Collector
 
 HI = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 CHAT = "/v1/chat/completions"
-
-
-class Collector:
-    def __init__(self) -> None:
-        self.spans: list[Any] = []
-        self.arrived = threading.Condition()
-        collector = self
-
-        class Receive(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                if self.headers.get("content-encoding") == "gzip":
-                    body = gzip.decompress(body)
-                assert self.path == "/v1/traces"
-                export = ExportTraceServiceRequest.FromString(body)
-                with collector.arrived:
-                    for resource in export.resource_spans:
-                        for scope in resource.scope_spans:
-                            collector.spans.extend(scope.spans)
-                    collector.arrived.notify_all()
-                self.send_response(200)
-                self.send_header("content-length", "0")
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Receive)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-    def trace(self, trace_id: bytes) -> dict[str, list[Any]]:
-        """All spans of a trace by name, once its outermost, which ends last, is there."""
-
-        def found() -> list[Any]:
-            return [span for span in self.spans if span.trace_id == trace_id]
-
-        with self.arrived:
-            assert self.arrived.wait_for(lambda: any(span.kind == 2 for span in found()), 20)
-            spans = found()
-        return {name: [span for span in spans if span.name == name] for name in {span.name for span in spans}}
 
 
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     running = Collector()
     yield running
-    running.server.shutdown()
+    running.stop()
 
 
 @pytest.fixture
@@ -104,7 +61,11 @@ def test_a_request_joins_its_callers_trace_and_shows_the_engine(traced: Gateway,
     assert said["gen_ai.usage.input_tokens"] == account["prompt_tokens"]
     assert said["gen_ai.usage.output_tokens"] == account["output_tokens"]
     assert said["gen_ai.response.finish_reasons"] == ["stop"]
+    assert said["gen_ai.response.id"] == response.json()["id"]
+    assert (said["server.address"], said["server.port"]) == (traced.host, traced.port)
     assert said["http.response.status_code"] == 200
+    assert "gen_ai.request.stream" not in said
+    assert "error.type" not in said
     (engine,) = spans["engine"]
     assert engine.parent_span_id == outer.span_id
     for name in ("queue", "prefill", "decode"):
@@ -121,7 +82,31 @@ def test_a_request_joins_its_callers_trace_and_shows_the_engine(traced: Gateway,
     assert engine.end_time_unix_nano <= outer.end_time_unix_nano
 
 
-def test_failures_are_marked_and_unsampled_traces_stay_out(traced: Gateway, collector: Collector) -> None:
+def test_a_stream_tells_its_settings_and_its_first_chunk(traced: Gateway, collector: Collector) -> None:
+    trace_id = bytes([3] * 16)
+    settings = {"temperature": 0.5, "top_p": 0.9, "seed": 7, "stop": ["never"], "max_tokens": 3, "stream": True}
+    with traced.http() as http:
+        response = http.post(CHAT, json=HI | settings, headers={"traceparent": f"00-{trace_id.hex()}-{'01' * 8}-01"})
+        account = http.get(f"/v1/requests/{response.headers['x-request-id']}").json()
+    (outer,) = collector.trace(trace_id)[f"chat {MODEL}"]
+    said = {name.removeprefix("gen_ai."): value for name, value in attributes(outer).items()}
+    asked = {name.removeprefix("request."): value for name, value in said.items() if name.startswith("request.")}
+    assert asked == {
+        "model": MODEL,
+        "stream": True,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "seed": 7,
+        "stop_sequences": ["never"],
+        "max_tokens": 3,
+    }
+    assert said["response.time_to_first_chunk"] == pytest.approx(account["ttft"])
+
+
+def test_failures_are_marked_and_unsampled_traces_stay_out(
+    traced: Gateway, collector: Collector, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "penstock.gateway")
     traced.runs(lambda request: [EngineFailure("out of luck")])
     silent, loud = bytes([1] * 16), bytes([2] * 16)
     with traced.http() as http:
@@ -131,8 +116,11 @@ def test_failures_are_marked_and_unsampled_traces_stay_out(traced: Gateway, coll
     spans = collector.trace(loud)
     (outer,) = spans[f"chat {MODEL}"]
     assert (outer.status.code, outer.status.message) == (2, "out of luck")
+    assert attributes(outer)["error.type"] == "server_error"
     assert "engine" not in spans
     assert not any(span.trace_id == silent for span in collector.spans)
+    assert f" trace_id={loud.hex()}" in caplog.text
+    assert silent.hex() not in caplog.text
 
 
 def test_without_the_package_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.engine import EngineStats
-from penstock.observability.merging import merged
-from penstock.observability.metrics import GatewayMetrics
+from penstock.observability.merging import merged, snapshot
+from penstock.observability.metrics import GatewayMetrics, exposition
+from tests.prometheus_server import openmetrics_families
 
 
-def exposition(requests: int, in_flight: int, steps: int) -> bytes:
+def process(requests: int, in_flight: int, steps: int) -> GatewayMetrics:
     metrics = GatewayMetrics({"m": lambda: EngineStats(steps=steps, running=3)})
     metrics.requests["/v1/completions", 200] = requests
     metrics.in_flight = in_flight
     metrics.models["m"].queue_time.observe(0.2)
-    return metrics.exposition()
+    return metrics
 
 
 def test_own_counts_add_up_and_what_all_see_is_counted_once() -> None:
-    text = merged([exposition(3, 1, 90), exposition(4, 2, 100)]).decode()
+    text = merged([snapshot(process(*counts).registry) for counts in ((3, 1, 90), (4, 2, 100))], False).decode()
     samples = {
         (sample.name, tuple(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
@@ -31,6 +36,22 @@ def test_own_counts_add_up_and_what_all_see_is_counted_once() -> None:
     assert samples["penstock_running_sequences", ("m",)] == 3
 
 
-def test_one_process_reads_as_it_is() -> None:
-    alone = exposition(3, 1, 90)
-    assert sorted(merged([alone]).splitlines()) == sorted(alone.splitlines())
+@pytest.mark.parametrize("openmetrics", [False, True])
+def test_one_process_reads_as_it_is(openmetrics: bool) -> None:
+    registry = process(3, 1, 90).registry
+    assert merged([snapshot(registry)], openmetrics) == exposition(registry, openmetrics)
+
+
+def test_the_latest_exemplar_of_a_bucket_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = [process(3, 1, 90), process(4, 2, 100)]
+    for now, (which, seconds, trace) in enumerate(((0, 0.2, "old"), (1, 0.21, "new"), (0, 0.3, "other bucket"))):
+        monkeypatch.setattr(time, "time", partial(float, 1e9 + now))
+        processes[which].models["m"].queue_time.observe(seconds, 1, trace)
+    text = merged([snapshot(each.registry) for each in processes], True).decode()
+    found = {
+        sample.labels["le"]: (sample.exemplar.labels["trace_id"], sample.exemplar.value)
+        for family in openmetrics_families(text)
+        for sample in family.samples
+        if sample.exemplar is not None
+    }
+    assert found == {"0.25": ("new", 0.21), "0.5": ("other bucket", 0.3)}

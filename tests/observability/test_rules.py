@@ -77,6 +77,16 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             stays(f"penstock_engine_preemptions_total{MODEL}", 7),
         ],
     ),
+    "PenstockKVFragmented": (
+        [
+            stays(f"penstock_replica_kv_fragmentation{REPLICA}", 0.5),
+            stays(f"penstock_replica_kv_utilisation{REPLICA}", 0.9),
+        ],
+        [
+            stays(f"penstock_replica_kv_fragmentation{REPLICA}", 0.5),
+            stays(f"penstock_replica_kv_utilisation{REPLICA}", 0.5),
+        ],
+    ),
     "PenstockPrefixHitsCollapsed": (
         [
             ("penstock_engine_cached_tokens_total" + MODEL, f"0+80x{SAMPLES - 30} {80 * (SAMPLES - 30)}+1x30"),

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.checkpoint.source import resolve
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import RowSetup, Step
+from penstock.engine.executor import NO_ADAPTER, AdapterWeights, RowSetup, Step
 from penstock.kernels.attention_reference import ReferenceAttention
 from penstock.models.config import read_config
 from penstock.models.llama import Llama
@@ -26,6 +27,7 @@ from penstock.kernels.hopper import attention, decode, gemm, gemm_configs, layer
 from penstock.kernels.triton import activation, prefill
 from penstock.kernels.triton.decode_inputs import DecodeInputs
 from penstock.runner import fused_forward
+from penstock.runner.device_adapters import Adapted, DeviceAdapters
 from penstock.runner.fused_forward import FusedForward
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 
@@ -175,3 +177,51 @@ def test_a_step_in_one_launch(launched: set[str], tmp_path: Path, monkeypatch: p
     assert (logits - expected).norm() < 0.02 * expected.norm()
     assert chosen.tolist() == last_token[1:].tolist() == logits.argmax(-1).tolist()
     assert "layers.cu" in launched
+
+
+def test_adapters_inside_gemms_give_what_merged_weights_give(
+    launched: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm_configs, "_LEAST_ADAPTED", 0)
+    narrow, _ = models(tmp_path)
+    config = read_config(resolve(f"dummy:{tmp_path}"))
+    fused = FusedForward(
+        narrow, config, num_blocks=4 * TABLE, block_size=BLOCK, max_seqs=4, max_model_len=TABLE * BLOCK
+    )
+    adapters = DeviceAdapters(
+        fused.adapter_shapes, slots=2, max_rank=32, max_tokens=4, dtype=torch.bfloat16, device=CPU
+    )
+    draw, packed = np.random.default_rng(5), []
+    for slot, rank in enumerate((16, 20)):
+        modules = {
+            name: (
+                draw.standard_normal((rank, inputs), dtype=np.float32) * np.float32(0.2),
+                draw.standard_normal((outputs, rank), dtype=np.float32) * np.float32(0.2),
+            )
+            for name, (inputs, outputs) in adapters.modules.items()
+        }
+        packed.append(AdapterWeights(str(slot), rank, modules))
+        adapters.fill(slot, packed[-1])
+    adapters.send(np.array([1, NO_ADAPTER, 0, 1], dtype=np.int32), 4)
+    context, rows = torch.tensor([37, 5, 20, 9], dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    tables = rows[:, None] * TABLE + torch.arange(TABLE, dtype=torch.int32)
+    slots = tables[rows.long(), (context.long() - 1) // BLOCK] * BLOCK + (context - 1) % BLOCK
+    inputs = DecodeInputs(fused.embedding[torch.tensor([9, 5, 3, 2])], context - 1, slots, tables)
+    fused.attention.keys.normal_()
+    fused.attention.values.normal_()
+
+    def hidden(adapted: Adapted | None) -> torch.Tensor:
+        return fused.hidden(inputs.x_SC.clone(), fused.attention.attend_decode(inputs, context), adapted=adapted)
+
+    found, without, weights = hidden(adapters.of_step(4)), hidden(None), dict(narrow.checkpoint_tensors())
+    for slot, rows_of_slot in enumerate(([2], [0, 3])):
+        before = {name: weights[f"{name}.weight"].clone() for name in adapters.modules}
+        for name, (a, b) in packed[slot].modules.items():
+            weights[f"{name}.weight"] += torch.from_numpy(b @ a).bfloat16()
+        merged = hidden(None)[rows_of_slot].float()
+        for name, weight in before.items():
+            weights[f"{name}.weight"].copy_(weight)
+        assert (found[rows_of_slot] - merged).norm() < 0.03 * merged.norm()
+        assert (without[rows_of_slot] - merged).norm() > 0.3 * merged.norm()
+    torch.testing.assert_close(found[1], without[1])
+    assert "gemm.cu" in launched

@@ -31,7 +31,7 @@ async def test_a_worker_gets_no_secret_of_the_gateway(monkeypatch: pytest.Monkey
         state=f"redis://:{SECRET}@127.0.0.1/0",
         tenants={SECRET: TenantConfig()},
     )
-    worker = await LocalLauncher(Start(settings.model, settings.engine, settings.server.log_level)).launch()
+    worker = await LocalLauncher(Start(settings.model, settings.engine, settings.server.logs)).launch()
     try:
         process = Path(f"/proc/{worker.process}")
         for file in ("cmdline", "environ"):

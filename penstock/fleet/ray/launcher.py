@@ -23,6 +23,7 @@ from penstock.fleet.ray.host import machine
 from penstock.fleet.ray.reasons import AWAY, NEVER_RAN
 from penstock.fleet.ray.settings import RayConfig
 from penstock.fleet.settings import ModelConfig
+from penstock.observability.settings import LogConfig
 from penstock.worker.client import WorkerClient
 from penstock.worker.protocol import Start
 
@@ -113,13 +114,13 @@ async def ray_launchers(config: RayConfig) -> AsyncIterator[NewLauncher]:
     """What makes the launchers of replicas on a Ray cluster. Workers take gateways that have one secret."""
     cluster, secret = RayCluster(config), secrets.token_hex(32)
 
-    def new_launcher(checkpoint: str, config: ModelConfig, number: int, log_level: str) -> Launcher:
+    def new_launcher(checkpoint: str, config: ModelConfig, number: int, logs: LogConfig) -> Launcher:
         if config.devices:
             raise StartupError("devices are of this machine; under Ray say how many: resources.gpus", param="devices")
         engine, gpus = config.engine, config.resources.gpus
         if engine.gpu_memory_share is None and gpus is not None and 0 < gpus < 1:
             engine = replace(engine, gpu_memory_share=gpus)
-        start = Start(_absolute(checkpoint), engine, log_level, secret=secret)
+        start = Start(_absolute(checkpoint), engine, logs, secret=secret)
         return RayLauncher(cluster, start, config)
 
     try:

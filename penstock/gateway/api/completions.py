@@ -85,14 +85,23 @@ class CompletionReader(TextReader[CompletionRequest]):
         return Prompt(ids, prompt if asked.echo else None, similar)
 
 
-def infilling(prompt: str | TokenIds, suffix: str, param: str, text: ModelText, bounds: Bounds) -> Prompt:
+def infilling(
+    prompt: str | TokenIds,
+    suffix: str,
+    param: str,
+    text: ModelText,
+    bounds: Bounds,
+    others: Sequence[tuple[str, str]] = (),
+    keep_free: int = 0,
+) -> Prompt:
+    """`others`: names and pieces of other files, as far as they fit."""
     if text.infill is None:
         message = "suffix is not supported by this model: its tokenizer has no tokens for filling in the middle"
         raise InvalidRequest(message, param="suffix")
     if not isinstance(prompt, str):
         raise InvalidRequest(f"{param} must be text beside a suffix, not token ids", param=param)
     with blamed_on(param, bounds):
-        return Prompt(text.infill.prompt(text.tokenizer, prompt, suffix, bounds.prompt_tokens))
+        return Prompt(text.infill.prompt(text.tokenizer, prompt, suffix, bounds.prompt_tokens, others, keep_free))
 
 
 def split_inputs(given: str | list[str | int | TokenIds], param: str) -> list[str | TokenIds]:

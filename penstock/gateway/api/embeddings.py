@@ -71,13 +71,21 @@ class EmbeddingAnswer(VectorAnswer[EmbeddingRequest]):
 
     async def whole(self) -> bytes:
         choices, info = self.generation.choices, self.generation.engine.info
-        data = [encode_json([self._embedding(choice)]) async for choice in in_slices(choices, info.width)]
-        return encode_json(EmbeddingList(joined(data), self.body.model, self.usage()))
+        data = [encode_json([self.shown(choice)]) async for choice in in_slices(choices, info.width)]
+        return encode_json(self.listed(joined(data)))
 
-    def _embedding(self, choice: Choice) -> Embedding:
+    def listed(self, data: Any) -> Struct:
+        """The answer with what `shown` makes of each text."""
+        return EmbeddingList(data, self.body.model, self.usage())
+
+    def vector(self, choice: Choice) -> array[float]:
         vector = numbers(choice)
-        if self.body.dimensions is not None:
-            vector = shortened(vector, self.body.dimensions, normalize=self.generation.engine.info.normalized)
+        if self.body.dimensions is None:
+            return vector
+        return shortened(vector, self.body.dimensions, normalize=self.generation.engine.info.normalized)
+
+    def shown(self, choice: Choice) -> Any:
+        vector = self.vector(choice)
         if self.body.encoding_format != "base64":
             return Embedding(choice.index, vector.tolist())
         if byteorder == "big":

@@ -44,6 +44,7 @@ from penstock.gateway.api.live import Live
 from penstock.gateway.api.llama import LlamaStatus
 from penstock.gateway.api.ollama import OllamaStatus
 from penstock.gateway.api.other_endpoints import OTHER_ENDPOINTS
+from penstock.gateway.api.profile import DEFAULT_SECONDS, MAX_SECONDS, MIN_SECONDS, ProfileEndpoint, Trace
 from penstock.gateway.api.requests import DEFAULT_LIMIT, MAX_LIMIT, RequestEndpoints
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.status import StatusEndpoints
@@ -87,6 +88,7 @@ class Handlers:
     adapters: lora.AdapterEndpoints
     caches: CacheEndpoints
     live: Live
+    profile: ProfileEndpoint
     socket: WebSocketEndpoint
     web: WebEndpoints
     files: FileEndpoints
@@ -98,8 +100,12 @@ class Handlers:
     responses: Responses
     ollama_chat: Handler
     ollama_generate: Handler
+    ollama_embed: Handler
+    ollama_embeddings: Handler
     ollama: OllamaStatus
     llama_completions: Handler
+    llama_infill: Handler
+    llama_embedding: Handler
     llama: LlamaStatus
 
 
@@ -123,6 +129,7 @@ _USAGE = (
     parameter("query", "tenant", STRING, ""),
     parameter("query", "format", {"enum": ["json", "csv"]}, ""),
 )
+_SECONDS = {"type": "number", "minimum": MIN_SECONDS, "maximum": MAX_SECONDS, "default": DEFAULT_SECONDS}
 
 
 ENDPOINTS = (
@@ -346,6 +353,15 @@ ENDPOINTS = (
     Endpoint("DELETE", "/admin/cache", "admin", "Forget all cached answers", lambda h: h.caches.flush, Flushed),
     Endpoint(
         "GET", "/admin/live", "metrics", "What the engines do now", lambda h: h.live.stream, None, media=(EVENTS,)
+    ),
+    Endpoint(
+        "POST",
+        "/admin/profile",
+        "operator",
+        "Record everything that this gateway and its replicas do for some seconds, as a trace for ui.perfetto.dev",
+        lambda h: h.profile.take,
+        Trace,
+        parameters=(parameter("query", "seconds", _SECONDS, "to record"),),
     ),
     Endpoint(
         "GET", "/health", "public", "Whether requests make progress", lambda h: h.status.health, types.HealthReport

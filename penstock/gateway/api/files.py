@@ -75,7 +75,7 @@ class FileEndpoints:
         batches = required(self._batches)
         config = batches.config
         self._serving.traffic.admit()
-        upload = files.Upload(batches.folder, new_id("file-"))
+        upload = files.Upload(batches.contents, new_id("file-"))
         try:
             form = FormReader(request, upload.write)
             limit = int(config.max_file_mib * 2**20) + FORM_BYTES
@@ -105,17 +105,15 @@ class FileEndpoints:
     async def content(self, request: Request, response: Response, tenant: Tenant) -> None:
         batches = required(self._batches)
         file = await find(batches, tenant, request.path_params["id"])
-        path = batches.folder / files.FILES / file.id
-        size = await asyncio.to_thread(_size, path)
-        if size != file.bytes:
-            raise Unavailable(f"the contents of {file.id} are not in the folder of this server", code="file_missing")
-        await response.send_parts(file.bytes, _contents(path), _JSONL)
+        if await asyncio.to_thread(batches.contents.size, file.id) != file.bytes:
+            raise Unavailable(f"the contents of {file.id} are not where this server keeps files", code="file_missing")
+        await response.send_parts(file.bytes, _parts(batches.contents, file), _JSONL)
 
     async def delete(self, request: Request, response: Response, tenant: Tenant) -> None:
         batches = required(self._batches)
         file = await find(batches, tenant, request.path_params["id"])
         await batches.store.delete_file(tenant.name, file.id)
-        await asyncio.to_thread(files.delete, batches.folder, [file.id])
+        await asyncio.to_thread(batches.contents.delete, [file.id])
         await response.send(200, encode_json(DeletedFile(file.id)))
 
 
@@ -163,20 +161,9 @@ def _shown(file: StoredFile) -> FileObject:
     return FileObject(file.id, file.bytes, file.created_at, file.filename, file.purpose, expires)
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return -1
-
-
-async def _contents(path: Path) -> AsyncIterator[bytes]:
-    try:
-        file = await asyncio.to_thread(path.open, "rb")
-    except OSError as error:
-        raise PenstockError(f"cannot read a file: {error.strerror}") from error
-    try:
-        while part := await asyncio.to_thread(file.read, files.READ_BYTES):
-            yield part
-    finally:
-        file.close()
+async def _parts(contents: files.Contents, file: StoredFile) -> AsyncIterator[bytes]:
+    for start in range(0, file.bytes, files.READ_BYTES):
+        part = await asyncio.to_thread(contents.read, file.id, start, files.READ_BYTES)
+        if not part:
+            raise PenstockError(f"{file.id} was deleted while it was read")
+        yield part

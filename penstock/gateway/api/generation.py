@@ -30,6 +30,7 @@ from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.tenants import Tenant
 from penstock.observability.account import Account, Attempt, ChoiceAccount, parts_of
 from penstock.observability.metrics import GatewayMetrics
+from penstock.observability.tracing import Inference
 from penstock.text.stream import TextDelta
 
 MAX_ACCOUNTED = 128  # choices of a request, the first ones, whose time is accounted for: more would take too long
@@ -67,6 +68,7 @@ class Generation:
         self.discarded = False  # whether the trial failed: nothing is charged, nothing counted
         self.attempts: list[Attempt] = []  # by models whose answers were discarded before this one
         self.final_usage: Usage | None = None  # when all has been generated
+        self.response_id = context.id  # as the client sees it; ours unless the endpoint says otherwise
         if context.why:
             response.headers[MODEL] = quote(context.answered_by, safe="/:@+ ").encode()
 
@@ -110,6 +112,7 @@ class Generation:
         push, trial = choice.stream.push, self.trial
         latencies = self.metrics.of_class(self.context.objective.name)
         observe_inter_token = latencies.inter_token.observe
+        trace_id = self.request.trace_id
         last: float | None = None
         computed = True
         try:
@@ -127,7 +130,7 @@ class Generation:
                     self._first_chunk(choice, chunk)
                     computed = choice.computed
                 elif computed and (count := len(chunk.token_ids)):
-                    observe_inter_token((now - last) / count, count)
+                    observe_inter_token((now - last) / count, count, trace_id)
                 last = now
                 delta = TextDelta("", [], "length") if choice.prompt_only else push(chunk)
                 if trial is not None:
@@ -137,7 +140,7 @@ class Generation:
                     delta = judged
                 if choice.first is None:
                     choice.first = time.monotonic()
-                    latencies.first_token.observe(choice.first - self.context.arrived)
+                    latencies.first_token.observe(choice.first - self.context.arrived, 1, trace_id)
                 finished = delta.finish_reason
                 if finished is not None:
                     choice.finish_reason, choice.stop_reason = finished, delta.stop_matched
@@ -160,7 +163,7 @@ class Generation:
 
     def _first_chunk(self, choice: Choice, chunk: Chunk) -> None:
         if chunk.cache is None or chunk.cache.computed:
-            self.metrics.queue_time.observe(chunk.queue_seconds)
+            self.metrics.queue_time.observe(chunk.queue_seconds, 1, self.request.trace_id)
         if chunk.cache is not None:
             choice.cache = chunk.cache
             name, value = cache_header(known.cache for known in self.choices if known.cache is not None)
@@ -183,7 +186,7 @@ class Generation:
         self.metrics.prompt_tokens += usage.prompt_tokens
         self.metrics.cached_tokens += usage.prompt_tokens_details.cached_tokens
         self.metrics.output_tokens += usage.completion_tokens
-        self.metrics.request_time.observe(time.monotonic() - self.context.arrived)
+        self.metrics.request_time.observe(time.monotonic() - self.context.arrived, 1, self.request.trace_id)
 
     def _expected_tokens(self) -> tuple[int, int]:
         """Of the prompts and of the output."""
@@ -243,6 +246,18 @@ class Generation:
             output_tokens=usage.completion_tokens,
             choices=[self._choice_account(choice, total) for choice in self.choices[:MAX_ACCOUNTED]],
             attempts=self.attempts,
+        )
+
+    def inference(self) -> Inference:
+        """What traces tell beside the account."""
+        choice = self.choices[0]
+        reasoning_tokens = sum(choice.stream.reasoning_tokens for choice in self.choices)
+        return Inference(
+            response_id=self.response_id,
+            params=None if choice.prompt_only else choice.request.params,
+            max_tokens=choice.request.params.max_tokens if self.context.output_asked else None,
+            streamed=self.response.streaming,
+            reasoning_tokens=reasoning_tokens if choice.stream.reasons else None,
         )
 
     def attempt(self, why: str) -> Attempt:

@@ -1,8 +1,9 @@
-"""What clients of llama.cpp's server use of its own API: /completion, /props, /slots."""
+"""What clients of llama.cpp's server use of its own API: /completion, /infill, /embedding, /props, /slots."""
 
 from __future__ import annotations
 
 import time
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -10,11 +11,12 @@ from penstock import __version__
 from penstock.core.request import RECOMMENDED
 from penstock.gateway.api import llama_types as types
 from penstock.gateway.api.choices import Choice
-from penstock.gateway.api.completions import CompletionReader
+from penstock.gateway.api.completions import CompletionReader, infilling
 from penstock.gateway.api.decoding import decode_json
+from penstock.gateway.api.embeddings import EmbeddingAnswer, EmbeddingReader, EmbeddingRequest, Embeddings
 from penstock.gateway.api.models import Model
 from penstock.gateway.api.openai_types import CompletionRequest
-from penstock.gateway.api.reading import Terms
+from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Terms
 from penstock.gateway.api.serving import Serving, encode_json, event
 from penstock.gateway.api.text_generation import TextAnswer, TextEndpoint, Wanted
 from penstock.gateway.errors import OpenAIErrors, require
@@ -23,14 +25,18 @@ from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
 from penstock.text.stream import TextDelta
 
+INFILL_TOKENS = 256  # kept free for an answer that names no limit, before pieces of other files fill the window
+
 LLAMA_ERRORS = OpenAIErrors(
     {
         "max_tokens": "n_predict",
         "repetition_penalty": "repeat_penalty",
         "guided_json": "json_schema",
         "guided_grammar": "grammar",
+        "suffix": "input_suffix",
     }
 )
+LLAMA_EMBEDDING_ERRORS = OpenAIErrors({"input": "content"})
 
 
 class LlamaReader(CompletionReader):
@@ -39,30 +45,60 @@ class LlamaReader(CompletionReader):
 
     def decode(self, body: bytes, terms: Terms) -> CompletionRequest:
         asked = decode_json(self.requests, body)
-        for name, (values, otherwise) in types.SUPPORTED_VALUES.items():
-            value = getattr(asked, name)
-            require(value is None or value in values, name, otherwise)
-        most = asked.n_predict if asked.n_predict is not None and asked.n_predict >= 0 else None
         prompt = asked.prompt if isinstance(asked.prompt, str) else [asked.prompt]
-        return CompletionRequest(
-            model=asked.model or terms.default_model,
-            prompt=prompt,  # type: ignore[arg-type]
-            max_tokens=most,
-            stream=asked.stream,
-            temperature=asked.temperature,
-            top_k=asked.top_k,
-            top_p=asked.top_p,
-            min_p=asked.min_p,
-            repetition_penalty=asked.repeat_penalty,
-            presence_penalty=asked.presence_penalty,
-            frequency_penalty=asked.frequency_penalty,
-            seed=asked.seed if asked.seed is not None and asked.seed >= 0 else None,
-            stop=asked.stop or None,
-            ignore_eos=asked.ignore_eos,
-            guided_grammar=asked.grammar or None,
-            guided_json=asked.json_schema or None,
-            return_token_ids=asked.return_tokens,
-        )
+        return CompletionRequest(prompt=prompt, **_fields(asked, terms))  # type: ignore[arg-type]
+
+
+class LlamaInfill(CompletionRequest, kw_only=True):
+    extra: list[types.LlamaExtra]
+
+
+class LlamaInfillReader(CompletionReader):
+    name = "llama_infill"
+    requests = msgspec.json.Decoder(types.LlamaInfillRequest)
+    without_prompt: ClassVar = {**CompletionReader.without_prompt, "extra": []}
+
+    def decode(self, body: bytes, terms: Terms) -> LlamaInfill:
+        asked = decode_json(self.requests, body)
+        before, after = asked.input_prefix + asked.prompt, asked.input_suffix
+        return LlamaInfill(prompt=before, suffix=after, extra=asked.input_extra or [], **_fields(asked, terms))
+
+    def check(self, asked: CompletionRequest) -> None:
+        """There is nothing that another field rules out."""
+
+    def prompts(self, asked: CompletionRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
+        assert isinstance(asked, LlamaInfill)
+        assert isinstance(asked.prompt, str)
+        others = [(each.filename or "tmp", each.text) for each in asked.extra]
+        free = INFILL_TOKENS if asked.max_tokens is None else asked.max_tokens
+        return [infilling(asked.prompt, asked.suffix or "", "input_prefix", text, bounds, others, free)]
+
+
+def _fields(asked: types.LlamaCompletionRequest, terms: Terms) -> dict[str, Any]:
+    """`n_predict: 0` fills the cache and generates nothing."""
+    for name, (values, otherwise) in types.SUPPORTED_VALUES.items():
+        value = getattr(asked, name)
+        require(value is None or value in values, name, otherwise)
+    most = asked.n_predict if asked.n_predict is not None and asked.n_predict >= 0 else None
+    return {
+        "model": asked.model or terms.default_model,
+        "max_tokens": most,
+        "echo": most == 0,
+        "stream": asked.stream,
+        "temperature": asked.temperature,
+        "top_k": asked.top_k,
+        "top_p": asked.top_p,
+        "min_p": asked.min_p,
+        "repetition_penalty": asked.repeat_penalty,
+        "presence_penalty": asked.presence_penalty,
+        "frequency_penalty": asked.frequency_penalty,
+        "seed": asked.seed if asked.seed is not None and asked.seed >= 0 else None,
+        "stop": asked.stop or None,
+        "ignore_eos": asked.ignore_eos,
+        "guided_grammar": asked.grammar or None,
+        "guided_json": asked.json_schema or None,
+        "return_token_ids": asked.return_tokens,
+    }
 
 
 class LlamaAnswer(TextAnswer[CompletionRequest]):
@@ -121,12 +157,45 @@ def _speed(tokens: int, seconds: float) -> tuple[int, float, float, float]:
 class LlamaCompletions(TextEndpoint[CompletionRequest]):
     endpoint = "/completion"
     prompt_param = "prompt"
-    reader_type = LlamaReader
+    reader_type: type[CompletionReader] = LlamaReader
     answer_type = LlamaAnswer
 
     def wanted(self, body: CompletionRequest) -> Wanted:
         """`n_predict` is an upper limit: what does not fit is cut."""
-        return Wanted("max_tokens", None, None, None, default=body.max_tokens)
+        prompt_only = body.max_tokens == 0
+        return Wanted("max_tokens", None, None, None, prompt_only, default=1 if prompt_only else body.max_tokens)
+
+
+class LlamaInfills(LlamaCompletions):
+    endpoint = "/infill"
+    prompt_param = "input_prefix"
+    reader_type = LlamaInfillReader
+
+
+class LlamaEmbeddingReader(EmbeddingReader):
+    name = "llama_embedding"
+    requests = msgspec.json.Decoder(types.LlamaEmbeddingRequest)
+
+    def decode(self, body: bytes, terms: Terms) -> EmbeddingRequest:
+        asked = decode_json(self.requests, body)
+        first = next((name for name in terms.allowed if terms.bounds[name].task == "embed"), terms.default_model)
+        return EmbeddingRequest(model=asked.model or first, input=asked.content)
+
+
+class LlamaEmbeddingAnswer(EmbeddingAnswer):
+    __slots__ = ()
+
+    def listed(self, data: Any) -> Any:
+        return data
+
+    def shown(self, choice: Choice) -> types.LlamaEmbedding:
+        return types.LlamaEmbedding(choice.index, [self.vector(choice).tolist()])
+
+
+class LlamaEmbeddings(Embeddings):
+    endpoint = "/embedding"
+    reader_type = LlamaEmbeddingReader
+    answer_type = LlamaEmbeddingAnswer
 
 
 class LlamaStatus:

@@ -36,6 +36,32 @@ class LlamaCompletionRequest(Struct, kw_only=True):
     n_probs: Limited = None
 
 
+class LlamaExtra(Struct):
+    """A piece of another file."""
+
+    text: str
+    filename: str | None = None
+
+
+class LlamaInfillRequest(LlamaCompletionRequest, kw_only=True):
+    """`prompt` is what stands on the line of the cursor before it, after `input_prefix`."""
+
+    prompt: str = ""
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[LlamaExtra] | None = None
+
+
+class LlamaEmbeddingRequest(Struct, kw_only=True):
+    content: str | list[str | int | TokenIds]
+    model: str | None = None  # null: the first one that is for this
+
+
+class LlamaEmbedding(Struct):
+    index: int
+    embedding: list[list[float]]  # one vector: that of the whole text
+
+
 class LlamaTimings(Struct):
     prompt_n: int
     prompt_ms: float

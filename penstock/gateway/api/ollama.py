@@ -106,18 +106,18 @@ class OllamaAnswer(BlockAnswer[OllamaChat]):
         submitted = now if choice.submitted is None else choice.submitted
         first = now if choice.first is None else choice.first
         chunk.done_reason = "length" if choice.finish_reason == "length" else "stop"
-        chunk.total_duration = _nanoseconds(now - self.generation.context.arrived)
+        chunk.total_duration = nanoseconds(now - self.generation.context.arrived)
         chunk.load_duration = 0
         chunk.prompt_eval_count, chunk.eval_count = usage.prompt_tokens, usage.completion_tokens
-        chunk.prompt_eval_duration, chunk.eval_duration = _nanoseconds(first - submitted), _nanoseconds(now - first)
+        chunk.prompt_eval_duration, chunk.eval_duration = nanoseconds(first - submitted), nanoseconds(now - first)
         return chunk
 
 
-def _nanoseconds(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _of_no_page(request: Request) -> bool:
+def of_no_page(request: Request) -> bool:
     """Clients of Ollama send JSON as any type, or none. That is safe unless a web page does so, which browsers say."""
     return b"origin" not in request.headers
 
@@ -127,7 +127,7 @@ class OllamaEndpoint(TextEndpoint[OllamaChat]):
     requests: ClassVar[msgspec.json.Decoder[Any]]
 
     def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Awaitable[Incoming]:
-        return self.serving.receive(request, tenant, reservation, any_type=_of_no_page(request))
+        return self.serving.receive(request, tenant, reservation, any_type=of_no_page(request))
 
     async def __call__(
         self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
@@ -203,9 +203,10 @@ class OllamaStatus:
         return name, name, self._since, sha256(name.encode()).hexdigest()
 
     async def show(self, request: Request, response: Response, tenant: Tenant) -> None:
-        asked = await self.serving.read(request, self._shown, any_type=_of_no_page(request))
+        asked = await self.serving.read(request, self._shown, any_type=of_no_page(request))
         model, _ = await self.serving.find(asked.model or asked.name, tenant)
         text = model.text
+        generates = model.engine.info.task == "generate"
         can = {"tools": text.tools is not None, "thinking": text.reasoning is not None, "insert": text.infill}
         shown = types.OllamaShown(
             modified_at=self._since,
@@ -215,7 +216,7 @@ class OllamaStatus:
                 "penstock.context_length": model.engine.info.max_model_len,
                 "penstock.vocab_size": model.engine.info.vocab_size,
             },
-            capabilities=["completion", *(name for name, has in can.items() if has)],
+            capabilities=["completion", *filter(can.get, can)] if generates else ["embedding"],
         )
         await response.send(200, encode_json(shown))
 

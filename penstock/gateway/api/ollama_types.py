@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from penstock.gateway.api.openai_types import Ignored, Limited
 
@@ -73,6 +73,24 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     raw: bool | None = None  # the prompt is not put into the chat template
 
 
+class OllamaEmbedRequest(Struct, kw_only=True):
+    model: str
+    input: str | list[str]
+    truncate: bool | None = None  # null: true
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    options: Ignored = None
+    keep_alive: Ignored = None
+
+
+class OllamaEmbeddingsRequest(Struct, kw_only=True):
+    """Of the endpoint that /api/embed has superseded."""
+
+    model: str
+    prompt: str
+    options: Ignored = None
+    keep_alive: Ignored = None
+
+
 class OllamaShowRequest(Struct):
     model: str = ""
     name: str = ""  # what older clients call it
@@ -108,6 +126,18 @@ class OllamaChunk(Struct, kw_only=True):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+
+
+class OllamaEmbedded(Struct):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    prompt_eval_count: int
+    load_duration: int = 0
+
+
+class OllamaEmbedding(Struct):
+    embedding: list[float]
 
 
 class OllamaDetails(Struct, frozen=True):

@@ -12,8 +12,15 @@ from penstock.gateway.api.comparisons import Reranked, Reranking, RerankRequest,
 from penstock.gateway.api.embeddings import EmbeddingList, EmbeddingRequest, Embeddings
 from penstock.gateway.api.endpoint import EVENTS, GENERATE, JSON, LINES, STRING, Endpoint, in_path, parameter
 from penstock.gateway.api.generation import Handler
-from penstock.gateway.api.llama import LLAMA_ERRORS, LlamaCompletions
+from penstock.gateway.api.llama import (
+    LLAMA_EMBEDDING_ERRORS,
+    LLAMA_ERRORS,
+    LlamaCompletions,
+    LlamaEmbeddings,
+    LlamaInfills,
+)
 from penstock.gateway.api.ollama import OllamaChats, OllamaErrors, OllamaGenerate
+from penstock.gateway.api.ollama_embeddings import OllamaEmbed, OllamaEmbeddings
 from penstock.gateway.api.responses import MAX_ITEMS, RESPONSES_ERRORS, Responses
 
 _ANTHROPIC_ERRORS = AnthropicErrors()
@@ -154,6 +161,30 @@ OTHER_ENDPOINTS = (
     ),
     Endpoint(
         "POST",
+        OllamaEmbed.endpoint,
+        "tenant",
+        "Vectors of texts, as Ollama has them",
+        lambda h: h.ollama_embed,
+        ollama_types.OllamaEmbedded,
+        ollama_types.OllamaEmbedRequest,
+        parameters=GENERATE,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "POST",
+        OllamaEmbeddings.endpoint,
+        "tenant",
+        "The vector of a text, as older clients of Ollama ask for it",
+        lambda h: h.ollama_embeddings,
+        ollama_types.OllamaEmbedding,
+        ollama_types.OllamaEmbeddingsRequest,
+        parameters=GENERATE,
+        errors=_OLLAMA_ERRORS,
+        error=ollama_types.OllamaError,
+    ),
+    Endpoint(
+        "POST",
         "/api/show",
         "tenant",
         "About a model, as Ollama says it",
@@ -204,6 +235,29 @@ OTHER_ENDPOINTS = (
         media=(JSON, EVENTS),
         parameters=GENERATE,
         errors=LLAMA_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        LlamaInfills.endpoint,
+        "tenant",
+        "Fill in the middle, as llama.cpp does",
+        lambda h: h.llama_infill,
+        llama_types.LlamaCompletion,
+        llama_types.LlamaInfillRequest,
+        media=(JSON, EVENTS),
+        parameters=GENERATE,
+        errors=LLAMA_ERRORS,
+    ),
+    Endpoint(
+        "POST",
+        LlamaEmbeddings.endpoint,
+        "tenant",
+        "Vectors of texts, as llama.cpp has them",
+        lambda h: h.llama_embedding,
+        list[llama_types.LlamaEmbedding],
+        llama_types.LlamaEmbeddingRequest,
+        parameters=GENERATE,
+        errors=LLAMA_EMBEDDING_ERRORS,
     ),
     Endpoint("GET", "/props", "tenant", "As llama.cpp has it", lambda h: h.llama.props, llama_types.LlamaProps),
     Endpoint("GET", "/slots", "tenant", "As llama.cpp has it", lambda h: h.llama.slots, list[llama_types.LlamaSlot]),

@@ -16,9 +16,10 @@ from penstock.gateway.api.chat import ChatReader
 from penstock.gateway.api.comparisons import RerankReader, ScoreReader
 from penstock.gateway.api.completions import CompletionReader
 from penstock.gateway.api.embeddings import EmbeddingReader
-from penstock.gateway.api.llama import LlamaReader
+from penstock.gateway.api.llama import LlamaEmbeddingReader, LlamaInfillReader, LlamaReader
+from penstock.gateway.api.ollama_embeddings import OllamaEmbeddingsReader, OllamaEmbedReader
 from penstock.gateway.api.ollama_reading import OllamaChatReader, OllamaGenerateReader
-from penstock.gateway.api.reading import LENGTH, ModelReader, ModelText, Prompt, Reader, Terms
+from penstock.gateway.api.reading import LENGTH, ModelReader, Prompt, Reader, Setup, Terms
 from penstock.gateway.api.responses_reading import HeadReader, ResponsesReader
 from penstock.gateway.api.text_endpoints import DetokenizeReader, TokenizeReader
 from penstock.observability.logging import configure_logging
@@ -29,11 +30,14 @@ GC_THRESHOLDS = (100_000, 50, 100)  # a body may hold millions of lists, and non
 
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
-    texts: dict[str, ModelText] = pickle.loads(_frame(requests))
+    setup: Setup = pickle.loads(_frame(requests))
+    texts = setup.texts
+    configure_logging(setup.logs)
     of_openai = (ChatReader, CompletionReader, ResponsesReader, HeadReader, EmbeddingReader)
-    of_others = (MessagesReader, CountReader, OllamaChatReader, OllamaGenerateReader, LlamaReader)
+    of_others = (MessagesReader, CountReader, OllamaChatReader, OllamaGenerateReader, LlamaReader, LlamaInfillReader)
+    of_texts = (OllamaEmbedReader, OllamaEmbeddingsReader, LlamaEmbeddingReader)
     of_pairs = (RerankReader, ScoreReader)
-    kinds = (*of_openai, *of_others, *of_pairs, TokenizeReader, DetokenizeReader, ModelReader)
+    kinds = (*of_openai, *of_others, *of_texts, *of_pairs, TokenizeReader, DetokenizeReader, ModelReader)
     readers: dict[str, Reader[Any]] = {kind.name: kind(texts) for kind in kinds}
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
@@ -68,6 +72,5 @@ def _frame(requests: BinaryIO) -> bytes:
 
 
 if __name__ == "__main__":
-    configure_logging("info")
     with suppress(BrokenPipeError):  # the gateway has gone
         main(sys.stdin.buffer, sys.stdout.buffer)

@@ -25,6 +25,7 @@ from penstock.core.engine import Task
 from penstock.core.errors import ContextTooLong, InvalidRequest, NotFound, PenstockError, Unavailable
 from penstock.core.request import SimilarPrompt
 from penstock.gateway.api.decoding import decode_json
+from penstock.observability.settings import LogConfig
 from penstock.text.chat_template import ChatTemplate
 from penstock.text.infill import Infill, find_infill
 from penstock.text.output import OutputForm
@@ -125,6 +126,13 @@ class Bounds(NamedTuple):
         return {"generate": "generates text", "embed": "makes embeddings", "score": "scores pairs of texts"}[self.task]
 
 
+# A section of the settings for each task that a request may be for.
+EXAMPLES: Mapping[Task, str] = {
+    "generate": "{chat: {model: smollm2-135m}}",
+    "embed": "{minilm: {model: all-minilm-l6-v2}} (docs/embeddings.md)",
+    "score": "{reranker: {model: cross-encoder/ms-marco-MiniLM-L6-v2}} (docs/embeddings.md)",
+}
+
 _NONE: Mapping[str, str] = {}
 
 
@@ -157,7 +165,8 @@ class Terms(NamedTuple):
         if (bounds := self.bounds[model]).task in tasks:
             return
         others = [name for name in self.allowed if self.bounds[name].task in tasks]
-        instead = f"models for this: {', '.join(others)}" if others else "no model for this is served here"
+        example = f"no model for this is served here; to add one, start the server with models: {EXAMPLES[tasks[0]]}"
+        instead = f"models for this: {', '.join(others)}" if others else example
         raise InvalidRequest(
             f"model {model!r} {bounds.does} and cannot be asked for this; {instead}", param="model", code="wrong_task"
         )
@@ -232,12 +241,19 @@ def checked_options(body: S, **prompt: Any) -> S:
     return options
 
 
+class Setup(NamedTuple):
+    """What a process that reads requests is told at its start."""
+
+    texts: Mapping[str, ModelText]
+    logs: LogConfig
+
+
 class LongRequests:
     """Hands bodies to processes that read them. Each is started when it is first needed, and again after its death."""
 
-    def __init__(self, texts: Mapping[str, ModelText]) -> None:
-        """`texts` of the models by every name that they have."""
-        setup = pickle.dumps(texts)  # once: for a large vocabulary it takes a while
+    def __init__(self, texts: Mapping[str, ModelText], logs: LogConfig) -> None:
+        """`texts` of the models by every name that they have; the processes log as `logs` says."""
+        setup = pickle.dumps(Setup(texts, logs))  # once: for a large vocabulary it takes a while
         self._names = tuple(texts)
         self._lanes = [(size, _Lane(setup)) for size in LANES]
         self._batches = _Lane(setup)

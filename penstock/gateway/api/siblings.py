@@ -6,8 +6,8 @@ from typing import Protocol
 
 
 class Siblings(Protocol):
-    async def metrics(self) -> bytes | None:
-        """Of all processes together; None: this one is alone."""
+    async def metrics(self, openmetrics: bool) -> bytes | None:
+        """Of all processes together, in the format of OpenMetrics or in that of Prometheus; None: this one is alone."""
         ...
 
     async def account(self, tenant: str, id: str) -> bytes | None:
@@ -24,7 +24,7 @@ class Siblings(Protocol):
 
 
 class Alone:
-    async def metrics(self) -> bytes | None:
+    async def metrics(self, openmetrics: bool) -> bytes | None:
         return None
 
     async def account(self, tenant: str, id: str) -> bytes | None:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 
 from msgspec import UNSET
 from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 
 from penstock import __version__
 from penstock.core.request import RECOMMENDED
@@ -17,6 +18,7 @@ from penstock.gateway.api.siblings import Siblings
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
+from penstock.observability.metrics import exposition
 
 
 def class_cards(model: Model) -> dict[str, ClassCard]:
@@ -101,6 +103,7 @@ class StatusEndpoints:
         await response.send(200, encode_json(Version(__version__)))
 
     async def metrics(self, request: Request, response: Response, tenant: Tenant) -> None:
-        content_type = (b"content-type", CONTENT_TYPE_LATEST.encode())
-        exposition = await self.siblings.metrics() or self.serving.metrics.exposition()
-        await response.send(200, exposition, content_type)
+        openmetrics = b"application/openmetrics-text" in request.headers.get(b"accept", b"")
+        text = await self.siblings.metrics(openmetrics) or exposition(self.serving.metrics.registry, openmetrics)
+        content_type = OPENMETRICS if openmetrics else CONTENT_TYPE_LATEST
+        await response.send(200, text, (b"content-type", content_type.encode()))

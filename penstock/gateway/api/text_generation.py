@@ -254,7 +254,7 @@ class TextAnswer(ABC, Generic[B]):
         self.generation = generation
         self.response = generation.response
         self.tokenizer = generation.context.model.text.tokenizer
-        self.id = f"{self.id_prefix}{generation.context.id}"
+        self.id = generation.response_id = f"{self.id_prefix}{generation.context.id}"
         self.created = int(time.time())
         self.tier = reported_tier(body.service_tier)
 

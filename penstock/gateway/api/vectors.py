@@ -20,7 +20,7 @@ from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.openai_types import MAX_DEADLINE_MS, Ignored, Int32
 from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, blamed_on, checked_options
-from penstock.gateway.api.serving import Serving
+from penstock.gateway.api.serving import Incoming, Serving
 from penstock.gateway.errors import require
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
@@ -114,7 +114,7 @@ class VectorReader(ABC, Generic[B]):
         self.texts = texts
 
     def read(self, body: bytes, terms: Terms) -> tuple[B, list[Prompt]]:
-        asked = decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
+        asked = self.decode(body, terms)
         name = terms.read_for
         if name is None:
             asked.model = terms.served(asked.model)
@@ -123,6 +123,10 @@ class VectorReader(ABC, Generic[B]):
         terms.check_task(name, *self.tasks)
         prompts = self.prompts(asked, Texts(asked, self.texts[name], bounds), bounds.task)
         return checked_options(asked, **self.without_texts(asked)) if len(body) > INLINE_BYTES else asked, prompts
+
+    def decode(self, body: bytes, terms: Terms) -> B:
+        """For another API: translate what it calls differently."""
+        return decode_json(self.decoder, body, ignore_unknown=terms.ignore_unknown)
 
     @abstractmethod
     def prompts(self, asked: B, texts: Texts, task: Task) -> list[Prompt]: ...
@@ -144,7 +148,7 @@ class VectorEndpoint(ABC, Generic[B]):
     async def __call__(
         self, request: Request, response: Response, tenant: Tenant, reservation: Reservation
     ) -> VectorAnswer[B]:
-        incoming = await self.serving.receive(request, tenant, reservation)
+        incoming = await self.receive(request, tenant, reservation)
         why = "" if incoming.version is None else "a version"
         context, body, found = await self.serving.accept(incoming, self.endpoint, self.reader, incoming.version, why)
         self.check(body, context.model.engine.info)
@@ -152,6 +156,9 @@ class VectorEndpoint(ABC, Generic[B]):
         choices = await build_choices(request, context, body, prompts, prompt_only=True)
         generation = Generation(self.serving.metrics, reservation, response, context, choices)
         return self.answer_type(body, generation)
+
+    def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Awaitable[Incoming]:
+        return self.serving.receive(request, tenant, reservation)
 
     def check(self, body: B, info: EngineInfo) -> None:
         """Refuse what this model cannot give."""

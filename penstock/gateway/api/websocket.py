@@ -227,12 +227,13 @@ class _Socket:
                     return
 
     async def _heard_within(self, seconds: float) -> bool:
+        """Nothing is read from a client that does not take what was sent. It is heard of when it takes that."""
         self._heard.clear()
         try:
             async with asyncio.timeout(seconds):
                 await self._heard.wait()
         except TimeoutError:
-            return False
+            return await self._response.drained()
         return True
 
     def _close(self, code: int, why: str) -> None:

@@ -83,6 +83,7 @@ class Request:
         "query",
         "raw_headers",
         "task",
+        "trace_id",
         "unique",
     )
 
@@ -108,6 +109,7 @@ class Request:
         # A client may send the same x-request-id twice; this is ours alone. It opens nothing, so it is no secret.
         self.unique = f"{random.getrandbits(96):024x}"
         self.id = self.header(b"x-request-id", _REQUEST_ID) or self.unique
+        self.trace_id: str | None = None  # of its trace, where that is recorded
         self.error = error  # it could not be read
         self.body_size = 0
         self.body_complete = False

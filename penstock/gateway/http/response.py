@@ -113,10 +113,12 @@ class Response:
         self._connection.write(head)
         self._connection.take_over(upgraded)
 
-    async def drained(self) -> None:
-        """Waits while the client does not take what was written."""
-        if self._connection.paused:
+    async def drained(self) -> bool:
+        """Waits while the client does not take what was written. Whether it had to."""
+        waits = self._connection.paused
+        if waits:
             await self._connection.resumed()
+        return waits
 
     def send_raw(self, data: bytes) -> None:
         """These two: of a connection that was upgraded."""

@@ -348,6 +348,14 @@ DEVICE int4 read_ints(const int* at) {
                  : "memory");
     return out;
 }
+DEVICE uint4 read_words(const void* at) {
+    uint4 out;
+    asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(out.x), "=r"(out.y), "=r"(out.z), "=r"(out.w)
+                 : "l"(at)
+                 : "memory");
+    return out;
+}
 DEVICE float read_float(const float* at) {
     float out;
     asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(out) : "l"(at) : "memory");

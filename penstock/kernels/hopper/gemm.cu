@@ -14,6 +14,8 @@
 // APPLIES_NORM  x has a deferred RMSNorm: it is not yet divided by its root mean square, and row_scales [slots, rows] are
 //               sums of its squares
 // DEFERS_NORM   (with ADD) defers the RMSNorm of out to the GEMM that reads it: deferred = out * gain, and its squares
+// LORA          (bfloat16, one CTA along the rows) tokens have LoRA adapters; the channels of a tile are of one module
+#include "adapters.cuh"
 #include "cluster.cuh"
 #include "common.cuh"
 #include "deferred_norm.cuh"
@@ -23,8 +25,8 @@ constexpr int GROUPS = TILE == 64 ? 1 : 2;        // warpgroups that multiply
 constexpr int BLOCKS = TILE / 64 / GROUPS;        // of 64 channels, per warpgroup
 constexpr int THREADS = GROUPS * 128;             // that multiply; one copies, but registers are moved by warpgroups
 constexpr bool CROWDED = BLOCKS * ROWS > 256;     // more accumulators than registers, unless the producer gives its own
-constexpr int HELPERS = APPLIES_NORM ? 96 : 0;    // threads that sum squares while the others multiply
-constexpr int COPIERS = CROWDED || APPLIES_NORM ? 128 : 32;
+constexpr int HELPERS = APPLIES_NORM || LORA ? 96 : 0;  // threads that sum squares while the others multiply
+constexpr int COPIERS = CROWDED || HELPERS ? 128 : 32;
 constexpr int WEIGHT_BYTES = TILE * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
 constexpr int LAG = TILE < 256;                   // steps being multiplied while the next is issued
@@ -86,15 +88,65 @@ DEVICE void load_before(uint2 (&before)[BATCH], const void* out, int begin, int 
     }
 }
 
+// LoRA: the two channels of a lane in a block of 64, one of gate and one of up where gated.
+struct Lanes {
+    int low, high;
+    bool low_there, high_there;
+    DEVICE Lanes(int tile, int group, int block, int width) {
+        const int sixteen = (group * BLOCKS + block) * 4 + threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+        low = tile * WIDTH + (GATED ? sixteen * 8 : sixteen * 16) + lane / 4;
+        high = low + (GATED ? width : 8);
+        low_there = low < width, high_there = GATED ? low_there : high < width;
+    }
+};
+// LoRA: some tiles at once, so that their loads overlap. CTAs along K share the tiles.
+DEVICE void expand_tiles(float (&sums)[BLOCKS][ROWS / 2], const SharedAdapters& shared, const Adapters& all, int tile, int split,
+                         int group, int width) {
+    constexpr int AT_ONCE = ROWS * BLOCKS <= 32 ? 4 : ROWS * BLOCKS <= 64 ? 2 : 1;
+#pragma unroll 1
+    for (int first = split; first < all.num_tiles; first += AT_ONCE * SPLITS) {
+        int4 of[AT_ONCE];
+        int ranks = 0;
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            of[i] = first + i * SPLITS < all.num_tiles ? shared.tiles[first + i * SPLITS] : int4{-1, 0, 0, 0};
+            if (of[i].x < 0) of[i].y = 0;
+            ranks = max(ranks, of[i].y);
+        }
+#pragma unroll 1
+        for (int rank = 0; rank < ranks; rank += RANK_STEP) {
+            Channels channels[AT_ONCE][BLOCKS];
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+                for (int block = 0; block < BLOCKS; block++) {
+                    const Lanes lanes(tile, group, block, width);
+                    const bool there = rank < of[i].y;
+                    channels[i][block] = load_channels(all, of[i], rank, lanes.low, lanes.high, there && lanes.low_there,
+                                                       there && lanes.high_there);
+                }
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; i++)
+#pragma unroll
+                for (int block = 0; block < BLOCKS; block++)
+#pragma unroll
+                    for (int eight = 0; rank < of[i].y && eight < ROWS / 8; eight++)
+                        expand<GATED>(reinterpret_cast<float(&)[4]>(sums[block][eight * 4]), channels[i][block], shared,
+                                      first + i * SPLITS, rank, eight * 8, ROWS);
+        }
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
      const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* deferred,
-     float* squares, int all_rows, int row_blocks, int width, int steps, int stride_out, int slots, float per_channel,
-     float eps) {
+     float* squares, const __grid_constant__ Adapters adapters, int all_rows, int row_blocks, int width, int steps,
+     int stride_out, int slots, float per_channel, float eps) {
     SHARED_MEMORY(ring);
     u64* full = reinterpret_cast<u64*>(ring + RING_BYTES);
     u64* empty = full + STAGES;
     float* factors = reinterpret_cast<float*>(empty + STAGES);  // of the rows
+    const SharedAdapters shared_adapters(reinterpret_cast<unsigned char*>(factors + ROWS), adapters, ROWS, GROUPS * 4);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tile = blockIdx.x / SPLITS / row_blocks, split = blockIdx.x % SPLITS;
@@ -147,9 +199,16 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
         __syncwarp();
         const int helper = static_cast<int>(threadIdx.x) - THREADS - 32;
         if (HELPERS && helper >= 0) {
+            if (LORA) list_tiles(shared_adapters, adapters, ROWS, helper, HELPERS);
             wait_for_previous();
-            for (int row = helper; row < rows; row += HELPERS)
+            for (int row = helper; APPLIES_NORM && row < rows; row += HELPERS)
                 factors[row] = inverse_root(row_scales + row, all_rows, slots, per_channel, eps);
+            if (LORA) {
+                const int module = GATED ? 0 : (tile * TILE >= adapters.second) + (tile * TILE >= adapters.third);
+                gather_shrunk(shared_adapters, adapters, module, GATED ? 2 : 1, ROWS, helper, HELPERS);
+                sync_threads(2, THREADS + HELPERS);
+                prefetch_following(shared_adapters, adapters, helper, HELPERS);
+            }
             sync_threads(1, THREADS + HELPERS);
         }
         if (SPLITS > 1) sync_cluster();
@@ -157,6 +216,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     } else {
         if (CROWDED) take_registers<232>();
         const int group = warp / 4;
+        if (LORA) shrink_units(adapters, warp, GROUPS * 4, shared_adapters.scratch);
         float sums[BLOCKS][ROWS / 2];
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++)
@@ -167,22 +227,29 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
         const u32 base = shared_address(ring);
         int stage = 0, previous = 0;
         u32 parity = 0;
-        for (int i = 0; i < count; i++) {
-            await(&full[stage], parity);
-            const u32 weight = base + stage * STAGE_BYTES + group * (BLOCKS * 8192);
-            const u32 x = base + stage * STAGE_BYTES + WEIGHT_BYTES;
-            begin_wgmma();
+        int until = LORA ? count - ahead : count;  // then the last weights are in flight
+        for (int i = 0;; until = count) {
+            for (; i < until; i++) {
+                await(&full[stage], parity);
+                const u32 weight = base + stage * STAGE_BYTES + group * (BLOCKS * 8192);
+                const u32 x = base + stage * STAGE_BYTES + WEIGHT_BYTES;
+                begin_wgmma();
 #pragma unroll
-            for (int k = 0; k < 4; k++)
+                for (int k = 0; k < 4; k++)
 #pragma unroll
-                for (int block = 0; block < BLOCKS; block++)
-                    wgmma(sums[block], swizzled_tile(weight + block * 8192 + k * 32), swizzled_tile(x + k * 32));
-            commit_wgmma();
-            await_wgmma<LAG>();
-            if (LAG == 0) previous = stage;
-            if (i >= LAG && threadIdx.x % 128 == 0) arrive(&empty[previous]);
-            previous = stage;
-            if (++stage == STAGES) stage = 0, parity ^= 1;
+                    for (int block = 0; block < BLOCKS; block++)
+                        wgmma(sums[block], swizzled_tile(weight + block * 8192 + k * 32), swizzled_tile(x + k * 32));
+                commit_wgmma();
+                await_wgmma<LAG>();
+                if (LAG == 0) previous = stage;
+                if (i >= LAG && threadIdx.x % 128 == 0) arrive(&empty[previous]);
+                previous = stage;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            if (!LORA || i == count) break;
+            await_wgmma<0>();
+            sync_threads(2, THREADS + HELPERS);
+            expand_tiles(sums, shared_adapters, adapters, tile, split, group, width);
         }
         await_wgmma<0>();
         sync_threads(1, THREADS + HELPERS);  // the ring has been read, the factors are there

@@ -1,12 +1,13 @@
 """Weight-streaming GEMMs on Hopper: out[rows, N] = x[rows, K] @ weight[N, K].T for 2 rows to some hundred.
 
 `gemm.cu` computes in bfloat16, or in float8_e4m3fn with one float32 scale per output channel and one per row of `x`,
-and has SwiGLU and residual epilogues.
+and has SwiGLU and residual epilogues. In bfloat16, tokens may have LoRA adapters (`adapters.cuh`).
 The reference is `linear_reference` of `triton/gemm.py`.
 """
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +36,53 @@ class DeferredNorm:
     squares: torch.Tensor  # float32 [slots, T]: sums of squares of the residual stream, each over some channels
 
 
+@dataclass(frozen=True, slots=True)
+class GemmAdapters:
+    """The LoRA adapters of a GEMM: its modules' A and B in the slots, and the tokens grouped into tiles of one slot."""
+
+    tiles: torch.Tensor  # int32 [tiles, 4]: slot (-1: no adapter), rank, first entry of the order, tokens (16 at most)
+    order: torch.Tensor  # int32 [T]
+    weights: torch.Tensor  # [slots, elements]
+    a_offset: int  # elements per rank
+    b_offset: int
+    outputs: tuple[int, ...]  # of the modules
+    most_rank: int
+    arrivals: torch.Tensor  # int32 [1], 0 before the GEMM
+    following: int = 0  # elements per rank of the next GEMM, which follow in the slots; they are brought into L2
+
+    @property
+    def end(self) -> int:
+        return self.b_offset + sum(self.outputs)
+
+
+class _Adapters(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("tiles", "order", "weights", "x", "partials", "arrivals")),
+        ("slot_stride", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("a_offset", "b_offset", "end", "following", "num_tiles", "modules")),
+        *((name, ctypes.c_int32) for name in ("most_rank", "inputs", "parts", "tokens", "workers", "second", "third")),
+    ]
+
+
+_NO_ADAPTERS = _Adapters()
+_COLUMNS = 256  # of a warp; as in adapters.cuh
+_MOST_WORKERS = 96  # CTAs of one GEMM that are resident together for certain, also in clusters
+
+
 def padded_rows(rows: int, row_blocks: int = 1) -> int:
     """Rows of one CTA."""
     return next(size for size in _ROWS if rows <= size * row_blocks)
+
+
+def adapter_bytes(config: HopperConfig, rows: int, adapters: GemmAdapters, gated: bool) -> int:
+    """Shared memory for LoRA adapters: tiles, which one each row is in, its low-rank sums, and those of the warps."""
+    scratch = _warps(config) * 16 * 16 * 4
+    return 16 * len(adapters.tiles) + scratch + rows * (4 + (2 if gated else 1) * 2 * (adapters.most_rank + 4))
+
+
+def _warps(config: HopperConfig) -> int:
+    """That multiply."""
+    return 4 if config.tile == 64 else 8
 
 
 def shared_bytes(config: HopperConfig, rows: int, gated: bool) -> int:
@@ -77,35 +122,54 @@ def hopper_gemm(
     gated: bool = False,
     add: bool = False,
     defers: tuple[torch.Tensor, DeferredNorm] | None = None,
+    adapters: GemmAdapters | None = None,
 ) -> torch.Tensor:
     """For fp8, `scales` are (of the channels, of the rows), float32. `add`: `out` is added to.
 
     `gated`: the first half of `weight` is the gate, the second half the up projection, and `out` has N / 2 columns.
     `norm`: `x` are the values of a `DeferredNorm`; (its squares, eps).
-    `defers`: (gain, memory to fill) for a deferred RMSNorm of `out`. Both in bfloat16 only.
+    `defers`: (gain, memory to fill) for a deferred RMSNorm of `out`. Both in bfloat16 only, as are `adapters`.
     """
     rows, depth = x.shape
     padded, step = padded_rows(rows, config.row_blocks), STEP_BYTES // x.itemsize
     columns = len(weight) // 2 if gated else len(weight)
     width = config.tile // 2 if gated else config.tile
     blocks = -(-columns // width) * config.row_blocks * config.splits
-    groups = 1 if config.tile == 64 else 2
+    groups = _warps(config) // 4
     crowded = config.tile // 64 // groups * padded > 256
     program = kernel(
         "gemm.cu", "gemm", ROWS=padded, TILE=config.tile, STAGES=config.stages, SPLITS=config.splits,
         FP8=int(scales is not None), GATED=int(gated), ADD=int(add), WIDE=int(out.dtype == torch.float32),
         APPLIES_NORM=int(norm is not None), DEFERS_NORM=int(defers is not None),
+        LORA=int(adapters is not None),
     )  # fmt: skip
     of_channels, of_rows = scales or (x, norm[0] if norm else x)
     gain, deferred = defers or (x, DeferredNorm(x, x))
+    shared, lora = shared_bytes(config, padded, gated), _NO_ADAPTERS
+    if adapters:
+        shared += adapter_bytes(config, padded, adapters, gated)
+        shape = (-(-depth // (_COLUMNS * _warps(config))), rows, len(adapters.outputs) * adapters.most_rank)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+        lora = _adapters(adapters, x, partials, blocks)
     program(
-        (blocks,), groups * 128 + (128 if crowded or norm else 32), shared_bytes(config, padded, gated),
+        (blocks,), groups * 128 + (128 if crowded or norm or adapters else 32), shared,
         _weight_map(weight, config.tile, step, gated), tensor_map(x, (padded, step)),
-        out, of_channels, of_rows, gain, deferred.values, deferred.squares, rows, config.row_blocks, columns,
-        -(-depth // step), out.stride(0), len(of_rows), 1.0 / depth, norm[1] if norm else 0.0,
+        out, of_channels, of_rows, gain, deferred.values, deferred.squares, lora, rows, config.row_blocks,
+        columns, -(-depth // step), out.stride(0), len(of_rows), 1.0 / depth, norm[1] if norm else 0.0,
         pdl=True, cluster=config.splits,
     )  # fmt: skip
     return out
+
+
+def _adapters(of: GemmAdapters, x: torch.Tensor, partials: torch.Tensor, blocks: int) -> _Adapters:
+    assert x.is_contiguous()
+    first, second = (*of.outputs, 1 << 30, 1 << 30)[:2]
+    return _Adapters(
+        *(tensor.data_ptr() for tensor in (of.tiles, of.order, of.weights, x, partials, of.arrivals)),
+        of.weights.stride(0), of.a_offset, of.b_offset, of.end, of.following, len(of.tiles), len(of.outputs),
+        of.most_rank, x.shape[1], len(partials), len(x), min(blocks, _MOST_WORKERS), first,
+        min(first + second, 1 << 30),
+    )  # fmt: skip
 
 
 def _weight_map(weight: torch.Tensor, tile: int, step: int, gated: bool) -> TensorMap:

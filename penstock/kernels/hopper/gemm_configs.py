@@ -12,13 +12,24 @@ from itertools import product
 
 import torch
 
-from penstock.kernels.hopper.gemm import STEP_BYTES, HopperConfig, padded_rows
+from penstock.kernels.hopper.gemm import (
+    STEP_BYTES,
+    GemmAdapters,
+    HopperConfig,
+    adapter_bytes,
+    padded_rows,
+    shared_bytes,
+)
 from penstock.kernels.hopper.program import is_hopper
 
 _LEAST_ROWS = 2  # one is a vector
 _LOGITS = 1 << 16  # channels: a vocabulary, and float32, whose writing counts
 _SMS = 132  # SMs of an H200, one CTA each
 _WHOLE, _MOST, _HALF = 224 << 10, 148 << 10, 110 << 10  # bytes of an SM's shared memory, for stages
+
+_SHARED = 227 << 10  # bytes that a CTA may have
+# LoRA adapters inside a GEMM: one shorter than its shrink, or with more rows, is slower than kernels of their own.
+_MOST_ADAPTED_ROWS, _LEAST_ADAPTED, _LEAST_STAGES = 64, 1 << 22, 3
 
 
 def hopper_config(x: torch.Tensor, weight: torch.Tensor) -> HopperConfig | None:
@@ -29,6 +40,25 @@ def hopper_config(x: torch.Tensor, weight: torch.Tensor) -> HopperConfig | None:
     if not is_hopper(x.device) or n % 16 or k % 16 or not _LEAST_ROWS <= rows <= most_rows(n, k, weight.itemsize):
         return None
     return tile_config(n, k, weight.itemsize, rows)
+
+
+def adapted_config(
+    x: torch.Tensor, weight: torch.Tensor, adapters: GemmAdapters, *, gated: bool
+) -> HopperConfig | None:
+    """For tokens with LoRA adapters; None where the GEMM cannot add them."""
+    config, rows = hopper_config(x, weight), len(x)
+    if config is None or weight.itemsize == 1 or rows > _MOST_ADAPTED_ROWS or weight.numel() < _LEAST_ADAPTED:
+        return None
+    begins = [sum(adapters.outputs[:module]) for module in range(len(adapters.outputs))]
+    if not gated and any(begin % config.tile for begin in begins):
+        return None
+    padded = padded_rows(rows)
+    room = _SHARED - adapter_bytes(config, padded, adapters, gated)
+    while shared_bytes(config, padded, gated) > room:
+        if config.stages <= _LEAST_STAGES:
+            return None
+        config = replace(config, stages=config.stages - 1)
+    return config
 
 
 def most_rows(n: int, k: int, itemsize: int) -> int:

@@ -227,6 +227,15 @@ PENSTOCK_API void penstock_model_hidden_states(Model* model, const int32_t* toke
     model->hidden_states(tokens, count, out);
 }
 
+PENSTOCK_API void penstock_model_set_timed(Model* model, bool timed) { model->set_timed(timed); }
+PENSTOCK_API double penstock_model_read_seconds(Model* model, uint64_t bytes) { return model->read_seconds(bytes); }
+
+// Of the last step: valid until the next one.
+PENSTOCK_API const KernelTime* penstock_model_times(Model* model, uint64_t* count) {
+    *count = model->times().size();
+    return model->times().data();
+}
+
 PENSTOCK_API SamplingRows* penstock_sampling_new(int32_t rows, int32_t vocab) { return new SamplingRows(rows, vocab); }
 PENSTOCK_API void penstock_sampling_free(SamplingRows* sampling) { delete sampling; }
 

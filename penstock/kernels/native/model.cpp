@@ -3,6 +3,7 @@
 #include "model.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <numeric>
 #include <tuple>
@@ -20,6 +21,10 @@ constexpr int RUN_PANELS = 8;        // that a thread then takes at a time, so t
 constexpr int TASK_ROWS = 48;        // (token, head) rows that share one unpacking of keys and values
 constexpr float NEAR = 2;            // logits this close to the largest: many times the error of int8
 constexpr int OWN_ROWS = 3;          // so few rows each thread norms and quantises for itself: cheaper than a barrier
+
+// By the stage of a layer, from the output projection (-1) on: what makes the operand of its GEMM, and the GEMM.
+constexpr Kernel PREPARED_BY[] = {NORM, NORM, QUANTIZE, NORM, QUANTIZE};
+constexpr Kernel GEMM_OF[] = {LM_HEAD, QKV, OUT, GATE_UP, DOWN_PROJ};
 
 // Rows of an operand start in different cache sets even where the width is a power of two.
 size_t operand_stride(size_t width) {
@@ -262,6 +267,8 @@ void Model::plan_attention() {
 }
 
 std::string Model::forward(const Step& step) {
+    times_.clear();
+    if (timed_) began_ = std::chrono::steady_clock::now();
     if (std::string problem = check(step); !problem.empty()) return problem;
     reserve(step);
     plan_adapters(step);
@@ -287,8 +294,24 @@ std::string Model::forward(const Step& step) {
         computed.logits = reinterpret_cast<float*>(logits_.data());
     }
     for (WorkCounter& counter : counters_) counter.reset();
+    mark(0, PLAN, -1);
     pool_.run([&](int thread) { run(computed, thread); });
     return "";
+}
+
+double Model::read_seconds(size_t bytes) {
+    constexpr size_t RUN = 8;  // sums side by side, so that loads do not wait for additions
+    const size_t words = std::min(bytes, weights_.size()) / sizeof(uint64_t) / RUN / pool_.size() * RUN;
+    const uint64_t* data = reinterpret_cast<const uint64_t*>(weights_.data());
+    std::atomic<uint64_t> total{0};  // used, so that the reads are not left out
+    const auto began = std::chrono::steady_clock::now();
+    pool_.run([&](int thread) {
+        uint64_t sums[RUN] = {};
+        for (const uint64_t *at = data + thread * words, *end = at + words; at < end; at += RUN)
+            for (size_t i = 0; i < RUN; i++) sums[i] += at[i];
+        total += std::accumulate(sums, sums + RUN, uint64_t(0));
+    });
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
 }
 
 bool Model::needs_logits(const Step& s) const {
@@ -321,6 +344,7 @@ void Model::run(const Step& step, int thread) {
     const int layers = step.layers ? step.layers : spec_.layers;
     int number = 0;  // of the phase; the same in all threads
     by_rows(number, tokens, [&](int token) { embed(token); });
+    mark(thread, EMBED, -1);
     for (int i = 0; i < layers; i++) {
         const Layer& layer = layers_[i];
         const Cache cache = cache_of(i);
@@ -329,7 +353,9 @@ void Model::run(const Step& step, int thread) {
         by_rows(number, tokens * spec_.kv_heads, [&](int item) {
             rotate_and_cache(layer, cache, item / spec_.kv_heads, item % spec_.kv_heads);
         });
+        mark(thread, ROPE, i);
         attend(layer, cache, thread, number);
+        mark(thread, ATTENTION, i);
         multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, number, i, 1, [&](int row, int to) {
             copy_row(attention_, row, to, q_width);
             merge_attention(row, to);
@@ -342,9 +368,10 @@ void Model::run(const Step& step, int thread) {
             quantize(mlp_, to, spec_.intermediate, spec_.mlp_transform);
         });
     }
-    multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, logits_stride_, peaks_.data()}, thread, number, 0, -1,
+    multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, logits_stride_, peaks_.data()}, thread, number, -1, -1,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
     phase(number, int(sampled_runs_.size()), [&](int run) { sample_run(step, sampled_runs_[run], thread); });
+    mark(thread, SAMPLING, -1);
 }
 
 void Model::sample_run(const Step& step, Range rows, int thread) {
@@ -448,6 +475,7 @@ void Model::multiply(const Matrix& w, const Activations& x, int rows, const Outp
     };
     const int parts = std::min(rows, 4 * pool_.size());
     if (!copies) phase(number, parts, [&](int i) { prepare_rows(share(rows, i, parts)); });
+    if (!copies) mark(thread, PREPARED_BY[stage + 1], layer);
     bool prepared = !copies;
     const int runs = runs_of(w, rows), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     phase(number, blocks * runs, [&](int i) {
@@ -459,6 +487,7 @@ void Model::multiply(const Matrix& w, const Activations& x, int rows, const Outp
         else
             kernels_->gemm(w, x.from(copies), mine, panels, out);
     });
+    mark(thread, GEMM_OF[stage + 1], layer);
 }
 
 void Model::rotate_and_cache(const Layer& layer, const Cache& cache, int token, int head) {

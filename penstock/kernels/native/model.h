@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <string>
 #include <vector>
@@ -58,6 +59,15 @@ struct Step {
 
     int32_t target(int i) const { return targets ? targets[i] : SAMPLED; }
     const int32_t* mask(int i) const { return masks ? masks[i] : nullptr; }
+};
+
+// What a step does, one after the other, as profiles name it (KERNELS in timers.py). Norms, quantising and the merging of
+// split attention are of their own only where a step has more than a few rows; else they belong to the GEMM behind them.
+enum Kernel : int32_t { PLAN, EMBED, NORM, QUANTIZE, QKV, ROPE, ATTENTION, OUT, GATE_UP, DOWN_PROJ, LM_HEAD, SAMPLING };
+
+struct KernelTime {
+    int64_t end;  // in nanoseconds since the call began; it began when the one before it ended
+    int32_t kernel, layer;
 };
 
 // What follows from a step, token by token and sequence by sequence.
@@ -144,6 +154,13 @@ class Model {
         }
     }
 
+    // Whether the times of kernels are taken in steps from now on, and those of the last step that was timed.
+    void set_timed(bool timed) { timed_ = timed; }
+    const std::vector<KernelTime>& times() const { return times_; }
+
+    // Seconds that all threads together need to read so many bytes of the weights.
+    double read_seconds(size_t bytes);
+
     uint8_t* weights() const { return weights_.data(); }
     size_t weight_bytes() const { return weights_.size(); }
     size_t block_bytes() const;
@@ -192,6 +209,9 @@ class Model {
     void multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                           const Output& out, int copies, int thread);
 
+    void mark(int thread, Kernel kernel, int layer) {
+        if (timed_ && thread == 0) times_.push_back({(std::chrono::steady_clock::now() - began_).count(), kernel, layer});
+    }
     void run(const Step& step, int thread);
     void sample_run(const Step& step, Range rows, int thread);
     int choose(const Step& step, int row, int thread);
@@ -249,6 +269,9 @@ class Model {
         std::vector<float> maxima, logits;
     };
     std::vector<SamplingScratch> sampling_scratch_;  // per thread
+    bool timed_ = false;
+    std::chrono::steady_clock::time_point began_;  // these two: of the last step that was timed
+    std::vector<KernelTime> times_;
 };
 
 }  // namespace penstock

@@ -11,12 +11,13 @@ from penstock.engine.settings import EngineConfig
 from penstock.fleet.ray.launcher import RayLauncher, ray_launchers
 from penstock.fleet.ray.settings import RayConfig, ResourcesConfig
 from penstock.fleet.settings import ModelConfig
+from penstock.observability.settings import LogConfig
 from penstock.settings import settings_from_mapping
 
 
 async def launcher(checkpoint: str, config: ModelConfig) -> RayLauncher:
     async with ray_launchers(RayConfig()) as new_launcher:
-        found = new_launcher(checkpoint, config, 0, "info")
+        found = new_launcher(checkpoint, config, 0, LogConfig())
         assert isinstance(found, RayLauncher)
         return found
 

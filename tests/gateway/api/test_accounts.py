@@ -183,10 +183,10 @@ def test_accounts_and_log_lines_belong_to_a_tenant(tokenizer: Tokenizer, caplog:
                 assert http.get(f"/v1/requests/{id}", headers=headers["bob"]).status_code == 404
             assert http.get("/v1/requests", headers=headers["bob"]).json()["data"] == []
             assert http.get(f"/v1/requests/{answer['id']}").status_code == 401
-    (line,) = [record.getMessage() for record in caplog.records if "id=mine" in record.getMessage()]
+    (line,) = [record.getMessage() for record in caplog.records if "request_id=mine" in record.getMessage()]
     usage = answer["usage"]
     assert " tenant=ann class=standard first_ms=" in line
-    assert f" prompt={usage['prompt_tokens']} cached=2 output={usage['completion_tokens']} id=mine" in line
+    assert f" prompt={usage['prompt_tokens']} cached=2 output={usage['completion_tokens']} request_id=mine" in line
 
 
 def test_answers_from_the_cache_are_accounted_for(tokenizer: Tokenizer) -> None:

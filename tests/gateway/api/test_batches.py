@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MODEL, Action, hang
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
+from tests.redis_server import RedisServer
 
 CHAT: Literal["/v1/chat/completions"] = "/v1/chat/completions"
 SECONDS = 60.0  # a busy machine may take for what takes a moment
@@ -173,9 +175,20 @@ def test_what_fails_in_the_engine_is_tried_again_or_given_up(gateway: Gateway, m
         assert len({request.seed for request in attempts}) == 1
 
 
-def test_a_server_that_is_started_again_goes_on(tokenizer: Tokenizer, tmp_path: Path) -> None:
+@pytest.fixture(params=["sqlite", "redis"])
+def kept(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Settings]:
+    """Settings of servers that share files and batches."""
+    if request.param == "sqlite":
+        yield settings_in(tmp_path)
+        return
+    server = RedisServer()
+    yield replace(settings_in(tmp_path), state=server.url)
+    server.stop()
+
+
+def test_a_server_that_is_started_again_goes_on(tokenizer: Tokenizer, kept: Settings) -> None:
     """From the tokens that a line had, and with its seed."""
-    with serving(tokenizer, settings_in(tmp_path)) as first:
+    with serving(tokenizer, kept) as first:
         spoken = list(first.engine.script(GenerateRequest("x-0", [1], SamplingParams())))[:4]
         taken = threading.Event()
 
@@ -187,7 +200,7 @@ def test_a_server_that_is_started_again_goes_on(tokenizer: Tokenizer, tmp_path: 
         batch = submitted(first.client(), jsonl(line("a", temperature=1.0)))
         assert taken.wait(SECONDS)
         (before,) = first.engine.requests
-    with serving(tokenizer, settings_in(tmp_path)) as second:
+    with serving(tokenizer, kept) as second:
         eos = tokenizer.eos_ids[0]
         second.runs(lambda request: [*spoken[len(request.output) : 4], [eos]])
         client = second.client()

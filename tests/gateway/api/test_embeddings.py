@@ -188,6 +188,7 @@ def test_a_model_that_is_for_something_else_says_which_is_for_this(
     assert others in error["message"]
     alone = check_error(ask(gateway, "/v1/completions", "minilm-only", prompt="a"), 400, "model")
     assert "no model for this is served here" in alone["message"]
+    assert "models: {chat: {model: smollm2-135m}}" in alone["message"]
     check_error(ask(gateway, EMBEDDINGS, model="unknown", input="a"), 404, "model")
 
 
@@ -256,3 +257,39 @@ def test_the_client_is_told_of_errors_as_always(gateway: Gateway) -> None:
         gateway.client(gateway.key("free")).chat.completions.create(
             model=MINILM, messages=[{"role": "user", "content": "Hi"}]
         )
+
+
+def test_the_ollama_client(gateway: Gateway) -> None:
+    ollama = pytest.importorskip("ollama")
+    key = gateway.key("free")
+    client = ollama.Client(host=gateway.url, timeout=120, headers={"Authorization": f"Bearer {key}"})
+    expected = embedded(gateway, input=TEXTS)
+    answer = client.embed(model=MINILM, input=TEXTS, keep_alive="5m", options={"num_ctx": 256})
+    np.testing.assert_array_equal(np.array(answer.embeddings, np.float32), expected)
+    assert answer.model == MINILM
+    assert answer.prompt_eval_count > len(TEXTS)
+    assert answer.total_duration > 0
+    (cut,) = client.embed(model=MINILM, input="a " * 3000, dimensions=8).embeddings  # by default, it is truncated
+    assert len(cut) == 8
+    old = client.embeddings(model=MINILM, prompt=TEXTS[0])
+    np.testing.assert_array_equal(np.array(old.embedding, np.float32), expected[0])
+    with pytest.raises(ollama.ResponseError, match="models for this: minilm"):
+        client.embed(model=MODEL, input="a")
+    with pytest.raises(ollama.ResponseError, match="the model reads at most"):
+        client.embed(model=MINILM, input="a " * 3000, truncate=False)
+    assert client.show(MINILM).capabilities == ["embedding"]
+
+
+def test_clients_of_llama_cpp(gateway: Gateway) -> None:
+    headers = {"authorization": f"Bearer {gateway.key('free')}"}
+    expected = embedded(gateway, input=TEXTS)
+    with gateway.http() as http:
+        for content, rows in ((TEXTS[0], expected[:1]), (TEXTS, expected)):
+            answer = http.post(
+                "/embedding", json={"content": content, "embd_normalize": 2}, headers=headers, timeout=120
+            )
+            assert answer.status_code == 200, answer.text
+            assert [item["index"] for item in answer.json()] == list(range(len(rows)))
+            found = np.array([item["embedding"][0] for item in answer.json()], np.float32)
+            np.testing.assert_array_equal(found, rows)
+        check_error(http.post("/embedding", json={"content": ""}, headers=headers), 400, "content")

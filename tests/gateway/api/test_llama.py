@@ -6,7 +6,9 @@ import json
 from typing import Any
 
 from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL
-from tests.gateway.conftest import Gateway
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.api.test_completions import FIM, with_tokens
+from tests.gateway.conftest import Gateway, serving
 
 
 def test_completion_whole_and_streamed(gateway: Gateway) -> None:
@@ -65,3 +67,45 @@ def test_tokens_and_properties(shared_gateway: Gateway) -> None:
         assert props["model_alias"] == MODEL
         slots = http.get("/slots").json()
         assert [slot["is_processing"] for slot in slots] == [True] * props["total_slots"] == [True] * 3
+
+
+def test_editors_fill_in_the_middle(tokenizer: Tokenizer) -> None:
+    """As llama.vim and llama.vscode ask for it."""
+    coder = with_tokens(tokenizer, *FIM)
+    asked = {
+        "id_slot": 0,
+        "input_prefix": "def add(a, b):\n",
+        "prompt": "    return ",
+        "input_suffix": "\n\nprint(add(1, 2))",
+        "input_extra": [{"filename": "sub.py", "text": "def sub(a, b): ..."}],
+        "n_predict": 16,
+        "n_indent": 4,
+        "t_max_predict_ms": 500,
+        "samplers": ["top_k", "infill"],
+        "cache_prompt": True,
+        "stream": False,
+        "response_fields": ["content", "timings/prompt_n"],
+    }
+    middle = f"{FIM[0]}def add(a, b):\n    return {FIM[1]}\n\nprint(add(1, 2)){FIM[2]}"
+    others = "<file_sep>sub.py\ndef sub(a, b): ...<file_sep>filename\n"
+    with serving(coder) as gateway, gateway.http() as http:
+        gateway.answers("a + b")
+        assert http.post("/infill", json=asked).json()["content"] == "a + b"
+        assert coder.decode(gateway.engine.requests[-1].prompt, skip_special_tokens=False) == others + middle
+        asked["input_extra"] = [{"text": "old " * MAX_MODEL_LEN}, {"text": "new"}]
+        assert http.post("/infill", json=asked).status_code == 200
+        prompt = gateway.engine.requests[-1].prompt
+        assert len(prompt) == MAX_MODEL_LEN - 1 - 16  # what is oldest is cut, and the answer has its room
+        assert "new" in coder.decode(prompt)
+        warm = http.post("/infill", json={**asked, "input_suffix": "", "n_predict": 0}).json()
+        assert (warm["content"], warm["tokens_predicted"]) == ("", 0)
+        asked["input_prefix"] = "x " * 4000
+        assert http.post("/infill", json=asked).json()["error"]["param"] == "input_prefix"
+
+
+def test_a_model_that_cannot_fill_in_says_so(shared_gateway: Gateway) -> None:
+    with shared_gateway.http() as http:
+        answer = http.post("/infill", json={"input_prefix": "a", "input_suffix": "b"})
+    assert answer.status_code == 400
+    assert "no tokens for filling in the middle" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "input_suffix"

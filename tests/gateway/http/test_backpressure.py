@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import Coroutine, Iterator
@@ -10,8 +11,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
+from websockets.sync.client import ClientConnection, connect
 
 from penstock.gateway.http import connection as http
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.wire import Wire, chat
@@ -67,6 +70,9 @@ class Watched:
         while not self.connection.paused:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
+    def wait(self, seconds: float) -> None:
+        self._on_loop(asyncio.sleep(seconds))
+
     async def _until_closed(self) -> None:
         await self.connection.closed
 
@@ -86,7 +92,7 @@ def watched(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[W
     def make(answer: http.Answer, connections: set[http.Connection]) -> http.Connection:
         made.append(http.Connection(answer, connections))
         is_made.set()
-        return made[0]
+        return made[-1]
 
     monkeypatch.setattr("penstock.gateway.http.server.Connection", make)
     monkeypatch.setattr("penstock.gateway.http.server.SWEEP_SECONDS", 1e9)
@@ -158,3 +164,52 @@ def test_the_last_answer_does_not_keep_a_connection_for_ever(watched: Watched) -
     watched.sweep(0)
     watched.sweep(http.DRAIN_SECONDS + 1)
     watched.until_closed()
+
+
+STREAMS, TOKENS = 50, 200
+
+
+@contextmanager
+def unread_websocket(watched: Watched) -> Iterator[ClientConnection]:
+    """One whose client has asked for streams, and takes nothing of them."""
+    watched.gateway.runs(lambda request: [[100]] * TOKENS)
+    address = f"ws://{watched.gateway.host}:{watched.gateway.port}/v1/stream"
+    with connect(address, sock=watched.it.connection, max_queue=1, close_timeout=1, ping_interval=None) as client:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": TOKENS}
+        for id in range(STREAMS):
+            client.send(json.dumps({"type": "request", "id": str(id), "url": "/v1/chat/completions", "body": body}))
+        watched.until_paused()
+        yield client
+
+
+def test_streams_of_a_websocket_wait_until_they_are_taken(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reads nothing for a while cannot answer pings, and is not given up for that."""
+    ping = "penstock.gateway.api.websocket.PING_SECONDS"
+    monkeypatch.setattr(ping, 0.75)
+    with unread_websocket(watched) as client:
+        watched.let_go_on()
+        watched.wait(1.8)
+        assert watched.buffered() <= 2 * HIGH_WATER
+        assert any(not ended.is_set() for ended in watched.gateway.engine.ended.values())
+        with watched.gateway.http() as other:
+            body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+            assert other.post("/v1/chat/completions", json=body).status_code == 200
+        monkeypatch.setattr(ping, 60.0)
+        tokens = dict.fromkeys(map(str, range(STREAMS)), 0)
+        ends: dict[str, int] = {}
+        while len(ends) < STREAMS:
+            message = json.loads(client.recv(20))
+            if message["type"] == "response":
+                ends[message["id"]] = message["status"]
+            else:
+                tokens[message["id"]] += sum(bool(part["delta"].get("content")) for part in message["data"]["choices"])
+    assert set(ends.values()) == {200}
+    assert set(tokens.values()) == {TOKENS}
+
+
+def test_a_websocket_that_is_never_read_ends_with_its_requests(watched: Watched) -> None:
+    with unread_websocket(watched):
+        watched.sweep(0)
+        watched.sweep(http.DRAIN_SECONDS + 1)
+        watched.until_closed()
+        assert all(ended.wait(20) for ended in watched.gateway.engine.ended.values())

@@ -31,7 +31,7 @@ async def main(settings: Settings) -> int:
 
 
 if __name__ == "__main__":
-    configure_logging("info")
+    configure_logging()
     redis.TIMEOUT_SECONDS = redis.CLOSE_SECONDS = 60.0  # a slow machine must not pass for a lost Redis
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         sys.exit(runner.run(main(settings_from_mapping(json.loads(sys.argv[1])))))

@@ -9,7 +9,7 @@ import pytest
 from penstock.kernels.hopper import program
 
 # GEMMs: of 32 rows with a norm to defer, of 192 with a deferred norm to apply, the same in fp8, and logits.
-PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "APPLIES_NORM": 0, "DEFERS_NORM": 0}
+PLAIN = {"FP8": 0, "GATED": 0, "ADD": 0, "WIDE": 0, "APPLIES_NORM": 0, "DEFERS_NORM": 0, "LORA": 0}
 PERSISTENT = {"STAGES": 4, "FP8": 0, "GATED": 0, "ADD": 0, "APPLIES_NORM": 0, "SPLITS": 1, "EXACT": 0}
 LLAMA = {"HIDDEN": 4096, "INNER": 14336, "HEADS": 32, "KV_HEADS": 8, "HEAD_NORM": 0, "CTAS": 132, "IN_FLIGHT": 4}
 QWEN = {"HIDDEN": 1024, "INNER": 3072, "HEADS": 16, "KV_HEADS": 8, "HEAD_NORM": 1, "CTAS": 132, "IN_FLIGHT": 2}
@@ -26,6 +26,8 @@ VARIANTS = [
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "APPLIES_NORM": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "FP8": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 64, "TILE": 128, "STAGES": 9, "SPLITS": 1, "WIDE": 1}),
+    ("gemm.cu", PLAIN | {"ROWS": 32, "TILE": 64, "STAGES": 18, "SPLITS": 2, "ADD": 1, "DEFERS_NORM": 1, "LORA": 1}),
+    ("gemm.cu", PLAIN | {"ROWS": 64, "TILE": 256, "STAGES": 3, "SPLITS": 1, "GATED": 1, "APPLIES_NORM": 1, "LORA": 1}),
     ("layers.cu", LLAMA | {"FP8": 1}),
     ("layers.cu", QWEN | {"FP8": 0}),
     ("prefill.cu", {"GROUP": 4, "RANGE": 0}),

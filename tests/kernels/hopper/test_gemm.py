@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,13 +16,17 @@ from penstock.kernels import linear as linear_layers
 from penstock.kernels.hopper import gemm
 from penstock.kernels.hopper.gemm import (
     STEP_BYTES,
+    GemmAdapters,
     HopperConfig,
     hopper_gemm,
     padded_rows,
     shared_bytes,
 )
 from penstock.kernels.hopper.gemm_configs import most_rows, tile_config
+from penstock.kernels.lora_reference import lora_reference
 from penstock.kernels.triton.gemm import linear_reference, split_scratch
+from penstock.kernels.triton.lora import LowRank
+from penstock.runner.device_adapters import grouped
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 from tests.kernels.hopper.gemm_inputs import draw_gemm_inputs
 
@@ -97,6 +102,52 @@ def test_deferred_norm_between_two_gemms(
     close(gated, linear_reference(stream, gate_up, norm=norm, gated=True), 8e-3)
     plain = linear_layers.linear(stream, gate_up, scratch, norm=norm, deferred=deferred)
     close(plain, linear_reference(stream, gate_up, norm=norm), 8e-3)
+
+
+RANKS = (16, 32, 16)  # of the slots
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    ("config", "rows", "outputs", "k", "kind"),
+    [
+        (HopperConfig(64, 2, splits=2), 9, (128, 64, 64), 1344, "plain"),  # units past the end
+        (HopperConfig(128, 3), 37, (100,), 576, "add"),  # several tiles of one slot, a tile past the end
+        (HopperConfig(256, 2), 16, (128, 128), 384, "gated"),
+        (HopperConfig(128, 2, splits=2), 23, (96, 96), 256, "gated"),
+        (HopperConfig(128, 2), 20, (128, 128, 128), 256, "norm"),
+    ],
+)
+def test_tokens_have_lora_adapters(
+    config: HopperConfig, rows: int, outputs: tuple[int, ...], k: int, kind: str
+) -> None:
+    n, gated, columns = sum(outputs), kind == "gated", 1024 if config.tile == 64 else 2048  # of a unit
+    weight, x, _ = draw_gemm_inputs(rows, n, k, fp8=False)
+    draw, offset = np.random.default_rng(rows), 16  # elements per rank, of a projection before
+    low = LowRank(torch.zeros(len(RANKS), 32 * (offset + len(outputs) * k + n)).bfloat16(), offset, k, outputs, 32)
+    for slot, rank in enumerate(RANKS):
+        a, b = low.matrices(slot, rank)
+        a.copy_(torch.randn(a.shape) / k**0.5)
+        b.copy_(torch.randn(b.shape) * k**0.5 / rank**0.5)
+    slots = draw.integers(-1, len(RANKS), rows).astype(np.int32)
+    tiles = grouped(slots, np.array(RANKS, dtype=np.int32), len(RANKS))
+    adapters = GemmAdapters(
+        torch.from_numpy(tiles.tiles), torch.from_numpy(tiles.order), low.weights, low.offset, low.b_offset, outputs,
+        low.most_rank, torch.zeros(1, dtype=torch.int32),
+    )  # fmt: skip
+    out = torch.randn(rows, n // 2 if gated else n).bfloat16()
+    residual, plain = out.float(), x.float() @ weight.float().T
+    squares = x.float().square().sum(1)[None] if kind == "norm" else None
+    norm = (squares, 1e-2) if squares is not None else None
+    hopper_gemm(out, x, weight, config=config, norm=norm, gated=gated, add=kind == "add", adapters=adapters)
+    expected = plain + lora_reference(x, low, slots.tolist(), list(RANKS))
+    if squares is not None:
+        expected *= torch.rsqrt(squares[0] / k + 1e-2)[:, None]
+    if gated:
+        gate, up = expected.chunk(2, 1)
+        expected = torch.nn.functional.silu(gate) * up
+    close(out, expected + residual if kind == "add" else expected, 8e-3)
+    assert adapters.arrivals.item() == sum(slot >= 0 for slot in tiles.tiles[:, 0]) * len(outputs) * -(-k // columns)
 
 
 @given(

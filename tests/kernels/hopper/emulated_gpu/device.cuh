@@ -742,5 +742,6 @@ void keep_in_place(T (&)[SIZE]) {}
 
 inline int read_int(const int* at) { return *at; }
 inline int4 read_ints(const int* at) { return {at[0], at[1], at[2], at[3]}; }
+inline uint4 read_words(const void* at) { return *static_cast<const uint4*>(at); }
 inline float read_float(const float* at) { return *at; }
 inline float4 read_float4(const float* at) { return {at[0], at[1], at[2], at[3]}; }

@@ -1,0 +1,1 @@
+"""Profiles of a running server: everything that its processes do for some seconds, on one clock."""

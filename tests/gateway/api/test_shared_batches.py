@@ -1,0 +1,130 @@
+"""Files and batches of gateways that share a Redis: what one has, all have."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from penstock.batches.settings import BatchesConfig
+from penstock.core.request import GenerateRequest
+from penstock.settings import Settings
+from penstock.simulation.scripted_engine import Action, hang
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.api.test_batches import SECONDS, ended, jsonl, line, lines_of, submitted
+from tests.gateway.conftest import Gateway, serving
+from tests.redis_server import RedisServer
+
+
+@pytest.fixture
+def settings() -> Iterator[Settings]:
+    server = RedisServer()
+    yield Settings(state=server.url, batches=BatchesConfig(concurrent=1))
+    server.stop()
+
+
+@pytest.fixture
+def gateways(tokenizer: Tokenizer, settings: Settings) -> Iterator[tuple[Gateway, Gateway]]:
+    with serving(tokenizer, settings) as first, serving(tokenizer, settings) as second:
+        yield first, second
+
+
+def test_gateways_share_files_batches_and_lines(gateways: tuple[Gateway, Gateway]) -> None:
+    begun = [threading.Event(), threading.Event()]
+    for gateway, mine, other in zip(gateways, begun, begun[::-1], strict=True):
+
+        def script(
+            request: GenerateRequest,
+            answer: object = gateway.engine.script,
+            mine: threading.Event = mine,
+            other: threading.Event = other,
+        ) -> list[Action]:
+            mine.set()
+
+            async def until_both_have_one() -> None:
+                assert await asyncio.to_thread(other.wait, SECONDS)
+
+            return [until_both_have_one, *answer(request)]  # type: ignore[operator]
+
+        gateway.runs(script)
+    here, there = (gateway.client() for gateway in gateways)
+    file = here.files.create(file=("lines.jsonl", jsonl(*(line(f"l{n}") for n in range(10)))), purpose="batch")
+    batch = there.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    batch = ended(here, batch.id)
+    assert batch.request_counts is not None
+    assert batch.request_counts.to_dict() == {"total": 10, "completed": 10, "failed": 0}
+    assert set(lines_of(there, batch.output_file_id)) == {f"l{n}" for n in range(10)}
+    assert sum(len(gateway.engine.requests) for gateway in gateways) == 10
+    assert all(gateway.engine.requests for gateway in gateways)
+    assert {each.id for each in there.files.list()} == {file.id, batch.output_file_id}
+    here.files.delete(file.id)
+    with pytest.raises(openai.NotFoundError):
+        there.files.content(file.id)
+
+
+def test_a_batch_is_cancelled_at_any_gateway(gateways: tuple[Gateway, Gateway]) -> None:
+    taken = threading.Event()
+
+    async def hang_noticed() -> None:
+        taken.set()
+        await hang()
+
+    for gateway in gateways:
+        gateway.runs(lambda request: [hang_noticed])
+    here, there = (gateway.client() for gateway in gateways)
+    batch = submitted(here, jsonl(line("a"), line("b"), line("c")))
+    assert taken.wait(SECONDS)
+    assert there.batches.cancel(batch.id).status == "cancelling"
+    batch = ended(here, batch.id)
+    assert batch.status == "cancelled"
+    assert len(lines_of(here, batch.error_file_id)) == 3
+
+
+def test_a_redis_that_is_away_is_said(tokenizer: Tokenizer) -> None:
+    server = RedisServer()
+    with serving(tokenizer, Settings(state=server.url)) as gateway, gateway.http() as http:
+        file = gateway.client().files.create(file=("x", b"x"), purpose="batch")
+        server.stop()
+        for answer in (
+            http.get(f"/v1/files/{file.id}/content"),
+            http.post("/v1/files", files={"file": b"x"}, data={"purpose": "batch"}),
+            http.get("/v1/batches"),
+        ):
+            assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
+            assert "Redis does not answer" in answer.json()["error"]["message"]
+
+
+def test_a_batch_outlasts_a_restart_of_redis(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answers wait in memory while Redis is away."""
+    monkeypatch.setattr("penstock.batches.runner.RETRY_SECONDS", 0.1)
+    server = RedisServer(tmp_path)
+    taken, is_away = threading.Event(), threading.Event()
+
+    async def until_away() -> None:
+        taken.set()
+        assert await asyncio.to_thread(is_away.wait, SECONDS)
+
+    with serving(tokenizer, Settings(state=server.url)) as gateway, gateway.http() as http:
+        answer = gateway.engine.script
+        gateway.runs(lambda request: [until_away, *answer(request)])
+        batch = submitted(gateway.client(), jsonl(*(line(f"l{n}") for n in range(5))))
+        assert taken.wait(SECONDS)
+        server.stop()
+        is_away.set()
+        deadline = time.monotonic() + SECONDS
+        while "answers wait to be kept: Redis does not answer" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        server.start()
+        while (found := http.get(f"/v1/batches/{batch.id}")).status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            assert time.monotonic() < deadline, found.text
+        assert len(lines_of(gateway.client(), ended(gateway.client(), batch.id).output_file_id)) == 5
+    server.stop()
