@@ -12,13 +12,15 @@ from __future__ import annotations
 import queue
 import sys
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.source import DEFAULT_MODEL, resolve
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import (
+    Adapter,
     Chunk,
     FinishReason,
     GenerateRequest,
@@ -29,6 +31,8 @@ from penstock.core.request import (
 from penstock.engine.local import LocalEngine
 from penstock.engine.settings import EngineConfig
 from penstock.grammar.compiler import grammars_of
+from penstock.lora.checkpoint import adapter_digest
+from penstock.lora.host_memory import adapters_of
 from penstock.runner.progress import LoadProgress, TokenProgress
 from penstock.runner.startup import start
 from penstock.text.chat_template import ChatTemplate
@@ -59,15 +63,31 @@ class Completion:
 
 
 class LLM:
-    """A model in this process. Keyword arguments are the fields of `EngineConfig`."""
+    """A model in this process. `adapters` are folders of LoRA adapters by the names that `generate`, `chat` and
+    `stream` choose them by; further keyword arguments are the fields of `EngineConfig`."""
 
-    def __init__(self, model: str = DEFAULT_MODEL, **engine: Any) -> None:
+    def __init__(
+        self, model: str = DEFAULT_MODEL, *, adapters: Mapping[str, str | Path] | None = None, **engine: Any
+    ) -> None:
         self.tokenizer = load_tokenizer(resolve(model))
         self._template = ChatTemplate(self.tokenizer.chat_template)
         config = EngineConfig(**{"max_waiting": sys.maxsize, **engine})  # a library's caller may queue at will
         scheduler, executor, info = start(model, config, LoadProgress(sys.stderr))
         grammars = grammars_of(scheduler.limits, model, self.tokenizer)
-        self.engine = LocalEngine(scheduler, executor, info, grammars)
+        self._host_adapters = adapters_of(executor, config.max_adapter_rank, config.adapter_memory_gib)
+        self._adapters: dict[str, Adapter] = {}
+        for name, folder in (adapters or {}).items():
+            self.load_adapter(name, folder)
+        self.engine = LocalEngine(scheduler, executor, info, grammars, self._host_adapters)
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """A LoRA adapter as PEFT writes it; a name that is taken means this one from now on. Raises InvalidRequest for
+        what does not fit the model."""
+        if self._host_adapters is None:
+            raise InvalidRequest("this model runs without LoRA adapters", param="adapters")
+        adapter = Adapter(adapter_digest(folder), str(folder))
+        self._host_adapters.get(adapter)
+        self._adapters[name] = adapter
 
     @property
     def sampling_defaults(self) -> SamplingParams:
@@ -79,13 +99,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = True,
     ) -> list[Completion]:
-        """Complete each prompt (text or token ids). One result per prompt, in order."""
+        """Complete each prompt (text or token ids), with a LoRA adapter or without (None). One result per prompt, in
+        order."""
         batch = _as_batch(prompts)
         per_prompt = list(params) if isinstance(params, Sequence) else [params or self.sampling_defaults] * len(batch)
-        if len(per_prompt) != len(batch):
-            raise InvalidRequest(f"{len(batch)} prompts but {len(per_prompt)} params; give one each, or one for all")
+        names = list(adapter) if adapter is not None and not isinstance(adapter, str) else [adapter] * len(batch)
+        for given, what in ((per_prompt, "params"), (names, "adapters")):
+            if len(given) != len(batch):
+                raise InvalidRequest(f"{len(batch)} prompts but {len(given)} {what}; give one each, or one for all")
+        adapters = [self._adapter(name) for name in names]
         completions = [
             Completion(self._encode(prompt), [Choice() for _ in range(p.n)])
             for prompt, p in zip(batch, per_prompt, strict=True)
@@ -93,9 +118,9 @@ class LLM:
         inbox: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
         jobs: dict[str, _Job] = {}
         try:
-            for completion, p in zip(completions, per_prompt, strict=True):
+            for completion, p, used in zip(completions, per_prompt, adapters, strict=True):
                 for number, choice in enumerate(completion.choices):
-                    request = _request(completion.prompt_token_ids, p, number)
+                    request = _request(completion.prompt_token_ids, p, number, used)
                     self.engine.start(request, inbox.put)
                     jobs[request.id] = _Job(completion, choice, TextStream(self.tokenizer, p))
             bar = TokenProgress(sys.stderr if progress else None, requests=len(jobs))
@@ -115,11 +140,13 @@ class LLM:
                 self.engine.abort(request_id)
         return completions
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[TextDelta, None]:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> AsyncGenerator[TextDelta, None]:
         """Complete one prompt, yielding text as it is generated. Closing the generator aborts it."""
         params = params or self.sampling_defaults
         text = TextStream(self.tokenizer, params)
-        chunks = self.engine.submit(_request(self._encode(prompt), params, 0))
+        chunks = self.engine.submit(_request(self._encode(prompt), params, 0, self._adapter(adapter)))
         try:
             async for chunk in chunks:
                 chunk.raise_failure()
@@ -130,11 +157,22 @@ class LLM:
         finally:
             await chunks.aclose()
 
-    def chat(self, messages: list[dict[str, Any]], params: SamplingParams | None = None) -> Completion:
+    def chat(
+        self, messages: list[dict[str, Any]], params: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> Completion:
         """Answer a conversation, using the model's chat template."""
         tokenizer = self.tokenizer
         text = self._template.render(messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
-        return self.generate([tokenizer.encode(text, add_special_tokens=False)], params, progress=False)[0]
+        prompt = tokenizer.encode(text, add_special_tokens=False)
+        return self.generate([prompt], params, adapter=adapter, progress=False)[0]
+
+    def _adapter(self, name: str | None) -> Adapter | None:
+        if name is None:
+            return None
+        if name not in self._adapters:
+            known = ", ".join(self._adapters) or "none"
+            raise InvalidRequest(f"there is no adapter {name!r}; loaded: {known}", param="adapter")
+        return self._adapters[name]
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -171,8 +209,9 @@ class _Job:
         return delta
 
 
-def _request(prompt: Sequence[int], params: SamplingParams, choice: int) -> GenerateRequest:
-    return GenerateRequest(uuid.uuid4().hex, prompt, params, seed=choice_seed(params.seed, choice))
+def _request(prompt: Sequence[int], params: SamplingParams, choice: int, adapter: Adapter | None) -> GenerateRequest:
+    seed = choice_seed(params.seed, choice)
+    return GenerateRequest(uuid.uuid4().hex, prompt, params, seed=seed, adapter=adapter)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -220,18 +220,20 @@ def run(args: Namespace) -> int:
 
 
 def _speculation(plan: Plan, args: Namespace) -> SpeculationConfig:
-    """What the engine is started with: a draft model if one is to be measured."""
-    if "draft" not in plan.speculation:
-        return SpeculationConfig()
-    return SpeculationConfig("draft", args.draft_model, args.draft_quantization)
+    """What the engine is started with: a draft model or early exit, if one is to be measured."""
+    if "early_exit" in plan.speculation:
+        return SpeculationConfig("early_exit", layers=args.exit_layers)
+    if "draft" in plan.speculation:
+        return SpeculationConfig("draft", args.draft_model, args.draft_quantization)
+    return SpeculationConfig()
 
 
 def _speculations(plan: Plan, scheduler: Scheduler) -> dict[str, Speculation | None]:
     from penstock.speculative.suffix import SuffixDrafter
 
     most = SpeculationConfig().max_tokens
-    known = {"off": None, "suffix": Speculation(SuffixDrafter(), scheduler.times, most), "draft": scheduler.speculation}
-    return {method: known[method] for method in plan.speculation}
+    known = {"off": None, "suffix": Speculation(SuffixDrafter(), scheduler.times, most)}
+    return {method: known.get(method, scheduler.speculation) for method in plan.speculation}
 
 
 def _start(model: str, config: EngineConfig) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:

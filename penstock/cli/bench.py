@@ -48,10 +48,11 @@ def _add_engine(kinds: Subparsers) -> None:
         type=speculation_methods,
         default=["off"],
         metavar="METHOD[,METHOD...]",
-        help="off, suffix, draft, or several interleaved to compare them with the first (default off)",
+        help="off, suffix, draft or early_exit, or several interleaved to compare them with the first (default off)",
     )
     parser.add_argument("--draft-model", metavar="MODEL", default="", help="for --speculation draft")
     parser.add_argument("--draft-quantization", choices=("auto", "none", "int8", "int4"), default="auto")
+    parser.add_argument("--exit-layers", type=int, metavar="N", help="for --speculation early_exit")
     parser.add_argument(
         "--adapters",
         type=adapter_counts,
@@ -179,6 +180,8 @@ def speculation_methods(text: str) -> list[str]:
     methods = text.split(",")
     if not set(methods) <= set(get_args(SpeculationMethod)) or len(set(methods)) < len(methods):
         raise argparse.ArgumentTypeError(f"{text} is not {' or '.join(get_args(SpeculationMethod))}, each once")
+    if {"draft", "early_exit"} <= set(methods):
+        raise argparse.ArgumentTypeError("draft and early_exit are measured one at a time")
     return methods
 
 

@@ -38,8 +38,9 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from penstock.gateway.http.listener import bind
     from penstock.grammar.compiler import grammars_of
+    from penstock.lora.host_memory import adapters_of
     from penstock.observability.logging import configure_logging
-    from penstock.worker.main import adapters_of, load, serve
+    from penstock.worker.main import load, serve
     from penstock.worker.protocol import Start
     from penstock.worker.remote import SECRET, Port
 
@@ -63,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     log.info("started: %s", listed(times.seconds))
     gateways = Port(listener, secret)
     grammars = grammars_of(scheduler.limits, settings.model)
-    adapters, drain_seconds = adapters_of(executor, settings.engine), settings.server.drain_seconds
+    adapters = adapters_of(executor, settings.engine.max_adapter_rank, settings.engine.adapter_memory_gib)
+    drain_seconds = settings.server.drain_seconds
     asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, drain_seconds, grammars, adapters))
     return 0

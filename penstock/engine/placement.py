@@ -8,7 +8,7 @@ from dataclasses import replace
 from penstock.core.ledger import MissCause, QueueCause
 from penstock.engine.adapter_slots import AdapterSlots
 from penstock.engine.block_pool import BlockPool
-from penstock.engine.executor import NO_ADAPTER, AdapterWeights, RowSetup, Step
+from penstock.engine.executor import AdapterWeights, RowSetup, Step
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.sequence import Sequence
 
@@ -88,6 +88,8 @@ class Placement:
         sequence.shared = len(hits)
         sequence.computed = len(hits) * self._limits.block_size
         sequence.row = self._free_rows.pop()
+        if sequence.adapter is not None:
+            sequence.adapter_slot = self._slot_for(sequence.adapter)
         request, params = sequence.request, sequence.request.params
         if sequence.constraint is not None:
             sequence.constraint.uncounted = []  # the setup has all its tokens
@@ -101,7 +103,7 @@ class Placement:
                 tokens=tuple(sequence.tokens),
                 prompt_len=sequence.prompt_len,
                 stop_ids=tuple(sequence.stop_ids),
-                adapter=self._slot_for(sequence.adapter) if sequence.adapter is not None else NO_ADAPTER,
+                adapter=sequence.adapter_slot,
                 second_text=request.second_text,
             )
         )

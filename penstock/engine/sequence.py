@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.core.block_hashes import extend_block_hashes
 from penstock.core.ledger import Ledger
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
-from penstock.engine.executor import AdapterWeights
+from penstock.engine.executor import NO_ADAPTER, AdapterWeights
 from penstock.engine.fairness import TenantCounter
 from penstock.engine.grammar import Constraint, follow
 
@@ -52,6 +52,7 @@ class Sequence:
     last_token: float = 0.0
     constraint: Constraint | None = None  # what its output must match
     adapter: AdapterWeights | None = None  # that it is computed with
+    adapter_slot: int = NO_ADAPTER  # where that is on the device while running
     draft_from: int = 0  # tokens that it has when a draft is next thought of
     draft_pause: int = 1  # tokens until then, if there is none now
     late_tokens: int = 0  # that came later after the one before than the objective says

@@ -16,16 +16,18 @@ Quantization = Literal["auto", "none", "int8", "int4", "fp8"]
 KVDtype = Literal["auto", "bf16", "int8", "fp8"]
 Scheduling = Literal["deadline", "fcfs"]
 Pooling = Literal["auto", "cls", "mean", "last", "none"]
-SpeculationMethod = Literal["suffix", "draft", "off"]
+SpeculationMethod = Literal["suffix", "draft", "early_exit", "off"]
 
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
     """Speculative decoding: tokens are drafted, and verified several in one step. The output stays the same."""
 
-    method: SpeculationMethod = "suffix"  # look up repeated text; draft: ask a smaller model; off
+    # suffix: look up repeated text; draft: ask a smaller model; early_exit: ask the model's own first layers; off
+    method: SpeculationMethod = "suffix"
     model: str = field(default="", metadata={"expected": "a name or a path"})  # that drafts
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"  # of that model's weights; auto: int8
+    layers: int | None = None  # that draft with early_exit; default: what the checkpoint says
     max_tokens: int = 15  # of one draft; how many pay is decided for every step
 
     def __post_init__(self) -> None:
@@ -34,6 +36,8 @@ class SpeculationConfig:
         check(1 <= self.max_tokens <= 64, "max_tokens", "must be between 1 and 64")
         check(self.method != "draft" or bool(self.model), "model", "must name the model that drafts")
         check(self.method == "draft" or not self.model, "model", f"is for method draft, not {self.method}")
+        early = self.method == "early_exit"
+        check(early or self.layers is None, "layers", f"is for method early_exit, not {self.method}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,16 @@ from weakref import WeakValueDictionary
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Adapter
-from penstock.engine.executor import AdapterWeights
+from penstock.engine.executor import AdapterWeights, LoadedExecutor
 from penstock.lora.checkpoint import read_adapter
 from penstock.lora.fit import Projections, check_fit, modules_of
+
+
+def adapters_of(executor: LoadedExecutor, max_rank: int, memory_gib: float) -> HostAdapters | None:
+    """For an engine with this executor; None if that computes without adapters."""
+    if not executor.adapter_modules:
+        return None
+    return HostAdapters(executor.adapter_modules, max_rank, int(memory_gib * 2**30), executor.prepare_adapter)
 
 
 class HostAdapters:

@@ -107,6 +107,7 @@ class ModelConfig:
     bos_id: int | None
     dtype: str  # as the checkpoint names it: bfloat16, Q4_1
     sampling: Mapping[str, float] = field(default_factory=dict)  # what its authors recommend, of `RECOMMENDED`
+    exit_layers: int | None = None  # first layers that it was trained to draft with, if it says so
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -210,6 +211,7 @@ def _from_json(raw: _Fields, generation_config: Path) -> ModelConfig:
         bos_id=next(iter(_ids(raw.get("bos_token_id"), generation.get("bos_token_id"))), None),
         dtype=str(raw.get("dtype", raw.get("torch_dtype", "float32"))),
         sampling=_sampling({name: generation.get(name) for name in RECOMMENDED}),
+        exit_layers=generation.get("assistant_early_exit"),
     )
 
 

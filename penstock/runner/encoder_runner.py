@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.errors import EngineFailure
 from penstock.core.machine import lower_priority
-from penstock.engine.executor import AdapterWeights, HostMemory, Step, StepResult, TokenMask
+from penstock.engine.executor import HostMemory, Step, StepResult
 from penstock.kernels.native.encoder import NativeEncoder
-from penstock.runner.vectors import packed_vectors
+from penstock.runner.vectors import VectorExecutor, packed_vectors
 
 
 class TextEncoder(Protocol):
@@ -24,17 +23,11 @@ class TextEncoder(Protocol):
         ...
 
 
-class EncoderRunner:
-    runs_ahead = False
-    verifies_drafts = False
-    adapter_modules: Mapping[str, tuple[int, int]] = {}
-    kernel_probe = None
-
+class EncoderRunner(VectorExecutor):
     def __init__(
         self, encoder: TextEncoder, num_blocks: int, *, normalize: bool, sigmoid: bool, niceness: int = 0
     ) -> None:
         self.num_blocks = num_blocks
-        self.idle_seconds: float | None = None
         self._encoder = encoder
         self._normalize, self._sigmoid = normalize, sigmoid
         self._niceness = niceness
@@ -49,18 +42,6 @@ class EncoderRunner:
             lower_priority(self._niceness)
         if isinstance(self._encoder, NativeEncoder):
             self._encoder.pin_caller()
-
-    def prepare_adapter(self, adapter: AdapterWeights) -> None:
-        """It computes without adapters."""
-
-    def padded_tokens(self, tokens: int) -> int:
-        return tokens
-
-    def launch(self, step: Step) -> Step:
-        return step
-
-    def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
-        raise EngineFailure("an encoder samples nothing")
 
     def collect(self, step: Step) -> StepResult:
         for setup in step.setups:

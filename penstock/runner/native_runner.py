@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate, chain, count, repeat
+from threading import Lock
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from penstock.engine.executor import SAMPLED, AdapterWeights, HostMemory, Step, StepResult, TokenMask, by_sequence
+from penstock.kernels.native.adapters import NativeAdapter
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.kernels.native.shape import adapter_modules
 from penstock.runner.host_rows import HostRows
@@ -29,14 +32,19 @@ class NativeRunner:
     runs_ahead = False
     verifies_drafts = True
 
-    def __init__(self, model: NativeModel, state: HostRows) -> None:
+    def __init__(self, model: NativeModel, state: HostRows, *, spare_blocks: int = 0, layers: int = 0) -> None:
+        """`spare_blocks`: the last ones of the KV cache, which are left to the drafts of a second runner. `layers`: so
+        many of the model's layers are computed, from the first on, then its final norm and head; 0: all."""
         self.model = model
         self.kernel_probe = NativeProbe(model)
-        self.num_blocks = model.num_blocks
+        self.num_blocks = model.num_blocks - spare_blocks
+        self._layers = layers
         self.adapter_modules = adapter_modules(model.config)
         self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost
         self._state = state
         self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
+        self._packed = WeakKeyDictionary[AdapterWeights, NativeAdapter]()
+        self._packing = Lock()
         self._rows = NativeRows(state.tables_RM, state.last_token_R, state.sampling, state.adapter)
 
     @property
@@ -47,7 +55,16 @@ class NativeRunner:
         self.model.pin_caller()
 
     def prepare_adapter(self, adapter: AdapterWeights) -> None:
-        """Nothing to prepare."""
+        self._packed_adapter(adapter)
+
+    def _packed_adapter(self, adapter: AdapterWeights) -> NativeAdapter:
+        """It is kept for as long as the weights are in host memory."""
+        if (packed := self._packed.get(adapter)) is not None:
+            return packed
+        with self._packing:
+            if (packed := self._packed.get(adapter)) is None:  # else another thread has packed it meanwhile
+                packed = self._packed[adapter] = NativeAdapter(self.model, adapter.rank, adapter.modules)
+            return packed
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens
@@ -62,7 +79,7 @@ class NativeRunner:
         state, ended = self._state, self.model.call_ended
         state.apply(step)
         for slot, adapter in step.adapters:
-            self._fill(slot, adapter)
+            self._packed_adapter(adapter).use(slot)
         ends = zip(accumulate(step.counts), step.samples, strict=True)
         wanted = [at for end, samples in ends for at in range(end - samples, end)]
         sampling, targets, scores = len(wanted), [], not state.scored.isdisjoint(step.rows)
@@ -73,7 +90,9 @@ class NativeRunner:
             wanted += chain.from_iterable(rows for _, rows, _ in prompts)
             runs += repeat(1, len(wanted) - sampling)
         masks, self._masks = _by_sample(step, self._masks) if self._masks else {}, {}
-        native = NativeStep(step.tokens, step.rows, step.starts, step.counts, wanted, runs, targets, masks)
+        native = NativeStep(
+            step.tokens, step.rows, step.starts, step.counts, wanted, runs, targets, masks, self._layers
+        )
         _, tokens = self.model.forward(native, self._rows, logits=False)
         result = StepResult(by_sequence(step.samples, tokens[:sampling]))
         if scores:
@@ -81,11 +100,6 @@ class NativeRunner:
         if not step.setups:  # all that it computes was at hand when the last step ended
             self.idle_seconds = (self.idle_seconds or 0.0) + self.model.call_began - ended
         return result
-
-    def _fill(self, slot: int, adapter: AdapterWeights) -> None:
-        self.model.clear_adapter(slot, adapter.rank)
-        for name, (a, b) in adapter.modules.items():
-            self.model.set_adapter_module(slot, name, a, b)
 
     def _score(self, step: Step, prompts: list[Prompt], result: StepResult) -> None:
         state, scores, first = self._state, self.model.scores, 0

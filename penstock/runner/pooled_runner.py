@@ -3,7 +3,7 @@ and their final hidden states are pooled. Nothing is sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from penstock.core.errors import EngineFailure
 from penstock.core.machine import lower_priority
-from penstock.engine.executor import AdapterWeights, HostMemory, Step, StepResult, TokenMask
+from penstock.engine.executor import HostMemory, Step, StepResult
 from penstock.engine.step_work import KernelProbe
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.models.pooling import Pooling
 from penstock.runner.host_rows import HostRows
 from penstock.runner.native_probe import NativeProbe
-from penstock.runner.vectors import packed_vectors
+from penstock.runner.vectors import VectorExecutor, packed_vectors
 
 Floats = npt.NDArray[np.float32]
 
@@ -65,17 +65,12 @@ class NativeHidden:
         return self._model.hidden_states(tokens)
 
 
-class PooledRunner:
-    runs_ahead = False
-    verifies_drafts = False
-    adapter_modules: Mapping[str, tuple[int, int]] = {}
-
+class PooledRunner(VectorExecutor):
     def __init__(self, hidden: Hidden, pooling: Pooling) -> None:
         if pooling.kind == "cls":
             raise EngineFailure("the first token of a decoder has seen no other: pool mean or last")
         self.num_blocks = hidden.num_blocks
         self.kernel_probe = hidden.kernel_probe
-        self.idle_seconds: float | None = None
         self._hidden = hidden
         self._pooling = pooling
         self._prompts: dict[int, int] = {}  # tokens of the prompt, by row
@@ -87,18 +82,6 @@ class PooledRunner:
 
     def enter_thread(self) -> None:
         self._hidden.enter_thread()
-
-    def prepare_adapter(self, adapter: AdapterWeights) -> None:
-        """It computes without adapters."""
-
-    def padded_tokens(self, tokens: int) -> int:
-        return tokens
-
-    def launch(self, step: Step) -> Step:
-        return step
-
-    def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
-        raise EngineFailure("a model for embeddings samples nothing")
 
     def collect(self, step: Step) -> StepResult:
         for setup in step.setups:

@@ -28,7 +28,7 @@ from penstock.models.config import ModelConfig, read_config
 from penstock.models.encoder_config import encoder_architecture
 from penstock.models.pooling import Pooling
 from penstock.runner.device import DeviceKind, device_of, need
-from penstock.runner.drafting import drafter_of, speculation_by
+from penstock.runner.drafting import drafter_of, spare_blocks, speculation_by
 from penstock.runner.encoder_startup import decoder_pooling, max_model_len, start_encoder
 from penstock.runner.memory import KVDemand, kv_blocks
 from penstock.runner.pooled_runner import POOLED_NICENESS, NativeHidden, PooledRunner
@@ -163,6 +163,9 @@ def start(
         *(["deterministic"] if config.deterministic else []),
         padded=executor.padded_tokens,
     )
+    speculation = None
+    if plan.pooling is None:
+        speculation = speculation_by(drafter, executor, step_times, model_config, config, plan.max_model_len)
     info = EngineInfo(
         checkpoint.name,
         limits.longest_sequence,
@@ -174,7 +177,7 @@ def start(
         width=0 if plan.pooling is None else model_config.hidden_size,
         normalized=plan.pooling is not None and plan.pooling.normalize,
     )
-    return Scheduler(limits, step_times, speculation_by(drafter, executor, step_times, config)), executor, info
+    return Scheduler(limits, step_times, speculation), executor, info
 
 
 def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> SamplingParams:
@@ -269,16 +272,17 @@ def _native_executor(plan: _Plan, scheme: Scheme) -> LoadedExecutor:
     kv = usual_kv(scheme) if config.kv_dtype == "auto" else cast(KVFormat, config.kv_dtype)
     demand = plan.kv_demand(native_block_bytes(model, config.block_size, kv))
     num_blocks = kv_blocks(demand, config.kv_memory_gib)
+    spare = spare_blocks(model, config) if plan.pooling is None else 0
     network = native_model(
-        model, scheme, block_size=config.block_size, num_blocks=num_blocks, threads=usable_cpus(), kv=kv
+        model, scheme, block_size=config.block_size, num_blocks=num_blocks + spare, threads=usable_cpus(), kv=kv
     )
     plan.times.ended("kernels")
     fill(network, plan.checkpoint, model, plan.progress)
     plan.times.ended("load")
     rows = HostRows(config.max_seqs, plan.table_blocks, model.vocab_size)
-    return (
-        NativeRunner(network, rows) if plan.pooling is None else PooledRunner(NativeHidden(network, rows), plan.pooling)
-    )
+    if plan.pooling is not None:
+        return PooledRunner(NativeHidden(network, rows), plan.pooling)
+    return NativeRunner(network, rows, spare_blocks=spare)
 
 
 def _torch_executor(plan: _Plan, model: CausalLM) -> LoadedExecutor:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import SAMPLED, Executor, RowSetup, Step
+from penstock.engine.executor import NO_ADAPTER, SAMPLED, Executor, RowSetup, Step
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.speculative.acceptance import Acceptance
@@ -24,16 +24,17 @@ _SEQUENCE_MEMORY, _MEMORY = 32.0, 512.0  # guesses
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
     rows: int  # sequences whose tokens its KV cache holds
-    table_blocks: int  # of each: every row has blocks of its own for a whole sequence
+    table_blocks: int  # of each: it has room for a whole sequence
     block_size: int
     max_step_tokens: int
 
 
 @dataclass(slots=True, eq=False)
-class _Draft:
+class Draft:
     """What the draft model holds of one sequence."""
 
     row: int
+    adapter: int  # slot that its row was set up with
     computed: int = 0  # tokens of the sequence whose keys and values are in its cache
     begin: int = 0  # where the last draft stands in the sequence
     tokens: list[int] = field(default_factory=list)  # the last draft
@@ -41,17 +42,23 @@ class _Draft:
 
 
 class ModelDrafter:
-    """`clock` gives the time in seconds: what drafting takes is measured."""
+    """`tables`: the KV blocks of each row, as `Step.blocks` has them. `clock` gives the time in seconds: what drafting
+    takes is measured."""
 
-    def __init__(self, executor: Executor, limits: DraftLimits, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        limits: DraftLimits,
+        tables: list[tuple[int, int, list[int]]],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._executor = executor
         self._limits = limits
         self._clock = clock
         self._times = StepTimes()
-        self._drafts: OrderedDict[Sequence, _Draft] = OrderedDict()  # least recently used first
+        self._drafts: OrderedDict[Sequence, Draft] = OrderedDict()  # least recently used first
         self._free = list(range(limits.rows))
-        blocks = limits.table_blocks
-        self._tables = [(row, 0, list(range(row * blocks, (row + 1) * blocks))) for row in self._free]
+        self._tables = tables  # of the next step
         self._setups: list[RowSetup] = []
         self._acceptance = Acceptance(_MEMORY)
         self._context = 0  # tokens of a sequence, the last time
@@ -64,7 +71,7 @@ class ModelDrafter:
         self._settle(draft, sequence.tokens)
         return draft.acceptance.rate(known, _PRIOR_GUESSES)
 
-    def _settle(self, draft: _Draft, tokens: list[int]) -> None:
+    def _settle(self, draft: Draft, tokens: list[int]) -> None:
         """Find out which tokens of the last draft were right."""
         came, right = tokens[draft.begin :], 0
         for guess, token in zip(draft.tokens, came, strict=False):
@@ -83,13 +90,15 @@ class ModelDrafter:
         """One step for each depth, with all sequences that have not got as many tokens as they should."""
         seated = [self._seat(s, sequences) for s in sequences]
         wanted = zip(sequences, seated, depths, strict=True)
-        going = [(s, draft, depth) for s, draft, depth in wanted if draft is not None and self._catch_up(s, draft)]
+        going = [
+            (s, draft, depth) for s, draft, depth in wanted if draft is not None and self._catch_up(s, draft, depth)
+        ]
         while going:
             self._decode([(s, draft) for s, draft, _ in going])
             going = [each for each in going if len(each[1].tokens) < each[2]]
         return [list(draft.tokens) if draft else [] for draft in seated]
 
-    def _seat(self, sequence: Sequence, needed: list[Sequence]) -> _Draft | None:
+    def _seat(self, sequence: Sequence, needed: list[Sequence]) -> Draft | None:
         """Its row; a new one if need be from whoever drafted the longest time ago. None: all are needed."""
         draft = self._drafts.get(sequence)
         if draft is None:
@@ -98,24 +107,30 @@ class ModelDrafter:
                 if victim is None:
                     return None
                 self._free.append(self._drafts.pop(victim).row)
-            draft = self._drafts[sequence] = _Draft(self._free.pop())
+            draft = self._drafts[sequence] = Draft(self._free.pop(), NO_ADAPTER)
             self._set_up(sequence, draft)
-        elif _penalised(sequence.request.params):
-            self._set_up(sequence, draft)  # rejected tokens have been counted
+        elif _penalised(sequence.request.params) or draft.adapter != self._adapter_slot(sequence):
+            self._set_up(sequence, draft)  # rejected tokens have been counted, or it was preempted
         self._drafts.move_to_end(sequence)
         self._settle(draft, sequence.tokens)
         return draft
 
-    def _set_up(self, sequence: Sequence, draft: _Draft) -> None:
+    def _adapter_slot(self, sequence: Sequence) -> int:
+        """A draft model of its own has no adapters."""
+        return NO_ADAPTER
+
+    def _set_up(self, sequence: Sequence, draft: Draft) -> None:
+        draft.adapter = self._adapter_slot(sequence)
         request = sequence.request
         params = replace(request.params, grammar=None, logprobs=None, prompt_logprobs=None)
         tokens, stops = tuple(sequence.tokens), tuple(sequence.stop_ids)
-        self._setups.append(RowSetup(draft.row, params, request.seed, tokens, sequence.prompt_len, stops))
+        setup = RowSetup(draft.row, params, request.seed, tokens, sequence.prompt_len, stops, draft.adapter)
+        self._setups.append(setup)
 
-    def _catch_up(self, sequence: Sequence, draft: _Draft) -> bool:
-        """Compute what it has not seen but the last token. False: it holds no more tokens than a row has room for."""
+    def _catch_up(self, sequence: Sequence, draft: Draft, depth: int) -> bool:
+        """Compute what it has not seen but the last token. False: a row has no room for it and so long a draft."""
         limits, last = self._limits, len(sequence.tokens) - 1
-        if last + 1 + 64 > limits.table_blocks * limits.block_size:
+        if last + depth > limits.table_blocks * limits.block_size:
             return False
         while draft.computed < last:
             end = min(last, draft.computed + limits.max_step_tokens)
@@ -127,7 +142,7 @@ class ModelDrafter:
         self._context = draft.computed
         return True
 
-    def _decode(self, going: list[tuple[Sequence, _Draft]]) -> None:
+    def _decode(self, going: list[tuple[Sequence, Draft]]) -> None:
         ones = [1] * len(going)
         starts = [draft.computed for _, draft in going]
         tokens = [SAMPLED if draft.tokens else s.tokens[-1] for s, draft in going]

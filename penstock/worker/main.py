@@ -29,7 +29,6 @@ from penstock.engine.executor import Adapters, LoadedExecutor
 from penstock.engine.grammar import Grammars
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
-from penstock.engine.settings import EngineConfig
 from penstock.grammar.compiler import grammars_of
 from penstock.observability.logging import configure_logging
 from penstock.worker.control import Control
@@ -77,6 +76,8 @@ def main() -> int:
     if wanted.visible_devices is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = wanted.visible_devices  # read when CUDA is initialised, not imported
     control = Control(connection)
+    from penstock.lora.host_memory import adapters_of  # numpy
+
     try:
         scheduler, executor, info = load(wanted, times)
     except PenstockError as error:
@@ -87,7 +88,8 @@ def main() -> int:
         listener = socket.socket(fileno=int(sys.argv[2]))
         listener.set_inheritable(False)
         gateways = Everywhere(control, Port(listener, wanted.secret, LEASE_SECONDS))
-    grammars, adapters = grammars_of(scheduler.limits, wanted.model), adapters_of(executor, wanted.engine)
+    grammars, engine = grammars_of(scheduler.limits, wanted.model), wanted.engine
+    adapters = adapters_of(executor, engine.max_adapter_rank, engine.adapter_memory_gib)
     asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, grammars=grammars, adapters=adapters))
     return 0
 
@@ -128,16 +130,6 @@ def load(wanted: Start, times: StartTimes) -> tuple[Scheduler, LoadedExecutor, E
         calibrate(scheduler, executor)
         times.ended("calibration")
     return scheduler, executor, info
-
-
-def adapters_of(executor: LoadedExecutor, config: EngineConfig) -> Adapters | None:
-    """LoRA adapters in host memory, if the executor computes with any."""
-    from penstock.lora.host_memory import HostAdapters
-
-    if not executor.adapter_modules:
-        return None
-    max_bytes = int(config.adapter_memory_gib * 2**30)
-    return HostAdapters(executor.adapter_modules, config.max_adapter_rank, max_bytes, executor.prepare_adapter)
 
 
 async def serve(

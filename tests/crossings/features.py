@@ -33,6 +33,7 @@ from penstock.engine.grammar import Grammars
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.speculation import Drafter
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_calls import hermes
@@ -93,6 +94,7 @@ FEATURES = (
     Feature("preemption", "its memory is taken away for others, and it is recomputed", limits={"num_blocks": 6}),
     Feature("run-ahead", "steps are launched before the one before them is read"),
     Feature("speculation", "tokens are drafted, most of them rightly, and several verified in one step"),
+    Feature("early exit", "tokens are drafted by the model's own first layers"),
     Feature("resumption", "another engine has given the first half of the output"),
     Feature("abort", "the same request, beside it, is aborted in the middle"),
 )
@@ -105,6 +107,7 @@ OFF = {
         "prefix hit",
     ): "logits of the whole prompt are needed, so nothing of it is taken from the cache",
     ("prompt logprobs", "resumption"): "the first engine has given them with the first token",
+    ("speculation", "early exit"): "one drafter is used at a time",
 }
 
 
@@ -130,6 +133,7 @@ class Bench:
     grammars: Grammars
     tokenizer: Tokenizer
     adapters: Adapters
+    early_exit: Drafter
     plain: dict[str, list[Outcome]] = field(default_factory=dict)  # what came out, by the parameters asked for
 
     def alone(self, params: Mapping[str, Any], choices: int, **fields: Any) -> list[Outcome]:
@@ -199,6 +203,8 @@ class _Run:
             right = {request.id: outcome.tokens for request, outcome in zip(requests, plain, strict=True)}
             drafter = Guesser(lambda request: right.get(request.id.removesuffix(ABORTED), []), SEED, right=0.8)
             self._scheduler.speculation = tried_whenever_possible(drafter, 5)
+        if "early exit" in names:
+            self._scheduler.speculation = tried_whenever_possible(bench.early_exit, 5)
         try:
             return self.finish(requests, crowded=True, aborted="abort" in names)
         finally:

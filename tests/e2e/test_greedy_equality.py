@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def reference(prompts: list[list[int]]) -> list[list[int]]:
 
 
 @contextmanager
-def engine(**config: object) -> Iterator[LLM]:
+def engine(**config: Any) -> Iterator[LLM]:
     with LLM("smollm2-135m", dtype="float32", **config) as llm:
         yield llm
 

@@ -5,18 +5,34 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from penstock import LLM, SamplingParams
+from penstock.checkpoint.source import resolve
 from penstock.core.errors import ContextTooLong, EngineFailure, InvalidRequest, StartupError, Unavailable
 from penstock.llm import Completion
+from penstock.lora.fit import projections
+from penstock.models.config import read_config
+from tests.lora.peft_folder import MODEL as OTHER_MODEL
+from tests.lora.peft_folder import write_adapter
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("smollm2-135m", kv_memory_gib=0.5, max_model_len=512) as running:
+def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the adapters one and two."""
+    folder, base = tmp_path_factory.mktemp("adapters"), projections(read_config(resolve("smollm2-135m")))
+    for seed, name in enumerate(("one", "two")):
+        write_adapter(folder / name, base, seed, rank=8, size=0.06)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(adapter_folder: Path) -> Iterator[LLM]:
+    with LLM("smollm2-135m", adapters={"one": adapter_folder / "one"}, kv_memory_gib=0.5, max_model_len=512) as running:
         yield running
 
 
@@ -39,6 +55,36 @@ def test_one_params_each(llm: LLM) -> None:
     assert [len(c.choices[0].token_ids) for c in (short, long)] == [2, 5]
     with pytest.raises(InvalidRequest, match="2 prompts but 1 params"):
         llm.generate(["a", "b"], [greedy()], progress=False)
+
+
+def test_an_adapter_for_each_prompt(llm: LLM, adapter_folder: Path) -> None:
+    llm.load_adapter("two", adapter_folder / "two")
+    prompt, names = "The ship that came in", [None, "one", "two"]
+    alone = [llm.generate(prompt, greedy(), adapter=name, progress=False)[0].text for name in names]
+    assert len(set(alone)) == 3
+    mixed = llm.generate([prompt] * 4, greedy(), adapter=[*names, "one"], progress=False)
+    assert [completion.text for completion in mixed] == [*alone, alone[1]]
+    with pytest.raises(InvalidRequest, match="2 prompts but 1 adapters"):
+        llm.generate(["a", "b"], greedy(), adapter=["one"], progress=False)
+    with pytest.raises(InvalidRequest, match="no adapter 'three'; loaded: one, two"):
+        llm.generate(prompt, greedy(), adapter="three", progress=False)
+
+
+def test_chats_and_streams_with_an_adapter(llm: LLM) -> None:
+    prompt, message = "The ship that came in", [{"role": "user", "content": "Who are you?"}]
+
+    async def streamed(adapter: str | None) -> str:
+        return "".join([delta.text async for delta in llm.stream(prompt, greedy(), adapter=adapter)])
+
+    for adapter in (None, "one"):
+        assert asyncio.run(streamed(adapter)) == llm.generate(prompt, greedy(), adapter=adapter, progress=False)[0].text
+    assert llm.chat(message, greedy(), adapter="one").text != llm.chat(message, greedy()).text
+
+
+def test_an_adapter_of_another_model_is_refused(llm: LLM, tmp_path: Path) -> None:
+    write_adapter(tmp_path, projections(OTHER_MODEL))
+    with pytest.raises(InvalidRequest, match="for another model"):
+        llm.load_adapter("one", tmp_path)
 
 
 def test_choices_differ_and_a_seed_repeats_them(llm: LLM) -> None:
@@ -126,7 +172,7 @@ def test_without_params_the_model_is_sampled_as_recommended(llm: LLM) -> None:
         ({"dtype": "int3"}, "dtype must be one of"),
     ],
 )
-def test_settings_that_cannot_work_say_what_to_change(options: dict[str, object], message: str) -> None:
+def test_settings_that_cannot_work_say_what_to_change(options: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         LLM("smollm2-135m", **options)
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -64,7 +65,7 @@ def test_the_worker_has_no_torch_and_says_what_it_uses(quantized_server: Server)
         ({"device": "cuda"}, "packed for the CPU"),
     ],
 )
-def test_other_precisions_are_refused(folder: Path, settings: dict[str, str], message: str) -> None:
+def test_other_precisions_are_refused(folder: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         LLM(str(folder), **settings)
 

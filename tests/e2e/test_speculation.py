@@ -49,8 +49,8 @@ def outputs(running: LLM, **fields: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "speculation",
-    [{}, {"method": "draft", "model": MODEL, "quantization": "int4"}],
-    ids=["default", "draft model"],
+    [{}, {"method": "draft", "model": MODEL, "quantization": "int4"}, {"method": "early_exit", "layers": 25}],
+    ids=["default", "draft model", "early exit"],
 )
 def test_outputs_stay_the_same(
     plain: dict[str, list[list[int]]], speculation: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -138,6 +138,11 @@ def test_recommended_sampling_is_read(read: Read) -> None:
     generation = {"do_sample": False, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "max_length": 7}
     assert read(generation=generation).sampling == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
     assert read(generation={}).sampling == {}
+
+
+def test_the_generation_config_says_where_to_exit_early(read: Read) -> None:
+    assert read(generation={"assistant_early_exit": 2}).exit_layers == 2
+    assert read(generation={}).exit_layers is None
     file = GGUFFile(resolve(BUILT_IN).path)
     assert _from_gguf(file).sampling == {}
     keys = {"temp": 0.699999988079071, "top_k": 20, "penalty_repeat": 1.0499999523162842, "sequence": "kpt"}

@@ -64,13 +64,12 @@ void pack_factor_row(const Factor& to, int column, const float* row, int width) 
 
 }  // namespace
 
-std::string Model::clear_adapter(int slot, int rank) {
-    if (slot < 0 || rank < 1) return "an adapter needs a slot and a rank";
-    if (slot >= int(adapters_.size())) adapters_.resize(slot + 1);
+// With modules of at most this rank, which are set one by one.
+std::shared_ptr<PackedAdapter> Model::new_adapter(int rank) const {
     const Scheme format = spec_.scheme == INT8 ? INT8 : BF16;
     const int padded = int(round_up(rank, 16)), q_width = spec_.heads * spec_.head_dim;
     const int inputs[STAGES] = {spec_.hidden, q_width, spec_.hidden, spec_.intermediate};
-    AdapterSlot made{padded, {}, std::vector<AdapterStage>(size_t(spec_.layers) * STAGES)};
+    PackedAdapter made{padded, {}, std::vector<AdapterStage>(size_t(spec_.layers) * STAGES)};
     const auto lay_out = [&](uint8_t* base) {
         size_t used = 0;
         const auto factor = [&](int panels, int k, bool totals) {
@@ -91,17 +90,22 @@ std::string Model::clear_adapter(int slot, int rank) {
     };
     made.memory = Region(lay_out(nullptr));
     lay_out(made.memory.data());
-    adapters_[slot] = std::move(made);
+    return std::make_shared<PackedAdapter>(std::move(made));
+}
+
+std::string Model::use_adapter(int slot, std::shared_ptr<const PackedAdapter> adapter) {
+    if (slot < 0) return "an adapter needs a slot";
+    if (slot >= int(adapters_.size())) adapters_.resize(slot + 1);
+    adapters_[slot] = std::move(adapter);
     return "";
 }
 
-std::string Model::set_adapter(int slot, Tensor kind, int layer, const float* a, const float* b, int rank) {
-    if (slot < 0 || slot >= int(adapters_.size()) || rank < 1 || rank > adapters_[slot].rank)
-        return "the adapter's slot has not been prepared for this rank";
+std::string Model::set_adapter(PackedAdapter& adapter, Tensor kind, int layer, const float* a, const float* b,
+                               int rank) const {
+    if (rank < 1 || rank > adapter.rank) return "the adapter has not been made for this rank";
     const auto [number, module] = place_in_stage(kind);
     if (number < 0 || layer < 0 || layer >= spec_.layers) return "is not a module that adapters may change";
-    const AdapterSlot& adapter = adapters_[slot];
-    AdapterStage& stage = adapters_[slot].stages[size_t(layer) * STAGES + number];
+    AdapterStage& stage = adapter.stages[size_t(layer) * STAGES + number];
     const Place place = place_of(kind, layer);
     stage.used = true;
     for (int r = 0; r < rank; r++)
@@ -126,7 +130,7 @@ void Model::plan_adapters(const Step& s) {
             adapter_runs_.back().end = end;
         else if (slot >= 0)
             adapter_runs_.push_back({slot, token, end});
-        if (slot >= 0) widest = std::max(widest, adapters_[slot].rank);
+        if (slot >= 0) widest = std::max(widest, adapters_[slot]->rank);
         token = end;
     }
     const size_t rows = capacity_, stride = size_t(3) * widest;
@@ -139,7 +143,7 @@ void Model::plan_adapters(const Step& s) {
     expand_streams_.resize(pool_.size());
 }
 
-LowRank Model::low_rank_of(const AdapterSlot& adapter) {
+LowRank Model::low_rank_of(const PackedAdapter& adapter) {
     return {low_f_.data(), low_q_.data(), low_scale_.data(), low_offset_.data(), low_stride_, adapter.rank};
 }
 
@@ -147,7 +151,7 @@ template <class Work>
 void Model::by_adapter(Range rows, int layer, int stage, const Work& work) {
     for (const AdapterRun& run : adapter_runs_) {
         const int begin = std::max(run.begin, rows.begin), end = std::min(run.end, rows.end);
-        AdapterSlot& adapter = adapters_[run.slot];
+        const PackedAdapter& adapter = *adapters_[run.slot];
         const AdapterStage& factors = adapter.stages[size_t(layer) * STAGES + stage];
         if (begin < end && factors.used) work(factors, low_rank_of(adapter), begin, end - begin);
     }

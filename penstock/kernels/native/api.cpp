@@ -194,18 +194,25 @@ PENSTOCK_API const float* penstock_model_floats(Model* model, int32_t kind, int3
     return model->floats(Tensor(kind), layer);
 }
 
-// Empty a slot for an adapter whose modules, set one by one, have at most this rank.
-PENSTOCK_API const char* penstock_adapter_clear(Model* model, int32_t slot, int32_t rank) {
+// An adapter whose modules, set one by one, have at most this rank; null where there is no memory for it.
+PENSTOCK_API std::shared_ptr<PackedAdapter>* penstock_adapter_new(const Model* model, int32_t rank) {
     try {
-        return answer(model->clear_adapter(slot, rank));
-    } catch (const std::exception& e) {
-        return answer(e.what());
+        return new std::shared_ptr<PackedAdapter>(model->new_adapter(rank));
+    } catch (const std::exception&) {
+        return nullptr;
     }
 }
 
-PENSTOCK_API const char* penstock_adapter_set(Model* model, int32_t slot, int32_t kind, int32_t layer, const float* a,
-                                              const float* b, int32_t rank) {
-    return answer(model->set_adapter(slot, Tensor(kind), layer, a, b, rank));
+PENSTOCK_API void penstock_adapter_free(std::shared_ptr<PackedAdapter>* adapter) { delete adapter; }
+
+PENSTOCK_API const char* penstock_adapter_set(const Model* model, std::shared_ptr<PackedAdapter>* adapter, int32_t kind,
+                                              int32_t layer, const float* a, const float* b, int32_t rank) {
+    return answer(model->set_adapter(**adapter, Tensor(kind), layer, a, b, rank));
+}
+
+// The slot holds the adapter from now on, until another is used in its place.
+PENSTOCK_API const char* penstock_adapter_use(Model* model, int32_t slot, std::shared_ptr<PackedAdapter>* adapter) {
+    return answer(model->use_adapter(slot, *adapter));
 }
 
 PENSTOCK_API const char* penstock_model_forward(Model* model, const Step* step) {

@@ -126,6 +126,7 @@ std::string Model::check(const Step& s) const {
         return std::any_of(values, values + count, [&](int32_t v) { return v < 0 || v >= limit; });
     };
     if (s.num_tokens < 1) return "tokens must not be empty";
+    if (s.layers < 0 || s.layers > spec_.layers) return "layers must not be more than there are";
     if (outside(s.rows, s.num_sequences, s.num_rows)) return "rows must be rows of the tables";
     if (outside(s.logit_rows, s.num_logits, s.num_tokens)) return "logit_rows must be indices of tokens";
     if (std::any_of(s.runs, s.runs + s.num_runs, [](int32_t length) { return length < 1; }) ||
@@ -134,7 +135,7 @@ std::string Model::check(const Step& s) const {
     if (s.sampling && int(s.sampling->rows.size()) != s.num_rows) return "sampling must have a row for each table";
     if (s.targets && std::any_of(s.targets, s.targets + s.num_logits, [&](int32_t t) { return t >= spec_.vocab; }))
         return "targets holds an id outside the vocabulary";
-    const auto empty_slot = [&](int32_t slot) { return slot >= int(adapters_.size()) || !adapters_[slot].rank; };
+    const auto empty_slot = [&](int32_t slot) { return slot >= int(adapters_.size()) || !adapters_[slot]; };
     int64_t at = 0;
     for (int i = 0; i < s.num_sequences; i++) {
         if (const int32_t slot = s.adapters ? s.adapters[s.rows[i]] : -1; slot >= 0 && empty_slot(slot))
@@ -340,10 +341,11 @@ void Model::by_rows(int& number, int rows, const Work& work) {
 
 void Model::run(const Step& step, int thread) {
     const int tokens = step.num_tokens, q_width = spec_.heads * spec_.head_dim;
+    const int layers = step.layers ? step.layers : spec_.layers;
     int number = 0;  // of the phase; the same in all threads
     by_rows(number, tokens, [&](int token) { embed(token); });
     mark(thread, EMBED, -1);
-    for (int i = 0; i < spec_.layers; i++) {
+    for (int i = 0; i < layers; i++) {
         const Layer& layer = layers_[i];
         const Cache cache = cache_of(i);
         multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, number, i, 0,

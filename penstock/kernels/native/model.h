@@ -40,6 +40,7 @@ enum Tensor : int32_t {
 // the tables of blocks and among the last tokens.
 struct Step {
     int32_t num_tokens, num_sequences, num_rows, table_width, num_logits, num_runs;
+    int32_t layers;                          // so many from the first on are computed, then norm and head; 0: all
     const int32_t* tokens;                   // [num_tokens]; SAMPLED: the last token of the sequence's row
     const int32_t *rows, *starts, *counts;   // [num_sequences]: row, first position and number of tokens
     const int32_t* logit_rows;               // [num_logits]: indices of the tokens whose logits are wanted
@@ -112,10 +113,11 @@ struct AdapterStage {
     bool used = false;  // whether it has any of the modules
 };
 
-struct AdapterSlot {
-    int32_t rank = 0;  // padded; 0: the slot is empty
+// An adapter as steps read it.
+struct PackedAdapter {
+    int32_t rank;  // padded
     Region memory;
-    std::vector<AdapterStage> stages{};  // of each layer: q, k, v; o; gate, up; down
+    std::vector<AdapterStage> stages;  // of each layer: q, k, v; o; gate, up; down
 };
 
 struct Layer {
@@ -131,12 +133,15 @@ class Model {
 
     // These return an empty string, or what is wrong with the arguments.
     std::string set_tensor(Tensor kind, int layer, const float* data, int64_t rows, int64_t columns);
-    std::string clear_adapter(int slot, int rank);
-    std::string set_adapter(int slot, Tensor kind, int layer, const float* a, const float* b, int rank);
+    std::string use_adapter(int slot, std::shared_ptr<const PackedAdapter> adapter);
     std::string forward(const Step& step);
 
+    // These two from any thread, also during a step.
+    std::shared_ptr<PackedAdapter> new_adapter(int rank) const;
+    std::string set_adapter(PackedAdapter& adapter, Tensor kind, int layer, const float* a, const float* b, int rank) const;
+
     // Of a tensor that is kept in floats; else null.
-    const float* floats(Tensor kind, int layer) { return place_of(kind, layer).floats; }
+    const float* floats(Tensor kind, int layer) const { return place_of(kind, layer).floats; }
 
     void sample(SamplingRows& rows, const SampleCall& call);
 
@@ -167,7 +172,7 @@ class Model {
     // The shape a tensor must have and where it goes: rows of a matrix, or floats.
     struct Place {
         int64_t rows, columns;
-        Matrix* matrix = nullptr;
+        const Matrix* matrix = nullptr;
         int first = 0;        // output column of the first row
         bool paired = false;  // gate and up alternate in runs of 16 outputs
         float* floats = nullptr;
@@ -177,7 +182,7 @@ class Model {
     };
     size_t lay_out(uint8_t* base);
     Cache cache_of(int layer) const;
-    Place place_of(Tensor kind, int layer);
+    Place place_of(Tensor kind, int layer) const;
     void reserve(const Step& step);
     std::string check(const Step& step) const;
     void expand(const Step& step);
@@ -196,7 +201,7 @@ class Model {
 
     void lay_out_modules();
     void plan_adapters(const Step& step);
-    LowRank low_rank_of(const AdapterSlot& adapter);
+    LowRank low_rank_of(const PackedAdapter& adapter);
     template <class Work>
     void by_adapter(Range rows, int layer, int stage, const Work& work);
     void shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to);
@@ -244,7 +249,7 @@ class Model {
         int32_t token, slot, parts;  // the first of its slots
     };
     std::vector<Merge> merges_;  // by token
-    std::vector<AdapterSlot> adapters_;
+    std::vector<std::shared_ptr<const PackedAdapter>> adapters_;  // by slot; null: it is empty
     std::vector<uint8_t> stage_modules_[4];          // of each stage, by 16 outputs: their module
     std::vector<AdapterRun> adapter_runs_;           // of a step
     std::vector<int32_t> order_, logit_rows_;        // of a step: its sequences by adapter, and what that moves

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.machine import usable_cpus
-from penstock.kernels.native.balancing import CHANNELS, EXACT_NORM, Channels, balanced, balanced_adapter, channel_counts
+from penstock.kernels.native.balancing import CHANNELS, EXACT_NORM, balanced
 from penstock.kernels.native.bindings import (
     KV_FORMATS,
     SCHEMES,
@@ -76,13 +76,7 @@ TENSORS = (
     *CHANNELS,
 )
 
-
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-
-
-def _adapter_said(problem: bytes | None) -> None:
-    if problem:
-        raise EngineFailure(f"native adapter: {problem.decode()}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +93,7 @@ class NativeStep:
     runs: Sequence[int] = ()
     targets: Sequence[int] = ()  # an entry per logit row: a token to score, or -1 to sample one; (): all are sampled
     masks: Mapping[int, Ints] = field(default_factory=dict)  # by logit row: one bit per token that may be sampled
+    layers: int = 0  # so many from the first on are computed, then the final norm and the head; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +150,8 @@ class NativeModel:
     ) -> None:
         if reason := unsupported_reason(config, block_size):
             raise StartupError(reason)
-        self._library = library()
-        self._handle: int | None = None
+        self.library = library()
+        self.handle: int | None = None
         self._logits = np.empty((0, config.vocab_size), dtype=np.float32)
         self.scores = Scores(config.vocab_size)  # of the last step
         self.config, self.scheme = config, scheme
@@ -198,26 +193,26 @@ class NativeModel:
         """Allocate memory for all weights, zeroed, and for the KV cache."""
         self.close()
         error = ctypes.c_char_p()
-        self._handle = self._library.penstock_model_new(
+        self.handle = self.library.penstock_model_new(
             ctypes.byref(self._spec),
             self._windows.ctypes.data,
             self._frequencies.ctypes.data,
             ctypes.byref(error),
         )
-        if not self._handle:
+        if not self.handle:
             raise StartupError(f"cannot allocate the model: {(error.value or b'').decode()}")
 
     def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
-        if getattr(self, "_handle", None):
-            self._library.penstock_model_free(self._handle)
-            self._handle = None
+        if getattr(self, "handle", None):
+            self.library.penstock_model_free(self.handle)
+            self.handle = None
 
     def pin_caller(self) -> None:
         """Keep the calling thread, which is to call `forward`, on a CPU of its own among the computing threads."""
-        self._library.penstock_model_pin_caller(self._handle)
+        self.library.penstock_model_pin_caller(self.handle)
 
     @property
     def cache_bytes(self) -> int:
@@ -226,7 +221,7 @@ class NativeModel:
 
     @property
     def weight_bytes(self) -> int:
-        return int(self._library.penstock_model_weight_bytes(self._handle))
+        return int(self.library.penstock_model_weight_bytes(self.handle))
 
     def load(self, weights: Iterator[tuple[str, Floats]]) -> None:
         """Quantise and pack a checkpoint's tensors, given in any order by their Hugging Face names.
@@ -243,8 +238,8 @@ class NativeModel:
             number = int(layer.split(".")[2]) if layer else 0
             values = np.ascontiguousarray(tensor, dtype=np.float32)
             rows, columns = values.shape if values.ndim == 2 else (values.shape[0], 1)
-            problem = self._library.penstock_model_set(
-                self._handle, TENSORS.index(part), number, values.ctypes.data, rows, columns
+            problem = self.library.penstock_model_set(
+                self.handle, TENSORS.index(part), number, values.ctypes.data, rows, columns
             )
             if problem:
                 raise StartupError(f"tensor {name} {problem.decode()}")
@@ -252,25 +247,9 @@ class NativeModel:
         if missing:
             raise StartupError(f"the checkpoint lacks {len(missing)} tensors, such as {min(missing)}")
 
-    def clear_adapter(self, slot: int, rank: int) -> None:
-        """Empty a slot for a LoRA adapter of this rank."""
-        _adapter_said(self._library.penstock_adapter_clear(self._handle, slot, rank))
-
-    def set_adapter_module(self, slot: int, name: str, a: Floats, b: Floats) -> None:
-        """A [rank, inputs] and B [outputs, rank] of a linear module, by its name in a checkpoint without `.weight`."""
-        layer, part = split_name(name)
-        number = int(layer.split(".")[2])
-        if self.scheme == "int8":
-            a, b = balanced_adapter(part, a, b, self._channels(number), self.config.head_dim)
-        a, b = np.ascontiguousarray(a, dtype=np.float32), np.ascontiguousarray(b, dtype=np.float32)
-        given = (TENSORS.index(f"{part}.weight"), number, a.ctypes.data, b.ctypes.data, len(a))
-        _adapter_said(self._library.penstock_adapter_set(self._handle, slot, *given))
-
-    def _channels(self, layer: int) -> Channels:
-        return Channels(*(self._floats(name, layer, size) for name, size in channel_counts(self.config).items()))
-
-    def _floats(self, name: str, layer: int, size: int) -> Floats:
-        address = self._library.penstock_model_floats(self._handle, TENSORS.index(name), layer)
+    def floats(self, name: str, layer: int, size: int) -> Floats:
+        """A tensor of `CHANNELS` or of norms and biases, in native memory."""
+        address = self.library.penstock_model_floats(self.handle, TENSORS.index(name), layer)
         return np.ctypeslib.as_array((ctypes.c_float * size).from_address(address))
 
     def save_packed(self, path: Path, fingerprint: str) -> None:
@@ -328,7 +307,7 @@ class NativeModel:
         return json.dumps({**layout, "fingerprint": fingerprint, **shape}).encode()
 
     def _weights(self) -> memoryview:
-        address = self._library.penstock_model_weights(self._handle)
+        address = self.library.penstock_model_weights(self.handle)
         return memoryview((ctypes.c_uint8 * self.weight_bytes).from_address(address)).cast("B")
 
     def _logits_buffer(self, rows: int) -> Floats:
@@ -359,11 +338,11 @@ class NativeModel:
         masks_at = masks.buffer_info()[0] if masks else None
         logits_at = out.ctypes.data if logits else None
         scores_at = self.scores.reserve(wanted)
-        sizes = (len(step.tokens), sequences, *rows.shape, wanted, len(runs))
+        sizes = (len(step.tokens), sequences, *rows.shape, wanted, len(runs), step.layers)
         optional_at = (targets_at if step.targets else None, masks_at)
         call = CStep(*sizes, *inputs_at, *optional_at, *rows.addresses, logits_at, sampled_at, scores_at)
         self.call_began = time.perf_counter()
-        problem = self._library.penstock_model_forward(self._handle, ctypes.byref(call))
+        problem = self.library.penstock_model_forward(self.handle, ctypes.byref(call))
         self.call_ended = time.perf_counter()
         if problem:
             raise EngineFailure(f"native step: {problem.decode()}")
@@ -372,9 +351,7 @@ class NativeModel:
     def hidden_states(self, tokens: Sequence[int]) -> Floats:
         """Final hidden states, behind the norm, of tokens of the last step, by their indices in it: [N, hidden]."""
         indices, out = array("i", tokens), np.empty((len(tokens), self.config.hidden_size), dtype=np.float32)
-        self._library.penstock_model_hidden_states(
-            self._handle, indices.buffer_info()[0], len(indices), out.ctypes.data
-        )
+        self.library.penstock_model_hidden_states(self.handle, indices.buffer_info()[0], len(indices), out.ctypes.data)
         return out
 
     def sample(self, logits: Floats, sampling: NativeSampling, step: SampledLogits) -> list[int]:
@@ -389,7 +366,7 @@ class NativeModel:
         masks, tokens = self._mask_addresses(step.masks, len(logits)), array("i", bytes(4 * len(logits)))
         arrays = [values.buffer_info()[0] for values in (*inputs, masks, tokens)]
         call = CSampleCall(len(logits), logits.ctypes.data, *arrays, self.scores.reserve(len(logits)))
-        self._library.penstock_model_sample(self._handle, sampling.address, ctypes.byref(call))
+        self.library.penstock_model_sample(self.handle, sampling.address, ctypes.byref(call))
         return tokens.tolist()
 
     def _mask_addresses(self, masks: Mapping[int, Ints], count: int) -> array[int]:

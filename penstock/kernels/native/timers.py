@@ -34,13 +34,13 @@ class KernelTimes:
 
 def set_timed(model: NativeModel, timed: bool) -> None:
     """Whether the steps from now on are timed. By the thread that runs them."""
-    library().penstock_model_set_timed(model._handle, timed)
+    library().penstock_model_set_timed(model.handle, timed)
 
 
 def kernel_times(model: NativeModel) -> KernelTimes:
     """Of the last step, if it was timed."""
     count = ctypes.c_uint64()
-    address = library().penstock_model_times(model._handle, ctypes.byref(count))
+    address = library().penstock_model_times(model.handle, ctypes.byref(count))
     raw = ctypes.string_at(address, count.value * _TIME.itemsize) if count.value else b""
     times = np.frombuffer(raw, dtype=_TIME)
     return KernelTimes(model.call_began, times["end"], times["kernel"], times["layer"])
@@ -49,7 +49,7 @@ def kernel_times(model: NativeModel) -> KernelTimes:
 def read_bandwidth(model: NativeModel) -> float:
     """Bytes a second at which all threads together read the weights."""
     size = min(model.weight_bytes, _MOST_READ)
-    return size / min(float(library().penstock_model_read_seconds(model._handle, size)) for _ in range(_READINGS))
+    return size / min(float(library().penstock_model_read_seconds(model.handle, size)) for _ in range(_READINGS))
 
 
 def gemm_speed(model: NativeModel) -> float:

@@ -58,11 +58,11 @@ size_t Model::lay_out(uint8_t* base) {
     return cursor.used;
 }
 
-Model::Place Model::place_of(Tensor kind, int index) {
+Model::Place Model::place_of(Tensor kind, int index) const {
     const ModelSpec& s = spec_;
     const int64_t q = int64_t(s.heads) * s.head_dim, kv = int64_t(s.kv_heads) * s.head_dim;
-    Layer& layer = layers_[index];
-    const auto bias = [](int64_t rows, Matrix& m, int first, bool paired = false) {
+    const Layer& layer = layers_[index];
+    const auto bias = [](int64_t rows, const Matrix& m, int first, bool paired = false) {
         return Place{rows, 1, nullptr, first, paired, m.bias};
     };
     switch (kind) {

@@ -43,9 +43,9 @@ bool sampled_well(Model& model, std::vector<float> logits, int vocab) {
 // Two sequences, one of 70 tokens prefilled in two chunks beside one that decodes, then both decode; odd widths leave
 // ragged panels.
 int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int kv_heads, int threads) {
-    const int hidden = 84, inner = 100, vocab = 203, dim = 48, block = 16;
     const bool int8 = scheme == INT8;
-    const int transform = int8 ? 4 : 0;  // divides both widths
+    const int hidden = int8 ? 80 : 84, inner = int8 ? 112 : 100, vocab = 203, dim = 48, block = 16;
+    const int transform = int8 ? 16 : 0;  // divides both widths
     const ModelSpec spec{2,      hidden, heads, kv_heads, dim,    inner,     vocab,     1,      1,   1, 1, int8,
                          scheme, block,  12,    threads,  format, transform, transform, 1e-5f, 1.f};
     const int windows[2] = {0, 20};
@@ -65,7 +65,18 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
             const auto values = noise(size_t(s.rows) * s.columns);
             if (!model.set_tensor(s.kind, layer, values.data(), s.rows, s.columns).empty()) return 1;
         }
+    // An adapter of every module, and one of some, whose rank is more than a panel.
+    for (const auto& [slot, rank] : {std::pair{0, 5}, std::pair{1, 20}}) {
+        const std::shared_ptr<PackedAdapter> adapter = model.new_adapter(rank);
+        for (const auto& s : shapes)
+            if (s.kind >= Q && s.kind <= (slot ? K : DOWN)) {
+                const auto a = noise(size_t(rank) * s.columns), b = noise(size_t(s.rows) * rank);
+                if (!model.set_adapter(*adapter, s.kind, 1, a.data(), b.data(), rank).empty()) return 7;
+            }
+        if (!model.use_adapter(slot, adapter).empty()) return 7;
+    }
     const std::vector<int32_t> tables = {1, 2, 3, 4, 5, 11, 0, 0, 0, 0};
+    const std::vector<int32_t> adapters[3] = {{-1, 0}, {1, 0}, {0, -1}};  // of the sequences, step by step
     const int counts[3] = {37, 33, 1}, firsts[3] = {0, 37, 70};
     for (int step = 0; step < 3; step++) {
         const int count = counts[step], first = firsts[step], tokens = count + 1;
@@ -75,10 +86,22 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
         const std::vector<int32_t> sequences = {0, 1}, starts = {first, step}, lengths = {count, 1}, runs = {1, 1, 1};
         std::vector<float> logits(rows.size() * vocab);
         std::vector<int32_t> argmax(rows.size());
-        const Step call{tokens,      2,              2,           5,
-                        int32_t(rows.size()), int32_t(runs.size()), ids.data(), sequences.data(), starts.data(),
-                        lengths.data(), rows.data(), runs.data(), nullptr, nullptr,
-                        tables.data(), last.data(), nullptr, nullptr, logits.data(), argmax.data(), nullptr};
+        const Step call{.num_tokens = tokens,
+                        .num_sequences = 2,
+                        .num_rows = 2,
+                        .table_width = 5,
+                        .num_logits = int32_t(rows.size()),
+                        .num_runs = int32_t(runs.size()),
+                        .tokens = ids.data(),
+                        .rows = sequences.data(),
+                        .starts = starts.data(),
+                        .counts = lengths.data(),
+                        .logit_rows = rows.data(),
+                        .runs = runs.data(),
+                        .tables = tables.data(),
+                        .last_tokens = last.data(),
+                        .logits = logits.data(),
+                        .sampled = argmax.data()};
         if (!model.forward(call).empty()) return 2;
         for (float v : logits)
             if (!std::isfinite(v)) return 3;
@@ -91,6 +114,15 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
         if (!model.forward(greedy).empty()) return 5;
         // Near ties of an int8 head are settled by the embedding, which here is noise of its own.
         if (!int8 && again != argmax) return 6;
+        for (int layers : {1, 0}) {  // a draft by the first layer, and then all layers
+            Step adapted = call;
+            adapted.adapters = adapters[step].data();
+            adapted.layers = layers;
+            last = {0, vocab - 1};
+            if (!model.forward(adapted).empty()) return 8;
+            for (float v : logits)
+                if (!std::isfinite(v)) return 9;
+        }
     }
     return 0;
 }

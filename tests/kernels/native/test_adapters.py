@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from penstock.kernels.native import bindings
+from penstock.kernels.native.adapters import NativeAdapter
 from penstock.kernels.native.bindings import KVFormat, Scheme
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.kernels.native.shape import adapter_modules
@@ -42,9 +43,7 @@ def merged(kind: str, scheme: Scheme, modules: Modules) -> Any:
 
 
 def fill(runner: NativeModel, slot: int, modules: Modules) -> None:
-    runner.clear_adapter(slot, max((len(a) for a, _ in modules.values()), default=1))
-    for name, (a, b) in modules.items():
-        runner.set_adapter_module(slot, name, a, b)
+    NativeAdapter(runner, max((len(a) for a, _ in modules.values()), default=1), modules).use(slot)
 
 
 Part = tuple[np.ndarray, int, list[int], int]  # tokens, first position, block table, slot

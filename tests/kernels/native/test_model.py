@@ -53,6 +53,21 @@ def test_logits_match_transformers(kind: str, scheme: Scheme) -> None:
     assert (argmax == logits.argmax(axis=1)).all()
 
 
+@pytest.mark.parametrize("scheme", get_args(Scheme))
+def test_the_first_layers_alone(scheme: Scheme) -> None:
+    """After a prompt that all layers have computed, a token that stops after two of three."""
+    model = reference("llama", scheme)
+    tokens, table = np.random.default_rng(1).integers(0, VOCAB, 40), [9, 3, 7]
+    native = build(model, scheme)
+    native.forward(*step([(tokens[:-1], 0, table)]))
+    last, rows = step([(tokens[-1:], 39, table)])
+    logits, _ = native.forward(replace(last, layers=2), rows)
+    model.model.layers = model.model.layers[:2]
+    assert relative_error(logits, expected(model, tokens)[-1:]) < (limit() if scheme == "none" else 0.06)
+    with pytest.raises(EngineFailure, match="layers"):
+        native.forward(replace(last, layers=4), rows)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reference_decoder_matches_transformers(kind: str) -> None:
     """Whatever the order in which a checkpoint holds its tensors."""
@@ -158,8 +173,8 @@ def test_what_lies_in_unwritten_slots_never_matters(isa: str, count: int, kv: KV
     runner = build(reference("llama"), kv=kv)
     tokens = np.random.default_rng(6).integers(0, VOCAB, count)
     clean = logits_of(runner, step([(tokens, 0, [3, 4, 5])]))
-    assert runner.block_bytes == runner._library.penstock_model_block_bytes(runner._handle)
-    ctypes.memset(runner._library.penstock_model_cache(runner._handle), 0xFF, runner.cache_bytes)  # bfloat16 NaNs
+    assert runner.block_bytes == runner.library.penstock_model_block_bytes(runner.handle)
+    ctypes.memset(runner.library.penstock_model_cache(runner.handle), 0xFF, runner.cache_bytes)  # bfloat16 NaNs
     poisoned = logits_of(runner, step([(tokens, 0, [3, 4, 5])]))
     np.testing.assert_array_equal(poisoned, clean)
 
