@@ -20,6 +20,10 @@ from penstock.core.onednn import cap_onednn
 # Before torch computes, and before the cache folder is another one. Workers of xdist inherit the variable.
 CAPPED = None if "PYTEST_XDIST_WORKER" in os.environ else cap_onednn()
 
+# Workers that share the cores: torch's threads would wait for each other's by spinning. torch reads this when imported.
+if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    os.environ["OMP_NUM_THREADS"] = "1"
+
 # Triton reads this when it is first imported, by whatever test comes first: kernels run on the CPU, interpreted.
 os.environ["TRITON_INTERPRET"] = "1"
 

@@ -40,8 +40,8 @@ SAMPLING = {
 }
 # Modules, rank and weights' standard deviation of three adapters.
 DRAWN = (
-    (("q_proj", "v_proj"), 8, 0.06),
-    (("gate_proj", "up_proj", "down_proj"), 4, 0.05),
+    (("q_proj", "v_proj"), 8, 0.09),
+    (("gate_proj", "up_proj", "down_proj"), 4, 0.09),
     (("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 16, 0.03),
 )
 
@@ -100,4 +100,5 @@ def test_adapters_give_what_merged_weights_give(tmp_path: Path) -> None:
     for folder in folders:
         expected |= generate(merged(model, folder), [ask(kind, folder) for kind in SAMPLING])
     assert found == expected, f"seed {seed}"
-    assert len(set(map(tuple, found.values()))) == len(found), "an adapter changes nothing"
+    answers = {tuple(tuple(found[f"{kind} {name}"]) for kind in SAMPLING) for name in ("0", "1", "2", "plain")}
+    assert len(answers) == 4, "an adapter changes nothing"
