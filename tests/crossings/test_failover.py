@@ -211,8 +211,8 @@ async def test_speculation(server: Running) -> None:
 
 async def test_preemption(server: Running) -> None:
     """Of all streams together, which after the kill are in one KV cache that does not hold them."""
-    long = {"temperature": 0.8, "min_tokens": 180, "max_tokens": 180}  # 14 of them are twice what the cache holds
-    asks = [completion(prompt=f"{number}. {LONG}", **long) for number in range(14)]
+    # Twice what the cache holds.
+    asks = [completion(prompt=f"{number}. {LONG}", temperature=0.8, max_tokens=180) for number in range(14)]
     async with server.clients() as (http, admin):
         rights = await asyncio.gather(*(ask(http, what) for what in asks))
         answers = await disturbed(http, admin, asks, replicas=1)
