@@ -76,6 +76,7 @@ def sequence_of(
         promised=objective.ttft is not None,
         itl=objective.itl or math.inf,
         paced=objective.paced,
+        background=objective.rank > 0 and objective.ttft is None and objective.itl is None,
         sampling=len(tokens) < max_len,
         to_compute=len(tokens),
         prompt_logprobs=None if params.prompt_logprobs is None or request.output else [None],

@@ -49,6 +49,10 @@ class Placement:
         available = self.pool.available - self.pool.evictable_among(hits) - int(kept * limits.num_blocks)
         return hits if reserved + needed <= available else None
 
+    def fits(self, sequence: Sequence, running: list[Sequence], *, leads: bool) -> bool:
+        """Whether a waiting sequence could begin beside these."""
+        return self.room_for(sequence, self.reserved(running), leads=leads) is not None
+
     def _has_slot(self, sequence: Sequence) -> bool:
         return sequence.adapter is None or self._adapters.has_room(sequence.adapter.digest)
 
@@ -123,6 +127,13 @@ class Placement:
             blocks = self.pool.allocate(missing)
             self._new_blocks.append((sequence.row, len(sequence.blocks), blocks))
             sequence.blocks.extend(blocks)
+
+    def share_all(self, sequences: Iterable[Sequence]) -> None:
+        """Offer what has become full of each."""
+        size = self._limits.block_size
+        for s in sequences:
+            if s.computed // size > s.shared:
+                self.share_full_blocks(s)
 
     def share_full_blocks(self, sequence: Sequence) -> None:
         """Offer blocks whose tokens are known and computed, or being computed by a launched step, for sharing."""

@@ -20,6 +20,7 @@ from penstock.core.request import Chunk, FinishReason, GenerateRequest, failed
 from penstock.engine import bookkeeping as books
 from penstock.engine.admission import Admission, Load, remaining_seconds
 from penstock.engine.arrival import NOTHING, Prepared, objective_of, sequence_of
+from penstock.engine.background import Background
 from penstock.engine.deadlines import Deadlines
 from penstock.engine.executor import StepResult
 from penstock.engine.fairness import TenantCounters
@@ -33,7 +34,6 @@ from penstock.engine.step_time import StepTimes
 from penstock.engine.urgency import Ranking, WaitingQueue, demote_if_late, patience
 
 _ORDER = attrgetter("order")
-
 _ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smaller
 
 
@@ -54,6 +54,7 @@ class Scheduler:
         self._tenants = TenantCounters(min(_ALLOWANCE, limits.max_step_tokens))
         self._admission = Admission(self.times)
         self._pacing = Pacing(limits, self.times)
+        self._background = Background(self.times)
         self._clock = books.QueueClock()
         self._deadlines = Deadlines()
         self._notices: list[Chunk] = []  # of requests that ended outside a step
@@ -67,7 +68,8 @@ class Scheduler:
         limits = self.limits
         if len(self.waiting) >= limits.max_waiting and not request.resumed:
             self.counters.refused += 1
-            raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=self._queue_seconds())
+            seconds = sum(self.times.chunk_seconds(0, s.to_compute) for s in self.waiting)  # to prefill all of them
+            raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=max(1.0, seconds))
         objective = objective_of(request, limits)
         counter = self._tenants.enter("" if limits.fcfs else request.tenant, request.weight)
         sequence = sequence_of(request, self._arrivals, counter, limits, now, prepared)
@@ -86,6 +88,7 @@ class Scheduler:
         self._arrivals += 1
         self._sequences[request.id] = sequence
         self.waiting.push(sequence)
+        self._background.arrived(sequence, now)
         self._clock.arrive(sequence)
         self.counters.requests += 1
         self.counters.prompt_tokens += sequence.prompt_len
@@ -94,13 +97,9 @@ class Scheduler:
 
     def _load(self, now: float) -> Load:
         prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > s.sampling)]
-        decodes = decode_shape(self.running)
+        decodes = decode_shape(s for s in self.running if not s.background)
         longest = self._pacing.longest_step(self.running, decodes)
         return Load(self._ranking(now), prompts, decodes, longest, self.in_flight.free_at(now))
-
-    def _queue_seconds(self) -> float:
-        """About how long all that is waiting takes to prefill; at least a second."""
-        return max(1.0, sum(self.times.chunk_seconds(0, s.to_compute) for s in self.waiting))
 
     def end(self, request_id: str, reason: FinishReason, error: PenstockError, now: float) -> Chunk | None:
         """Stop working for a request. Returns its last chunk; None if it has ended already."""
@@ -109,7 +108,7 @@ class Scheduler:
 
     def take_notices(self) -> list[Chunk]:
         """Last chunks of requests that ended outside a step."""
-        notices, self._notices = self._notices, []
+        self._notices, notices = [], self._notices
         return notices
 
     @property
@@ -123,21 +122,24 @@ class Scheduler:
         self._now = now
         self._expire(now)
         self._clock.tick(now)
-        ranking = self._ranking(now)
-        self._make_way(ranking)
+        self._make_way(ranking := self._ranking(now))
         preemptions = self.counters.preemptions
         decodes = self._plan_decodes()
         prompts = self._plan_prompts(ranking)
         # From here on nothing is preempted, so what a planned sequence computes may be shared within the step.
-        planned, size = PlannedStep(now), self.limits.block_size
-        decode(
-            planned, [s for s in decodes if s.row >= 0], self.speculation, self._placement, self.limits.max_step_tokens
-        )
-        for s in planned.sequences:
-            if s.computed // size > s.shared:
-                self._placement.share_full_blocks(s)
-        self._fill(planned, prompts, ranking, admit=self.counters.preemptions == preemptions)
+        admit = self.counters.preemptions == preemptions
+        pauses = self._background.pauses_for([*prompts[-1:], *self._admissible(ranking, admit)], ranking)
+        planned, seated = PlannedStep(now, pauses=pauses), [s for s in decodes if s.row >= 0]
+        decodes = self._background.beside_readers(seated, now, pauses=pauses)
+        decode(planned, decodes, self.speculation, self._placement, self.limits.max_step_tokens)
+        self._fill(planned, prompts, ranking, admit=admit)
         return self._finished(planned) if planned.sequences else None
+
+    def _admissible(self, ranking: Ranking, admit: bool) -> list[Sequence]:
+        """The most urgent request that waits, if the next step can begin with it; not asked where nothing may pause."""
+        head = self.waiting.first(ranking, self.times) if admit and self._background.present(ranking.now) else None
+        leads = ranking.leads.get(head.counter, 0) > 0 if head else False
+        return [head] if head and self._placement.fits(head, self.running, leads=leads) else []
 
     def _ranking(self, now: float) -> Ranking:
         classes = [self.waiting.best_class, self.running[0].order[:2] if self.running else None]
@@ -157,8 +159,7 @@ class Scheduler:
             return
         lead = ranking.leads.get(head.counter, 0)
         for sequence in ranking.giving_way(head, self.running):
-            reserved = self._placement.reserved(self.running)
-            if self._placement.room_for(head, reserved, leads=lead > 0) is not None:
+            if self._placement.fits(head, self.running, leads=lead > 0):
                 return
             self._preempt(sequence)
 
@@ -218,7 +219,12 @@ class Scheduler:
             if sequence is None:
                 return
             runs = sequence.row >= 0
-            leads = bool(ranking.leads.get(sequence.counter))
+            if sequence.background and planned.pauses:
+                prompts, admit = (prompts[:-1], admit) if runs else (prompts, False)
+                continue
+            if sequence.background:
+                limit = min(limit, self._background.step_limit(planned.shape, ranking.now))
+            leads = ranking.leads.get(sequence.counter, 0) > 0
             hits = [] if runs else self._placement.room_for(sequence, reserved, leads=leads)
             if hits is None:
                 self._clock.blocked_by(self._placement.lacking(sequence))
@@ -275,8 +281,6 @@ class Scheduler:
         self.counters.read_bytes_estimate += self.limits.read_bytes(planned.shape.kv_tokens)
         self.in_flight.add(planned)
         return planned
-
-    # -- taking a result ---------------------------------------------------------------------------------------------
 
     def complete(self, planned: PlannedStep, result: StepResult, now: float) -> list[Chunk]:
         """Append what was sampled, end what is done, and say what happened to each request."""
@@ -377,8 +381,6 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._placement.release(sequence)
-
-    # -- observation -------------------------------------------------------------------------------------------------
 
     def stats(self, seconds_since_step: float = 0.0) -> EngineStats:
         return EngineStats(

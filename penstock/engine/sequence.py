@@ -35,6 +35,7 @@ class Sequence:
     promised: bool = False  # whether `due` is an objective; else it is only how long a request should wait at most
     itl: float = math.inf  # the objective for its inter-token latency, in seconds
     paced: bool = False  # whether steps are kept short for its stream even if there is no such objective
+    background: bool = False  # nobody waits for it
     sampling: bool = True  # False: it ends once its tokens are computed
     to_compute: int = 0  # of the tokens given: those that were in no cache when it arrived
     pending: int = 0  # tokens sampled in launched steps and not read back yet

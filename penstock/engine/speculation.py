@@ -150,16 +150,15 @@ class Speculation:
 def decode(
     planned: PlannedStep, decodes: list[Sequence], speculation: Speculation | None, placement: Placement, most: int
 ) -> None:
-    """Give each of these its next token and, where that pays, a draft of those after it; `most` tokens in all."""
-    if speculation is None or not decodes:
-        planned.decode(decodes)
-        return
-    drafts, waiting = speculation.plan(decodes, most - len(decodes))
+    """Give each of these its next token and, where that pays, a draft of those after it; `most` tokens in all. Blocks
+    that become full are shared."""
+    drafts, waiting = speculation.plan(decodes, most - len(decodes)) if speculation and decodes else ({}, set())
     planned.decode([s for s in decodes if s not in drafts and s not in waiting] if drafts or waiting else decodes)
     for s, draft in drafts.items():
         end = min(s.computed + 1 + len(draft), placement.most_tokens(s))
         placement.allocate(s, end)
         planned.verify(s, draft[: end - s.computed - 1])
+    placement.share_all(planned.sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,64 @@
+"""Work that nobody waits for beside readers: the real scheduler on a virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.core.request import Objective
+from penstock.engine.planned_step import PlannedStep
+from penstock.simulation.virtual_engine import VirtualEngine
+from tests.engine.test_objectives import CPU, Requests, engine
+
+BATCH = Objective("batch", rank=1)
+
+
+def recorded(virtual: VirtualEngine) -> list[PlannedStep]:
+    """The steps that are planned from now on."""
+    steps: list[PlannedStep] = []
+    inner = virtual.scheduler.schedule
+
+    def schedule(now: float) -> PlannedStep | None:
+        planned = inner(now)
+        if planned is not None:
+            steps.append(planned)
+        return planned
+
+    virtual.scheduler.schedule = schedule  # type: ignore[method-assign]
+    return steps
+
+
+def test_it_sits_out_steps_that_compute_the_prompt_of_a_reader() -> None:
+    virtual, requests = engine(CPU), Requests(seed=1)
+    steps, start = recorded(virtual), virtual.now
+    batch = [(start, requests.make(100, 200, objective=BATCH)) for _ in range(16)]
+    readers = [(start + 1 + number / 4, requests.make(300, 4)) for number in range(20)]
+    answers = virtual.run([*batch, *readers], until=start + 60)
+    assert all(answer.finish_reason == "length" for answer in answers.values())
+    with_prompts = [
+        s for s in steps if any(not q.background and c > 1 for q, c in zip(s.sequences, s.step.counts, strict=True))
+    ]
+    assert with_prompts
+    assert not any(q.background for s in with_prompts for q in s.sequences)
+
+
+def test_readers_hardly_wait_for_it_and_all_of_it_advances() -> None:
+    waits = []
+    for number in (0, 24):
+        virtual, requests = engine(replace(CPU, max_seqs=32), noise=0.0), Requests(seed=2)
+        start = virtual.now
+        batch = [(start + 1, requests.make(100, 60, objective=BATCH)) for _ in range(number)]
+        readers = [(start + number_of / 2, requests.make(200, 8)) for number_of in range(40)]
+        answers = virtual.run([*readers, *batch], until=start + 120)
+        waits.append(sorted(answers[request.id].ttft for _, request in readers))
+        assert all(len(answers[request.id].token_times) == 60 for _, request in batch)
+    alone, beside = waits
+    assert beside[-1] < alone[-1] + 0.03
+
+
+def test_without_readers_steps_are_as_large_as_ever() -> None:
+    virtual, requests = engine(CPU), Requests(seed=3)
+    virtual.run([], until=virtual.now + 60)
+    steps = recorded(virtual)
+    answers = virtual.run([(virtual.now, requests.make(50, 20, objective=BATCH)) for _ in range(20)])
+    assert len([answer for answer in answers.values() if answer.finish_reason == "length"]) >= 20
+    assert max(len(planned.sequences) for planned in steps) == 20
