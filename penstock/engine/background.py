@@ -22,18 +22,19 @@ class Background:
     def __init__(self, times: StepTimes) -> None:
         self._times = times
         self._readers_until = -math.inf
-        self._advanced = -math.inf  # when it was last in a step, or came
+        self._arrived = -math.inf
+        self._advanced = -math.inf  # when it was last in a step
         self._turn = 0
 
     def arrived(self, sequence: Sequence, now: float) -> None:
         if sequence.background:
-            self._advanced = now
+            self._arrived = now
         else:
             self._readers_until = now + _ATTENTION_SECONDS
 
     def present(self, now: float) -> bool:
         """Whether there may be any. It never pauses for long, so it is known from when it was last seen."""
-        return now < self._advanced + _ATTENTION_SECONDS
+        return now < max(self._arrived, self._advanced) + _ATTENTION_SECONDS
 
     def pauses_for(self, prompts: list[Sequence], ranking: Ranking) -> bool:
         """Whether it sits out a step that may compute these: one of a reader is the most urgent."""

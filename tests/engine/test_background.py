@@ -62,3 +62,13 @@ def test_without_readers_steps_are_as_large_as_ever() -> None:
     answers = virtual.run([(virtual.now, requests.make(50, 20, objective=BATCH)) for _ in range(20)])
     assert len([answer for answer in answers.values() if answer.finish_reason == "length"]) >= 20
     assert max(len(planned.sequences) for planned in steps) == 20
+
+
+def test_it_goes_on_while_readers_never_stop_and_more_of_it_comes() -> None:
+    virtual, requests = engine(CPU), Requests(seed=4)
+    start = virtual.now
+    first = requests.make(20, 20, objective=BATCH)
+    more = [(start + 1 + number / 4, requests.make(20, 2, objective=BATCH)) for number in range(240)]
+    readers = [(at, requests.make(200, 8)) for at in requests.poisson(40.0, start + 0.5, 60)]
+    answers = virtual.run([(start, first), *more, *readers], until=start + 60)
+    assert len(answers[first.id].token_times) == 20
