@@ -126,8 +126,9 @@ class Edge:
         if self.tracing is not None and not quiet:
             span = self.tracing.begin(request.raw_headers, response.headers)
             request.trace_id = trace_id(span)
-        self.traffic.enter(request)
-        self.metrics.in_flight += 1
+        traffic, metrics = self.serving.traffic, self.serving.metrics
+        traffic.enter(request)
+        metrics.in_flight += 1
         endpoint, route, tenant = "other", None, OPEN
         answer: Answer | None = None
         error: PenstockError | None = None
@@ -147,8 +148,8 @@ class Edge:
             if not isinstance(error, ClientGone):
                 await response.send_error(error, OPENAI_ERRORS if route is None else route.errors)
         finally:
-            self.metrics.in_flight -= 1
-            self.traffic.leave(request)
+            metrics.in_flight -= 1
+            traffic.leave(request)
             # An error in mid-stream is counted by its own status, though the response began with 200.
             status = response.status if error is None else error.status
             why = None if error is None else error.message

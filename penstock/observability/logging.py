@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import lru_cache
+from types import NoneType
 from typing import Any, NamedTuple, TextIO
 
 import msgspec
@@ -20,7 +22,9 @@ WRITE_SECONDS = 0.05  # for how long a line may wait for others
 Fields = Mapping[str, object]
 
 _formatter = logging.Formatter()
-_is_plain = re.compile(r"[\w\-.,:;/+@%#~*\[\](){}<>!?&|^$]+", re.ASCII).fullmatch
+_PLAIN = r"[\w\-.,:;/+@%#~*\[\](){}<>!?&|^$]+"
+_is_plain = re.compile(_PLAIN, re.ASCII).fullmatch
+_are_plain = re.compile(rf"( \w+={_PLAIN})*", re.ASCII).fullmatch
 _encode = msgspec.json.Encoder().encode
 
 
@@ -148,6 +152,11 @@ def configure_logging(logs: LogConfig = _DEFAULT, stream: TextIO | None = None) 
 
 def with_fields(message: str, fields: Fields) -> str:
     """`message key=value ...`. No value can break the line or pass for another key, whatever a client put in it."""
+    values = tuple(fields.values())
+    pattern, pairs = _pattern(tuple(fields), tuple(map(type, values)))
+    text = pattern % values
+    if _are_plain(text) and text.count("=") == pairs:
+        return message + text
     for key, value in fields.items():
         if isinstance(value, float):
             message += f" {key}={value:.1f}"
@@ -157,6 +166,16 @@ def with_fields(message: str, fields: Fields) -> str:
             text = str(value)
             message += f" {key}={text if _is_plain(text) else ascii(text)}"
     return message
+
+
+@lru_cache(256)
+def _pattern(keys: tuple[str, ...], types: tuple[type, ...]) -> tuple[str, int]:
+    """By which values of these types are formatted all at once, and how many of them are shown."""
+    formats = [
+        "%.0s" if kind is NoneType else f" {key}=%{'.1f' if issubclass(kind, float) else 's'}"
+        for key, kind in zip(keys, types, strict=True)
+    ]
+    return "".join(formats), len(types) - types.count(NoneType)
 
 
 def log(

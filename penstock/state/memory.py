@@ -155,15 +155,9 @@ class MemoryStore:
 
     def _refusal(self, claim: Claim, use: _Use, now: float) -> tuple[Limit | None, float, int]:
         """The limit, seconds to wait, and what is left of a budget."""
-        day = self.day()
-        month_spent, day_spent = self._spent(claim.tenant, day[:7]), self._spent(claim.tenant, day)
-        reserved = self._reserved[claim.tenant]
-        if not fits(claim, claim.budget_per_month, month_spent + reserved):
-            wait = budget_wait(claim, "month", month_spent, self._wall_clock())
-            return "month", wait, (claim.budget_per_month or 0) - month_spent - reserved
-        if not fits(claim, claim.budget_per_day, day_spent + reserved):
-            wait = budget_wait(claim, "day", day_spent, self._wall_clock())
-            return "day", wait, (claim.budget_per_day or 0) - day_spent - reserved
+        over = None if claim.budget_per_month is None and claim.budget_per_day is None else self._over_budget(claim)
+        if over is not None:
+            return over
         if claim.concurrent is not None and use.running >= claim.concurrent:
             return "concurrent", 0.0, 0
         limit = claim.requests_per_minute
@@ -173,6 +167,18 @@ class MemoryStore:
         if limit is not None and use.tokens.total + claim.tokens > limit:
             return "tokens", use.tokens.wait(use.tokens.total + claim.tokens - limit, now), 0
         return None, 0.0, 0
+
+    def _over_budget(self, claim: Claim) -> tuple[Limit, float, int] | None:
+        day, reserved = self.day(), self._reserved[claim.tenant]
+        budgets: tuple[tuple[Limit, str, int | None], ...] = (
+            ("month", day[:7], claim.budget_per_month),
+            ("day", day, claim.budget_per_day),
+        )
+        for limit, period, budget in budgets:
+            spent = self._spent(claim.tenant, period)
+            if budget is not None and not fits(claim, budget, spent + reserved):
+                return limit, budget_wait(claim, limit, spent, self._wall_clock()), budget - spent - reserved
+        return None
 
     def _spent(self, tenant: str, period: str) -> int:
         return self.spent.get((tenant, period), 0)

@@ -8,6 +8,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import tokenizers
@@ -86,9 +87,13 @@ class SegmentEncoder:
         return ids
 
     def _by_words(self, piece: str) -> list[int]:
+        words, found = self._words, _before_words(piece)
+        try:
+            return [*chain.from_iterable(map(words.__getitem__, found))]
+        except KeyError:  # the first time that a word comes
+            pass
         ids: list[int] = []
-        words = self._words
-        for word in _before_words(piece):
+        for word in found:
             known = words.get(word)
             if known is None:
                 known = self._encode(word)

@@ -9,9 +9,11 @@ import logging
 from datetime import UTC, datetime
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.observability import logging as module
-from penstock.observability.logging import JsonFormat, LineHandler, TextFormat, log
+from penstock.observability.logging import JsonFormat, LineHandler, TextFormat, log, with_fields
 
 
 def lines(stream: io.StringIO) -> list[str]:
@@ -73,3 +75,27 @@ def test_text_cannot_be_mistaken_for_other_fields() -> None:
     stream = io.StringIO()
     log(logger_to(stream, TextFormat()), logging.INFO, "request", path="/x status=200\n", ms=1.23, status=404, why=None)
     assert stream.getvalue().endswith(" INFO request path='/x status=200\\n' ms=1.2 status=404\n")
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.sampled_from("ab= '\n%é/"), max_size=6)
+
+
+@given(st.dictionaries(st.sampled_from(["path", "ms", "status", "why"]), VALUES))
+def test_a_line_reads_back_as_its_fields(fields: dict[str, object]) -> None:
+    """Whether or not all of them can be formatted at once."""
+
+    def shown(value: object) -> str:
+        return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+    line = with_fields("request", fields)
+    assert line.splitlines() == [line]
+    rest = line.removeprefix("request")
+    for key, value in fields.items():
+        if value is None:
+            continue
+        plain, quoted = f" {key}={shown(value)}", f" {key}={shown(value)!a}"
+        must_quote = isinstance(value, str) and (not value or not value.isascii() or bool(set(value) & set("= '\n")))
+        written = quoted if must_quote else plain
+        assert rest.startswith(written)
+        rest = rest.removeprefix(written)
+    assert not rest

@@ -13,7 +13,7 @@ from penstock.gateway.api.chat import ChatReader, render_chat
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.messages import FunctionCall, Message, ToolCall
 from penstock.gateway.api.openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
-from penstock.gateway.api.reading import ModelText, Prompt, Terms, blamed_on
+from penstock.gateway.api.reading import BlamedOn, ModelText, Prompt, Terms
 from penstock.gateway.api.serving import encode_json
 from penstock.gateway.errors import require
 
@@ -69,7 +69,7 @@ class CountReader:
         chat = ChatRequest(**_chat_fields(asked))
         name = terms.base_of(terms.served(chat.model))
         bounds = terms.bounds[name]._replace(prompt_tokens=terms.bounds[name].countable)
-        with blamed_on("messages", bounds):
+        with BlamedOn("messages", bounds):
             prompt, _ = render_chat(self.texts[name], chat)
             encode = self.texts[name].tokenizer.encode
             ids = encode(prompt, add_special_tokens=False, at_most=bounds.prompt_tokens)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from penstock.core.request import CacheControl, CacheStatus
-from penstock.gateway.http.request import Header, Request
+from penstock.gateway.http.request import Request
 
 NAME = b"x-penstock-cache"
 
 _LEAST_CACHED = ("miss", "bypass", "shared", "similar", "hit")
+_COMPUTED = {state: state.encode() for state in _LEAST_CACHED[:3]}  # for this request or another one
 
 
 def cache_control(request: Request) -> CacheControl | None:
@@ -37,14 +38,10 @@ def _is_seconds(value: str) -> bool:
     return value.isascii() and value.isdigit() and len(value) < 12
 
 
-def cache_header(statuses: Iterable[CacheStatus]) -> Header:
+def cache_header(statuses: Sequence[CacheStatus]) -> bytes:
     """Of several choices the one that was cached least speaks for all."""
-    status = min(statuses, key=lambda status: _LEAST_CACHED.index(status.state))
-    words: list[str] = ["semantic" if status.state == "similar" else status.state]
-    if status.state == "hit":
-        words.append(f"tier={status.tier}")
-    if status.state == "similar":
-        words.append(f"score={status.score:.3f}")
-    if status.state in ("hit", "similar"):
-        words.append(f"age={status.age:.0f}")
-    return NAME, "; ".join(words).encode()
+    status = min(statuses, key=lambda status: _LEAST_CACHED.index(status.state)) if len(statuses) > 1 else statuses[0]
+    if (computed := _COMPUTED.get(status.state)) is not None:
+        return computed
+    found = f"hit; tier={status.tier}" if status.state == "hit" else f"semantic; score={status.score:.3f}"
+    return f"{found}; age={status.age:.0f}".encode()

@@ -33,7 +33,7 @@ from penstock.gateway.api.openai_types import (
     TokenizeRequest,
     Usage,
 )
-from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Terms, blamed_on
+from penstock.gateway.api.reading import BlamedOn, Bounds, ModelText, Prompt, Terms
 from penstock.gateway.api.semantic import similar_chat
 from penstock.gateway.api.serving import event
 from penstock.gateway.api.slices import shaped
@@ -74,7 +74,7 @@ class ChatReader(TextReader[ChatRequest]):
         RANGES["logprobs"].check("top_logprobs", top)
 
     def prompts(self, asked: ChatRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
-        with blamed_on("messages", bounds):
+        with BlamedOn("messages", bounds):
             prompt, form = render_chat(text, asked)
             ids = text.tokenizer.encode(prompt, add_special_tokens=False, at_most=bounds.prompt_tokens)
             return [Prompt(ids, similar=similar_chat(asked) if semantic else None, form=form)]

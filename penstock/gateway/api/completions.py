@@ -23,7 +23,7 @@ from penstock.gateway.api.openai_types import (
     TokenIds,
     Usage,
 )
-from penstock.gateway.api.reading import Bounds, ModelText, Prompt, blamed_on
+from penstock.gateway.api.reading import BlamedOn, Bounds, ModelText, Prompt
 from penstock.gateway.api.semantic import similar_completion
 from penstock.gateway.api.serving import check_token_ids, encode_json, event
 from penstock.gateway.api.slices import joined, shaped, slices
@@ -78,7 +78,7 @@ class CompletionReader(TextReader[CompletionRequest]):
                 raise bounds.too_long(param, str(len(prompt)))
             check_token_ids(prompt, param, bounds)
             return Prompt(prompt)
-        with blamed_on(param, bounds):
+        with BlamedOn(param, bounds):
             ids = text.tokenizer.encode(prompt, at_most=bounds.prompt_tokens)
         require(len(ids) > 0, param, "must not be empty")
         similar = similar_completion(asked, prompt) if semantic else None
@@ -100,7 +100,7 @@ def infilling(
         raise InvalidRequest(message, param="suffix")
     if not isinstance(prompt, str):
         raise InvalidRequest(f"{param} must be text beside a suffix, not token ids", param=param)
-    with blamed_on(param, bounds):
+    with BlamedOn(param, bounds):
         return Prompt(text.infill.prompt(text.tokenizer, prompt, suffix, bounds.prompt_tokens, others, keep_free))
 
 

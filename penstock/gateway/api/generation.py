@@ -12,9 +12,7 @@ from urllib.parse import quote
 from msgspec import UNSET, UnsetType
 
 from penstock.core.errors import EngineFailure, Overloaded, Unavailable
-from penstock.core.request import (
-    Chunk,
-)
+from penstock.core.request import Chunk
 from penstock.gateway.api.cache_control import NAME as CACHE
 from penstock.gateway.api.cache_control import cache_header
 from penstock.gateway.api.choices import Choice
@@ -166,12 +164,12 @@ class Generation:
             self.metrics.queue_time.observe(chunk.queue_seconds, 1, self.request.trace_id)
         if chunk.cache is not None:
             choice.cache = chunk.cache
-            name, value = cache_header(known.cache for known in self.choices if known.cache is not None)
-            self.response.headers[name] = value
+            known = [known.cache for known in self.choices if known.cache is not None]
+            self.response.headers[CACHE] = cache_header(known)
         if chunk.replica:
             others = self.response.headers.get(REPLICA)
-            known = {chunk.replica} if others is None else {chunk.replica, *others.decode().split(", ")}
-            self.response.headers[REPLICA] = ", ".join(sorted(known)).encode()
+            names = chunk.replica if others is None else _with_name(others.decode(), chunk.replica)
+            self.response.headers[REPLICA] = names.encode()
         choice.cached_tokens = chunk.cached_tokens
         choice.prompt_logprobs = chunk.prompt_logprobs
 
@@ -287,6 +285,10 @@ class Generation:
             cache=None if choice.cache is None else choice.cache.state,
             engine=choice.ledger,
         )
+
+
+def _with_name(names: str, name: str) -> str:
+    return ", ".join(sorted({name, *names.split(", ")}))
 
 
 class Answer(Protocol):

@@ -14,7 +14,7 @@ from penstock.gateway.api.completions import infilling
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.messages import FunctionCall, Message, ToolCall
 from penstock.gateway.api.openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
-from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Terms, blamed_on
+from penstock.gateway.api.reading import BlamedOn, Bounds, ModelText, Prompt, Terms
 from penstock.gateway.errors import require
 
 
@@ -58,7 +58,7 @@ class OllamaGenerateReader(ChatReader):
             return super().prompts(asked, text, bounds, semantic)
         if asked.suffix:
             return [infilling(asked.raw, asked.suffix, "prompt", text, bounds)]
-        with blamed_on("prompt", bounds):
+        with BlamedOn("prompt", bounds):
             return [Prompt(text.tokenizer.encode(asked.raw, at_most=bounds.prompt_tokens))]
 
 

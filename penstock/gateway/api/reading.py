@@ -13,7 +13,7 @@ import pickle
 import struct
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -216,18 +216,25 @@ class ModelReader:
         return checked_options(asked) if len(body) > INLINE_BYTES else asked, []
 
 
-@contextlib.contextmanager
-def blamed_on(param: str, bounds: Bounds) -> Iterator[None]:
-    """What fails in here is due to this field."""
-    try:
-        yield
-    except ContextTooLong:
-        raise bounds.too_long(param) from None
-    except InvalidRequest as error:
-        error.param = error.param or param
-        raise
-    except RecursionError:
-        raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+class BlamedOn:
+    """What fails in here is due to this field. A class, as every request enters one."""
+
+    __slots__ = ("_bounds", "_param")
+
+    def __init__(self, param: str, bounds: Bounds) -> None:
+        self._param = param
+        self._bounds = bounds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, ContextTooLong):
+            raise self._bounds.too_long(self._param) from None
+        if isinstance(error, InvalidRequest):
+            error.param = error.param or self._param
+        elif isinstance(error, RecursionError):
+            raise InvalidRequest(f"{self._param} is nested too deeply", param=self._param) from None
 
 
 def checked_options(body: S, **prompt: Any) -> S:

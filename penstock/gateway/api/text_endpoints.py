@@ -10,7 +10,7 @@ from penstock.core.errors import InvalidRequest
 from penstock.gateway.api.chat import tokenize_chat
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.openai_types import Detokenized, DetokenizeRequest, Piece, Tokenized, TokenizeRequest
-from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Reader, Terms, blamed_on
+from penstock.gateway.api.reading import BlamedOn, Bounds, ModelText, Prompt, Reader, Terms
 from penstock.gateway.api.serving import Incoming, Serving, check_token_ids, encode_json
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
@@ -34,7 +34,7 @@ class TokenizeReader:
             asked.prompt, asked.add_special_tokens = asked.content, asked.add_special
         text, bounds = _text_and_bounds(self.texts, terms, asked.model)
         bounds = bounds._replace(prompt_tokens=bounds.countable)
-        with blamed_on("messages" if asked.prompt is None else "prompt", bounds):
+        with BlamedOn("messages" if asked.prompt is None else "prompt", bounds):
             if asked.prompt is None:
                 ids = tokenize_chat(text, asked, bounds.prompt_tokens)
             else:

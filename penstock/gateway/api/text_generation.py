@@ -29,7 +29,7 @@ from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Answer, Emit, Generation
 from penstock.gateway.api.objectives import reported_tier
 from penstock.gateway.api.openai_types import SamplingFields, Usage
-from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, blamed_on, checked_options
+from penstock.gateway.api.reading import INLINE_BYTES, BlamedOn, Bounds, ModelText, Prompt, Terms, checked_options
 from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.api.serving import DONE, Incoming, Serving, check_values, encode_json, event
 from penstock.gateway.api.shadow import ShadowedAnswer
@@ -67,7 +67,7 @@ class TextReader(ABC, Generic[B]):
             bounds = bounds._replace(prompt_tokens=bounds.countable)
         prompts = self.prompts(asked, self.texts[name], bounds, terms.semantic)
         if asked.prediction is not None:
-            with blamed_on("prediction", bounds):
+            with BlamedOn("prediction", bounds):
                 predicted = self.texts[name].tokenizer.encode(
                     asked.prediction.text, add_special_tokens=False, at_most=bounds.countable
                 )

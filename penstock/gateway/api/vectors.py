@@ -19,7 +19,7 @@ from penstock.gateway.api.choices import Choice, build_choices
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.openai_types import MAX_DEADLINE_MS, Ignored, Int32
-from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Prompt, Terms, blamed_on, checked_options
+from penstock.gateway.api.reading import INLINE_BYTES, BlamedOn, Bounds, ModelText, Prompt, Terms, checked_options
 from penstock.gateway.api.serving import Incoming, Serving
 from penstock.gateway.errors import require
 from penstock.gateway.http.request import Request
@@ -72,14 +72,14 @@ class Texts:
 
     def pair(self, first: str, second: str, param: str) -> Prompt:
         """For a cross-encoder. What is too long is cut at the end of the second text."""
-        with blamed_on(param, self._bounds):
+        with BlamedOn(param, self._bounds):
             ids, second_begins = self._tokenizer.encode_pair(first, second)
         kept = self._fitting(ids, param)
         require(second_begins < len(kept), param, "has no room: the first text alone fills the model's window")
         return Prompt(kept, second_text=second_begins)
 
     def _encoded(self, given: str, param: str) -> list[int]:
-        with blamed_on(param, self._bounds):
+        with BlamedOn(param, self._bounds):
             return self._tokenizer.encode(given, at_most=self._at_most)
 
     def _fitting(self, ids: list[int], param: str) -> list[int]:

@@ -123,7 +123,7 @@ class Reservation:
         self._grants = []
         for grant in entries:
             self._store.settle(grant, UsageRecord(grant.claim.requests))
-        self._store.settle(last, used._replace(requests=last.claim.requests))
+        self._store.settle(last, used if last.claim.requests else used._replace(requests=0))
         metering.metrics.add(tenant, metering.model, used)
         metering.observe(tenant, outputs)
 
