@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Work = tuple[float, float]  # bytes and FLOPs
@@ -87,6 +87,16 @@ def _part(
         return Part(name, each, share)
     mean = (work[0] / steps, work[1] / steps)
     return Part(name, each, share, *mean, limit_seconds(mean, *rates))
+
+
+def successive(spans: Iterable[tuple[str, int, int]]) -> Iterator[tuple[str, int, int]]:
+    """Each from where those before it have ended: kernels are launched ahead and overlap the end of the one before
+    (programmatic dependent launch), which is no time that they take."""
+    free = 0
+    for name, began, ended in sorted(spans, key=lambda span: span[1]):
+        if ended > free:
+            yield name, max(began, free), ended
+            free = ended
 
 
 def totals(spans: Iterable[tuple[str, int, int]], names: Sequence[str] = ()) -> dict[str, float]:

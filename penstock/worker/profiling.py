@@ -23,7 +23,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_work import KernelProbe, KernelRecord, Limits, Work
 from penstock.profiling.event_loop import recording_stalls
 from penstock.profiling.recorder import Event, Recorder
-from penstock.profiling.summary import StepSummary, engine_parts, kernel_parts, totals
+from penstock.profiling.summary import StepSummary, engine_parts, kernel_parts, successive, totals
 from penstock.profiling.trace import fragment
 from penstock.worker import server as frames
 from penstock.worker.protocol import Profile, WorkerProfile
@@ -274,7 +274,8 @@ class WorkerProfiler:
         in_time = (e for e in events if e.category == "engine" and e.ended <= ended)
         spans = totals(((e.name, e.began, e.ended) for e in in_time), _ENGINE_PARTS)
         turns, seconds = spans.pop("turn", 0.0), (ended - began) / 1e9
-        kernels = totals((k.part, k.began, k.ended) for k in record.kernels if began <= k.began <= ended)
+        in_steps = ((k.part, k.began, k.ended) for k in record.kernels if began <= k.began <= ended)
+        kernels = totals(successive(in_steps))
         overlapped = self._executor.runs_ahead
         on_engine_thread = 0.0 if overlapped else sum(kernels.values())
         if "collect" in spans:

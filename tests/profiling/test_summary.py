@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.profiling.summary import engine_parts, kernel_parts, limit_seconds, totals
+from penstock.profiling.summary import engine_parts, kernel_parts, limit_seconds, successive, totals
 
 
 def test_the_limit_is_that_of_bytes_or_of_flops_whichever_takes_longer() -> None:
@@ -43,3 +43,8 @@ def test_totals_keep_the_order_they_are_given() -> None:
         ("collect", 5e-9),
         ("turn", 1e-8),
     ]
+
+
+def test_kernels_that_overlap_add_up_to_the_time_the_device_was_busy() -> None:
+    spans = [("gemm", 8, 20), ("norm", 0, 10), ("inside", 12, 15), ("gemm", 30, 31)]
+    assert list(successive(spans)) == [("norm", 0, 10), ("gemm", 10, 20), ("gemm", 30, 31)]
