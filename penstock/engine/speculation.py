@@ -90,44 +90,63 @@ class Speculation:
         rests = began < self._rest_until
         if budget < 1 or (rests and not self._drafting):
             return {}, set()
-        due = [
-            s
-            for s in decodes
-            if (s in self._drafting if rests else len(s.tokens) >= s.draft_from) and s.first_token is not None
-        ]
+        due = [s for s in self._drafting if s in decodes] if rests else self._due(decodes)
         if not due:
             return {}, set()
         spent = -self._cpu_clock()
         prices = self._prices(decodes)
-        known, waiting = [], set()
-        if _DOUBT * prices.token * len(decodes) < prices.plain:  # else not even tokens that are certain would pay
-            for s in due:
-                if not s.pending:
-                    known.append(s)
-                elif expected_tokens(self.drafter.outlook(s), self._most) > self._worth_waiting:
-                    waiting.add(s)
-        drafts = self._drafts(known, len(decodes) - len(waiting), budget, prices)
-        for s in due:
+        if _DOUBT * prices.token * len(decodes) < prices.plain:
+            outlooks = self._ask(due, began)
+        else:  # not even tokens that are certain would pay
+            outlooks = dict.fromkeys(due, 0.0)
+        waiting = {s for s in outlooks if s.pending and self._is_worth_waiting(outlooks[s])}
+        known = [s for s in outlooks if not s.pending]
+        drafts = self._drafts(known, [outlooks[s] for s in known], len(decodes) - len(waiting), budget, prices)
+        for s in outlooks:
             if s in drafts:
                 s.draft_pause = 1
             elif s not in waiting:
                 s.draft_from = len(s.tokens) + s.draft_pause
                 s.draft_pause = min(_LONGEST_PAUSE, 2 * s.draft_pause)
-        accepted = sum(max(0, len(s.tokens) - self._drafting.pop(s) - 1) for s in due if s in self._drafting)
+        accepted = sum(max(0, len(s.tokens) - self._drafting.pop(s) - 1) for s in outlooks if s in self._drafting)
         self._drafting.update((s, len(s.tokens)) for s in (*drafts, *waiting))
         earned = _GAIN_SHARE * accepted * prices.plain / len(decodes)
-        in_vain = (spent + self._cpu_clock()) * (1 - (len(drafts) + len(waiting)) / len(due))
+        in_vain = (spent + self._cpu_clock()) * (1 - (len(drafts) + len(waiting)) / len(outlooks))
         saved = max(self._rest_until - earned / _ASKING_SHARE, began - _SAVED_SECONDS)
         self._rest_until = saved + in_vain / _ASKING_SHARE
         return drafts, waiting
+
+    def _due(self, decodes: list[Sequence]) -> list[Sequence]:
+        """Those that drafts are thought of for, first those that had one."""
+        due = [s for s in decodes if len(s.tokens) >= s.draft_from and s.first_token is not None]
+        return sorted(due, key=lambda s: s not in self._drafting) if self._drafting else due
+
+    def _ask(self, due: list[Sequence], began: float) -> dict[Sequence, float]:
+        """The outlooks of those that have drafts, and of others until the time for asking in vain is used up: many
+        that come together are asked in turn, step after step."""
+        outlooks: dict[Sequence, float] = {}
+        until: float | None = None
+        for s in due:
+            if s not in self._drafting:
+                now = self._clock()
+                if until is None:
+                    until = now + _ASKING_SHARE * min(began - self._rest_until, _SAVED_SECONDS)
+                elif now > until:
+                    break
+            outlooks[s] = self.drafter.outlook(s)
+        return outlooks
+
+    def _is_worth_waiting(self, outlook: float) -> bool:
+        return expected_tokens(outlook, self._most) > self._worth_waiting
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""
         self._drafting.pop(sequence, None)
         self.drafter.forget(sequence)
 
-    def _drafts(self, known: list[Sequence], streams: int, budget: int, prices: Prices) -> dict[Sequence, list[int]]:
-        outlooks = [self.drafter.outlook(s) for s in known]
+    def _drafts(
+        self, known: list[Sequence], outlooks: list[float], streams: int, budget: int, prices: Prices
+    ) -> dict[Sequence, list[int]]:
         rooms = [min(self._most, s.max_len - len(s.tokens) - 1) for s in known]
         depths = best_depths(outlooks, rooms, streams, budget, prices)
         drafting = [s for s, depth in zip(known, depths, strict=True) if depth]

@@ -51,7 +51,7 @@ _OUTLIER = 5.0  # a step this many times longer than predicted says something ab
 # Decode steps without drafts after which the times of those with drafts are no longer believed: if they were learnt
 # while the machine was slow, drafts seem not to pay, and nobody would find out that they do.
 _STALE_STEPS = 512
-_VERSION = 5
+_VERSION = 6
 
 
 Padding = Callable[[int], int]  # tokens of a step with prompts -> tokens that are computed for it
@@ -216,10 +216,13 @@ class StepTimes:
             return
         if not shape.prefill:
             self._undrafted = 0 if shape.drafted else self._undrafted + 1
-        fit = self._fit(shape)
-        predicted = fit.observe(shape.features(self._padded), seconds)
-        if not shape.prefill:  # one machine: if it becomes faster while nothing is drafted, drafts are faster as well
-            self._decode.drift = self._drafted.drift = fit.drift
+        fit, x = self._fit(shape), shape.features(self._padded)
+        predicted = fit.observe(x, seconds)
+        if predicted and not shape.prefill:
+            # One machine: if it becomes faster while nothing is drafted, drafts are faster as well. Not by the drift
+            # alone: noise lets that grow while the coefficients shrink.
+            other = self._decode if shape.drafted else self._drafted
+            other.drift *= fit.predict(x) / predicted
         if predicted is not None:
             error = abs(predicted - seconds) / seconds
             self._errors.append(error)

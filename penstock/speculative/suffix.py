@@ -88,7 +88,11 @@ class _Answers:
         if len(self.newer.tokens) + len(answer) > _ANSWERS:
             self.older, self.newer = self.newer, Index([])
         self.newer.tokens += answer[:_ANSWERS]
-        self.newer.extend(len(self.newer.tokens) - 1)  # a token must follow
+
+    def read(self) -> None:
+        """Index what has been added, once somebody asks: many answers are gone by then."""
+        for index in (self.newer, self.older):
+            index.extend(min(len(index.tokens) - 1, index.end + _INDEXED_AT_ONCE))  # a token must follow
 
 
 class _Reader:
@@ -108,10 +112,11 @@ class _Reader:
 
     def read(self) -> bool:
         """Take in tokens that have come, and test the guesses of them. False: there are still more."""
+        self._answers.read()
         index = self._index
         tokens = index.tokens
         if len(tokens) - index.end > _TESTED_AT_ONCE:
-            index.extend(min(len(tokens) - 1, index.end + _INDEXED_AT_ONCE))
+            index.extend(min(len(tokens) - _TESTED_AT_ONCE, index.end + _INDEXED_AT_ONCE))
             self._source = None
         predicted = self._predicted
         if predicted.end < len(predicted.tokens) - 1:

@@ -49,6 +49,14 @@ def test_a_copy_is_drafted_from_the_prompt() -> None:
     assert accepted(SuffixDrafter(), sequence(text), text) > 160
 
 
+def test_a_copy_is_recognised_by_whoever_asks_rarely() -> None:
+    text = random.Random(1).choices(range(1000), k=200)
+    drafter, s = SuffixDrafter(), sequence(text)
+    assert not drafter.outlook(s)
+    s.tokens += text[:100]
+    assert drafter.outlook(s) > 0.8
+
+
 def test_an_edited_copy_is_found_again_after_every_change() -> None:
     draw = random.Random(2)
     text = draw.choices(range(1000), k=400)
