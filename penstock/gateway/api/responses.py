@@ -16,7 +16,7 @@ from penstock.gateway.api import responses_types as types
 from penstock.gateway.api.blocks import Block, BlockAnswer, Step
 from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.responses_reading import HeadReader, ResponsesChat, ResponsesReader, encrypted, with_history
-from penstock.gateway.api.responses_store import RUNNING, ResponseStore, item_id
+from penstock.gateway.api.responses_store import ResponseStore, item_id
 from penstock.gateway.api.serving import Incoming, Serving, encode_json
 from penstock.gateway.api.text_generation import TextEndpoint, Wanted
 from penstock.gateway.errors import OpenAIErrors, require
@@ -109,23 +109,23 @@ class ResponseAnswer(BlockAnswer[ResponsesChat]):
         holding = asyncio.create_task(self._keep_holding(request))
         try:
             await generation.run(self._collect)
-            await self._save_unless_cancelled(self._finished())
+            await self._end(self._finished())
         except asyncio.CancelledError:
             error = request.catch_cancellation()
             if error is None:
                 raise
-            await self._save_unless_cancelled(self._response("failed", error))
+            await self._end(self._response("failed", error))
             raise error from None
         except PenstockError as error:
-            await self._save_unless_cancelled(self._response("failed", error))
+            await self._end(self._response("failed", error))
             raise
         finally:
             self._running.pop(self.id, None)
             holding.cancel()
 
-    async def _save_unless_cancelled(self, response: types.ResponseObject) -> None:
-        if await self._store.hold(self.tenant, self.id):
-            await self._store.save(self.tenant, response, self.body.items)
+    async def _end(self, response: types.ResponseObject) -> None:
+        """Unless it was cancelled or deleted before."""
+        await self._store.end(self.tenant, self.id, lambda _: response)
 
     async def _keep_holding(self, request: Request) -> None:
         while True:
@@ -226,6 +226,10 @@ class ResponseAnswer(BlockAnswer[ResponsesChat]):
         return _event(kind(response, self._next()))
 
 
+def _cancelled(response: types.ResponseObject) -> types.ResponseObject:
+    return msgspec.structs.replace(response, status="cancelled")
+
+
 def _code(error: PenstockError) -> str:
     return "rate_limit_exceeded" if error.status == 429 else "server_error"
 
@@ -272,11 +276,9 @@ class Responses(TextEndpoint[ResponsesChat]):
         id = request.path_params["id"]
         found = await self.store.response(tenant.name, id)
         require(found.background, "response_id", "must be that of a background response: others end with their client")
-        if found.status in RUNNING:
-            found.status = "cancelled"
-            await self.store.save(tenant.name, found, encode_json(await self.store.items(tenant.name, id)))
-            if (running := self._running.get(id)) is not None:
-                running.cancel(Cancelled("the client cancelled the response"))
+        found = await self.store.end(tenant.name, id, _cancelled) or found
+        if found.status == "cancelled" and (running := self._running.get(id)) is not None:
+            running.cancel(Cancelled("the client cancelled the response"))
         await response.send(200, encode_json(found))
 
     async def input_items(self, request: Request, response: Response, tenant: Tenant) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from msgspec import Raw, Struct
@@ -49,8 +49,29 @@ class ResponseStore:
 
     async def save(self, tenant: str, response: types.ResponseObject, items: bytes) -> None:
         """`items`: the conversation before it, as JSON."""
-        document = encode_json(StoredResponse(Raw(encode_json(response)), Raw(items)))
-        await self._store.save(RESPONSE, tenant, response.id, document, self._keep)
+        await self._store.save(RESPONSE, tenant, response.id, _document(response, Raw(items)), self._keep)
+
+    async def end(
+        self, tenant: str, id: str, ended: Callable[[types.ResponseObject], types.ResponseObject]
+    ) -> types.ResponseObject | None:
+        """The only way from running to an end, for whoever comes first: it becomes what `ended` makes of it. What it
+        has become, for the others too; None: it was deleted."""
+        for _ in range(2):  # one that is not what it was a moment ago has ended, and changes no more
+            document = await self._store.load(RESPONSE, tenant, id)
+            if document is None:
+                break
+            stored = _stored.decode(document)
+            before = _objects.decode(stored.response)
+            if before.status not in RUNNING:
+                return before
+            after = ended(before)
+            if len(changed := _document(after, stored.items)) > self._keep.bytes:
+                after = _failed(before, "it is larger than responses.max_mib")
+                changed = _document(after, stored.items)
+            if await self._store.save(RESPONSE, tenant, id, changed, self._keep, instead_of=document):
+                await self._store.discard(LEASE, tenant, id)
+                return after
+        return None
 
     async def save_answer(self, tenant: str, response: types.ResponseObject, items: bytes) -> None:
         """Of an answer that has been computed: without a store it is worth sending all the same."""
@@ -64,20 +85,18 @@ class ResponseStore:
         """Another tenant's is not found either."""
         document = await self._store.load(RESPONSE, tenant, id) if len(id) <= 128 else None
         if document is None:
-            raise NotFound(
-                f"response {id[:128]!r} is not stored here: it was made with store: false, deleted, or is too old",
-                param=param,
-                code="response_not_found",
-            )
+            raise _not_found(id, param)
         return _stored.decode(document)
 
     async def response(self, tenant: str, id: str) -> types.ResponseObject:
         """As it is now: one that nobody works on any more has failed."""
         response = _objects.decode((await self.find(tenant, id)).response)
-        if response.status in RUNNING and await self._store.load(LEASE, tenant, id) is None:
-            lost = "the server that worked on it has gone"
-            response.status, response.error = "failed", types.ResponseError("server_error", lost)
-        return response
+        if response.status not in RUNNING or await self._store.load(LEASE, tenant, id) is not None:
+            return response
+        found = await self.end(tenant, id, lambda lost: _failed(lost, "the server that worked on it has gone"))
+        if found is None:
+            raise _not_found(id, "response_id")
+        return found
 
     async def items(self, tenant: str, id: str) -> list[types.InputItem]:
         """The conversation before it."""
@@ -119,6 +138,22 @@ class ResponseStore:
                 output = _conversations.decode(_stored.decode(document).response).output
                 found |= {item.id: item for item in output if item.id is not None}
         return found
+
+
+def _document(response: types.ResponseObject, items: Raw) -> bytes:
+    return encode_json(StoredResponse(Raw(encode_json(response)), items))
+
+
+def _failed(response: types.ResponseObject, why: str) -> types.ResponseObject:
+    return msgspec.structs.replace(response, status="failed", error=types.ResponseError("server_error", why))
+
+
+def _not_found(id: str, param: str) -> NotFound:
+    return NotFound(
+        f"response {id[:128]!r} is not stored here: it was made with store: false, deleted, or is too old",
+        param=param,
+        code="response_not_found",
+    )
 
 
 def item_id(prefix: str, response: str, index: int) -> str:
