@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import Raw, Struct
 
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError
 from penstock.gateway.api import responses_types as types
+from penstock.gateway.api.blocks import Block
 from penstock.gateway.api.responses_reading import Head, History
 from penstock.gateway.api.serving import encode_json
 from penstock.gateway.settings import ResponsesConfig
@@ -19,8 +22,9 @@ from penstock.state.store import Keep, Store
 
 logger = logging.getLogger("penstock.gateway")
 
-RESPONSE, LEASE = "response", "response lease"  # kinds of documents
+RESPONSE, LEASE, EVENTS = "response", "response lease", "response events"  # kinds of documents
 LEASE_SECONDS = 60.0  # after which a background response is lost whose gateway says nothing of it
+POLL_SECONDS = 0.5  # between looks for more events of a response that another process works on
 RUNNING: tuple[types.Status, ...] = ("queued", "in_progress")
 
 
@@ -31,6 +35,23 @@ class StoredResponse(Struct):
     items: Raw  # the whole conversation before it
 
 
+class Recording(Struct):
+    """What the events of a background response are made of, as far as it has come."""
+
+    blocks: list[Block]
+    encrypted_reasoning: bool
+    last: types.ItemStatus = "in_progress"  # of the last block; until that has ended it may grow
+
+
+@dataclass(slots=True)
+class Progress:
+    """A background response for those who read its stream."""
+
+    queued: types.ResponseObject  # as it was when it was accepted
+    recording: Recording
+    final: types.ResponseObject | None = None
+
+
 class _Conversation(Struct):
     output: list[types.InputItem]
     status: types.Status
@@ -39,6 +60,7 @@ class _Conversation(Struct):
 _stored = msgspec.json.Decoder(StoredResponse)
 _objects = msgspec.json.Decoder(types.ResponseObject)
 _conversations = msgspec.json.Decoder(_Conversation)
+_recordings = msgspec.json.Decoder(Recording)
 _items = msgspec.json.Decoder(list[types.InputItem])
 
 
@@ -98,13 +120,36 @@ class ResponseStore:
             raise _not_found(id, "response_id")
         return found
 
+    async def record(self, tenant: str, id: str, recording: Recording) -> None:
+        """Its events up to now. They have the place of the responses once more; too many have none."""
+        if not await self._store.save(EVENTS, tenant, id, encode_json(recording), self._keep):
+            await self._store.discard(EVENTS, tenant, id)
+
+    async def watch(self, tenant: str, id: str) -> AsyncGenerator[Progress]:
+        """A response that another process works on, or that has ended, as it is stored now and from time to time."""
+        while True:
+            found = await self.response(tenant, id)
+            document = await self._store.load(EVENTS, tenant, id)
+            if document is None:
+                message = "stream: only a response made with background and stream has events, while they are stored"
+                raise InvalidRequest(message, param="stream")
+            queued = msgspec.structs.replace(
+                found,
+                status="queued",
+                output=[],
+                **dict.fromkeys(("completed_at", "error", "incomplete_details", "usage")),
+            )
+            yield Progress(queued, _recordings.decode(document), None if found.status in RUNNING else found)
+            await asyncio.sleep(POLL_SECONDS)
+
     async def items(self, tenant: str, id: str) -> list[types.InputItem]:
         """The conversation before it."""
         return _items.decode((await self.find(tenant, id)).items)
 
     async def delete(self, tenant: str, id: str) -> None:
         await self.find(tenant, id)
-        await self._store.discard(RESPONSE, tenant, id)
+        for kind in (RESPONSE, EVENTS, LEASE):
+            await self._store.discard(kind, tenant, id)
 
     async def hold(self, tenant: str, id: str) -> bool:
         """Say that it is being worked on. False: there is nothing to work on, since it was cancelled or deleted."""
