@@ -32,6 +32,7 @@ LEASE_GAP_SECONDS = 0.02  # between two leases, so that lines which end together
 RETRY_SECONDS = 2.0  # before an answer that could not be kept is written again
 JOB_RETRY_SECONDS = 10.0  # before a batch that could not be validated or assembled is tried again
 SWEEP_SECONDS = 600.0  # between looks for files whose time has passed
+ABANDONED_SECONDS = 86_400.0  # after which contents without a record are no longer somebody's who is about to write it
 
 
 class Attempt(NamedTuple):
@@ -271,7 +272,10 @@ class BatchRunner:
     async def _sweep(self) -> None:
         gone = await self._store.expired_files(time.time())
         await asyncio.to_thread(self._contents.delete, gone)
-        await asyncio.to_thread(self._contents.clear_parts, time.time() - 86400)
+        before = time.time() - ABANDONED_SECONDS
+        await asyncio.to_thread(self._contents.clear_parts, before)
+        finished = await asyncio.to_thread(self._contents.finished, before)
+        await asyncio.to_thread(self._contents.delete, await self._store.unknown_files(finished))
         await asyncio.sleep(SWEEP_SECONDS)
 
 
