@@ -66,6 +66,10 @@ class Answers(Protocol):
         """The names of each engine's models and adapters."""
         ...
 
+    def refusal(self, model: str) -> PenstockError | None:
+        """Why lines for this model or adapter cannot be answered, now or later."""
+        ...
+
     def room(self, group: Sequence[str], running: int, most: int) -> int:
         """How many more lines the engine of these models should be given, which has `running` of them."""
         ...
@@ -187,6 +191,8 @@ class BatchRunner:
     async def _attempt(self, line: Line, journal: LineJournal) -> Attempt:
         if line.losses >= MAX_LOSSES:
             return failure(Unavailable(f"given up: {line.losses} processes ended while they worked on it"))
+        if (refusal := self._answers.refusal(line.model)) is not None:
+            return failure(refusal)
         try:
             body = await asyncio.to_thread(self._contents.read, line.file, line.start, line.size)
         except PenstockError as error:
