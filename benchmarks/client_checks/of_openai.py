@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -196,6 +197,17 @@ def responses_background(url: str, model: str) -> str:
     return ", ".join(str(status) for status in seen)
 
 
+def responses_resumed(url: str, model: str) -> str:
+    client = _client(url)
+    fields: Any = {"model": model, "input": "Name a river.", "max_output_tokens": 24}
+    with client.responses.create(**fields, background=True, stream=True) as stream:
+        first = list(itertools.islice(stream, 8))
+    created: Any = first[0]
+    rest = list(client.responses.retrieve(created.response.id, stream=True, starting_after=7))
+    assert [event.sequence_number for event in [*first, *rest]] == list(range(8 + len(rest)))
+    return f"dropped after {len(first)} events, {len(rest)} more to {rest[-1].type}"
+
+
 def langchain_responses(url: str, model: str) -> str:
     llm = _langchain(url, model, use_responses_api=True, max_tokens=24)
     chunks = list(llm.stream("Name a river."))
@@ -212,6 +224,7 @@ CHECKS: dict[str, Check] = {
     "openai: `responses` with tools and results": responses_tools,
     "openai: `responses.parse`": responses_parse,
     "openai: `responses` in the background": responses_background,
+    "openai: `responses` in the background, streamed": responses_resumed,
     "langchain-openai: `bind_tools`, `invoke`": langchain_bind_tools,
     "langchain-openai: `bind_tools`, `stream`": langchain_stream,
     "langchain-openai: `with_structured_output`, functions": _langchain_structured("function_calling"),

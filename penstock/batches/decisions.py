@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from penstock.batches.records import Batch, Ending, FileLimits, LineError, Status, StoredFile
 from penstock.core.engine import EngineStats
-from penstock.core.errors import InvalidRequest
+from penstock.core.errors import InvalidRequest, Unavailable
 
 LEASE_SECONDS = 30.0  # after which a line belongs to nobody again, unless its lease is renewed
 RENEW_SECONDS = 5.0  # between renewals, and so between journal entries
@@ -117,6 +117,10 @@ def check_limits(limits: FileLimits, count: int, size: int, more: int) -> None:
             param="file",
             code="storage_limit_reached",
         )
+
+
+def lost_job() -> Unavailable:
+    return Unavailable("another process works on this batch by now", code="lease_lost")
 
 
 def in_use(file: str, batch: str) -> InvalidRequest:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from penstock.batches.records import new_id
 from penstock.core.errors import PenstockError, StorageFull, Unavailable
 
 T = TypeVar("T")
@@ -51,6 +52,10 @@ class Contents(Protocol):
 
     def clear_parts(self, older_than: float) -> None:
         """Delete what processes that died have left of files in the making."""
+        ...
+
+    def finished(self, older_than: float) -> list[str]:
+        """Ids of files that were finished before then: if one has no record, its process died before it wrote that."""
         ...
 
 
@@ -96,12 +101,23 @@ class FolderContents:
                 if path.stat().st_mtime < older_than:
                     path.unlink()
 
+    def finished(self, older_than: float) -> list[str]:
+        found = []
+        for path in self._files.iterdir():
+            with suppress(OSError):
+                if not path.name.endswith(PART) and path.stat().st_mtime < older_than:
+                    found.append(path.name)
+        return found
+
 
 class FolderWriter:
+    """Two processes may write the same file: what is there is always what one of them has finished."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._part = path.with_name(path.name + PART)
+        self._part = path.with_name(f"{path.name}.{new_id('')}{PART}")
         self._file: int | None = None
+        self._finished = False
 
     def write(self, data: bytes) -> None:
         left = memoryview(data)
@@ -119,11 +135,11 @@ class FolderWriter:
         os.fsync(self._opened())
         self._close()
         self._part.rename(self._path)
+        self._finished = True
 
     def abandon(self) -> None:
         self._close()
-        self._part.unlink(missing_ok=True)
-        self._path.unlink(missing_ok=True)
+        (self._path if self._finished else self._part).unlink(missing_ok=True)
 
     def _close(self) -> None:
         if self._file is not None:

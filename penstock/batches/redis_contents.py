@@ -74,6 +74,10 @@ class RedisContents:
     def clear_parts(self, older_than: float) -> None:
         """They expire by themselves."""
 
+    def finished(self, older_than: float) -> list[str]:
+        """None: Redis does not say how old a key is."""
+        return []
+
 
 class RedisWriter:
     def __init__(self, contents: RedisContents, client: Any, id: str) -> None:

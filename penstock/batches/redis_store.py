@@ -81,6 +81,10 @@ class RedisBatches:
             raise in_use(id, found.decode())
         return bool(found)
 
+    async def unknown_files(self, ids: Collection[str]) -> list[str]:
+        found = await self._in_thread(lambda: self._files(list(ids))) if ids else []
+        return [id for id, file in zip(ids, found, strict=True) if file is None]
+
     async def expired_files(self, now: float) -> list[str]:
         return [id.decode() for id in await self._run(scripts.EXPIRED_FILES, now)]
 

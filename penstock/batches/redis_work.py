@@ -14,7 +14,6 @@ from penstock.batches.records import Answered, Batch, LineError, StoredFile
 from penstock.batches.redis_queue import RedisQueue, failures
 from penstock.batches.redis_scripts import ADD_LINES, FORGET_LINES, NUMBER, PREFIX
 from penstock.batches.store import NewLine, Row
-from penstock.core.errors import Unavailable
 
 T = TypeVar("T")
 
@@ -82,5 +81,5 @@ class RedisWork:
 
 def _ours(answer: T | None) -> T:
     if answer is None:
-        raise Unavailable("another process works on this batch by now", code="lease_lost")
+        raise decisions.lost_job()
     return answer

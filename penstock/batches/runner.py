@@ -32,6 +32,7 @@ LEASE_GAP_SECONDS = 0.02  # between two leases, so that lines which end together
 RETRY_SECONDS = 2.0  # before an answer that could not be kept is written again
 JOB_RETRY_SECONDS = 10.0  # before a batch that could not be validated or assembled is tried again
 SWEEP_SECONDS = 600.0  # between looks for files whose time has passed
+ABANDONED_SECONDS = 86_400.0  # after which contents without a record are no longer somebody's who is about to write it
 
 
 class Attempt(NamedTuple):
@@ -63,6 +64,10 @@ class Answers(Protocol):
 
     async def groups(self) -> Sequence[Sequence[str]]:
         """The names of each engine's models and adapters."""
+        ...
+
+    def refusal(self, model: str) -> PenstockError | None:
+        """Why lines for this model or adapter cannot be answered, now or later."""
         ...
 
     def room(self, group: Sequence[str], running: int, most: int) -> int:
@@ -186,6 +191,8 @@ class BatchRunner:
     async def _attempt(self, line: Line, journal: LineJournal) -> Attempt:
         if line.losses >= MAX_LOSSES:
             return failure(Unavailable(f"given up: {line.losses} processes ended while they worked on it"))
+        if (refusal := self._answers.refusal(line.model)) is not None:
+            return failure(refusal)
         try:
             body = await asyncio.to_thread(self._contents.read, line.file, line.start, line.size)
         except PenstockError as error:
@@ -271,7 +278,10 @@ class BatchRunner:
     async def _sweep(self) -> None:
         gone = await self._store.expired_files(time.time())
         await asyncio.to_thread(self._contents.delete, gone)
-        await asyncio.to_thread(self._contents.clear_parts, time.time() - 86400)
+        before = time.time() - ABANDONED_SECONDS
+        await asyncio.to_thread(self._contents.clear_parts, before)
+        finished = await asyncio.to_thread(self._contents.finished, before)
+        await asyncio.to_thread(self._contents.delete, await self._store.unknown_files(finished))
         await asyncio.sleep(SWEEP_SECONDS)
 
 

@@ -127,6 +127,12 @@ class SqliteBatches(SqliteFile):
 
         return await self.do(work)
 
+    async def unknown_files(self, ids: Collection[str]) -> list[str]:
+        def work() -> list[str]:
+            return [id for id in ids if self.db.execute("SELECT 1 FROM files WHERE id = ?", (id,)).fetchone() is None]
+
+        return await self.do(work)
+
     async def expired_files(self, now: float) -> list[str]:
         return await self.do(
             lambda: [
@@ -233,18 +239,20 @@ class SqliteBatches(SqliteFile):
             if row is None:
                 return None
             batch = batch_of(*row)
-            self._lease_job(batch.id, now)
+            lease = "UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?"
+            self.db.execute(lease, (self.owner, now + LEASE_SECONDS, batch.id))
             return Job("validate" if batch.status == "validating" else "assemble", batch)
 
         return await self.do(work)
 
-    def _lease_job(self, id: str, now: float) -> None:
-        self.db.execute(
-            "UPDATE batches SET owner = ?, lease_until = ? WHERE id = ?", (self.owner, now + LEASE_SECONDS, id)
-        )
-
     async def renew_job(self, job: Job, now: float) -> None:
-        await self.do(lambda: self._lease_job(job.batch.id, now))
+        """Unless another process has it by now."""
+        await self.do(
+            lambda: self.db.execute(
+                "UPDATE batches SET lease_until = ? WHERE id = ? AND owner = ?",
+                (now + LEASE_SECONDS, job.batch.id, self.owner),
+            )
+        )
 
     async def end_job(self, job: Job, retry_at: float) -> None:
         """Whatever became of it, nobody works on it now. If it is still to be done, not before then."""

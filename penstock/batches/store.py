@@ -60,6 +60,10 @@ class BatchStore(Protocol):
         """Whether there was one. Raises InvalidRequest while a batch reads it."""
         ...
 
+    async def unknown_files(self, ids: Collection[str]) -> list[str]:
+        """Those of these ids under which no file is known."""
+        ...
+
     async def expired_files(self, now: float) -> list[str]:
         """Forget files whose time has passed. Returns their ids."""
         ...

@@ -168,7 +168,7 @@ def shaped(batch: Batch, row: Row) -> bytes:
 
 def assemble(work: BatchWork, contents: Contents, batch: Batch, given: Assignment) -> None:
     """The files are written whole under the ids of this batch before anybody hears of them. Done again after a crash
-    it gives the same files."""
+    it gives the same files, and whoever does it without the lease gives up before it has written one."""
     now, made = time.time(), []
     for kind, wanted in (("output", True), ("error", False)):
         chosen = (row for row in work.rows(batch.id) if (row.answer is not None and row.answer.status < 400) is wanted)
@@ -190,7 +190,7 @@ def open_work(given: Assignment) -> tuple[BatchWork, Contents]:
     from penstock.batches.sqlite_work import SqliteWork
 
     folder = Path(given.folder)
-    return SqliteWork(folder / "queue.db"), FolderContents(folder)
+    return SqliteWork(folder / "queue.db", given.owner), FolderContents(folder)
 
 
 def run(given: Assignment) -> None:

@@ -110,7 +110,7 @@ def create_app(
     requests = RequestLog()
     control, siblings = control or NoFleet(), siblings or Alone()
     caches = CacheEndpoints(serving, cache or NoAnswerCache(), siblings)
-    live = Live(serving, requests, control, caches, spend, directory)
+    live = Live(serving, requests, control, caches, spend, directory, settings.server.processes)
     socket = WebSocketEndpoint(serving)
     profile = ProfileEndpoint(serving, profiler or NoReplicas())
     parts = Parts(directory, requests, control, siblings, batches, caches, live, profile, socket)

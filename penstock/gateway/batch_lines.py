@@ -12,7 +12,7 @@ from penstock.batches.decisions import room
 from penstock.batches.place import Batches
 from penstock.batches.records import Answered
 from penstock.batches.runner import Asked, Attempt, BatchRunner, failure
-from penstock.core.errors import Forbidden, Overloaded
+from penstock.core.errors import Forbidden, NotFound, Overloaded, PenstockError
 from penstock.gateway.edge import Edge
 from penstock.gateway.http.local import LocalResponse, local_request
 from penstock.gateway.tenancy.tenants import Directory, Tenant
@@ -33,15 +33,21 @@ class LineAnswers:
         return [] if found is None else self._edge.serving.names(found)
 
     async def groups(self) -> Sequence[Sequence[str]]:
-        """Virtual models are with the one that stands in for them, adapters with the one that they change."""
+        """Virtual models are with the one that stands in for them, adapters with the one that they change, also those
+        that were unloaded: their lines are refused, instead of waiting until the batch expires."""
         models, adapters = self._edge.serving.models, self._edge.serving.adapters
         await adapters.refresh()
         engines = {name: model.name for name, model in models.by_name.items()}
-        engines |= {adapter.name: adapter.model for adapter in adapters.all()}
+        engines |= adapters.unloaded | {adapter.name: adapter.model for adapter in adapters.all()}
         return [[name for name, engine in engines.items() if engine == model.name] for model in models.all]
 
     def room(self, group: Sequence[str], running: int, most: int) -> int:
         return room(self._edge.serving.models.by_name[group[0]].engine.stats, running, most)
+
+    def refusal(self, model: str) -> PenstockError | None:
+        if model not in self._edge.serving.adapters.unloaded:
+            return None
+        return NotFound(f"the adapter {model!r} was unloaded", param="model", code="model_not_found")
 
     async def answer(self, asked: Asked) -> Attempt:
         tenant = self._tenant(asked.tenant)

@@ -45,8 +45,10 @@ class BrokeredStore:
     async def records(self, kind: str) -> dict[str, str]:
         return dict(await self._channel.call("records", kind))
 
-    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
-        await self._channel.call("save", kind, tenant, name, document, keep)
+    async def save(
+        self, kind: str, tenant: str, name: str, document: bytes, keep: Keep, instead_of: bytes | None = None
+    ) -> bool:
+        return bool(await self._channel.call("save", kind, tenant, name, document, keep, instead_of))
 
     async def load(self, kind: str, tenant: str, name: str) -> bytes | None:
         found: bytes | None = await self._channel.call("load", kind, tenant, name)
@@ -71,8 +73,10 @@ def store_handlers(store: Store) -> dict[str, Callable[..., Awaitable[Any]]]:
     async def usage(first_day: str, last_day: str) -> list[Any]:
         return list((await store.usage(first_day, last_day)).items())
 
-    async def save(kind: str, tenant: str, name: str, document: bytes, keep: list[Any]) -> None:
-        await store.save(kind, tenant, name, document, Keep(*keep))
+    async def save(
+        kind: str, tenant: str, name: str, document: bytes, keep: list[Any], instead_of: bytes | None
+    ) -> bool:
+        return await store.save(kind, tenant, name, document, Keep(*keep), instead_of)
 
     return {
         "save": save,

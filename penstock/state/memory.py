@@ -229,10 +229,14 @@ class MemoryStore:
     async def records(self, kind: str) -> dict[str, str]:
         return dict(self._records.get(kind, {}))
 
-    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
-        if len(document) > keep.bytes:
-            return
-        self._documents[kind, tenant].save(name, document, keep, self._wall_clock())
+    async def save(
+        self, kind: str, tenant: str, name: str, document: bytes, keep: Keep, instead_of: bytes | None = None
+    ) -> bool:
+        documents, now = self._documents[kind, tenant], self._wall_clock()
+        if len(document) > keep.bytes or instead_of not in (None, documents.load(name, now)):
+            return False
+        documents.save(name, document, keep, now)
+        return True
 
     async def load(self, kind: str, tenant: str, name: str) -> bytes | None:
         return self._documents[kind, tenant].load(name, self._wall_clock())

@@ -260,11 +260,14 @@ class RedisStore:
         self._kept[kind] = await self._ask(self.redis.hgetall(f"{self._prefix}:records:{kind}"))
         return dict(self._kept[kind])
 
-    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
+    async def save(
+        self, kind: str, tenant: str, name: str, document: bytes, keep: Keep, instead_of: bytes | None = None
+    ) -> bool:
         if len(document) > keep.bytes:
-            return
+            return False
         where, wall = f"{self._prefix}:documents:{kind}:{tenant}", self._clock()
-        await self._ask(self.redis.eval(SAVE, 0, where, name, document, *keep, wall))
+        expected = () if instead_of is None else (instead_of,)
+        return bool(await self._ask(self.redis.eval(SAVE, 0, where, name, document, *keep, wall, *expected)))
 
     async def load(self, kind: str, tenant: str, name: str) -> bytes | None:
         found: str | None = await self._ask(self.redis.get(f"{self._prefix}:documents:{kind}:{tenant}:{name}"))

@@ -174,7 +174,8 @@ local function drop(name)
     return redis.call('DEL', where .. ':' .. name)
 end
 """
-# ARGV: where, name, document, how many are kept, bytes, seconds, time (-1: the server's).
+# ARGV: where, name, document, how many are kept, bytes, seconds, time (-1: the server's), and the document that must be
+#   there now, if it matters. Returns whether it was kept.
 SAVE = (
     _DROP
     + """
@@ -183,6 +184,9 @@ local name, document, count, bytes, seconds, now =
 if now < 0 then
     local time = redis.call('TIME')
     now = tonumber(time[1]) + tonumber(time[2]) / 1000000
+end
+if ARGV[8] and redis.call('GET', where .. ':' .. name) ~= ARGV[8] then
+    return 0
 end
 drop(name)
 redis.call('SET', where .. ':' .. name, document, 'PX', math.floor(seconds * 1000))
@@ -198,6 +202,7 @@ end
 for _, key in ipairs({names, sizes, total}) do
     redis.call('PEXPIRE', key, math.floor(seconds * 1000))
 end
+return 1
 """
 )
 # ARGV: where, name.

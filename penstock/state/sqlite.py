@@ -48,6 +48,7 @@ DELETE FROM documents WHERE rowid IN (
     ) WHERE number > ? OR total > ?
 )
 """
+DELETE_EXACTLY = "DELETE FROM documents WHERE kind = ? AND tenant = ? AND name = ? AND document = ? AND expires > ?"
 ADD_USAGE = """
 INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (day, tenant, model) DO UPDATE SET
     requests = requests + excluded.requests, prompt_tokens = prompt_tokens + excluded.prompt_tokens,
@@ -160,19 +161,26 @@ class SqliteStore(MemoryStore):
     async def records(self, kind: str) -> dict[str, str]:
         return dict(await self._read("SELECT name, value FROM records WHERE kind = ?", kind))
 
-    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
+    async def save(
+        self, kind: str, tenant: str, name: str, document: bytes, keep: Keep, instead_of: bytes | None = None
+    ) -> bool:
         if len(document) > keep.bytes:
-            return
+            return False
 
-        def work() -> None:
+        def work() -> bool:
             now = time.time()
             with self._db:
+                if instead_of is not None:  # deleting first takes the lock on the file that other processes wait for
+                    replaced = self._db.execute(DELETE_EXACTLY, (kind, tenant, name, instead_of, now)).rowcount
+                    if not replaced:
+                        return False
                 row = (kind, tenant, name, now, now + keep.seconds, len(document), document)
                 self._db.execute("INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?)", row)
                 self._db.execute("DELETE FROM documents WHERE expires <= ?", (now,))
                 self._db.execute(DROP_OLDEST, (kind, tenant, keep.documents, keep.bytes))
+            return True
 
-        await self._ask(work)
+        return await self._ask(work)
 
     async def load(self, kind: str, tenant: str, name: str) -> bytes | None:
         query = "SELECT document FROM documents WHERE kind = ? AND tenant = ? AND name = ? AND expires > ?"

@@ -120,8 +120,11 @@ class Store(Protocol):
 
     async def records(self, kind: str) -> dict[str, str]: ...
 
-    async def save(self, kind: str, tenant: str, name: str, document: bytes, keep: Keep) -> None:
-        """Keep a document, in UTF-8, in place of the one of this name. One that is too large is not kept."""
+    async def save(
+        self, kind: str, tenant: str, name: str, document: bytes, keep: Keep, instead_of: bytes | None = None
+    ) -> bool:
+        """Keep a document, in UTF-8, in place of the one of this name; with `instead_of` only if that is the one there
+        now, atomically (compare and set). Whether it was kept: one that is too large is not either."""
         ...
 
     async def load(self, kind: str, tenant: str, name: str) -> bytes | None: ...

@@ -64,7 +64,7 @@ class Folder:
         return SqliteBatches(self._path)
 
     def work(self, process: BatchStore) -> SqliteWork:
-        return SqliteWork(self._path / "queue.db")
+        return SqliteWork(self._path / "queue.db", process.owner)
 
     async def kill(self, process: BatchStore) -> None:
         assert isinstance(process, SqliteBatches)
@@ -326,6 +326,7 @@ async def test_a_batch_from_its_first_job_to_its_files(place: Place, store: Batc
     work = place.work(store)
     made = StoredFile(new_id("file-"), "", f"{batch.id}_output.jsonl", 5, int(now), "batch_output", int(now) + 60)
     work.assembled(batch.id, [made], now)
+    assert list(work.rows(batch.id)) == []
     await store.end_job(job, now)
     found = await store.batch("", batch.id)
     assert found is not None
@@ -333,7 +334,6 @@ async def test_a_batch_from_its_first_job_to_its_files(place: Place, store: Batc
     assert found.output_file_id == made.id
     assert await store.file("", made.id) == made
     assert [each.id for each in await store.batches("", Page(5))] == [batch.id]
-    assert list(work.rows(batch.id)) == []
     assert await store.claim_job(now) is None
     assert await store.expired_files(now) == []
     assert await store.expired_files(now + 61) == [made.id]
@@ -381,7 +381,6 @@ async def test_a_custom_id_that_came_before_is_named(place: Place, store: BatchS
     assert list(work.rows(batch.id)) == []
 
 
-@pytest.mark.parametrize("place", ["redis"], indirect=True)
 async def test_whoever_lost_a_batch_changes_nothing_of_it(place: Place, store: BatchStore) -> None:
     """Its gateway was killed, and another one has begun anew; the process that it had started lives on."""
     now = time.time()
@@ -393,6 +392,7 @@ async def test_whoever_lost_a_batch_changes_nothing_of_it(place: Place, store: B
     orphan.add_lines(batch.id, [line])
     other = place.process()
     await other.open()
+    await other.advance(now + LEASE_SECONDS + 1)
     assert await other.claim_job(now + LEASE_SECONDS + 1) is not None
     with pytest.raises(Unavailable, match="another process"):
         orphan.add_lines(batch.id, [line._replace(number=2, custom_id="b")])
@@ -406,6 +406,41 @@ async def test_whoever_lost_a_batch_changes_nothing_of_it(place: Place, store: B
     found = await other.batch("", batch.id)
     assert found is not None
     assert found.status == "validating"
+    await other.close()
+
+
+async def test_an_assembly_that_outlives_its_gateway_leaves_the_files_of_the_next_one(
+    place: Place, store: BatchStore
+) -> None:
+    batch = await queued(place, store, 2)
+    now = time.time()
+    for line in await store.lease([MODEL], 2, now):
+        await store.answer(line, answer_to(line), failed=False)
+    await store.advance(now)
+    assert await store.claim_job(now) is not None
+    orphan, other = place.work(store), place.process()
+    await other.open()
+    begun = place.contents.create("file-o")  # the first half of what the orphan would write
+    begun.write(b"half")
+    later = now + LEASE_SECONDS + 1
+    await other.advance(later)
+    job = await other.claim_job(later)
+    assert job is not None
+    work = place.work(other)
+    size = write_lines(place.contents, "file-o", [b"%d\n" % row.number for row in work.rows(batch.id)])
+    made = StoredFile("file-o", "", f"{batch.id}_output.jsonl", size, int(now), "batch_output", int(now) + 60)
+    work.assembled(batch.id, [made], later)
+    await other.end_job(job, later)
+    with pytest.raises(Unavailable, match="another process"):
+        list(orphan.rows(batch.id))
+    begun.abandon()
+    with pytest.raises(Unavailable, match="another process"):
+        orphan.assembled(batch.id, [], later)
+    assert place.contents.read("file-o", 0, 10) == b"1\n2\n"
+    assert await other.file("", "file-o") == made
+    found = await other.batch("", batch.id)
+    assert found is not None
+    assert (found.status, found.output_file_id) == ("completed", "file-o")
     await other.close()
 
 

@@ -24,6 +24,7 @@ from penstock.core.request import (
     FinishReason,
     GenerateRequest,
     Grammar,
+    Objective,
     SamplingParams,
     TokenLogprob,
     choice_seed,
@@ -32,6 +33,7 @@ from penstock.engine.executor import Adapters, Executor
 from penstock.engine.grammar import Grammars
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
+from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Drafter
 from penstock.text.stream import TextStream
@@ -56,6 +58,7 @@ SHIP = record(
 )
 CALL = hermes.grammar([Function("ship", SHIP)], literal, one=False).only_calls(literal, one=False)
 BASE: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+BATCH = Objective("batch", rank=1)
 PAGE = Path(__file__).parents[2] / "docs" / "crossings.md"
 
 
@@ -97,6 +100,7 @@ FEATURES = (
     Feature("early exit", "tokens are drafted by the model's own first layers"),
     Feature("resumption", "another engine has given the first half of the output"),
     Feature("abort", "the same request, beside it, is aborted in the middle"),
+    Feature("batch", "it sits out steps for requests that somebody waits for", fields={"objective": BATCH}),
 )
 PAIRS = tuple(itertools.combinations([feature.name for feature in FEATURES], 2))
 BY_NAME = {feature.name: feature for feature in FEATURES}
@@ -121,6 +125,7 @@ class Outcome:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached: int = 0
+    sat_out: int = 0  # steps without it, though it has a row
     ledger: Ledger | None = None
 
 
@@ -187,6 +192,16 @@ class _Run:
         self._scheduler = Scheduler(replace(bench.limits, **limits))
         self._loop = EngineLoop(self._scheduler, bench.executor, self._take, bench.grammars, bench.adapters)
         self._outcomes: dict[str, Outcome] = {}
+        plan = self._scheduler.schedule
+
+        def schedule(now: float) -> PlannedStep | None:
+            planned = plan(now)
+            if planned is not None:
+                for sequence in self._scheduler.running:
+                    self._outcomes[sequence.request.id].sat_out += sequence not in planned.sequences
+            return planned
+
+        self._scheduler.schedule = schedule  # type: ignore[method-assign]
 
     def cross(self, names: set[str], plain: list[Outcome]) -> list[Outcome]:
         bench = self._bench

@@ -47,6 +47,8 @@ def test_pair(bench: Bench, first: str, second: str) -> None:
             assert ledger.output_tokens == len(outcome.tokens)
         if "preemption" in names:
             assert ledger.preemptions
+        if "batch" in names:
+            assert outcome.sat_out
         if "prefix hit" in names and not off:
             assert outcome.cached
         if "grammar" in names and not names & {"logprobs", "prompt logprobs", "resumption", "stop string"}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -10,8 +11,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -104,6 +107,30 @@ async def test_limits_metrics_and_accounts_are_of_all_processes(server: Server) 
         async with httpx.AsyncClient(base_url=server.base_url, timeout=60) as http:
             account = (await http.get(f"/requests/mine-{number}")).json()
             assert account["output_tokens"] == 1
+
+
+def test_background_streams_are_read_at_any_process() -> None:
+    server = start_server("--processes", "2", "--kv-memory-gib", "0.2")
+    try:
+        client: Any = openai.OpenAI(base_url=server.base_url, api_key="none", timeout=60)
+        asked = {"model": MODEL, "input": "Count.", "max_output_tokens": 200, "background": True, "stream": True}
+        with client.responses.create(**asked, extra_body={"seed": 1}) as stream:
+            first = list(itertools.islice(stream, 10))
+        id = first[0].response.id
+
+        def rest(_: int) -> list[Any]:  # each on a connection of its own, which the system deals out to either process
+            with openai.OpenAI(base_url=server.base_url, api_key="none", timeout=60) as other:
+                return list(other.responses.retrieve(id, stream=True, starting_after=9))
+
+        with ThreadPoolExecutor(8) as pool:
+            running, ended = list(pool.map(rest, range(8))), list(pool.map(rest, range(8)))
+        assert [event.sequence_number for event in running[0]] == list(range(10, 10 + len(running[0])))
+        assert running[0][-1].type in ("response.completed", "response.incomplete")
+        assert all(found == running[0] for found in running + ended)
+        text = "".join(event.delta for event in first + running[0] if event.type == "response.output_text.delta")
+        assert text == client.responses.retrieve(id).output_text
+    finally:
+        server.stop()
 
 
 async def test_one_gateway_dies_and_the_streams_of_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ async def test_limits_are_exact_over_all_who_share_it() -> None:
     assert await stores[1].delete("tenant", "acme")
     await stores[0].save("response", "acme", "a", b"\x00{}", Keep(9, 99, 60.0))
     assert await stores[1].load("response", "acme", "a") == b"\x00{}"
+    assert not await stores[2].save("response", "acme", "a", b"b", Keep(9, 99, 60.0), b"other")
+    assert await stores[2].save("response", "acme", "a", b"c", Keep(9, 99, 60.0), b"\x00{}")
     assert await stores[2].discard("response", "acme", "a")
     assert await stores[2].load("response", "acme", "a") is None
     (used,) = (await stores[2].usage("2000-01-01", "2099-12-31")).values()

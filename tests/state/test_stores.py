@@ -77,6 +77,28 @@ async def test_documents_are_bounded_for_each_tenant(make: Make) -> None:
     await other.close()
 
 
+async def test_of_those_who_replace_a_document_the_first_one_wins(make: Make) -> None:
+    stores = [make() for _ in range(4)]
+    for store in stores:
+        await store.open()
+    await stores[0].save("response", "acme", "a", "alt und schön".encode(), KEEP)
+    for turn in range(10):
+        before = await stores[0].load("response", "acme", "a")
+        assert before is not None
+        attempts = [
+            store.save("response", "acme", "a", f"{number} in turn {turn}".encode(), KEEP, before)
+            for number, store in enumerate(stores)
+        ]
+        kept = await asyncio.gather(*attempts)
+        assert kept.count(True) == 1
+        found = await stores[0].load("response", "acme", "a")
+        assert found == f"{kept.index(True)} in turn {turn}".encode()
+    assert not await stores[1].save("response", "acme", "nothing", b"new", KEEP, b"old")
+    assert await stores[1].load("response", "acme", "nothing") is None
+    for store in stores:
+        await store.close()
+
+
 async def test_documents_outlast_their_process(tmp_path: Path) -> None:
     for expected in (None, b"{}"):
         store = SqliteStore(tmp_path / "state.db")

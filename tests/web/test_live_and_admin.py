@@ -10,7 +10,11 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
+from penstock.gateway.settings import ServerConfig
+from penstock.settings import Settings
 from tests.conftest import Server, start_with_admin
+from tests.gateway.conftest import serving
+from tests.gateway.scripted_server import load_built_in_tokenizer
 from tests.web.browser import Tab, expect
 
 SETTINGS = """
@@ -128,6 +132,15 @@ def test_the_live_page_under_load(tab: Tab, running: Running) -> None:
     expect(page.locator(".controls .badge")).to_have_text("live")
     page.get_by_role("link", name="Chat").click()
     expect(page.get_by_label("Model 1")).to_have_value("small")
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_the_live_page_says_that_it_shows_one_process(tab: Tab, processes: int) -> None:
+    with serving(load_built_in_tokenizer(), Settings(server=ServerConfig(processes=processes))) as gateway:
+        tab.page.goto(f"{gateway.url}#live")
+        expect(tab.page.locator(".controls .badge")).to_have_text("live")
+        note = tab.page.get_by_text(f"requests of one of {processes} gateway processes")
+        expect(note).to_be_visible(visible=processes > 1)
 
 
 def test_tenants_keys_and_a_chat_with_the_new_key(tab: Tab, running: Running) -> None:

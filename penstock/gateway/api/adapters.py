@@ -31,6 +31,7 @@ from penstock.state.store import Store
 logger = logging.getLogger("penstock.gateway")
 
 KIND = "adapter"  # of records in the store
+MEMORY_SECONDS = 31 * 86400  # that batches are told of an adapter which was unloaded
 
 
 Source = Literal["settings", "request", "folder"]
@@ -52,8 +53,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What the store has of a name."""
 
     model: str = ""
-    adapter: Adapter | None  # None: it was unloaded, though `adapter_folder` has it
+    adapter: Adapter | None  # None: it was unloaded
     loaded: int
+    until: int | None = None  # one that was unloaded, and that `adapter_folder` has not, is remembered so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ class Adapters:
 
     def _set(self, records: Mapping[str, str]) -> None:
         known = dict(self._at_start)
+        self.unloaded: dict[str, str] = {}  # with the names of their models
         for name, value in records.items():
             if name in self._taken or self._is_fixed(name):
                 continue
@@ -134,6 +137,8 @@ class Adapters:
             known.pop(name, None)
             if record.adapter is not None and record.model in self._bases:
                 known[name] = _loaded(name, record.model, record.adapter, record.loaded)
+            elif record.adapter is None and record.model in self._bases:
+                self.unloaded[name] = record.model
         self._known = known
         self._models = {name: each.model for name, each in known.items()}
 
@@ -216,11 +221,13 @@ class Adapters:
         if name not in self._known:
             raise NotFound(f"no adapter {name[:200]!r}", param="lora_name", code="adapter_not_found")
         self._check_changeable(name)
-        if name in self._at_start:
-            gone = Record(adapter=None, loaded=int(time.time()))
-            await self._store.put(KIND, name, msgspec.json.encode(gone).decode())
-        else:
-            await self._store.delete(KIND, name)
+        now = int(time.time())
+        until = None if name in self._at_start else now + MEMORY_SECONDS
+        gone = Record(model=self._known[name].model, adapter=None, loaded=now, until=until)
+        await self._store.put(KIND, name, msgspec.json.encode(gone).decode())
+        for old, value in (await self._store.records(KIND)).items():
+            if (msgspec.json.decode(value, type=Record).until or now) < now:
+                await self._store.delete(KIND, old)
         await self.refresh()
         logger.info("unloaded adapter %s", name)
 

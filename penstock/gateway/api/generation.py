@@ -21,7 +21,6 @@ from penstock.gateway.api.openai_types import SamplingFields, Usage
 from penstock.gateway.api.slices import slices
 from penstock.gateway.api.trial import Escalated, Trial
 from penstock.gateway.api.usage import count_tokens, usage_of
-from penstock.gateway.errors import ClientGone
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
@@ -76,8 +75,6 @@ class Generation:
         Without `emit` the choices hold what was generated.
         """
         try:
-            if self.request.disconnected:
-                raise ClientGone("client left before the work began")
             with self.request.cancelling_on_disconnect():
                 await self.reservation.admit(self.metering, *self._expected_tokens())
                 try:

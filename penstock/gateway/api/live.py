@@ -92,6 +92,7 @@ class Hello(Struct):
     itl_buckets: tuple[float, ...]
     classes: dict[str, dict[str, ClassCard]]  # what is promised, by model and class
     backlog: list[Raw]  # accounts
+    processes: int  # of the gateway: requests are those of one of them
 
 
 class Frame(Struct, kw_only=True, omit_defaults=True):
@@ -119,7 +120,9 @@ class Live:
         caches: CacheEndpoints,
         spend: SpendMetrics,
         directory: Directory,
+        processes: int,
     ) -> None:
+        self._processes = processes
         self.running: dict[str, Answer] = {}  # by the request's id
         self._serving = serving
         self._requests = requests
@@ -164,7 +167,7 @@ class Live:
     def _hello(self) -> Hello:
         classes = {model.name: class_cards(model) for model in self._serving.models.all}
         backlog = [Raw(body) for body in self._requests.latest(MAX_BACKLOG)]
-        return Hello(__version__, FRAME_SECONDS, SECONDS, GAP_SECONDS, classes, backlog)
+        return Hello(__version__, FRAME_SECONDS, SECONDS, GAP_SECONDS, classes, backlog, self._processes)
 
     async def _watch(self) -> AsyncGenerator[bytes, None]:
         """Frames from now on, those that came together joined. A watcher that does not keep up misses the oldest."""

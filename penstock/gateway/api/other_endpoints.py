@@ -32,6 +32,10 @@ _PAGE = (
     parameter("query", "order", {"enum": ["asc", "desc"], "default": "desc"}, ""),
     parameter("query", "after", STRING, "the id of an item"),
 )
+_RESUMED = (
+    parameter("query", "stream", {"enum": ["true", "false"], "default": "false"}, ""),
+    parameter("query", "starting_after", {"type": "integer", "minimum": 0, "maximum": 10**9 - 1}, "sequence_number"),
+)
 
 
 def _texts(path: str, summary: str, handler: Callable[[Any], Handler], answer: type, body: type) -> Endpoint:
@@ -77,10 +81,11 @@ OTHER_ENDPOINTS = (
         "GET",
         _RESPONSE,
         "tenant",
-        "A stored response",
+        "A stored response, or the events of one that was made with background and stream",
         lambda h: h.responses.retrieve,
         responses_types.ResponseObject,
-        parameters=in_path("id"),
+        media=(JSON, EVENTS),
+        parameters=(*in_path("id"), *_RESUMED),
     ),
     Endpoint(
         "DELETE",

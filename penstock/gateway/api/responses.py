@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
+from collections.abc import AsyncGenerator
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -14,9 +16,11 @@ from msgspec import UNSET, to_builtins
 from penstock.core.errors import PenstockError
 from penstock.gateway.api import responses_types as types
 from penstock.gateway.api.blocks import Block, BlockAnswer, Step
+from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.generation import Generation
-from penstock.gateway.api.responses_reading import HeadReader, ResponsesChat, ResponsesReader, encrypted, with_history
-from penstock.gateway.api.responses_store import RUNNING, ResponseStore, item_id
+from penstock.gateway.api.responses_events import Events, follow, output_item
+from penstock.gateway.api.responses_reading import HeadReader, ResponsesChat, ResponsesReader, with_history
+from penstock.gateway.api.responses_store import Progress, Recording, ResponseStore, item_id
 from penstock.gateway.api.serving import Incoming, Serving, encode_json
 from penstock.gateway.api.text_generation import TextEndpoint, Wanted
 from penstock.gateway.errors import OpenAIErrors, require
@@ -24,9 +28,11 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.tenants import Tenant
+from penstock.text.stream import TextDelta
 
 HOLD_SECONDS = 2.0  # between two looks whether a background response was cancelled elsewhere
 MAX_ITEMS = 100  # on a page of input items
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 RESPONSES_ERRORS = OpenAIErrors(
     {
@@ -38,45 +44,23 @@ RESPONSES_ERRORS = OpenAIErrors(
         "messages": "input",
     }
 )
-_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _echoes = msgspec.json.Decoder(types.Echo)
 
 
-class Cancelled(PenstockError):
-    """The client has cancelled a background response."""
-
-    status = 499
-    kind = "cancelled"
-
-
-def _event(data: msgspec.Struct) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (str(data.__struct_config__.tag).encode(), encode_json(data))
-
-
 class ResponseAnswer(BlockAnswer[ResponsesChat]):
-    __slots__ = ("_echo", "_running", "_sent", "_store")
+    __slots__ = ("_echo", "_events", "_store")
 
     id_prefix = "resp_"
 
-    def __init__(
-        self, body: ResponsesChat, generation: Generation, store: ResponseStore, running: dict[str, Request]
-    ) -> None:
-        """`running`: background responses of this process, by id."""
+    def __init__(self, body: ResponsesChat, generation: Generation, store: ResponseStore) -> None:
         super().__init__(body, generation)
         self._store = store
-        self._running = running
         self._echo = _echoes.decode(body.echo)
-        self._sent = 0  # events
+        self._events = Events(self.id, encrypted_reasoning=body.encrypted_reasoning)
 
     @property
     def tenant(self) -> str:
         return self.generation.context.tenant.name
-
-    async def respond(self) -> None:
-        if self.body.background:
-            await self._in_background()
-        else:
-            await super().respond()
 
     async def whole(self) -> types.ResponseObject:
         return await self._stored(self._finished())
@@ -86,53 +70,8 @@ class ResponseAnswer(BlockAnswer[ResponsesChat]):
             await super()._stream()
         except PenstockError as error:
             if self.response.streaming:
-                failed = types.Failed(self._response("failed", error), self._next())
-                await self.response.end_events(_event(failed))
+                await self.response.end_events(self._events.last(self._response("failed", error)))
             raise
-
-    # ------------------------------------------------------------ in the background
-
-    async def _in_background(self) -> None:
-        """Answer at once, and go on in the task of the request: draining waits for it, and it is accounted for, as
-        for any other."""
-        request, generation = self.response.request, self.generation
-        try:
-            await generation.reservation.enter(generation.metering)
-            await self._store.save(self.tenant, self._response("in_progress"), self.body.items)
-            await self._store.hold(self.tenant, self.id)
-            await self.response.send(200, encode_json(self._response("queued")))
-        except BaseException:
-            generation.reservation.release()
-            raise
-        self.response.detach()
-        self._running[self.id] = request
-        holding = asyncio.create_task(self._keep_holding(request))
-        try:
-            await generation.run(self._collect)
-            await self._save_unless_cancelled(self._finished())
-        except asyncio.CancelledError:
-            error = request.catch_cancellation()
-            if error is None:
-                raise
-            await self._save_unless_cancelled(self._response("failed", error))
-            raise error from None
-        except PenstockError as error:
-            await self._save_unless_cancelled(self._response("failed", error))
-            raise
-        finally:
-            self._running.pop(self.id, None)
-            holding.cancel()
-
-    async def _save_unless_cancelled(self, response: types.ResponseObject) -> None:
-        if await self._store.hold(self.tenant, self.id):
-            await self._store.save(self.tenant, response, self.body.items)
-
-    async def _keep_holding(self, request: Request) -> None:
-        while True:
-            await asyncio.sleep(HOLD_SECONDS)
-            with contextlib.suppress(PenstockError):  # the store is away: go on
-                if not await self._store.hold(self.tenant, self.id):
-                    request.cancel(Cancelled("the response was cancelled or deleted"))
 
     # ------------------------------------------------------------ the response and its items
 
@@ -160,70 +99,156 @@ class ResponseAnswer(BlockAnswer[ResponsesChat]):
         params = self.choice.request.params
         echoed = {name: getattr(self._echo, name) for name in self._echo.__struct_fields__}
         sampled = {"temperature": params.temperature, "top_p": params.top_p}
-        cut = self.choice.finish_reason == "length"
         return types.ResponseObject(
             **(echoed | sampled),
             id=self.id,
             created_at=self.created,
             model=self.body.model,
-            output=[self._item(block, cut and block is self.blocks.all[-1]) for block in self.blocks.all],
+            output=[self._item(block) for block in self.blocks.all],
             status=status,
             error=None if error is None else types.ResponseError(_code(error), error.message),
             service_tier="default" if self.tier is UNSET else self.tier,
         )
 
-    def _item(self, block: Block, cut: bool = False, status: types.ItemStatus | None = None) -> types.OutputItem:
-        id = item_id(_PREFIXES[block.kind], self.id, block.index)
-        status = status or ("incomplete" if cut else "completed")
-        text = block.text
-        if block.kind == "call":
-            return types.OutputCall(id, status, block.id, block.name, text)
-        if block.kind == "text":
-            return types.OutputMessage(id, status, [types.OutputText(text)] if text else [])
-        item = types.OutputReasoning(id, status, [types.ReasoningText(text)] if text else [])
-        if self.body.encrypted_reasoning:
-            item.encrypted_content = encrypted(text)
-        return item
+    def _item(self, block: Block) -> types.OutputItem:
+        hidden = self.body.encrypted_reasoning
+        return output_item(self.id, block, block.text, self._status(block), encrypted_reasoning=hidden)
 
-    # ------------------------------------------------------------ events
-
-    def _next(self) -> int:
-        self._sent += 1
-        return self._sent - 1
+    def _status(self, block: Block) -> types.ItemStatus:
+        """Of a block that is complete."""
+        cut = self.choice.finish_reason == "length" and block is self.blocks.all[-1]
+        return "incomplete" if cut else "completed"
 
     def first_events(self) -> bytes:
-        response = self._response("in_progress")
-        created, working = types.OfResponse(response, self._next()), types.InProgress(response, self._next())
-        return _event(created) + _event(working)
+        return self._events.first(self._response("in_progress"))
 
     def events_of(self, step: Step, block: Block, text: str) -> bytes:
-        index, id = block.index, item_id(_PREFIXES[block.kind], self.id, block.index)
-        if step == "add":
-            if block.kind == "text":
-                return _event(types.TextDelta(index, id, text, self._next()))
-            if block.kind == "call":
-                return _event(types.ArgumentsDelta(index, id, text, self._next()))
-            return _event(types.ReasoningDelta(index, id, text, self._next()))
-        part = types.ReasoningText if block.kind == "reasoning" else types.OutputText
-        if step == "open":
-            events = _event(types.ItemAdded(index, self._item(block, status="in_progress"), self._next()))
-            if block.kind != "call":
-                events += _event(types.PartAdded(index, id, part(""), self._next()))
-            return events
-        whole = block.text
-        if block.kind == "call":
-            events = _event(types.ArgumentsDone(index, id, whole, block.name, self._next()))
-        else:
-            done = types.TextDone if block.kind == "text" else types.ReasoningDone
-            events = _event(done(index, id, whole, self._next()))
-            events += _event(types.PartDone(index, id, part(whole), self._next()))
-        item = self._item(block, self.choice.finish_reason == "length")
-        return events + _event(types.ItemDone(index, item, self._next()))
+        return self._events.of(step, block, text, self._status(block))
 
     async def last_events(self) -> bytes:
-        response = await self._stored(self._finished())
-        kind = types.Incomplete if response.status == "incomplete" else types.Completed
-        return _event(kind(response, self._next()))
+        return self._events.last(await self._stored(self._finished()))
+
+
+class Cancelled(PenstockError):
+    """The client has cancelled a background response."""
+
+    status = 499
+    kind = "cancelled"
+
+
+class BackgroundAnswer(ResponseAnswer):
+    """Goes on without its client. Those who read its stream, from the beginning or from any event, read alike."""
+
+    __slots__ = ("_changed", "_progress", "_running", "request")
+
+    def __init__(
+        self,
+        body: ResponsesChat,
+        generation: Generation,
+        store: ResponseStore,
+        running: dict[str, BackgroundAnswer],
+    ) -> None:
+        """`running`: those of this process, by id."""
+        super().__init__(body, generation, store)
+        self._running = running
+        self.request = self.response.request
+        recording = Recording(self.blocks.all, body.encrypted_reasoning)
+        self._progress = Progress(self._response("queued"), recording)
+        self._changed = asyncio.Event()
+
+    @property
+    def streamed(self) -> bool:
+        return bool(self.body.stream)
+
+    async def respond(self) -> None:
+        """In the task of the request: draining waits for it, and it is accounted for, as for any other."""
+        await self._accept()
+        self.response.detach()
+        self._running[self.id] = self
+        readers = [asyncio.create_task(follow(self.watch(), self.response))] if self.streamed else []
+        try:
+            error = await self._run_to_its_end()
+            await asyncio.gather(*readers)
+        finally:
+            del self._running[self.id]
+            for reader in readers:
+                reader.cancel()
+        if error is not None:
+            raise error
+
+    async def _accept(self) -> None:
+        generation = self.generation
+        try:
+            await generation.reservation.enter(generation.metering)
+            if self.streamed:
+                await self._store.record(self.tenant, self.id, self._progress.recording)
+            await self._store.save(self.tenant, self._response("in_progress"), self.body.items)
+            await self._store.hold(self.tenant, self.id)
+            if not self.streamed:
+                await self.response.send(200, encode_json(self._progress.queued))
+        except BaseException:
+            generation.reservation.release()
+            raise
+
+    async def _run_to_its_end(self) -> PenstockError | None:
+        """Returns what it failed with, when those who read it and the store know."""
+        holding = asyncio.create_task(self._keep_holding())
+        try:
+            await self.generation.run(self._collect)
+            holding.cancel()
+            await self._end(self._finished())
+            return None
+        except asyncio.CancelledError:
+            error = self.request.catch_cancellation()
+            if error is None:
+                raise
+        except PenstockError as failure:
+            error = failure
+        finally:
+            holding.cancel()
+        failed = self._response("failed", error)
+        try:
+            await self._end(failed)
+        except PenstockError:  # the store is away
+            self._changes(failed)
+        return error
+
+    async def _end(self, response: types.ResponseObject) -> None:
+        """Unless it was cancelled or deleted before."""
+        if self.streamed:
+            await self._store.record(self.tenant, self.id, self._progress.recording)
+        self._changes(await self._store.end(self.tenant, self.id, lambda _: response) or response)
+
+    async def _keep_holding(self) -> None:
+        while True:
+            await asyncio.sleep(HOLD_SECONDS)
+            with contextlib.suppress(PenstockError):  # the store is away: go on
+                if not await self._store.hold(self.tenant, self.id):
+                    self.request.cancel(Cancelled("the response was cancelled or deleted"))
+                elif self.streamed:
+                    await self._store.record(self.tenant, self.id, self._progress.recording)
+
+    async def _collect(self, choice: Choice, delta: TextDelta) -> None:
+        await super()._collect(choice, delta)
+        if delta.finish_reason is not None and self.blocks.all:
+            self._progress.recording.last = self._status(self.blocks.all[-1])
+        self._changes()
+
+    def _changes(self, final: types.ResponseObject | None = None) -> None:
+        self._progress.final = final
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def watch(self) -> AsyncGenerator[Progress]:
+        """The same one, again and again, when there may be more of it."""
+        while True:
+            changed = self._changed
+            yield self._progress
+            await changed.wait()
+
+
+def _cancelled(response: types.ResponseObject) -> types.ResponseObject:
+    return msgspec.structs.replace(response, status="cancelled")
 
 
 def _code(error: PenstockError) -> str:
@@ -238,11 +263,13 @@ class Responses(TextEndpoint[ResponsesChat]):
     def __init__(self, serving: Serving, store: ResponseStore) -> None:
         super().__init__(serving)
         self.store = store
-        self._running: dict[str, Request] = {}
+        self._running: dict[str, BackgroundAnswer] = {}
         self._heads = HeadReader(serving.texts)
 
     def answer_type(self, body: ResponsesChat, generation: Generation) -> ResponseAnswer:
-        return ResponseAnswer(body, generation, self.store, self._running)
+        if body.background:
+            return BackgroundAnswer(body, generation, self.store, self._running)
+        return ResponseAnswer(body, generation, self.store)
 
     async def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Incoming:
         """With what earlier responses hold of the conversation."""
@@ -253,15 +280,26 @@ class Responses(TextEndpoint[ResponsesChat]):
         return incoming
 
     def wanted(self, body: ResponsesChat) -> Wanted:
-        return Wanted("max_output_tokens", body.max_completion_tokens, None, None)
+        return Wanted("max_output_tokens", body.max_completion_tokens, None, None, background=body.background)
 
     # ------------------------------------------------------------ stored responses
 
     async def retrieve(self, request: Request, response: Response, tenant: Tenant) -> None:
-        streamed = _query(request, "stream", "false") == "true"
-        require(not streamed, "stream", "is not supported for a stored response; leave it out")
-        found = await self.store.response(tenant.name, request.path_params["id"])
-        await response.send(200, encode_json(found))
+        id, stream, after = request.path_params["id"], _query(request, "stream", "false"), -1
+        require(stream in ("true", "false"), "stream", "must be true or false")
+        if given := _query(request, "starting_after", ""):
+            require(stream == "true", "starting_after", "needs stream=true")
+            require(_NUMBER.fullmatch(given) is not None, "starting_after", "must be the sequence_number of an event")
+            after = int(given)
+        found = await self.store.response(tenant.name, id)
+        if stream == "false" or request.method == "HEAD":
+            await response.send(200, encode_json(found))
+            return
+        running, states = self._running.get(id), self.store.watch(tenant.name, id)
+        if running is not None and running.streamed:
+            states = running.watch()
+        with request.cancelling_on_disconnect():
+            await follow(states, response, after)
 
     async def delete(self, request: Request, response: Response, tenant: Tenant) -> None:
         id = request.path_params["id"]
@@ -272,17 +310,15 @@ class Responses(TextEndpoint[ResponsesChat]):
         id = request.path_params["id"]
         found = await self.store.response(tenant.name, id)
         require(found.background, "response_id", "must be that of a background response: others end with their client")
-        if found.status in RUNNING:
-            found.status = "cancelled"
-            await self.store.save(tenant.name, found, encode_json(await self.store.items(tenant.name, id)))
-            if (running := self._running.get(id)) is not None:
-                running.cancel(Cancelled("the client cancelled the response"))
+        found = await self.store.end(tenant.name, id, _cancelled) or found
+        if found.status == "cancelled" and (running := self._running.get(id)) is not None:
+            running.request.cancel(Cancelled("the client cancelled the response"))
         await response.send(200, encode_json(found))
 
     async def input_items(self, request: Request, response: Response, tenant: Tenant) -> None:
         id = request.path_params["id"]
         given, order = _query(request, "limit", "20"), _query(request, "order", "desc")
-        limit = int(given) if given.isascii() and given.isdigit() and len(given) < 9 else 0
+        limit = int(given) if _NUMBER.fullmatch(given) else 0
         require(1 <= limit <= MAX_ITEMS, "limit", f"must be between 1 and {MAX_ITEMS}")
         require(order in ("asc", "desc"), "order", "must be asc or desc")
         items = [_listed(item, id, index) for index, item in enumerate(await self.store.items(tenant.name, id))]

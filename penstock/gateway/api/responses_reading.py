@@ -161,7 +161,6 @@ def _check(asked: types.ResponsesRequest) -> None:
         require(known, f"include[{index}]", f"must be {INCLUDABLE[0]}: nothing else can be included")
     if asked.background:
         require(asked.store is not False, "background", "needs store: the answer is fetched later")
-        require(not asked.stream, "background", "cannot be streamed: poll GET /v1/responses/{id}")
 
 
 def _echo(asked: types.ResponsesRequest, stored: bool) -> types.Echo:

@@ -242,6 +242,10 @@ class OfResponse(Struct, tag_field="type", tag="response.created"):
     sequence_number: int
 
 
+class Queued(OfResponse, tag="response.queued"):
+    pass
+
+
 class InProgress(OfResponse, tag="response.in_progress"):
     pass
 

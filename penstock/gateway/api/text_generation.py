@@ -97,6 +97,7 @@ class Wanted(NamedTuple):
     prompt_logprobs: int | None
     prompt_only: bool = False  # the prompt's log-probabilities and no output
     default: int | None = None  # tokens where it does not say, as far as they fit; None: as many as fit
+    background: bool = False  # the client has been answered before there is any output
 
     @property
     def most_tokens(self) -> int | None:
@@ -213,6 +214,8 @@ class TextEndpoint(ABC, Generic[B]):
         tokens = wanted.most_tokens
         if wanted.prompt_logprobs is not None:
             raise Escalated("skipped", "the log-probabilities of a prompt are those of the large model")
+        if wanted.background:
+            raise Escalated("skipped", "a background response has been accepted before an answer could be discarded")
         if not small_may_try(longest, tokens, cascade):
             limit = "" if tokens is None else f" and may have {tokens} more"
             raise Escalated("skipped", f"not easy enough for the small model: it has {longest} tokens{limit}")

@@ -71,6 +71,7 @@ class Request:
         "body_complete",
         "body_size",
         "cancelled_on_disconnect",
+        "detached",
         "disconnected",
         "error",
         "headers",
@@ -116,6 +117,7 @@ class Request:
         self.answered = False  # the response has begun, so nobody asks for the body any more
         self.disconnected = False  # its client has left
         self.cancelled_on_disconnect = False
+        self.detached = False  # the work goes on without its client
         self.task: asyncio.Task[None] | None = None  # which answers it
         self.background = False  # nobody waits for it: it runs in the class of the lowest rank
         self.journal: OutputJournal | None = None  # if it outlives this process
@@ -221,7 +223,7 @@ class Request:
     # ------------------------------------------------------------ its end
 
     def cancelling_on_disconnect(self) -> _CancellingOnDisconnect:
-        """What is awaited in here is cancelled when the client leaves."""
+        """What is awaited in here is cancelled when the client leaves, unless it is detached from that."""
         return _CancellingOnDisconnect(self)
 
     def disconnect(self) -> None:
@@ -259,7 +261,10 @@ class _CancellingOnDisconnect:
         self._request = request
 
     def __enter__(self) -> None:
-        self._request.cancelled_on_disconnect = True
+        request = self._request
+        if request.disconnected and not request.detached:
+            raise ClientGone("client left before the work began")
+        request.cancelled_on_disconnect = not request.detached
 
     def __exit__(self, *raised: object) -> None:
         self._request.cancelled_on_disconnect = False

@@ -103,8 +103,9 @@ class Response:
             await self.send(status, body, _JSON, *error_headers(error))
 
     def detach(self) -> None:
-        """The client has its answer, and the work goes on without it: its time is still counted."""
+        """The work goes on without the client, whether that has its answer or reads on: its time is still counted."""
         self._finished = None
+        self.request.detached = True
 
     def upgrade(self, head: bytes, upgraded: Upgraded) -> None:
         """From here on the connection speaks another protocol."""

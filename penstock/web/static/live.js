@@ -61,6 +61,7 @@ class LivePage {
     this.tiles = h("div", { class: "tiles" });
     this.lanes = canvas("Requests as lanes over time. The table of late and refused requests below has the same by keyboard.", pick("laneBoxes"));
     this.laneNote = h("small");
+    this.processNote = h("small", { class: "muted", hidden: true });
     this.points = canvas("TTFT of requests by the time they arrived, with the objectives", pick("pointBoxes"));
     this.steps = canvas("Tokens of an average step over time: decode and prefill");
     this.kv = canvas("KV blocks in use over time");
@@ -72,7 +73,7 @@ class LivePage {
     const panel = (title, note, ...content) => h("section", { class: "panel", "aria-label": title }, h("h2", null, title, note), content);
     const key = (...names) => h("small", { class: "key" }, names.map(([name, label]) => h("span", null, h("i", { class: `swatch p-${name}` }), label)));
     main.append(h("div", { class: "live" },
-      h("div", { class: "row controls" }, h("h1", { class: "visually-hidden" }, "Live"), this.state, this.modelSelect, spanSelect, this.pauseButton, this.slider, this.shown),
+      h("div", { class: "row controls" }, h("h1", { class: "visually-hidden" }, "Live"), this.state, this.modelSelect, spanSelect, this.pauseButton, this.slider, this.shown, this.processNote),
       this.problem = h("div", { class: "problem", hidden: true }),
       this.tiles,
       panel("Requests", [key(["waiting", "no token yet"], ["queued", "queued"], ["prefill", "prefill chunks"], ["decode", "decode"], ["stalled", "stalled"]), this.laneNote], this.lanes),
@@ -124,6 +125,8 @@ class LivePage {
     if (message.classes) {
       this.store.begin(message);
       fill(this.modelSelect, h("option", { value: "" }, "All models"), Object.keys(message.classes).map((name) => h("option", { value: name, selected: name === this.model }, name)));
+      this.processNote.hidden = message.processes < 2;
+      this.processNote.textContent = `requests of one of ${message.processes} gateway processes`;
       this.modelSelect.hidden = Object.keys(message.classes).length < 2;
     } else {
       this.store.add(message);

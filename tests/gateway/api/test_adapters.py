@@ -355,6 +355,37 @@ def test_batches_go_on_with_the_adapter_that_they_began_with(
     assert content == adapter_digest(folder / "first")
 
 
+def test_lines_for_an_adapter_that_was_unloaded_are_refused(tokenizer: Tokenizer, folder: Path, tmp_path: Path) -> None:
+    with gateway_of(tokenizer, folder, settings_in(tmp_path / "batches", concurrent=1)) as gateway:
+        taken, go = threading.Event(), asyncio.Event()
+
+        async def wait() -> None:
+            taken.set()
+            await go.wait()
+
+        gateway.runs(lambda request: [*([] if taken.is_set() else [wait]), *says_adapter(tokenizer, request)])
+        assert load(gateway, "extra", "second").status_code == 200
+        client = gateway.client()
+        names = ("second", "first", "extra", "second")
+        batch = submitted(client, jsonl(*(line(f"{at}", model=name) for at, name in enumerate(names))))
+        assert taken.wait(60)
+        for name in ("first", "extra"):  # of the folder, and of a request
+            assert post(gateway, "/v1/unload_lora_adapter", lora_name=name).status_code == 200
+        gateway.loop.call_soon_threadsafe(go.set)
+        done = ended(client, batch.id)
+        assert lines_of(client, done.output_file_id).keys() == {"0", "3"}
+        errors = lines_of(client, done.error_file_id)
+        said = {at: (one["response"]["status_code"], one["response"]["body"]["error"]) for at, one in errors.items()}
+        assert {at: (status, error["code"]) for at, (status, error) in said.items()} == {
+            "1": (404, "model_not_found"),
+            "2": (404, "model_not_found"),
+        }
+        assert all("was unloaded" in error["message"] for _, error in said.values())
+        assert load(gateway, "extra", "first").status_code == 200
+        again = submitted(client, jsonl(line("again", model="extra")))
+        assert lines_of(client, ended(client, again.id).output_file_id).keys() == {"again"}
+
+
 def test_accounts_show_the_adapter(gateway: Gateway, folder: Path) -> None:
     found = post(gateway, CHAT, model="first", messages=HELLO).json()
     account = get(gateway, f"/v1/requests/{found['id']}").json()

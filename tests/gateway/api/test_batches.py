@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -352,6 +353,26 @@ def test_the_input_of_a_batch_that_runs_is_kept(gateway: Gateway) -> None:
     client.batches.cancel(batch.id)
     ended(client, batch.id)
     assert client.files.delete(batch.input_file_id).deleted
+
+
+def test_contents_that_nobody_recorded_go_when_a_server_starts(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Those of an upload that was killed between its last byte and its record."""
+    settings = settings_in(tmp_path)
+    with serving(tokenizer, settings) as gateway:
+        file = gateway.client().files.create(file=io.BytesIO(b"{}\n"), purpose="batch")
+    (folder,) = tmp_path.rglob(FILES)
+    old, orphan, fresh = folder / file.id, folder / f"file-{'0' * 32}", folder / f"file-{'1' * 32}"
+    for path in (orphan, fresh):
+        path.write_bytes(b"{}\n")
+    for path in (old, orphan):
+        os.utime(path, (time.time() - 2 * 86400,) * 2)
+    with serving(tokenizer, settings) as gateway:
+        deadline = time.monotonic() + 20
+        while orphan.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert gateway.client().files.content(file.id).content == b"{}\n"
+        assert fresh.exists()
 
 
 def test_without_a_folder_the_server_says_so(tokenizer: Tokenizer) -> None:

@@ -43,7 +43,7 @@ def test_requests_are_seen_while_they_run_and_after(gateway: Gateway) -> None:
     with watching(gateway) as events, gateway.http() as http:
         hello = next(events)
         assert hello["classes"][MODEL].keys() >= {"interactive", "batch"}
-        assert (hello["backlog"], hello["frame_seconds"]) == ([], live.FRAME_SECONDS)
+        assert (hello["backlog"], hello["frame_seconds"], hello["processes"]) == ([], live.FRAME_SECONDS, 1)
         with http.stream("POST", "/v1/completions", json=ASK) as response:
             lines = response.iter_lines()
             next(lines)

@@ -398,7 +398,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("max_output_tokens", {"max_output_tokens": 0}, "max_output_tokens"),
     ("too long", {"input": "x " * 2 * MAX_MODEL_LEN}, "input"),
     ("background unstored", {"background": True, "store": False}, "background"),
-    ("background streamed", {"background": True, "stream": True}, "background"),
     ("metadata", {"metadata": {str(number): "" for number in range(17)}}, "metadata"),
     ("unknown", {"messages": []}, "messages"),
 ]

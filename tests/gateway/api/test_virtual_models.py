@@ -250,6 +250,15 @@ def test_what_is_not_easy_goes_to_the_large_model_at_once(
         assert (account["attempts"], gateway.engine.requests) == ([], [])
 
 
+def test_a_background_response_is_the_large_models(tokenizer: Tokenizer) -> None:
+    with cascading(tokenizer, min_logprob=UNSURE) as (gateway, other):
+        client: Any = gateway.client()
+        *_, last = client.responses.create(model="easy", input="Hi", background=True, stream=True)
+        assert last.type == "response.completed"
+        assert last.response.output_text == client.responses.retrieve(last.response.id).output_text != ""
+        assert (len(gateway.engine.requests), len(other.requests)) == (0, 1)
+
+
 @pytest.mark.parametrize("min_logprob", [SURE, None])
 @pytest.mark.parametrize(
     "failure",
