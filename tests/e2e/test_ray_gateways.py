@@ -139,6 +139,16 @@ async def test_limits_are_exact_over_both(running: Running) -> None:
     assert 200 in statuses[1::2]
 
 
+async def test_gateways_are_listed(running: Running) -> None:
+    await running.gateways()
+    listing = [sys.executable, "-m", "penstock.cli.main", "fleet", "list", "--url", running.server.url]
+    environ = {**os.environ, "PENSTOCK_API_KEY": running.keys["admin"]}
+    shown = await asyncio.to_thread(subprocess.check_output, listing, text=True, env=environ)
+    for gateway in await running.gateways():
+        assert f"{gateway['place']} {gateway['process']}" in shown
+        assert gateway["url"] in shown
+
+
 async def test_replicas_come_and_go_at_both(running: Running) -> None:
     """Whichever gateway is asked for it. Both name the same replicas, and are ready each for itself."""
     urls = [gateway["url"] for gateway in await running.gateways()]
@@ -198,15 +208,19 @@ async def test_a_port_that_is_taken_is_named(cluster: RayCluster, redis: RedisSe
         assert f"cannot listen on 0.0.0.0:{port}: Address already in use" in there["detail"]
 
 
-async def test_the_launching_process_is_killed(cluster: RayCluster, redis: RedisServer, tmp_path: Path) -> None:
-    """Streams of the gateway on the other node are finished. Then it ends, and so do the workers."""
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGKILL])
+async def test_the_launching_process_ends(
+    sig: signal.Signals, cluster: RayCluster, redis: RedisServer, tmp_path: Path
+) -> None:
+    """However it does, streams of the gateway on the other node are finished. Then it ends, and so do the workers."""
     with serving(cluster, redis, tmp_path) as running:
         here, there = await running.gateways()
         workers = [replica["process"] for replica in (await running.fleet())["data"]]
         right, begun = await running.stream(here["url"], 7), asyncio.Event()
         stream = asyncio.create_task(running.stream(there["url"], 7, begun=begun))
         await begun.wait()
-        running.server.process.kill()
+        running.server.process.send_signal(sig)
         assert await stream == right
+        assert await asyncio.to_thread(running.server.process.wait) == (0 if sig == signal.SIGTERM else -sig)
         while any(map(is_alive, [here["process"], there["process"], *workers])):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
