@@ -24,7 +24,7 @@ _LONGEST_SECONDS = 3600.0  # until all replicas of a model are replaced
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("fleet", help="list, add, drain and replace replicas of a running server")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    listing = actions.add_parser("list", help="show all replicas")
+    listing = actions.add_parser("list", help="show all replicas, and gateways where there are several")
     add = actions.add_parser("add", help="start more replicas of a model")
     add.add_argument("model", help="as clients call it")
     add.add_argument("count", nargs="?", type=int, default=1, help="how many (default %(default)s)")
@@ -46,12 +46,15 @@ def add_parser(subparsers: Subparsers) -> None:
         action.set_defaults(run=lambda args, work=work: run(args, work))
 
 
-def run(args: argparse.Namespace, work: Callable[[HttpClient, argparse.Namespace], Awaitable[list[Any]]]) -> int:
-    async def ask() -> list[Any]:
+def run(args: argparse.Namespace, work: Callable[[HttpClient, argparse.Namespace], Awaitable[dict[str, Any]]]) -> int:
+    async def ask() -> dict[str, Any]:
         async with HttpClient(openai_base(args.url), api_key=args.api_key, timeout=_LONGEST_SECONDS) as http:
             return await work(http, args)
 
-    plain_console().print(replica_table(asyncio.run(ask())))
+    console, found = plain_console(), asyncio.run(ask())
+    console.print(replica_table(found["data"]))
+    if found.get("gateways"):
+        console.print("", gateway_table(found["gateways"]))
     return 0
 
 
@@ -63,30 +66,29 @@ def plain_console(*, stderr: bool = False) -> Console:
     return Console(highlight=False, markup=False, width=None if shown else _PIPE_WIDTH, stderr=stderr)
 
 
-async def _list(http: HttpClient, args: argparse.Namespace) -> list[Any]:
+async def _list(http: HttpClient, args: argparse.Namespace) -> dict[str, Any]:
     return _checked(http, await http.get("/admin/fleet"))
 
 
-async def _add(http: HttpClient, args: argparse.Namespace) -> list[Any]:
+async def _add(http: HttpClient, args: argparse.Namespace) -> dict[str, Any]:
     return _checked(http, await http.post("/admin/fleet", {"model": args.model, "count": args.count}))
 
 
-async def _drain(http: HttpClient, args: argparse.Namespace) -> list[Any]:
+async def _drain(http: HttpClient, args: argparse.Namespace) -> dict[str, Any]:
     path = f"/admin/fleet/{quote(args.replica, safe='')}/drain"
     return _checked(http, await http.post(path, {"drain_seconds": args.drain_seconds}))
 
 
-async def _replace(http: HttpClient, args: argparse.Namespace) -> list[Any]:
+async def _replace(http: HttpClient, args: argparse.Namespace) -> dict[str, Any]:
     body = {"model": args.model, "checkpoint": args.checkpoint, "drain_seconds": args.drain_seconds}
     return _checked(http, await http.post("/admin/fleet/replace", body))
 
 
-def _checked(http: HttpClient, response: Response) -> list[Any]:
+def _checked(http: HttpClient, response: Response) -> dict[str, Any]:
     if response.status not in (200, 201, 202):
         raise failure(http.url, response.status, response.error_message)
     found: dict[str, Any] = response.json()
-    replicas: list[Any] = found.get("data", [found])
-    return replicas
+    return found if "data" in found else {"data": [found]}
 
 
 def replica_table(replicas: list[dict[str, Any]]) -> RenderableType:
@@ -99,14 +101,33 @@ def replica_table(replicas: list[dict[str, Any]]) -> RenderableType:
     for heading in ("for", "streams", "running", "waiting", "KV", *(["tok/s"] if rated else []), "restarts"):
         table.add_column(heading, justify="right")
     for one in replicas:
-        state = f"{one['state']} ({one['detail']})" if one["detail"] else one["state"]
-        place = one["place"] if one["process"] is None else f"{one['place']} {one['process']}"
+        place, state = _place_and_state(one)
         used = f"{one['kv_blocks_used'] / one['kv_blocks']:.0%}" if one["kv_blocks"] else "–"
         numbers = [f"{one['seconds']:.0f} s", str(one["streams"]), str(one["running"]), str(one["waiting"]), used]
         if rated:
             numbers.append(_rate(one.get("tokens_per_second")))
         table.add_row(one["id"], one["model"], place, state, *numbers, str(one["restarts"]))
     return table
+
+
+def gateway_table(gateways: list[dict[str, Any]]) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("gateway", "where", "serves at", "state"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("for", "restarts"):
+        table.add_column(heading, justify="right")
+    for one in gateways:
+        place, state = _place_and_state(one)
+        table.add_row(one["id"], place, one["url"] or "–", state, f"{one['seconds']:.0f} s", str(one["restarts"]))
+    return table
+
+
+def _place_and_state(one: dict[str, Any]) -> tuple[str, str]:
+    """Of a replica or gateway."""
+    place = one["place"] if one["process"] is None else f"{one['place']} {one['process']}"
+    return place, f"{one['state']} ({one['detail']})" if one["detail"] else one["state"]
 
 
 def _rate(value: float | None) -> str:

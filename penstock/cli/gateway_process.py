@@ -1,15 +1,19 @@
 """One of several gateway processes: `python -m penstock.cli.gateway_process CHANNEL_FD`, started by `penstock serve`.
 
-The launching process (`cli/processes.py`) tells it the settings and gives it sockets to the workers. It ends when that
-process does.
+The launching process (`cli/processes.py`) tells it the settings and gives it sockets to the workers, or addresses. It
+ends when that process does; on another node it drains first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,6 +28,7 @@ from penstock.fleet.build import elsewhere, local_launcher, start
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.gateways import GatewayStart, read_start
 from penstock.fleet.shared import BrokeredLauncher, RemoteControl, gateway_handlers
 from penstock.gateway.api.adapters import NamedAdapter
 from penstock.gateway.edge import Edge
@@ -57,48 +62,93 @@ class OtherProcesses:
         return True
 
 
-async def serve(connection: socket.socket) -> int:
+class Signals:
+    """Those that this process sends to itself, to drain as others do at theirs."""
+
+    def __init__(self) -> None:
+        self.sent = False
+
+    async def send(self, number: int) -> None:
+        self.sent = True
+        os.kill(os.getpid(), number)
+
+    def drain(self) -> None:
+        """Once: a second signal would end what is in flight."""
+        if not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+async def serve(connection: socket.socket, start: GatewayStart) -> int:
     fleets: dict[str, Fleet] = {}
-    handlers = gateway_handlers(lambda: channel, fleets)
+    signals = Signals()
+    handlers = {**gateway_handlers(lambda: channel, fleets, start.secret), "signal": signals.send}
     channel = Channel(connection, handlers)
-    told: dict[str, Any] = await channel.call("hello")
-    settings = settings_from_mapping(told["settings"])
+    if start.elsewhere:
+        loop = asyncio.get_running_loop()
+        channel.closed.add_done_callback(lambda _: signals.drain())
+        loop.add_reader(sys.stdin, _drain_at_end_of_input, loop, signals)
+    try:
+        return await _serve(channel, handlers, fleets, start)
+    except PenstockError as error:
+        channel.tell("failed", error.message)
+        return 1
+    finally:
+        signals.sent = True
+        channel.close()
+
+
+def _drain_at_end_of_input(loop: asyncio.AbstractEventLoop, signals: Signals) -> None:
+    """The Ray actor that this process belongs to has gone."""
+    loop.remove_reader(sys.stdin)
+    signals.drain()
+
+
+async def _serve(channel: Channel, handlers: dict[str, Handler], fleets: dict[str, Fleet], start: GatewayStart) -> int:
+    settings = settings_from_mapping(start.settings)
     configure_logging(settings.server.logs)
-    listener = bind(settings.server.host, told["port"], shared=True)
+    listener = bind(settings.server.host, start.port, shared=start.shares_port)
+    told: dict[str, Any] = await channel.call("hello")
     by_name = {
         name: Fleet(label_of(name, config), config.routing, config.failover) for name, config in settings.served.items()
     }
     fleets.update({fleet.model: fleet for fleet in by_name.values()})
     async with AsyncExitStack() as stack:
-        stack.callback(channel.close)
+        brokered = partial(BrokeredLauncher, channel, secret=start.secret)
         starts = [
-            asyncio.create_task(_start(fleet, settings, name, channel, told["fleets"][fleet.model]))
+            asyncio.create_task(_start(fleet, settings, name, channel, brokered, told[fleet.model]))
             for name, fleet in by_name.items()
         ]
-        for start in starts:
-            stack.callback(start.cancel)
-            start.add_done_callback(
-                lambda start: start.cancelled() or start.exception()
-            )  # whoever awaits it may be gone
+        for starting in starts:
+            stack.callback(starting.cancel)
+            starting.add_done_callback(lambda done: done.cancelled() or done.exception())  # who awaits it may be gone
         for fleet in by_name.values():
             stack.push_async_callback(fleet.stop)
 
         def on_ready(app: Edge, own: FleetControl, cache: AnswerCache, models: dict[str, Task], open: bool) -> None:
             handlers.update({**_own(app, own), "own_flush": cache.flush})
-            channel.tell("ready", models, open)
+            channel.tell("ready", models, open, listener.getsockname()[1], os.getpid())
 
-        store, answers = (None, None) if told["own_store"] else (BrokeredStore(channel), BrokeredTier(channel))
-        adapters = msgspec.convert(told["adapters"], list[NamedAdapter])
+        store, answers = (None, None) if start.own_store else (BrokeredStore(channel), BrokeredTier(channel))
+        adapters = msgspec.convert(start.adapters, list[NamedAdapter])
         shared = SharedParts(store, answers, RemoteControl(channel), OtherProcesses(channel), adapters, on_ready)
         serving = asyncio.create_task(serve_fleets(settings, by_name, starts, listener, stack, local_launcher, shared))
-        channel.closed.add_done_callback(lambda _: serving.cancel())  # the workers go with the launching process
+        if not start.elsewhere:
+            channel.closed.add_done_callback(lambda _: serving.cancel())  # the workers go with the launching process
         try:
             return await serving
         except asyncio.CancelledError:
             return 1
 
 
-async def _start(fleet: Fleet, settings: Settings, name: str, channel: Channel, told: dict[str, Any]) -> None:
+async def _start(
+    fleet: Fleet,
+    settings: Settings,
+    name: str,
+    channel: Channel,
+    brokered: Callable[[str], BrokeredLauncher],
+    told: dict[str, Any],
+) -> None:
     config, replicas = settings.served[name], told["replicas"]
     if config.autoscale is not None and config.autoscale.min_replicas == 0:
         fleet.wake = lambda: channel.tell("wake", fleet.model)
@@ -107,8 +157,8 @@ async def _start(fleet: Fleet, settings: Settings, name: str, channel: Channel, 
     tokenizer = None
     if config.upstreams:
         _, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
-    brokered = [BrokeredLauncher(channel, replica) for replica in replicas]
-    await start(fleet, [*brokered, *elsewhere(config, tokenizer)], config, settings.server.drain_seconds, replicas)
+    launchers = [*map(brokered, replicas), *elsewhere(config, tokenizer)]
+    await start(fleet, launchers, config, settings.server.drain_seconds, replicas)
 
 
 def _own(app: Edge, control: FleetControl) -> dict[str, Handler]:
@@ -137,12 +187,11 @@ def _own(app: Edge, control: FleetControl) -> dict[str, Handler]:
 def main() -> int:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
+    start = read_start(sys.stdin.buffer)
+    with suppress(OSError):
+        os.chdir(start.folder)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        try:
-            return runner.run(serve(connection))
-        except PenstockError as error:
-            print(f"penstock: {error.message}", file=sys.stderr)
-            return 1
+        return runner.run(serve(connection, start))
 
 
 if __name__ == "__main__":

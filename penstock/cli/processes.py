@@ -1,7 +1,7 @@
-"""`penstock serve` with `server.processes`: one process launches workers and gateway processes, which share a port.
+"""`penstock serve` with several gateways: one process launches workers and gateway processes, here and on Ray nodes.
 
-The launching process answers no HTTP. It holds the store and the common answers unless the state is a Redis, so limits
-are exact over all gateway processes, and it restarts what dies.
+Those of a machine share a port (`server.processes`). The launching process answers no HTTP. It holds the store and the
+common answers unless the state is a Redis, so limits are exact over all gateway processes, and it restarts what dies.
 """
 
 from __future__ import annotations
@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import os
 import signal
-import socket
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry
 
 from penstock.cache.brokered import answer_handlers
 from penstock.cli.autoscaling import autoscalers, running
-from penstock.cli.serve import Place, announce, end_at_signals, label_of, launchers_on
+from penstock.cli.serve import Place, announce, end_at_signals, label_of, launchers_on, url_of
 from penstock.cli.served_adapters import adapters_at_start
 from penstock.core.engine import Task
-from penstock.core.errors import Unavailable
+from penstock.core.errors import PenstockError, StartupError
 from penstock.fleet.build import own_launchers
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
+from penstock.fleet.gateways import Gateway, GatewayLauncher, GatewayStart, LocalGatewayLauncher
 from penstock.fleet.metrics import ScalingMetrics
+from penstock.fleet.ray.gateways import RayGateways
+from penstock.fleet.ray.launcher import RayLaunchers
 from penstock.fleet.shared import SharedFleet, in_time, launcher_handlers
 from penstock.gateway.http.listener import bind
 from penstock.observability.merging import merged, snapshot
@@ -38,75 +42,97 @@ from penstock.state.open import is_shared, open_store
 log = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0
+_LAST_RETRY_SECONDS = 30.0
+_END_SECONDS = 10.0  # beyond the time that requests have to finish
 _ASK_SECONDS = 2.0
 
 
-class GatewayProcesses:
-    """The gateway processes, and what they have in common."""
+class Gateways:
+    """The gateway processes, here and on other nodes, and what they have in common."""
 
     def __init__(
         self,
+        launcher: GatewayLauncher,
         count: int,
-        welcome: dict[str, Any],
+        url: Callable[[str, int], str],
         fleets: Mapping[str, SharedFleet],
         handlers: dict[str, Handler],
         own_metrics: CollectorRegistry,
     ) -> None:
-        """`welcome` is what each is told first. `fleets` by the name of the model. `own_metrics` are those of the
-        launching process."""
-        self._count = count
+        """`count` are those of this machine, `url` makes the address of host and port. `fleets` by the name of the
+        model. `own_metrics` are those of the launching process."""
         self._own_metrics = own_metrics
-        self._welcome = welcome
+        self._url = url
         self._fleets = fleets
         self._handlers = {**handlers, **self._shared(handlers["replicas"])}
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._ready: set[Channel] = set()
-        self._keepers: list[asyncio.Task[None]] = []
+        self._here = [Gateway(f"gateway-{number}", launcher) for number in range(count)]
+        self._elsewhere: list[Gateway] = []
+        self._keepers: dict[asyncio.Task[int], Gateway] = {}
+        self._ready: dict[Gateway, Channel] = {}
         self._stopping = False
         self.channels: list[Channel] = []
         self.all_ready: asyncio.Future[tuple[dict[str, Task], bool]] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
-        self._keepers = [asyncio.create_task(self._keep(number)) for number in range(self._count)]
+        self._keepers |= {asyncio.create_task(self._keep(gateway)): gateway for gateway in self._here}
 
-    async def _keep(self, number: int) -> None:
-        while not self._stopping:
-            code = await self._run(number)
+    def start_elsewhere(self, launcher: GatewayLauncher, count: int) -> None:
+        """Nobody waits for them: what keeps one from starting is logged, shown and tried again."""
+        first = len(self._here)
+        self._elsewhere = [Gateway(f"gateway-{number}", launcher) for number in range(first, first + count)]
+        self._keepers |= {asyncio.create_task(self._keep(gateway)): gateway for gateway in self._elsewhere}
+
+    async def _keep(self, gateway: Gateway) -> int:
+        """Returns the exit code of its last process."""
+        delay = _RETRY_SECONDS
+        while True:
+            try:
+                code = await self._run(gateway)
+            except (PenstockError, OSError) as error:
+                code, gateway.detail = 1, str(error)
             if self._stopping:
-                return
-            if not self.all_ready.done():
-                self.all_ready.set_exception(Unavailable(f"gateway process {number} ended with {code} while starting"))
-                return
-            log.error("gateway process %d ended with exit code %d; starting another", number, code)
-            await asyncio.sleep(_RETRY_SECONDS)
+                return code
+            if gateway in self._here and not self.all_ready.done():
+                self.all_ready.set_exception(StartupError(gateway.detail or f"{gateway.name} ended with {code}"))
+                return code
+            delay = _RETRY_SECONDS if gateway.state == "ready" else min(_LAST_RETRY_SECONDS, 2 * delay)
+            reason = gateway.detail or f"{gateway.view().place} ended" + (f" with exit code {code}" if code else "")
+            log.error("%s was lost: %s; next try in %.0f s", gateway.name, reason, delay)
+            gateway.become("lost", reason)
+            gateway.restarts += 1
+            gateway.launched = gateway.process = None
+            await asyncio.sleep(delay)
+            gateway.become("starting", reason)
 
-    async def _run(self, number: int) -> int:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "penstock.cli.gateway_process", str(theirs.fileno())]
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True
-            )
-        self._processes[number] = process
+    async def _run(self, gateway: Gateway) -> int:
+        """Returns its exit code. What it has failed for is its detail."""
+        launched = gateway.launched = await gateway.launcher.launch()
+        gateway.detail = ""
 
-        async def hello() -> dict[str, Any]:
-            return self._welcome | {"fleets": self._told_of_fleets()}
+        async def failed(message: str) -> None:
+            gateway.detail = message
 
-        async def ready(models: dict[str, Task], open: bool) -> None:
-            self._ready.add(channel)
-            if len(self._ready) == self._count and not self.all_ready.done():
+        async def ready(models: dict[str, Task], open: bool, port: int, process: int) -> None:
+            gateway.url, gateway.process = self._url(launched.host, port), process
+            gateway.become("ready")
+            self._ready[gateway] = channel
+            if gateway in self._elsewhere:
+                log.info("%s serves at %s", gateway.name, gateway.url)
+            if all(one in self._ready for one in self._here) and not self.all_ready.done():
                 self.all_ready.set_result((models, open))
 
-        channel = Channel(ours, {**self._handlers, "hello": hello, "ready": ready})
+        own: dict[str, Handler] = {"hello": self._told_of_fleets, "failed": failed, "ready": ready}
+        channel = Channel(launched.connection, {**self._handlers, **own})
         self.channels.append(channel)
         try:
-            return await process.wait()
+            await channel.closed
         finally:
-            self._ready.discard(channel)
+            self._ready.pop(gateway, None)
             self.channels.remove(channel)
-            channel.close()
+            gateway.url = ""
+        return await launched.end()
 
-    def _told_of_fleets(self) -> dict[str, Any]:
+    async def _told_of_fleets(self) -> dict[str, Any]:
         """The replicas there are, and what is known of the model once one has served."""
         return {
             name: {"replicas": [replica.name for replica in fleet.replicas], "info": getattr(fleet, "info", None)}
@@ -118,27 +144,35 @@ class GatewayProcesses:
         if not starting.cancelled() and (error := starting.exception()) and not self.all_ready.done():
             self.all_ready.set_exception(error)
 
-    def stop(self, sig: signal.Signals) -> None:
-        """Pass a signal on: at the first one they drain, at a second one they end at once."""
+    def stop(self, sig: signal.Signals, drain_seconds: float) -> None:
+        """Pass a signal on: at the first one they drain, at a second one they end at once. One that does not is left
+        alone after a while."""
         self._stopping = True
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.send_signal(sig)
+        for channel in self.channels:
+            channel.tell("signal", int(sig))
+        for keeper, gateway in self._keepers.items():
+            if gateway.launched is None:
+                keeper.cancel()
+        asyncio.get_running_loop().call_later(drain_seconds + _END_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        for channel in list(self.channels):
+            channel.close()
 
     async def ended(self) -> int:
         """Wait until they have been stopped. Returns the exit status."""
-        await asyncio.gather(*self._keepers)
-        return max((process.returncode or 0 for process in self._processes.values()), key=abs, default=0)
+        done, _ = await asyncio.wait(self._keepers)
+        return max((keeper.result() for keeper in done if not keeper.cancelled()), key=abs, default=0)
 
     def kill(self) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
-                process.kill()
+        for gateway in self._keepers.values():
+            if gateway.launched is not None:
+                gateway.launched.kill()
 
     async def _ask(self, method: str, *arguments: Any) -> list[Any]:
         """All of them. Those that do not answer are left out."""
         answers = await asyncio.gather(
-            *(in_time(channel.call(method, *arguments), _ASK_SECONDS) for channel in self._ready)
+            *(in_time(channel.call(method, *arguments), _ASK_SECONDS) for channel in self._ready.values())
         )
         return [answer for answer in answers if answer is not None]
 
@@ -160,10 +194,20 @@ class GatewayProcesses:
             """Those launched here, and workers on other machines and upstreams as one of the processes sees them."""
             return [*await launched(), *next(iter(await self._ask("own_replicas")), [])]
 
+        async def gateways() -> list[Any]:
+            return [gateway.view() for gateway in (*self._here, *self._elsewhere)]
+
         async def flush() -> None:
             await self._ask("own_flush")
 
-        return {"metrics": metrics, "account": account, "slowest": slowest, "replicas": replicas, "flush": flush}
+        return {
+            "metrics": metrics,
+            "account": account,
+            "slowest": slowest,
+            "replicas": replicas,
+            "gateways": gateways,
+            "flush": flush,
+        }
 
 
 async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Place) -> int:
@@ -179,26 +223,25 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
     by_label = {fleet.model: fleet for fleet in fleets.values()}
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
-        new_launcher = await stack.enter_async_context(launchers_on(on, settings))
-        control = FleetControl(by_label, configs, server.logs, new_launcher)
+        launchers = await stack.enter_async_context(launchers_on(on, settings))
+        control = FleetControl(by_label, configs, server.logs, launchers.replica)
         stack.callback(reserved.close)
-        own_store = is_shared(settings.state)
+        start = await _gateway_start(settings, values, port, launchers.secret)
         handlers = launcher_handlers(by_label, control)
-        if not own_store:
+        if not start.own_store:
             handlers |= store_handlers(await stack.enter_async_context(open_store(settings.state)))
             handlers |= answer_handlers(settings.cache.memory_mib)
-        adapters = await adapters_at_start(settings)
-        welcome = {"settings": values, "port": port, "own_store": own_store, "adapters": adapters}
         control.autoscalers = autoscalers(settings, fleets, control)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(ScalingMetrics(by_label.values(), control.autoscalers.values()))
-        gateways = GatewayProcesses(server.processes, welcome, by_label, handlers, registry)
+        url = partial(url_of, tls=server.tls is not None)
+        here = LocalGatewayLauncher(start, host)
+        gateways = Gateways(here, server.processes, url, by_label, handlers, registry)
         for name, config in settings.served.items():
             fleet = fleets[name]
             fleet.gateways = lambda: gateways.channels
             stack.push_async_callback(fleet.stop)
-            checkpoint = config.model or name
-            own = own_launchers(checkpoint, config, server.logs, new_launcher)
+            own = own_launchers(config.model or name, config, server.logs, launchers.replica)
             if own:
                 starting = asyncio.create_task(fleet.start(own))
                 starting.add_done_callback(gateways.end_if_failed)
@@ -208,7 +251,33 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
         gateways.start()
         models, open = await gateways.all_ready
         for sig in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(sig, gateways.stop, sig)
+            asyncio.get_running_loop().add_signal_handler(sig, gateways.stop, sig, server.drain_seconds)
         await stack.enter_async_context(running(control.autoscalers.values()))
         announce(host, port, models, open=open, tls=server.tls is not None)
+        if isinstance(launchers, RayLaunchers):
+            gateways.start_elsewhere(_ray_gateways(settings, launchers, start), _elsewhere(settings))
         return await gateways.ended()
+
+
+async def _gateway_start(settings: Settings, values: dict[str, Any], port: int, secret: str) -> GatewayStart:
+    return GatewayStart(
+        settings=values,
+        folder=os.getcwd(),
+        port=port,
+        shares_port=True,
+        own_store=is_shared(settings.state),
+        adapters=list(await adapters_at_start(settings)),
+        secret=secret,
+    )
+
+
+def _ray_gateways(settings: Settings, launchers: RayLaunchers, start: GatewayStart) -> RayGateways:
+    """On their nodes they share the port among themselves alone: a port that is taken is to be noticed."""
+    server = settings.server
+    there = msgspec.structs.replace(start, port=server.port, shares_port=server.processes > 1, elsewhere=True)
+    return RayGateways(launchers.cluster, settings.ray, there, server.processes)
+
+
+def _elsewhere(settings: Settings) -> int:
+    """Gateway processes on other nodes."""
+    return (settings.ray.gateways - 1) * settings.server.processes

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from penstock.core.errors import StartupError
 from penstock.settings import Settings
 
+_ANY_HOST = ("0.0.0.0", "::")
 _GATEWAY = ("httptools", "jinja2", "msgspec", "prometheus_client", "python_multipart", "tokenizers", "websockets")
 
 
@@ -16,6 +17,8 @@ def check_requirements(settings: Settings, on: str) -> None:
     for who, module, extra in _modules(settings, on):
         if not _is_installed(module):
             raise StartupError(f"{who} needs {module}, which is not installed; pip install 'penstock[{extra}]'")
+    if on == "ray" and settings.ray.gateways > 1:
+        _check_gateways(settings)
     if settings.server.tls is not None:
         from penstock.gateway.http.tls import Certificate
 
@@ -24,6 +27,23 @@ def check_requirements(settings: Settings, on: str) -> None:
         from penstock.cache.encoder import encoder_folder
 
         encoder_folder(settings.cache.semantic.encoder)
+
+
+def _check_gateways(settings: Settings) -> None:
+    """Of several gateways on nodes of a Ray cluster."""
+    count, state, host = settings.ray.gateways, settings.state, settings.server.host
+    if state is None or not state.startswith("redis"):
+        raise StartupError(
+            f"ray.gateways is {count}, and gateways on several nodes share keys, limits and spend through a Redis: "
+            "set state to redis://HOST:PORT/DB, which all nodes reach, or leave ray.gateways at 1",
+            param="state",
+        )
+    if host not in _ANY_HOST:
+        raise StartupError(
+            f"ray.gateways is {count}, and each gateway listens on its own node: set server.host to 0.0.0.0 or ::, not "
+            f"{host}",
+            param="server.host",
+        )
 
 
 def _modules(settings: Settings, on: str) -> Iterator[tuple[str, str, str]]:

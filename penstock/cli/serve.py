@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     from penstock.cache.tier import Tier
     from penstock.checkpoint.source import Checkpoint
     from penstock.core.engine import Task
-    from penstock.fleet.build import NewLauncher
+    from penstock.fleet.build import LocalLaunchers, NewLauncher
     from penstock.fleet.control import FleetControl
     from penstock.fleet.fleet import Fleet
     from penstock.fleet.launcher import Launcher
+    from penstock.fleet.ray.launcher import RayLaunchers
     from penstock.fleet.settings import ModelConfig
     from penstock.gateway.api.adapters import NamedAdapter
     from penstock.gateway.api.fleet import Control
@@ -177,7 +178,7 @@ async def _serve(settings: Settings, values: dict[str, Any], on: Place) -> int:
     from penstock.cli.requirements import check_requirements
 
     check_requirements(settings, on)
-    if settings.server.processes > 1:
+    if settings.server.processes > 1 or (on == "ray" and settings.ray.gateways > 1):
         from penstock.cli.processes import serve_in_processes
 
         return await serve_in_processes(settings, values, on)
@@ -197,7 +198,7 @@ async def _serve_here(settings: Settings, on: Place) -> int:
     }
     end_at_signals(list(fleets.values()))
     async with AsyncExitStack() as stack:
-        new_launcher = await stack.enter_async_context(launchers_on(on, settings))
+        new_launcher = (await stack.enter_async_context(launchers_on(on, settings))).replica
         starts = []
         for name, config in settings.served.items():
             stack.push_async_callback(fleets[name].stop)
@@ -287,17 +288,17 @@ async def _served_models(
 
 
 @asynccontextmanager
-async def launchers_on(on: Place, settings: Settings) -> AsyncIterator[NewLauncher]:
+async def launchers_on(on: Place, settings: Settings) -> AsyncIterator[LocalLaunchers | RayLaunchers]:
     """What makes the launchers of replicas that run there."""
     if on == "local":
-        from penstock.fleet.build import local_launcher
+        from penstock.fleet.build import LocalLaunchers
 
-        yield local_launcher
+        yield LocalLaunchers()
     else:
         from penstock.fleet.ray.launcher import ray_launchers
 
-        async with ray_launchers(replace(settings.ray, address=settings.ray.address or ray_address())) as new_launcher:
-            yield new_launcher
+        async with ray_launchers(replace(settings.ray, address=settings.ray.address or ray_address())) as launchers:
+            yield launchers
 
 
 async def _start(
@@ -350,8 +351,12 @@ _EXAMPLES: dict[Task, tuple[str, dict[str, Any]]] = {
 }
 
 
+def url_of(host: str, port: int, *, tls: bool) -> str:
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def announce(host: str, port: int, models: Mapping[str, Task], *, open: bool, tls: bool) -> None:
-    url = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    url = url_of(host, port, tls=tls)
     model, task = next(iter(models.items()))
     path, fields = _EXAMPLES[task]
     body = json.dumps({"model": model, **fields})

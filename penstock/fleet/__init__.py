@@ -17,6 +17,8 @@ versions.py       which version a user gets; which requests are shadowed
 cascade.py        whether a small model tries a request, and whether its answer will do
 control.py        what an administrator does with a running fleet
 shared.py         one fleet for several gateway processes, over a channel.py between them
+gateways.py       where gateway processes come from
+ray/              replicas and gateways on a Ray cluster
 metrics.py        of replicas, for Prometheus; stats.py adds up their readings
 settings.py       the fleet's sections of the settings
 """

@@ -65,6 +65,13 @@ def local_launcher(checkpoint: str, config: ModelConfig, number: int, logs: LogC
     return LocalLauncher(Start(checkpoint, engine, logs, device))
 
 
+class LocalLaunchers:
+    """Makes the launchers of replicas on this machine."""
+
+    replica = staticmethod(local_launcher)
+    secret = ""  # workers have connections from those who launch them alone
+
+
 def _worker(worker: str) -> tuple[str, str, int]:
     address = urlsplit(worker)
     return address.scheme, address.hostname or "", address.port or 0

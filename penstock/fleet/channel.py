@@ -1,6 +1,7 @@
-"""Calls in both directions between two processes of one machine, over a socket pair that can carry descriptors.
+"""Calls in both directions between two processes, over a socket pair or a TCP connection.
 
-A handler answers with anything that MessagePack has, or with a socket, whose descriptor goes along with the answer.
+A handler answers with anything that MessagePack has. Over a socket pair it can also be a socket, whose descriptor goes
+along.
 """
 
 from __future__ import annotations
@@ -110,7 +111,10 @@ class Channel:
         while self._unsent:
             data, passed = self._unsent[0]
             try:
-                sent = socket.send_fds(self._socket, [data], [each.fileno() for each in passed])
+                if passed:
+                    sent = socket.send_fds(self._socket, [data], [each.fileno() for each in passed])
+                else:
+                    sent = self._socket.send(data)
             except BlockingIOError:
                 sent = 0
             except OSError:

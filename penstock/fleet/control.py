@@ -16,6 +16,7 @@ from penstock.core.errors import InvalidRequest, NotFound, StartupError
 from penstock.fleet.autoscaler import Autoscaler
 from penstock.fleet.build import NewLauncher
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.gateways import GatewayView
 from penstock.fleet.launcher import Launcher
 from penstock.fleet.profiling import FleetProfiler
 from penstock.fleet.replica import Replica, State
@@ -102,6 +103,10 @@ class FleetControl:
             kv_blocks_used=stats.kv_blocks_used,
             open_circuit=replica.breaker.open,
         )
+
+    async def gateways(self) -> list[GatewayView]:
+        """Where there are several: the process that launches them knows."""
+        return []
 
     async def autoscaling(self) -> list[AutoscaleView]:
         return [_autoscale_view(autoscaler) for autoscaler in self.autoscalers.values()]

@@ -26,6 +26,8 @@ _STOP_SECONDS = 10.0
 _EXIT_SECONDS = 1.0  # for a process whose socket has ended
 _CONNECT_SECONDS = 5.0
 
+Address = tuple[str, int]  # host and port
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -244,8 +246,8 @@ class LaunchedInstance(WorkerInstance, ABC):
     """A worker that this process has launched, and that other gateway processes can connect to as well."""
 
     @abstractmethod
-    async def connect(self) -> socket.socket:
-        """Another connection, for another gateway process. Raises ConnectionError."""
+    def connect(self) -> socket.socket | Address:
+        """A connection for another gateway process, or where it connects with the secret. Raises ConnectionError."""
 
 
 class LocalInstance(LaunchedInstance):
@@ -258,7 +260,7 @@ class LocalInstance(LaunchedInstance):
     def process(self) -> int:
         return self._worker.pid
 
-    async def connect(self) -> socket.socket:
+    def connect(self) -> socket.socket:
         return self._worker.connect()
 
     async def lost(self) -> Loss:
@@ -312,6 +314,17 @@ async def connect_over_network(host: str, port: int, secret: str) -> socket.sock
             connection.close()
             raise
     return connection
+
+
+async def connect_to_node(host: str, port: int, secret: str) -> socket.socket:
+    """To what Ray has placed. Raises ConnectionError."""
+    try:
+        return await connect_over_network(host, port, secret)
+    except OSError as error:
+        raise ConnectionError(
+            f"{host}:{port} on a Ray node cannot be reached: {error or 'timed out'}; gateways need TCP connections to "
+            "the nodes, to ports that these choose"
+        ) from error
 
 
 class RemoteInstance(WorkerInstance):

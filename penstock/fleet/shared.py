@@ -1,7 +1,8 @@
 """One fleet for several gateway processes: one process launches the replicas, and all others connect to them.
 
 The launching process has a `SharedFleet` of each model, which serves no requests itself. Each gateway process has a
-`Fleet` of its own. Its replicas come from a `BrokeredLauncher`, which asks the launching process for a socket.
+`Fleet` of its own. Its replicas come from a `BrokeredLauncher`, which asks the launching process for a socket, or for
+the address of a worker on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from penstock.core.errors import StartupError, Unavailable
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.launcher import Instance, LaunchedInstance, Launcher, Loss, RemoteInstance
+from penstock.fleet.launcher import (
+    Address,
+    Instance,
+    LaunchedInstance,
+    Launcher,
+    Loss,
+    RemoteInstance,
+    connect_to_node,
+)
 from penstock.fleet.replica import Replica
 from penstock.worker.client import WorkerClient
 
@@ -59,8 +68,8 @@ class SharedFleet(Fleet):
     def streams(self, replica: Replica) -> int:
         return self._streams.get(replica.name, 0)
 
-    async def connect(self, name: str) -> socket.socket:
-        """A socket to a replica for a gateway process, as soon as the replica serves."""
+    async def connect(self, name: str) -> socket.socket | Address:
+        """A way to a replica for a gateway process, as soon as the replica serves."""
         while True:
             replica = next((replica for replica in self.replicas if replica.name == name), None)
             if replica is None:
@@ -68,7 +77,7 @@ class SharedFleet(Fleet):
             instance, changed = replica.instance, self._changed
             if replica.state in ("ready", "draining") and isinstance(instance, LaunchedInstance):
                 try:
-                    return await instance.connect()
+                    return instance.connect()
                 except ConnectionError:  # it has died, and nobody knows yet
                     pass
             await changed.wait()
@@ -89,18 +98,25 @@ class BrokeredLauncher:
     place = "local process"
     owns = False
 
-    def __init__(self, channel: Channel, replica: str) -> None:
+    def __init__(self, channel: Channel, replica: str, secret: str) -> None:
+        """`secret` of workers that are connected to over the network."""
         self._channel = channel
         self._replica = replica
+        self._secret = secret
 
     async def launch(self) -> Instance:
         while True:
             try:
-                connection = await self._channel.call("connect", self._replica)
+                found: Any = await self._channel.call("connect", self._replica)
+                if not isinstance(found, socket.socket):
+                    host, port = found
+                    found = await connect_to_node(host, port, self._secret)
             except Unavailable as error:
                 raise StartupError("the launching process has gone") from error
+            except ConnectionError as error:
+                raise StartupError(str(error)) from error
             try:
-                client = await WorkerClient.connect(connection)
+                client = await WorkerClient.connect(found)
             except ConnectionError:
                 await asyncio.sleep(_AGAIN_SECONDS)
             else:
@@ -120,7 +136,7 @@ class BrokeredInstance(RemoteInstance):
         return Loss(*known) if known else Loss(silence or "the connection ended")
 
 
-def gateway_handlers(channel: Callable[[], Channel], fleets: Mapping[str, Fleet]) -> dict[str, Handler]:
+def gateway_handlers(channel: Callable[[], Channel], fleets: Mapping[str, Fleet], secret: str) -> dict[str, Handler]:
     """What the launching process can ask of a gateway process. `fleets` by the name of the model."""
 
     def find(name: str) -> tuple[Fleet, Replica] | None:
@@ -132,7 +148,7 @@ def gateway_handlers(channel: Callable[[], Channel], fleets: Mapping[str, Fleet]
 
     async def join(model: str, name: str) -> None:
         if find(name) is None:
-            fleets[model].add(BrokeredLauncher(channel(), name), name)
+            fleets[model].add(BrokeredLauncher(channel(), name, secret), name)
 
     async def leave(name: str, drain_seconds: float) -> None:
         if (found := find(name)) is not None:
@@ -156,7 +172,7 @@ def gateway_handlers(channel: Callable[[], Channel], fleets: Mapping[str, Fleet]
 def launcher_handlers(fleets: Mapping[str, SharedFleet], control: FleetControl) -> dict[str, Handler]:
     """What a gateway process can ask of the launching process."""
 
-    async def connect(name: str) -> socket.socket:
+    async def connect(name: str) -> socket.socket | Address:
         for fleet in fleets.values():
             if any(replica.name == name for replica in fleet.replicas):
                 return await fleet.connect(name)
@@ -200,6 +216,10 @@ class RemoteControl:
 
     async def replicas(self) -> list[Any]:
         found: list[Any] = await self._channel.call("replicas")
+        return found
+
+    async def gateways(self) -> list[Any]:
+        found: list[Any] = await self._channel.call("gateways")
         return found
 
     async def autoscaling(self) -> list[Any]:

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from penstock.cli.main import make_parser
+from penstock.cli.requirements import check_requirements
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.metrics import FleetMetrics
 from penstock.gateway.api.endpoints import ENDPOINTS
@@ -131,12 +132,19 @@ def test_kuberay_manifests_are_valid() -> None:
         check(manifest)
     config, cluster, service = manifests
     settings = settings_from_mapping(yaml.safe_load(config["data"]["settings.yaml"]))
-    (gateway,) = (group for group in cluster["spec"]["workerGroupSpecs"] if group["groupName"] == "gateway")
-    pod = gateway["template"]
-    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
-    (container,) = pod["spec"]["containers"]
-    hook = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["spec"]["terminationGracePeriodSeconds"] >= settings.server.drain_seconds + hook + 10
+    check_requirements(settings, "ray")
+    groups = {group["groupName"]: group for group in cluster["spec"]["workerGroupSpecs"]}
+    pods = [groups[name]["template"] for name in ("gateway", "more-gateways")]
+    for pod in pods:
+        assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    launching, elsewhere = (
+        int(pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1]) for pod in pods
+    )
+    assert pods[0]["spec"]["terminationGracePeriodSeconds"] >= settings.server.drain_seconds + launching + 10
+    assert pods[1]["spec"]["terminationGracePeriodSeconds"] > elsewhere > settings.server.drain_seconds
+    assert 1 + groups["more-gateways"]["replicas"] == settings.ray.gateways
+    (given,) = re.findall("--resources='(.+?)'", pods[1]["spec"]["containers"][0]["args"][0])
+    assert json.loads(given) == settings.ray.gateway_resources.custom
     assert f"rayproject/ray:{cluster['spec']['rayVersion']}-" in (DEPLOY / "Dockerfile").read_text()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,9 +13,17 @@ from penstock.core.errors import EngineFailure, Overloaded, Unavailable
 from penstock.fleet.channel import Channel, Handler
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        return ours, listener.accept()[0]
+
+
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[Channel, Channel]]:
-    ours, theirs = socket.socketpair()
+async def connected(
+    pair: Callable[[], tuple[socket.socket, socket.socket]] = socket.socketpair,
+) -> AsyncIterator[tuple[Channel, Channel]]:
+    ours, theirs = pair()
     received: list[object] = []
 
     async def echo(value: object) -> object:
@@ -59,8 +67,11 @@ async def connected() -> AsyncIterator[tuple[Channel, Channel]]:
         right.close()
 
 
-async def test_calls_go_both_ways_and_come_back_to_whoever_asked() -> None:
-    async with connected() as (left, right):
+@pytest.mark.parametrize("pair", [socket.socketpair, tcp_pair])
+async def test_calls_go_both_ways_and_come_back_to_whoever_asked(
+    pair: Callable[[], tuple[socket.socket, socket.socket]],
+) -> None:
+    async with connected(pair) as (left, right):
         answers = await asyncio.gather(*(side.call("echo", n) for n in range(50) for side in (left, right)))
         assert answers == [n for n in range(50) for _ in range(2)]
         large = "x" * 3_000_000

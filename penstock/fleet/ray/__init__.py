@@ -1,5 +1,5 @@
-"""Replicas on a Ray cluster. Ray places workers and reserves what they need; tokens go over the gateway's own sockets.
+"""Replicas and gateways on a Ray cluster. Ray places them and reserves what they need; tokens go over our own sockets.
 
-`launcher.py` is the gateway's side, which never imports Ray. `driver.py` is a process beside the gateway that talks to
-the cluster. `host.py` is the Ray actor that runs one worker process on its node.
+`launcher.py` (replicas) and `gateways.py` are the gateway's side, which never imports Ray. `driver.py` is a process
+beside the gateway that talks to the cluster. `host.py` has the Ray actors that run one process each on their node.
 """

@@ -20,12 +20,23 @@ from typing import Any
 import ray
 from ray import cloudpickle
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock import __version__
 from penstock.core.errors import StartupError
 from penstock.fleet.channel import Channel
 from penstock.fleet.ray import host
-from penstock.fleet.ray.reasons import AWAY, NEVER_RAN, full, not_started, other_penstock, other_versions, unreachable
+from penstock.fleet.ray.gateways import gateway_node
+from penstock.fleet.ray.reasons import (
+    AWAY,
+    NEVER_RAN,
+    full,
+    no_gateway_node,
+    not_started,
+    other_penstock,
+    other_versions,
+    unreachable,
+)
 
 NAMESPACE = "penstock"
 _CONNECT_SECONDS = 5.0
@@ -39,6 +50,7 @@ class Driver:
     def __init__(self) -> None:
         self._actors: dict[str, Any] = {}  # handles by name, of those launched by this process
         self._starting: set[str] = set()
+        self.gateways: set[str] = set()  # names of those that run on other nodes
 
     async def connect(self, address: str | None) -> None:
         """Join the cluster at this address, or one that this machine belongs to, or start one here."""
@@ -71,20 +83,31 @@ class Driver:
             _system_config={"worker_niceness": 0},  # workers are servers, not background jobs
         )
 
+    async def gateway_node(self, resources: Mapping[str, Any], used: Mapping[str, int], per_node: int) -> str:
+        """Where one more gateway goes: not to the node of the process that launches, which has its own."""
+        needs, nodes = await self._needs(resources), await _ask(ray.nodes)
+        here = ray.get_runtime_context().get_node_id()
+        found = gateway_node(nodes, needs, {**used, here: per_node}, per_node)
+        if found is None:
+            raise StartupError(no_gateway_node(needs, sum(node["Alive"] for node in nodes)))
+        return found
+
     async def launch(
-        self, name: str, start: bytes, resources: Mapping[str, Any], wait_seconds: float
+        self, name: str, start: bytes, resources: Mapping[str, Any], wait_seconds: float, node_id: str | None = None
     ) -> dict[str, Any]:
-        """Returns where the worker serves."""
+        """Returns where the worker serves. With a node it is a gateway, and waits there for whoever launches it."""
         needs = await self._needs(resources)
-        create = ray.remote(host.WorkerHost).options(
+        create = ray.remote(host.WorkerHost if node_id is None else host.GatewayHost).options(
             num_cpus=needs["CPU"],
             num_gpus=needs["GPU"],
             resources=resources["custom"],
             name=name,
             lifetime="detached",  # it outlives this process
-            max_restarts=0,  # the gateway's replica launches another one
-            scheduling_strategy="SPREAD",
+            max_restarts=0,  # whoever keeps it launches another one
+            scheduling_strategy="SPREAD" if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
+        if node_id is not None:
+            self.gateways.add(name)
         self._starting.add(name)
         node: dict[str, Any] | None = None
         try:
@@ -103,7 +126,7 @@ class Driver:
             raise StartupError(await self._missing(needs, wait_seconds)) from None
         except RayError as error:
             await self.stop(name)
-            lost = f"Ray lost the worker while it was starting: {_last_line(error)}"
+            lost = f"Ray lost the actor while it was starting: {_last_line(error)}"
             raise StartupError(lost, code=NEVER_RAN if node is None else None) from error
         except BaseException:
             await self.stop(name)
@@ -130,7 +153,7 @@ class Driver:
             return _last_line(error), True
 
     async def stop(self, name: str) -> None:
-        """End the worker with its actor, if they are still there."""
+        """End an actor with what it hosts, if they are still there."""
         with suppress(RayError, ValueError, StartupError):
             actor = await self._find(name)
             if name not in self._starting:
@@ -140,6 +163,7 @@ class Driver:
             await _ask(partial(ray.kill, actor))
         self._actors.pop(name, None)
         self._starting.discard(name)
+        self.gateways.discard(name)
 
     async def _find(self, name: str) -> Any:
         """Raises ValueError if there is none."""
@@ -163,15 +187,24 @@ async def _ask(question: Any) -> Any:
 
 
 async def serve(connection: socket.socket) -> None:
-    """Answer the gateway until it has gone. Its workers go with it."""
+    """Answer the gateway until it has gone. Its workers go with it, unless gateways on other nodes finish what they
+    have there: then workers end by themselves when those have ended."""
     cloudpickle.register_pickle_by_value(host)
     driver = Driver()
     channel = Channel(
         connection,
-        {"connect": driver.connect, "launch": driver.launch, "loss": driver.loss, "stop": driver.stop},
+        {
+            "connect": driver.connect,
+            "gateway_node": driver.gateway_node,
+            "launch": driver.launch,
+            "loss": driver.loss,
+            "stop": driver.stop,
+            "stop_all": driver.stop_all,
+        },
     )
     await channel.closed
-    await driver.stop_all()
+    if not driver.gateways:
+        await driver.stop_all()
 
 
 def main() -> int:

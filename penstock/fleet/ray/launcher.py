@@ -16,9 +16,8 @@ from typing import Any
 import msgspec
 
 from penstock.core.errors import PenstockError, StartupError, Unavailable
-from penstock.fleet.build import NewLauncher
 from penstock.fleet.channel import Channel
-from penstock.fleet.launcher import Instance, LaunchedInstance, Launcher, Loss, connect_over_network
+from penstock.fleet.launcher import Address, Instance, LaunchedInstance, Launcher, Loss, connect_to_node
 from penstock.fleet.ray.host import machine
 from penstock.fleet.ray.reasons import AWAY, NEVER_RAN
 from penstock.fleet.ray.settings import RayConfig
@@ -98,35 +97,54 @@ class RayCluster:
         self._channel = channel
         return channel
 
+    async def end(self, actor: str) -> None:
+        """Where the cluster cannot be asked, a worker ends when no gateway has been connected for a while, and a
+        gateway when its channel has closed."""
+        with suppress(PenstockError, TimeoutError):
+            await asyncio.wait_for(self.call("stop", actor), _STOP_SECONDS)
+
+    def end_soon(self, actor: str) -> None:
+        self.tell("stop", actor)
+
     async def close(self) -> None:
         """The driver ends what it has launched, then itself."""
-        if self._channel is not None:
-            self._channel.close()
-        if self._process is not None:
-            try:
-                await asyncio.wait_for(self._process.wait(), _STOP_SECONDS)
-            except TimeoutError:
+        try:
+            async with asyncio.timeout(_STOP_SECONDS):
+                if self._channel is not None:
+                    with suppress(PenstockError):
+                        await self._channel.call("stop_all")
+                    self._channel.close()
+                if self._process is not None:
+                    await self._process.wait()
+        except TimeoutError:
+            if self._process is not None:
                 self._process.kill()
 
 
-@asynccontextmanager
-async def ray_launchers(config: RayConfig) -> AsyncIterator[NewLauncher]:
-    """What makes the launchers of replicas on a Ray cluster. Workers take gateways that have one secret."""
-    cluster, secret = RayCluster(config), secrets.token_hex(32)
+class RayLaunchers:
+    """Makes the launchers of replicas on a Ray cluster. Workers take gateways that have one secret."""
 
-    def new_launcher(checkpoint: str, config: ModelConfig, number: int, logs: LogConfig) -> Launcher:
+    def __init__(self, config: RayConfig) -> None:
+        self.cluster = RayCluster(config)
+        self.secret = secrets.token_hex(32)
+
+    def replica(self, checkpoint: str, config: ModelConfig, number: int, logs: LogConfig) -> Launcher:
         if config.devices:
             raise StartupError("devices are of this machine; under Ray say how many: resources.gpus", param="devices")
         engine, gpus = config.engine, config.resources.gpus
         if engine.gpu_memory_share is None and gpus is not None and 0 < gpus < 1:
             engine = replace(engine, gpu_memory_share=gpus)
-        start = Start(_absolute(checkpoint), engine, logs, secret=secret)
-        return RayLauncher(cluster, start, config)
+        start = Start(_absolute(checkpoint), engine, logs, secret=self.secret)
+        return RayLauncher(self.cluster, start, config)
 
+
+@asynccontextmanager
+async def ray_launchers(config: RayConfig) -> AsyncIterator[RayLaunchers]:
+    launchers = RayLaunchers(config)
     try:
-        yield new_launcher
+        yield launchers
     finally:
-        await cluster.close()
+        await launchers.cluster.close()
 
 
 def _absolute(checkpoint: str) -> str:
@@ -180,28 +198,17 @@ class RayLauncher:
         raise AssertionError("the last attempt returns or raises")
 
     async def _connect(self, placed: _Placed) -> RayInstance:
-        connection = await self.connect_to(placed)
+        connection = await connect_to_node(placed.host, placed.port, self._start.secret)
         async with asyncio.timeout(_GREETING_SECONDS):
             client = await WorkerClient.connect(connection)
         self.place = f"ray node {placed.host}"
         return RayInstance(self, placed, client)
 
-    async def connect_to(self, placed: _Placed) -> socket.socket:
-        try:
-            return await connect_over_network(placed.host, placed.port, self._start.secret)
-        except OSError as error:
-            raise ConnectionError(
-                f"the worker at {placed.host}:{placed.port} on a Ray node cannot be reached: {error or 'timed out'}; "
-                "gateways need TCP connections to the nodes, to ports that these choose"
-            ) from error
-
     async def end(self, placed: _Placed) -> None:
-        """Where the cluster cannot be asked, the worker ends when no gateway has been connected for a while."""
-        with suppress(PenstockError, TimeoutError):
-            await asyncio.wait_for(self._cluster.call("stop", placed.actor), _STOP_SECONDS)
+        await self._cluster.end(placed.actor)
 
     def end_soon(self, placed: _Placed) -> None:
-        self._cluster.tell("stop", placed.actor)
+        self._cluster.end_soon(placed.actor)
 
     async def loss_of(self, placed: _Placed, silence: str) -> Loss:
         """Why its connection ended. `silence`: nothing was heard from it any more."""
@@ -226,8 +233,8 @@ class RayInstance(LaunchedInstance):
         here = machine()
         self.process = placed.process if here and here == placed.machine else None
 
-    async def connect(self) -> socket.socket:
-        return await self._launcher.connect_to(self._placed)
+    def connect(self) -> Address:
+        return self._placed.host, self._placed.port
 
     async def lost(self) -> Loss:
         silence = await asyncio.shield(self.engine.closed)

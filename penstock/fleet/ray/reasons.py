@@ -1,4 +1,5 @@
-"""Why a replica cannot start on a Ray cluster, and what to do about it, in words. Replicas that run are not touched."""
+"""Why a replica or a gateway cannot start on a Ray cluster, and what to do about it, in words. Those that run are not
+touched."""
 
 from __future__ import annotations
 
@@ -37,6 +38,15 @@ def full(
     return (
         f"a replica was not placed within {waited:.0f} s: {state}. If no single node has all of it, add one or ask for "
         "less with `resources`; otherwise look at `ray status` and at the logs in /tmp/ray/session_latest/logs"
+    )
+
+
+def no_gateway_node(needs: Mapping[str, float], alive: int) -> str:
+    wanted = {name: amount for name, amount in needs.items() if amount > 0}
+    return (
+        f"no node of the Ray cluster is left for a gateway: each is on a node of its own, with "
+        f"{_amounts(wanted, wanted) or 'nothing reserved'}, and there are {alive}; add a node, or ask for less with "
+        "ray.gateways or ray.gateway_resources"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable
 from typing import Any, Literal, Protocol
 
@@ -22,6 +23,8 @@ class Control(Protocol):
 
     def replicas(self) -> Awaitable[list[Any]]: ...
 
+    def gateways(self) -> Awaitable[list[Any]]: ...
+
     def autoscaling(self) -> Awaitable[list[Any]]: ...
 
     def add(self, model: str, count: int) -> Awaitable[list[Any]]: ...
@@ -39,6 +42,9 @@ class NoFleet:
     """Of a gateway whose engines are not its own to start and stop."""
 
     async def replicas(self) -> list[Any]:
+        return []
+
+    async def gateways(self) -> list[Any]:
         return []
 
     async def autoscaling(self) -> list[Any]:
@@ -96,6 +102,7 @@ class Replicas(msgspec.Struct):
 
 class WholeFleet(Replicas):
     autoscale: list[Any] = []  # the models whose replicas follow their load
+    gateways: list[Any] = []  # where there are several over these replicas
 
 
 _new_replicas = msgspec.json.Decoder(NewReplicas)
@@ -110,8 +117,9 @@ class FleetEndpoints:
         self.control = control
 
     async def replicas(self, request: Request, response: Response, tenant: Tenant) -> None:
-        replicas, autoscale = await self.control.replicas(), await self.control.autoscaling()
-        await response.send(200, encode_json(WholeFleet(replicas, autoscale=autoscale)))
+        control = self.control
+        views = await asyncio.gather(control.replicas(), control.autoscaling(), control.gateways())
+        await response.send(200, encode_json(WholeFleet(views[0], autoscale=views[1], gateways=views[2])))
 
     async def add(self, request: Request, response: Response, tenant: Tenant) -> None:
         body = await self.serving.read(request, _new_replicas)

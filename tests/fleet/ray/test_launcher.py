@@ -16,8 +16,8 @@ from penstock.settings import settings_from_mapping
 
 
 async def launcher(checkpoint: str, config: ModelConfig) -> RayLauncher:
-    async with ray_launchers(RayConfig()) as new_launcher:
-        found = new_launcher(checkpoint, config, 0, LogConfig())
+    async with ray_launchers(RayConfig()) as launchers:
+        found = launchers.replica(checkpoint, config, 0, LogConfig())
         assert isinstance(found, RayLauncher)
         return found
 

@@ -1,0 +1,140 @@
+"""How the process that launches gateways keeps them running, with gateways that are scripted here."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from penstock.cli.processes import Gateways
+from penstock.cli.requirements import check_requirements
+from penstock.cli.serve import url_of
+from penstock.core.errors import StartupError
+from penstock.fleet.channel import Channel
+from penstock.fleet.gateways import LaunchedGateway
+from penstock.settings import settings_from_mapping
+
+
+class Scripted:
+    """A launcher, and what it launches: the other end of each channel is here."""
+
+    place, host = "nowhere", "10.0.0.5"
+
+    def __init__(self, script: Callable[[Channel], None] | None) -> None:
+        """What a gateway does when it is started; None: it cannot be."""
+        self._script = script
+        self.launches: asyncio.Queue[Channel] = asyncio.Queue()
+        self.signals: list[int] = []
+
+    async def launch(self) -> LaunchedGateway:
+        if self._script is None:
+            raise StartupError("the node has no Penstock")
+        self.connection, theirs = socket.socketpair()
+        channel = Channel(theirs, {"signal": self._signal})
+        self._script(channel)
+        self.launches.put_nowait(channel)
+        return self
+
+    async def _signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    async def end(self) -> int:
+        return 0
+
+    def kill(self) -> None:
+        pass
+
+
+def ready(channel: Channel) -> None:
+    channel.tell("ready", {"m": "generate"}, True, 8000, 4711)
+
+
+def port_taken(channel: Channel) -> None:
+    channel.tell("failed", "cannot listen on 0.0.0.0:8000")
+    channel.close()
+
+
+async def replicas() -> list[object]:
+    return []
+
+
+def gateways(launcher: Scripted, monkeypatch: pytest.MonkeyPatch) -> Gateways:
+    monkeypatch.setattr("penstock.cli.processes._RETRY_SECONDS", 0.0)
+    url = lambda host, port: url_of(host, port, tls=False)  # noqa: E731
+    return Gateways(launcher, 1, url, {}, {"replicas": replicas}, CollectorRegistry())
+
+
+async def test_the_first_gateway_that_cannot_start_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = gateways(Scripted(port_taken), monkeypatch)
+    found.start()
+    with pytest.raises(StartupError, match=r"cannot listen on 0\.0\.0\.0:8000"):
+        await found.all_ready
+    await found.ended()
+
+
+@pytest.mark.parametrize(("script", "said"), [(None, "has no Penstock"), (port_taken, "cannot listen")])
+async def test_others_are_tried_again_and_say_why(
+    script: Callable[[Channel], None] | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = gateways(Scripted(ready), monkeypatch)
+    found.start()
+    await found.all_ready
+    found.start_elsewhere(Scripted(script), 1)
+    while True:
+        here, there = (gateway.view() for gateway in (*found._here, *found._elsewhere))
+        if there.restarts >= 2:
+            break
+        await asyncio.sleep(0)
+    assert (here.state, here.url, here.process) == ("ready", "http://10.0.0.5:8000", 4711)
+    assert said in there.detail
+    assert not there.url
+    found.stop(signal.SIGTERM, -10.0)
+    await found.ended()
+
+
+async def test_one_that_is_lost_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Scripted(ready)
+    found = gateways(launcher, monkeypatch)
+    found.start()
+    await found.all_ready
+    first = await launcher.launches.get()
+    first.close()
+    await launcher.launches.get()
+    assert found._here[0].restarts == 1
+    found.stop(signal.SIGTERM, -10.0)
+    await found.ended()
+
+
+async def test_a_gateway_that_does_not_end_is_left_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Scripted(ready)
+    found = gateways(launcher, monkeypatch)
+    found.start()
+    await found.all_ready
+    found.stop(signal.SIGTERM, -9.9)
+    assert await found.ended() == 0
+    assert launcher.signals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "ray.gateways is 2, .* set state to redis://HOST:PORT/DB"),
+        ({"state": "sqlite:////tmp/x.db"}, "set state to redis"),
+        ({"state": "unix:///run/redis.sock"}, "set state to redis"),
+        ({"state": "redis://r:6379/0"}, "set server.host to 0.0.0.0 or ::, not 127.0.0.1"),
+    ],
+)
+def test_gateways_on_several_nodes_need_what_they_share(settings: dict[str, object], said: str) -> None:
+    asked = settings_from_mapping({**settings, "ray": {"gateways": 2}})
+    with pytest.raises(StartupError, match=said):
+        check_requirements(asked, "ray")
+    check_requirements(asked, "local")  # there the section says nothing
+
+
+def test_gateways_on_several_nodes_with_all_they_need() -> None:
+    shared = {"state": "redis://r:6379/0", "server": {"host": "0.0.0.0"}, "ray": {"gateways": 2}}
+    check_requirements(settings_from_mapping(shared), "ray")
