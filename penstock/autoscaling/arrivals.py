@@ -18,7 +18,7 @@ _PROFILE_BINS = 1440  # of a period: the minutes of a day
 _PERIODS = 3  # of which a profile is the median: what happened on one of three days is not expected daily
 _SMOOTHED_BINS = 1  # on each side, over which the profile is averaged
 _LEVEL_WEIGHT = 0.35  # of the latest bin, at least
-_NOISE = 3.0  # usual squared errors of a bin: of a larger error this much is taken for noise, the rest for the level
+_NOISE = 3.0  # usual squared errors of a bin: so much of a squared error is taken for noise, the rest moves the level
 _SPREAD_WEIGHT = 0.01  # of the latest error
 _FIRST_SPREAD = 0.1  # squared error over the forecast, in seconds of work a second, before there were errors
 _GROWTH = (0.25, 4.0)  # that the profile is believed, at least and at most, from one time to another
@@ -150,17 +150,18 @@ class Arrivals:
         self.last = rate
         self._bins += 1
         expected = self._mean(middle)
-        error, noise = rate - expected, _NOISE * self._noise.variance(max(rate, expected))
-        weight = max(_LEVEL_WEIGHT, 1 / self._bins, 1 - noise / error**2 if error else 0.0)
+        squared, noise = (rate - expected) ** 2, _NOISE * self._noise.variance(max(rate, expected))
+        weight = max(_LEVEL_WEIGHT, 1 / self._bins, 1 - noise / squared if squared > noise else 0.0)
         self._noise.learn(expected, rate)
-        self.level, self._middle = expected + weight * error, middle
+        self.level, self._middle = expected + weight * (rate - expected), middle
 
     def _mean(self, when: float) -> float:
         return self.level * self.profile.growth(self._middle, when)
 
     def expected(self, now: float, ahead: float) -> Expected:
-        """The most of what is forecast between now and then."""
-        times = [now + step * _BIN_SECONDS for step in range(ceil(ahead / _BIN_SECONDS) + 1)]
+        """The most of what is forecast between now and then, and for a bin longer: it may come a little earlier."""
+        last = ahead + _BIN_SECONDS
+        times = [now + min(step * _BIN_SECONDS, last) for step in range(ceil(last / _BIN_SECONDS) + 1)]
         mean, when = max((self._mean(when), when) for when in times)
         return Expected(mean, sqrt(self._spread.variance(mean)), self.profile.at(when))
 
