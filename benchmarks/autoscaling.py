@@ -60,7 +60,7 @@ Decider = Plan | Policy | Static
 PLANS = [Plan(round(0.48 + 0.02 * step, 2)) for step in range(9)]
 MARGIN = AutoscaleConfig().margin
 PREDICTIVE, REACTIVE = Policy("predictive", MARGIN), Policy("reactive", MARGIN)
-LAST_VALUES = [Policy("last_value", margin) for margin in (MARGIN, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5)]
+LAST_VALUES = [Policy("last_value", margin) for margin in (MARGIN, 1.5, 1.75, 2.0, 2.25, 2.5, 3.0)]
 ATTAINMENT = 0.99
 
 

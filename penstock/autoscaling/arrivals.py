@@ -1,25 +1,24 @@
-"""How much work arrives, and how much will: level, trend and time of day.
+"""How much work arrives, and how much will: level and time of day.
 
 Arriving work is counted in bins. A profile holds what usually arrives at each time of the day. Between two bins the
-level is expected to change as the profile does; what arrives beyond that moves the level, and a damped trend (Holt and
-Winters' method with a profile as the season). How far forecasts were off, made as long before as a replica takes to
-start, says how much more than the forecast may come.
+level is expected to change as the profile does (exponential smoothing with a profile as the season). What arrives
+beyond that moves the level, and the more the less it can be noise. How far forecasts were off, made as long before as a
+replica takes to start, says how much more than the forecast may come.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from math import ceil, pow, sqrt
+from math import ceil, sqrt
 from statistics import median
 
 _BIN_SECONDS = 10.0
 _PROFILE_BINS = 1440  # of a period: the minutes of a day
 _PERIODS = 3  # of which a profile is the median: what happened on one of three days is not expected daily
 _SMOOTHED_BINS = 1  # on each side, over which the profile is averaged
-_LEVEL_WEIGHT = 0.25  # of the latest bin
-_TREND_WEIGHT = 0.1
-_TREND_DAMPING = 0.8  # a bin
+_LEVEL_WEIGHT = 0.35  # of the latest bin, at least
+_NOISE = 3.0  # usual squared errors of a bin: so much of a squared error is taken for noise, the rest moves the level
 _SPREAD_WEIGHT = 0.01  # of the latest error
 _FIRST_SPREAD = 0.1  # squared error over the forecast, in seconds of work a second, before there were errors
 _GROWTH = (0.25, 4.0)  # that the profile is believed, at least and at most, from one time to another
@@ -31,6 +30,7 @@ class Expected:
 
     mean: float
     spread: float  # standard deviation of what comes from it
+    usual: float = 0.0  # by the profile, at that time; 0: not known
 
 
 class Profile:
@@ -108,22 +108,24 @@ class Spread:
 
     def observe(self, now: float, rate: float) -> None:
         while self._forecasts and self._forecasts[0][0] <= now:
-            _, mean = self._forecasts.popleft()
-            self._factor += _SPREAD_WEIGHT * ((rate - mean) ** 2 / max(mean, rate, 1e-9) - self._factor)
+            self.learn(self._forecasts.popleft()[1], rate)
 
-    def of(self, mean: float) -> Expected:
-        return Expected(mean, sqrt(self._factor * mean))
+    def learn(self, mean: float, rate: float) -> None:
+        self._factor += _SPREAD_WEIGHT * ((rate - mean) ** 2 / max(mean, rate, 1e-9) - self._factor)
+
+    def variance(self, mean: float) -> float:
+        return self._factor * mean
 
 
 class Arrivals:
     """Observes the counter of arrived work at every look. Nothing here reads a clock."""
 
     def __init__(self, period_seconds: float) -> None:
-        self.level = 0.0  # rate of work now, without the noise of single requests
-        self.last = 0.0  # rate of work in the latest bin
-        self._trend = 0.0  # a bin
+        self.level = 0.0  # rate of work in the latest bin, without the noise of single requests
+        self.last = 0.0  # the same, with it
         self.profile = Profile(period_seconds)
-        self._spread, self._last_spread = Spread(), Spread()
+        self._middle = 0.0  # of the latest bin: the time of the level
+        self._noise, self._spread, self._last_spread = Spread(), Spread(), Spread()
         self._since: tuple[float, float] | None = None  # time and work at the beginning of the bin
         self._bins = 0
 
@@ -139,29 +141,30 @@ class Arrivals:
         self.profile.add(began, now, rate)
         self._spread.observe(now, rate)
         self._last_spread.observe(now, rate)
-        self._learn(now, seconds, rate)
-        self._spread.forecast(now + ahead, self._mean(now, ahead))
+        self._learn(now - seconds / 2, rate)
+        self._spread.forecast(now + ahead, self._mean(now + ahead))
         self._last_spread.forecast(now + ahead, self.last)
         self._since = (now, work)
 
-    def _learn(self, now: float, seconds: float, rate: float) -> None:
+    def _learn(self, middle: float, rate: float) -> None:
         self.last = rate
         self._bins += 1
-        expected = max(0.0, self.level + self._trend) * self.profile.growth(now - 1.5 * seconds, now - seconds / 2)
-        error, weight = rate - expected, max(_LEVEL_WEIGHT, 1 / self._bins)
-        self.level = expected + weight * error
-        self._trend = _TREND_DAMPING * self._trend + _TREND_WEIGHT * weight * error
+        expected = self._mean(middle)
+        squared, noise = (rate - expected) ** 2, _NOISE * self._noise.variance(max(rate, expected))
+        weight = max(_LEVEL_WEIGHT, 1 / self._bins, 1 - noise / squared if squared > noise else 0.0)
+        self._noise.learn(expected, rate)
+        self.level, self._middle = expected + weight * (rate - expected), middle
 
-    def _mean(self, now: float, ahead: float) -> float:
-        bins = ahead / _BIN_SECONDS
-        trend = self._trend * (1 - pow(_TREND_DAMPING, bins)) / (1 - _TREND_DAMPING)
-        return max(0.0, self.level + trend) * self.profile.growth(now, now + ahead)
+    def _mean(self, when: float) -> float:
+        return self.level * self.profile.growth(self._middle, when)
 
     def expected(self, now: float, ahead: float) -> Expected:
         """The most of what is forecast between now and then, and for a bin longer: it may come a little earlier."""
-        steps = ceil(ahead / _BIN_SECONDS) + 1
-        return self._spread.of(max(self._mean(now, step * _BIN_SECONDS) for step in range(steps + 1)))
+        last = ahead + _BIN_SECONDS
+        times = [now + min(step * _BIN_SECONDS, last) for step in range(ceil(last / _BIN_SECONDS) + 1)]
+        mean, when = max((self._mean(when), when) for when in times)
+        return Expected(mean, sqrt(self._spread.variance(mean)), self.profile.at(when))
 
     def last_value(self, now: float, ahead: float) -> Expected:
         """The latest value in place of a forecast."""
-        return self._last_spread.of(self.last)
+        return Expected(self.last, sqrt(self._last_spread.variance(self.last)))

@@ -54,9 +54,8 @@ def _with_floor(
     floor = replicas_for(load, soon.mean, soon.spread, config)
     keep = replicas_for(load, later.mean, later.spread, config)
     if floor > need.replicas:
-        reason = f"work of {soon.mean:.2f} ± {soon.spread:.2f} s/s is forecast for the next {ahead:.0f} s"
-        return Need(floor, reason, keep)
-    return replace(need, keep=keep)
+        need = Need(floor, f"work of {soon.mean:.2f} ± {soon.spread:.2f} s/s is forecast for the next {ahead:.0f} s")
+    return replace(need, keep=keep, usual=later.usual)
 
 
 predictive: Policy = partial(_with_floor, Arrivals.expected)

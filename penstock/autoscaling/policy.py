@@ -19,6 +19,7 @@ class Need:
     replicas: float
     reason: str  # a phrase for people
     keep: float = 0.0  # replicas that are not started for this, and not stopped either: they will be needed soon
+    usual: float = 0.0  # work that usually arrives at the time of the larger of the two; 0: not known
 
 
 Policy = Callable[[Load, Arrivals, AutoscaleConfig], Need]

@@ -30,7 +30,8 @@ class Scaler:
 
     Up: as soon as more replicas are needed. Down: when fewer replicas would have been enough at every look of the
     cool-down, with the hysteresis to spare. So after a step down nothing but load that exceeds all load of that time
-    by the hysteresis at least leads up again.
+    by the hysteresis at least leads up again. Where less usually arrives now than then, a need of the cool-down counts
+    for as much less: the end of what ends every day is not waited for.
     """
 
     def __init__(self, config: AutoscaleConfig, policy: Policy | None = None) -> None:
@@ -38,7 +39,7 @@ class Scaler:
         self.arrivals = Arrivals(config.period_seconds)
         self._policy = policy or policy_named(config.policy)
         self._replicas: int | None = None  # decided last
-        self._needs: deque[tuple[float, float]] = deque()  # (time, need) of the cool-down, needs falling
+        self._needs: deque[tuple[float, float, float]] = deque()  # of the cool-down: time, replicas, usual work
         self._began: float | None = None
         self._raised = float("-inf")  # when it was last raised
         self._requests = 0.0
@@ -48,7 +49,7 @@ class Scaler:
         config, now = self.config, load.now
         self.arrivals.observe(now, load.work, load.warmup_seconds)
         need = self._policy(load, self.arrivals, config)
-        self._remember(load, max(need.replicas, need.keep))
+        self._remember(load, need)
         current = load.replicas if self._replicas is None else self._replicas
         wanted, reason = self._wanted(load, need, current)
         replicas = min(config.ceiling, max(config.min_replicas, wanted))
@@ -61,18 +62,22 @@ class Scaler:
         self._replicas = replicas
         return Decision(replicas, reason, need.replicas, self.arrivals.level)
 
-    def _remember(self, load: Load, need: float) -> None:
+    def _remember(self, load: Load, need: Need) -> None:
         now = load.now
         if self._began is None:
             self._began = self._asked = now
         if load.held or load.in_flight or load.requests != self._requests:
             self._asked, self._requests = now, load.requests
-        needs = self._needs
-        while needs and needs[-1][1] <= need:
-            needs.pop()
-        needs.append((now, need))
+        needs, replicas, usual = self._needs, max(need.replicas, need.keep), need.usual
+        while needs and needs[-1][1] <= replicas and needs[-1][1] * usual <= replicas * needs[-1][2]:
+            needs.pop()  # whatever is usual later, it will count for less than this one
+        needs.append((now, replicas, usual))
         while needs[0][0] < now - self.config.down_cooldown_seconds:
             needs.popleft()
+
+    def _cooling(self, usual: float) -> float:
+        """The most that was needed during the cool-down, less where less is usual now."""
+        return max(need * min(1.0, usual / then if usual and then else 1.0) for _, need, then in self._needs)
 
     def _wanted(self, load: Load, need: Need, current: int) -> tuple[int, str]:
         config, now = self.config, load.now
@@ -85,7 +90,7 @@ class Scaler:
                 return current, f"{need.reason}; cooling down"
             return up, need.reason
         assert self._began is not None
-        down = max(1, ceil(self._needs[0][1] + config.hysteresis - _ROUNDING))
+        down = max(1, ceil(self._cooling(need.usual) + config.hysteresis - _ROUNDING))
         if down < current and now >= self._began + config.down_cooldown_seconds:
             return down, f"{need.reason}; fewer were enough for {config.down_cooldown_seconds:.0f} s"
         return current, need.reason

@@ -20,7 +20,7 @@ class AutoscaleConfig:
     ttft_ms: float | None = None  # that the fleet is sized for; default: the shortest objective of a class
     itl_ms: float | None = None  # likewise
     interval_seconds: float = 2.0  # between two looks
-    margin: float = 0.5  # standard deviations of arriving work above its forecast that there is room for
+    margin: float = 1.0  # standard deviations of arriving work above its forecast that there is room for
     hysteresis: float = 0.3  # replicas that must be to spare before one is stopped
     up_cooldown_seconds: float = 0.0  # after replicas were started, before more are
     down_cooldown_seconds: float = 60.0  # for which fewer replicas must have been enough before one is stopped

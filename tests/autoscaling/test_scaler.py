@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -40,6 +42,10 @@ needs = st.lists(st.floats(0, 12), min_size=1, max_size=80)
 
 def as_queued(load: Load, arrivals: Arrivals, config: AutoscaleConfig) -> Need:
     return Need(load.queued, "as queued")
+
+
+def in_turn(needs: Iterator[Need], load: Load, arrivals: Arrivals, config: AutoscaleConfig) -> Need:
+    return next(needs)
 
 
 def decisions(config: AutoscaleConfig, needed: list[float]) -> list[int]:
@@ -131,8 +137,30 @@ def test_waits_for_the_cool_down_after_starting_replicas() -> None:
 def test_what_is_needed_again_soon_is_kept_and_not_started() -> None:
     needs = iter([Need(3.0, "now"), Need(1.0, "later", keep=2.5), Need(1.0, "later", keep=8.0), Need(1.0, "over")])
     config = AutoscaleConfig(max_replicas=9, down_cooldown_seconds=10.0, hysteresis=0.0)
-    scaler = Scaler(config, lambda load, arrivals, config: next(needs))
+    scaler = Scaler(config, partial(in_turn, needs))
     assert [scaler.look(replace(LOAD, now=LOAD.now + at)).replicas for at in (0, 20, 40, 60)] == [3, 3, 3, 1]
+
+
+def test_the_end_of_what_ends_every_day_is_not_waited_for() -> None:
+    job, over, unknown = Need(6.0, "job", usual=4.0), Need(3.0, "over", usual=2.0), Need(3.0, "over")
+    config = AutoscaleConfig(max_replicas=9, down_cooldown_seconds=10.0, hysteresis=0.0)
+    for after, expected in ((over, [6, 6, 3, 3]), (unknown, [6, 6, 6, 3])):
+        scaler = Scaler(config, partial(in_turn, iter([job, job, after, after])))
+        assert [scaler.look(replace(LOAD, now=LOAD.now + at)).replicas for at in (0, 10, 12, 22)] == expected
+
+
+@given(st.lists(st.tuples(st.floats(0, 12), st.sampled_from([0.0, 1.0, 2.0, 3.0])), min_size=1, max_size=60))
+def test_down_leaves_enough_for_the_cool_down_at_what_is_usual_now(looks: list[tuple[float, float]]) -> None:
+    config = AutoscaleConfig(max_replicas=20, down_cooldown_seconds=COOL_DOWN)
+    needs = iter([Need(need, "", usual=usual) for need, usual in looks])
+    window, before = int(COOL_DOWN / LOOK_SECONDS), 0
+    scaler = Scaler(config, partial(in_turn, needs))
+    for number, (_, usual) in enumerate(looks):
+        replicas = scaler.look(replace(LOAD, now=LOAD.now + number * LOOK_SECONDS)).replicas
+        for need, then in looks[max(0, number - window) : number + 1]:
+            share = min(1.0, usual / then) if usual and then else 1.0
+            assert replicas >= before or need * share + config.hysteresis <= replicas + 1e-5
+        before = replicas
 
 
 def test_a_policy_by_import_path() -> None:
