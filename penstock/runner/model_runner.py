@@ -102,7 +102,8 @@ class ModelRunner:
         indices = np.array(list(masks))
         at = np.array(step.samples).cumsum()[indices] - 1
         result = StepResult([[] for _ in step.rows])
-        return self._sample(batch, indices, logits_RV[at], greedy_R[at], logit_rows[at], masks, 0, result).tolist()
+        tokens = self._sample(batch, indices, logits_RV[at], greedy_R[at], logit_rows[at], masks, 0, result)
+        return [int(token) for token in tokens]
 
     def _sample(
         self,
