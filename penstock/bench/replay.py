@@ -34,6 +34,9 @@ class Replay:
     def constrain(self, handle: tuple[Step, Any, Any], masks: Mapping[int, TokenMask]) -> None:
         self._executor.constrain(handle[2], masks)
 
+    def resample(self, handle: tuple[Step, Any, Any], masks: Mapping[int, TokenMask]) -> list[int]:
+        return self._executor.resample(handle[2], masks)
+
     def collect(self, handle: tuple[Step, list[tuple[Sequence[int], int]], Any]) -> StepResult:
         step, replayed, inner = handle
         result = self._executor.collect(inner)

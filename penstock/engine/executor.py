@@ -81,6 +81,7 @@ class Step:
     samples: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # all sequences' tokens, one after the other; may be SAMPLED
     constrained: list[int] = field(default_factory=list)  # sequences that may sample once `constrain` says what
+    checked: list[int] = field(default_factory=list)  # that sample one token each, and may have to do it again
     adapters: list[tuple[int, AdapterWeights]] = field(default_factory=list)  # (slot, what it holds from now on)
     setups: list[RowSetup] = field(default_factory=list)
     forced: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, output tokens that nobody sampled)
@@ -127,6 +128,11 @@ class Executor(Protocol):
         ...
 
     def collect(self, handle: Any, /) -> StepResult: ...
+
+    def resample(self, handle: Any, masks: Mapping[int, TokenMask], /) -> list[int]:
+        """Other tokens for checked sequences of the step just collected, in the order of their masks, by index. Only
+        asked of executors that do not run ahead."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.errors import InvalidRequest, PenstockError
-from penstock.core.request import GenerateRequest, Grammar
-from penstock.engine.executor import TokenMask
+from penstock.core.request import GenerateRequest, Grammar, SamplingParams
+from penstock.engine.executor import StepResult, TokenMask
 
 if TYPE_CHECKING:
     from penstock.engine.planned_step import PlannedStep
@@ -45,8 +45,8 @@ class Matcher(Protocol):
         """Tokens that must follow, as the tokenizer would split their text; may be fewer than there are."""
         ...
 
-    def allows(self, token: int, /) -> bool:
-        """Whether the output may go on with this token."""
+    def take(self, token: int, /) -> bool:
+        """The output goes on with this token, if it may. Whether it does."""
         ...
 
     def copy(self) -> Matcher:
@@ -79,6 +79,9 @@ class Constraint:
     """The grammar of one sequence."""
 
     matcher: Matcher
+    # Whether a token that is sampled without a mask, and that the mask allows, is the one that is sampled with it: the
+    # best one wins, with noise (Gumbel-max) or without, whatever the others are.
+    races: bool = False
     jumps: bool = True  # False: forced tokens are sampled one by one, because their logits are asked for
     ahead: list[int] = field(default_factory=list)  # forced tokens that the matcher has and the sequence has not yet
     unsent: list[int] = field(default_factory=list)  # forced before the first sampled token, which is sent with them
@@ -97,6 +100,14 @@ class Constraint:
                 raise InvalidRequest("output does not match the grammar", param="output")
             self.matcher.consume([token])
             self.look_ahead()
+
+    def take(self, token: int) -> bool:
+        """Whether a token may follow that was sampled without a mask. If so, it is expected by `follow` next."""
+        if not self.matcher.take(token):
+            return False
+        self.ahead.append(token)
+        self.look_ahead()
+        return True
 
     def look_ahead(self) -> None:
         """Find out what is forced from here on."""
@@ -125,13 +136,22 @@ class Constraint:
 def constraint_of(request: GenerateRequest, matcher: Matcher, stop_ids: Container[int], max_len: int) -> Constraint:
     """Of a request that arrives, with what is forced before its first sample. One token at least is sampled."""
     params = request.params
-    found = Constraint(matcher, jumps=params.logprobs is None and params.prompt_logprobs is None)
+    scores = params.logprobs is not None or params.prompt_logprobs is not None
+    found = Constraint(matcher, races=not scores and _races(params), jumps=not scores)
     found.look_ahead()
     found.follow(request.output)
     room = max_len - len(request.prompt) - len(request.output) - 1
     stop = next((at for at, token in enumerate(found.ahead) if token in stop_ids), room)
     found.unsent = found.jump(max(0, min(room, stop, len(found.ahead) - matcher.ended)))
     return found
+
+
+def _races(params: SamplingParams) -> bool:
+    """See `Constraint.races`. Top-k, top-p and min-p are taken of what the mask leaves. What changes logits is left out
+    because it would change them twice."""
+    truncates = not params.greedy and (params.top_k or params.top_p < 1 or params.min_p > 0)
+    penalises = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    return not (truncates or penalises or params.logit_bias or params.min_tokens)
 
 
 def follow(sequence: EngineSequence, constraint: Constraint, sampled: list[int]) -> bool:
@@ -157,9 +177,8 @@ def allowed_draft(constraint: Constraint, draft: list[int]) -> list[int]:
         return []
     matcher = constraint.matcher.copy()
     for length, token in enumerate(draft):
-        if not matcher.allows(token):
+        if not matcher.take(token):
             return draft[:length]
-        matcher.consume([token])
         if matcher.ended:
             return draft[:length]
         if matcher.forced():
@@ -177,8 +196,7 @@ class Masks:
     def of(self, planned: PlannedStep) -> tuple[dict[int, TokenMask], list[tuple[str, PenstockError]]]:
         """By index in the step; and the requests that cannot go on, with the reason."""
         masks: dict[int, TokenMask] = {}
-        failures: list[tuple[str, PenstockError]] = []
-        asked: list[tuple[EngineSequence, Matcher]] = []
+        asked: list[EngineSequence] = []
         needed = sum(planned.step.samples[index] for index in planned.step.constrained)
         if needed > len(self._buffer):
             self._buffer = np.zeros((needed, self._buffer.shape[1]), np.int32)
@@ -194,19 +212,38 @@ class Masks:
                 self._fill_along(constraint.matcher.copy(), draft, masks[index])
             elif (only := constraint.only) is None:
                 masks[index] = self._buffer[len(asked)]
-                asked.append((sequence, constraint.matcher))
+                asked.append(sequence)
             else:
                 free -= 1
                 masks[index] = self._buffer[free]
                 _allow_only(only, masks[index])
-        if asked:
-            self._grammars.fill([matcher for _, matcher in asked], self._buffer)
-        for sequence, matcher in asked:
+        return masks, self._fill(asked)
+
+    def of_refused(
+        self, planned: PlannedStep, result: StepResult
+    ) -> tuple[dict[int, TokenMask], list[tuple[str, PenstockError]]]:
+        """The same for the checked sequences whose grammars refuse what they sampled; the others have taken it."""
+        refused: dict[int, EngineSequence] = {}
+        for index in planned.step.checked:
+            sequence = planned.sequences[index]
+            if sequence.finished is not None or (constraint := sequence.constraint) is None:
+                continue
+            if not constraint.take(result.tokens[index][0]):
+                refused[index] = sequence
+        return dict(zip(refused, self._buffer, strict=False)), self._fill(list(refused.values()))
+
+    def _fill(self, sequences: list[EngineSequence]) -> list[tuple[str, PenstockError]]:
+        """The first rows of the buffer. Returns who cannot go on."""
+        failures: list[tuple[str, PenstockError]] = []
+        matchers = [sequence.constraint.matcher for sequence in sequences if sequence.constraint is not None]
+        if matchers:
+            self._grammars.fill(matchers, self._buffer)
+        for sequence, matcher in zip(sequences, matchers, strict=True):
             if problem := matcher.error:
                 request = sequence.request
                 param = request.params.grammar.param if request.params.grammar is not None else None
                 failures.append((request.id, InvalidRequest(f"the output cannot go on: {problem}", param=param)))
-        return masks, failures
+        return failures
 
     def _fill_along(self, matcher: Matcher, draft: list[int], masks: npt.NDArray[np.int32]) -> None:
         """What may stand at the place of each token of the draft, and behind it."""

@@ -15,7 +15,7 @@ from penstock.core.engine import EngineStats, Health
 from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.request import Chunk, FinishReason, GenerateRequest
 from penstock.engine.arrival import Prepared, constrained
-from penstock.engine.executor import Adapters, Executor
+from penstock.engine.executor import Adapters, Executor, StepResult
 from penstock.engine.grammar import Grammars, Masks
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
@@ -122,12 +122,15 @@ class EngineLoop:
                 planned = self._scheduler.schedule(self._clock())
                 chunks = self._scheduler.take_notices()
             if planned is not None:
+                if not self._executor.runs_ahead:
+                    planned.check_samples()
                 self._in_flight = (planned, self._executor.launch(planned.step))
             if not self._executor.runs_ahead:
                 chunks += self._constrain()
                 previous, self._in_flight = self._in_flight, None
             if previous is not None:
                 result = self._executor.collect(previous[1])
+                chunks += self._check(*previous, result)
                 with self._lock:
                     chunks += self._scheduler.complete(previous[0], result, self._clock())
             if self._in_flight is not None:
@@ -154,6 +157,20 @@ class EngineLoop:
         planned, handle = self._in_flight
         masks, failures = self._masks.of(planned)
         self._executor.constrain(handle, masks)
+        return self._fail(failures)
+
+    def _check(self, planned: PlannedStep, handle: Any, result: StepResult) -> list[Chunk]:
+        """Let the sequences that sampled without a mask sample again where their grammars refuse the token. Returns the
+        last chunks of requests whose grammars cannot go on."""
+        if not planned.step.checked or self._masks is None:
+            return []
+        masks, failures = self._masks.of_refused(planned, result)
+        if masks:
+            for index, token in zip(masks, self._executor.resample(handle, masks), strict=True):
+                result.tokens[index] = [token]
+        return self._fail(failures)
+
+    def _fail(self, failures: list[tuple[str, PenstockError]]) -> list[Chunk]:
         with self._lock:
             ended = [self._scheduler.end(name, "error", error, self._clock()) for name, error in failures]
         return [chunk for chunk in ended if chunk is not None]

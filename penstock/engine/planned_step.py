@@ -94,6 +94,18 @@ class PlannedStep:
                     step.forced.append((sequence.row, constraint.uncounted))
                     constraint.uncounted = []
 
+    def check_samples(self) -> None:
+        """Where the step is over before the next one is planned: those that can sample without a mask do, and are
+        looked at afterwards."""
+        step, sequences = self.step, self.sequences
+        step.checked = [i for i in step.constrained if i not in self.drafts and _can_be_checked(sequences[i])]
+        step.constrained = [i for i in step.constrained if i not in step.checked]
+
+
+def _can_be_checked(sequence: Sequence) -> bool:
+    constraint = sequence.constraint
+    return constraint is not None and constraint.races and constraint.only is None
+
 
 class StepsInFlight:
     """Steps that were planned and whose results are not there yet. The step-time model learns when they end."""

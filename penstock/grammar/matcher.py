@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from penstock.core.errors import EngineFailure
@@ -10,12 +11,14 @@ from penstock.core.errors import EngineFailure
 class LLGuidanceMatcher:
     """Until the output has the tokens of `after`, one after the other, it is free and only must not end."""
 
-    __slots__ = ("_after", "_seen", "free", "state")
+    __slots__ = ("_after", "_ends", "_seen", "free", "state")
 
-    def __init__(self, state: Any, after: tuple[int, ...]) -> None:
+    def __init__(self, state: Any, after: tuple[int, ...], ends: Container[int]) -> None:
+        """`ends`: tokens that end an output."""
         self.state = state  # llguidance.LLMatcher
         self.free = bool(after)
         self._after = after
+        self._ends = ends
         self._seen: tuple[int, ...] = ()
 
     @property
@@ -42,11 +45,16 @@ class LLGuidanceMatcher:
         forced: list[int] = self.state.compute_ff_tokens()
         return forced
 
-    def allows(self, token: int) -> bool:
-        return self.free or bool(self.state.validate_tokens([token]))
+    def take(self, token: int) -> bool:
+        if not self.free:
+            return bool(self.state.try_consume_tokens([token]))
+        if token in self._ends:
+            return False
+        self.consume([token])
+        return True
 
     def copy(self) -> LLGuidanceMatcher:
-        made = LLGuidanceMatcher(self.state.deep_copy(), self._after)
+        made = LLGuidanceMatcher(self.state.deep_copy(), self._after, self._ends)
         made.free, made._seen = self.free, self._seen
         return made
 

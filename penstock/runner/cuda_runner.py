@@ -149,12 +149,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def constrain(self, handle: _InFlight, masks: Mapping[int, TokenMask]) -> None:
-        any_token = np.full(self._state.mask_words, -1, dtype=np.int32)
-        found: list[TokenMask] = []
-        for index in handle.step.constrained:
-            mask, samples = masks.get(index, any_token), handle.step.samples[index]
-            found.extend(mask[:samples] if mask.ndim == 2 else [mask] * samples)
-        self._sampler.set_masks(found)
+        self._sampler.set_masks(handle.step, masks)
         self._sample(handle)
 
     def collect(self, handle: _InFlight) -> StepResult:
@@ -173,6 +168,9 @@ class CudaRunner:
         for add in handle.scores:
             add(result)
         return result
+
+    def resample(self, handle: _InFlight, masks: Mapping[int, TokenMask]) -> list[int]:
+        raise NotImplementedError("the next step has read what this one sampled")
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -7,14 +7,14 @@ S sequences, W words of a mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from penstock.core.request import TokenLogprob
-from penstock.engine.executor import TokenMask
+from penstock.engine.executor import Step, TokenMask
 from penstock.kernels.triton.drafts import Drafts
 from penstock.kernels.triton.sampling import MOST_ALTERNATIVES, Sampled, SamplingInputs, sample, sampling_scratch
 from penstock.runner.device_rows import DeviceRows
@@ -74,12 +74,16 @@ class DeviceSampler:
         else:
             self._sample(size, drafts)
 
-    def set_masks(self, masks: Sequence[TokenMask]) -> None:
+    def set_masks(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
         """Call it once the step before has been collected, which has read the masks before these. The copy overlaps the
         forward pass of the step under way."""
-        np.stack(masks, out=self._staged.numpy()[: len(masks)])
+        staged, count = self._staged.numpy(), 0
+        for index in step.constrained:
+            samples = step.samples[index]
+            staged[count : count + samples] = np.atleast_2d(masks[index])[:samples] if index in masks else -1  # any
+            count += samples
         with torch.cuda.stream(self._copying):  # None: of a CPU, which has none
-            self._masks[: len(masks)].copy_(self._staged[: len(masks)], non_blocking=True)
+            self._masks[:count].copy_(self._staged[:count], non_blocking=True)
         if self._copying is not None:
             torch.cuda.current_stream().wait_stream(self._copying)
 

@@ -44,6 +44,8 @@ class ModelRunner:
         self.adapter_modules: Mapping[str, tuple[int, int]] = adapters.modules if adapters is not None else {}
         self._block_size = block_size
         self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
+        # Of the last step, with its logits and their argmax, and after which tokens they are: what `resample` samples.
+        self._kept: tuple[Batch, torch.Tensor, torch.Tensor, Ints] | None = None
 
     def enter_thread(self) -> None:
         """Nothing to prepare."""
@@ -76,6 +78,7 @@ class ModelRunner:
         logits_RV, greedy_R = self._forward(batch, self._state, logit_rows)
         result = StepResult([[] for _ in step.rows])
         masks, self._masks = self._masks, {}
+        self._kept = (batch, logits_RV, greedy_R, logit_rows) if step.checked else None
         # Every sequence samples its first position, then those whose draft was right so far their second, and so on.
         going, depth = np.flatnonzero(samples_S), 0
         while len(going):
@@ -91,6 +94,16 @@ class ModelRunner:
             result.prompt_logprobs[index] = score(logits_RV[first : first + len(rows)], following, [width] * len(rows))
             first += len(rows)
         return result
+
+    @torch.inference_mode()
+    def resample(self, step: Step, masks: Mapping[int, TokenMask]) -> list[int]:
+        assert self._kept is not None, "no sequence of the step is checked"
+        batch, logits_RV, greedy_R, logit_rows = self._kept
+        indices = np.array(list(masks))
+        at = np.array(step.samples).cumsum()[indices] - 1
+        result = StepResult([[] for _ in step.rows])
+        tokens = self._sample(batch, indices, logits_RV[at], greedy_R[at], logit_rows[at], masks, 0, result)
+        return [int(token) for token in tokens]
 
     def _sample(
         self,

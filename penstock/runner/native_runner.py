@@ -90,9 +90,8 @@ class NativeRunner:
             wanted += chain.from_iterable(rows for _, rows, _ in prompts)
             runs += repeat(1, len(wanted) - sampling)
         masks, self._masks = _by_sample(step, self._masks) if self._masks else {}, {}
-        native = NativeStep(
-            step.tokens, step.rows, step.starts, step.counts, wanted, runs, targets, masks, self._layers
-        )
+        sequences = (step.tokens, step.rows, step.starts, step.counts)
+        native = NativeStep(*sequences, wanted, runs, targets, masks, self._layers, bool(step.checked))
         _, tokens = self.model.forward(native, self._rows, logits=False)
         result = StepResult(by_sequence(step.samples, tokens[:sampling]))
         if scores:
@@ -100,6 +99,10 @@ class NativeRunner:
         if not step.setups:  # all that it computes was at hand when the last step ended
             self.idle_seconds = (self.idle_seconds or 0.0) + self.model.call_began - ended
         return result
+
+    def resample(self, step: Step, masks: Mapping[int, TokenMask]) -> list[int]:
+        firsts = list(accumulate(step.samples, initial=0))
+        return self.model.resample({firsts[index]: mask for index, mask in masks.items()})
 
     def _score(self, step: Step, prompts: list[Prompt], result: StepResult) -> None:
         state, scores, first = self._state, self.model.scores, 0

@@ -139,6 +139,12 @@ class PagedExecutor:
     def collect(self, handle: StepResult) -> StepResult:
         return handle
 
+    def resample(self, handle: StepResult, masks: Mapping[int, TokenMask]) -> list[int]:
+        for index in masks:
+            assert index in self._launched.checked, "its logits may have been changed"
+            self._outputs[self._launched.rows[index]].pop()
+        return [self._sample(index, mask)[0] for index, mask in masks.items()]
+
 
 def _tokens_of(mask: TokenMask) -> Collection[int]:
     tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()

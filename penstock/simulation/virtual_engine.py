@@ -85,6 +85,9 @@ class TimedExecutor:
     def constrain(self, handle: tuple[Step, float], masks: Mapping[int, TokenMask]) -> None:
         """Whatever it may sample, it samples the same."""
 
+    def resample(self, handle: tuple[Step, float], masks: Mapping[int, TokenMask]) -> list[int]:
+        return [TOKEN] * len(masks)
+
     def collect(self, handle: tuple[Step, float]) -> StepResult:
         step, end = handle
         self._clock.advance(end)

@@ -35,6 +35,9 @@ class Recorder:
     def launch(self, step: Step) -> Step:
         return step
 
+    def resample(self, step: Step, masks: Mapping[int, TokenMask]) -> list[int]:
+        raise AssertionError("nothing is sampled")
+
     def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
         raise AssertionError("nothing is sampled")
 

@@ -57,8 +57,10 @@ class ToyMatcher:
     def forced(self) -> list[int]:
         return self.ahead[:2]
 
-    def allows(self, token: int) -> bool:
-        return token in self.allowed
+    def take(self, token: int) -> bool:
+        if allowed := token in self.allowed:
+            self.consume([token])
+        return allowed
 
     def copy(self) -> ToyMatcher:
         return deepcopy(self)

@@ -234,6 +234,7 @@ def test_free_until_the_tokens_that_end_it(grammars: LLGuidance, tokenizer: Toke
     matcher.consume(tokenizer.encode("yes maybe <", add_special_tokens=False))
     matcher.consume([*marker[:-1], marker[0]])
     assert matcher.free
+    assert not matcher.take(tokenizer.eos_ids[0])
     assert matcher.forced() == []
     yes = tokenizer.encode("yes", add_special_tokens=False)
     matcher.consume([*marker, *yes[:1]])
@@ -241,6 +242,14 @@ def test_free_until_the_tokens_that_end_it(grammars: LLGuidance, tokenizer: Toke
     assert matcher.ended == (len(yes) == 1)
     with pytest.raises(EngineFailure):
         grammars.matcher(Grammar("regex", "yes|no", after=marker)).consume([*marker, marker[0]])
+
+
+def test_a_refused_token_leaves_the_output_where_it_was(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
+    matcher = grammars.matcher(Grammar("regex", "ab*"))
+    a, b = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab")
+    assert [matcher.take(token) for token in (b, tokenizer.eos_ids[0], a, a, b)] == [False, False, True, False, True]
+    assert not matcher.error
+    assert matcher.take(tokenizer.eos_ids[0])
 
 
 def test_gbnf_and_lark(grammars: LLGuidance, tokenizer: Tokenizer) -> None:

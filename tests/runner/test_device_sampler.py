@@ -83,7 +83,7 @@ def test_the_same_tokens_and_scores_as_plain_torch(seed: int) -> None:
         for mask, index in enumerate(constrained):
             inputs[2, index] = mask
         if masks:
-            sampler.set_masks([masks[index] for index in constrained])
+            sampler.set_masks(Step(samples=[1] * SEQS, constrained=constrained), masks)
         sampler.run(SEQS)
         assert tokens.tolist() == expected.tolist()
         changed = torch.from_numpy(order[rows.needs[order] != 0]).long()

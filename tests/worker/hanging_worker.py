@@ -38,6 +38,9 @@ class HangingExecutor:
     def launch(self, step: Step) -> None:
         threading.Event().wait()
 
+    def resample(self, handle: None, masks: Mapping[int, TokenMask]) -> list[int]:
+        raise AssertionError("no step is launched")
+
     def constrain(self, handle: None, masks: Mapping[int, TokenMask]) -> None:
         raise AssertionError("no step is launched")
 

@@ -223,6 +223,11 @@ PENSTOCK_API const char* penstock_model_forward(Model* model, const Step* step) 
     }
 }
 
+PENSTOCK_API const char* penstock_model_resample(Model* model, int32_t count, const int32_t* rows,
+                                                 const int32_t* const* masks, int32_t* sampled) {
+    return answer(model->resample(count, rows, masks, sampled));
+}
+
 PENSTOCK_API void penstock_model_hidden_states(Model* model, const int32_t* tokens, int32_t count, float* out) {
     model->hidden_states(tokens, count, out);
 }

@@ -47,7 +47,7 @@ class CStep(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int32) for name in ("num_tokens", "num_sequences", "num_rows", "table_width")),
-        *((name, ctypes.c_int32) for name in ("num_logits", "num_runs", "layers")),
+        *((name, ctypes.c_int32) for name in ("num_logits", "num_runs", "layers", "keeps_logits")),
         *((name, ctypes.c_void_p) for name in ("tokens", "rows", "starts", "counts", "logit_rows", "runs", "targets")),
         *((name, ctypes.c_void_p) for name in ("masks", "tables", "last_tokens", "sampling", "adapters", "logits")),
         *((name, ctypes.c_void_p) for name in ("sampled", "scores")),
@@ -102,6 +102,7 @@ def _load() -> ctypes.CDLL | str:
         "penstock_adapter_set": (message, [pointer, pointer, i32, i32, pointer, pointer, i32]),
         "penstock_adapter_use": (message, [pointer, i32, pointer]),
         "penstock_model_forward": (message, [pointer, pointer]),
+        "penstock_model_resample": (message, [pointer, i32, pointer, pointer, pointer]),
         "penstock_model_hidden_states": (None, [pointer, pointer, i32, pointer]),
         "penstock_model_sample": (None, [pointer, pointer, pointer]),
         "penstock_model_set_timed": (None, [pointer, ctypes.c_bool]),

@@ -281,11 +281,10 @@ std::string Model::forward(const Step& step) {
     row_logits_.resize(size_t(pool_.size()) * spec_.vocab);
     sampling_scratch_.resize(pool_.size());
     Step computed = step;
-    if (!adapter_runs_.empty()) {
-        logit_rows_.resize(step.num_logits);
-        for (int i = 0; i < step.num_logits; i++) logit_rows_[i] = batch_.moved_to[step.logit_rows[i]];
-        computed.logit_rows = logit_rows_.data();
-    }
+    logit_rows_.assign(step.logit_rows, step.logit_rows + step.num_logits);
+    if (!adapter_runs_.empty())
+        for (int32_t& row : logit_rows_) row = batch_.moved_to[row];
+    computed.logit_rows = logit_rows_.data();
     logits_stride_ = spec_.vocab;
     if (!step.logits && needs_logits(computed)) {
         logits_stride_ = operand_stride(spec_.vocab);
@@ -293,6 +292,8 @@ std::string Model::forward(const Step& step) {
         if (bytes > logits_.size()) logits_ = Region(bytes);
         computed.logits = reinterpret_cast<float*>(logits_.data());
     }
+    last_ = computed;
+    last_.targets = nullptr;  // not ours, and gone by then
     for (WorkCounter& counter : counters_) counter.reset();
     mark(0, PLAN, -1);
     pool_.run([&](int thread) { run(computed, thread); });
@@ -315,6 +316,7 @@ double Model::read_seconds(size_t bytes) {
 }
 
 bool Model::needs_logits(const Step& s) const {
+    if (s.keeps_logits) return true;
     for (int i = 0; s.sampling && i < s.num_logits; i++)
         if (s.mask(i) || s.target(i) != SAMPLED || s.sampling->rows[batch_.rows[s.logit_rows[i]]].demanding()) return true;
     return false;
@@ -378,21 +380,37 @@ void Model::sample_run(const Step& step, Range rows, int thread) {
     std::fill(step.sampled + rows.begin, step.sampled + rows.end, SAMPLED);
     const int last_of = batch_.last_of[step.logit_rows[rows.end - 1]];
     for (int row = rows.begin; row < rows.end; row++) {
-        const int token = step.logit_rows[row];
         int32_t& sampled = step.sampled[row] = choose(step, row, thread);
-        if (step.sampling && step.logits) {
-            const Choice choice{step.logits + row * logits_stride_,
-                                peaks_.data() + size_t(row) * head_.num_panels(),
-                                sampled,
-                                batch_.positions[token] + 1,
-                                step.target(row),
-                                step.mask(row),
-                                step.scores + row};
-            sampled = sample_row(choice, step.sampling->rows[batch_.rows[token]], thread);
-        }
+        if (step.sampling && step.logits) sampled = sample_logits(step, row, sampled, step.mask(row), thread);
         if (last_of >= 0) step.last_tokens[last_of] = sampled;
         if (row + 1 < rows.end && batch_.tokens[step.logit_rows[row + 1]] != sampled) return;
     }
+}
+
+int32_t Model::sample_logits(const Step& step, int row, int32_t argmax, const int32_t* mask, int thread) {
+    const int token = step.logit_rows[row];
+    const Choice choice{step.logits + row * logits_stride_,
+                        peaks_.data() + size_t(row) * head_.num_panels(),
+                        argmax,
+                        batch_.positions[token] + 1,
+                        step.target(row),
+                        mask,
+                        step.scores + row};
+    return sample_row(choice, step.sampling->rows[batch_.rows[token]], thread);
+}
+
+std::string Model::resample(int count, const int32_t* rows, const int32_t* const* masks, int32_t* sampled) {
+    if (!last_.keeps_logits || !last_.sampling) return "the logits of the last step were not kept";
+    if (std::any_of(rows, rows + count, [&](int32_t row) { return row < 0 || row >= last_.num_logits; }))
+        return "rows must be logit rows of the last step";
+    WorkCounter counter;
+    pool_.run([&](int thread) {
+        for (int i; (i = counter.take()) < count;) {
+            sampled[i] = sample_logits(last_, rows[i], 0, masks[i], thread);
+            if (const int row = batch_.last_of[last_.logit_rows[rows[i]]]; row >= 0) last_.last_tokens[row] = sampled[i];
+        }
+    });
+    return "";
 }
 
 // The token of a row's largest logit. Where an output projection in int8 is the embedding, which exists in bfloat16 too,

@@ -41,6 +41,7 @@ enum Tensor : int32_t {
 struct Step {
     int32_t num_tokens, num_sequences, num_rows, table_width, num_logits, num_runs;
     int32_t layers;                          // so many from the first on are computed, then norm and head; 0: all
+    int32_t keeps_logits;                    // whether rows may be sampled again afterwards
     const int32_t* tokens;                   // [num_tokens]; SAMPLED: the last token of the sequence's row
     const int32_t *rows, *starts, *counts;   // [num_sequences]: row, first position and number of tokens
     const int32_t* logit_rows;               // [num_logits]: indices of the tokens whose logits are wanted
@@ -135,6 +136,8 @@ class Model {
     std::string set_tensor(Tensor kind, int layer, const float* data, int64_t rows, int64_t columns);
     std::string use_adapter(int slot, std::shared_ptr<const PackedAdapter> adapter);
     std::string forward(const Step& step);
+    // Rows of the last step's logits, which must be as the model gave them: unless they ask for penalties or biases.
+    std::string resample(int count, const int32_t* rows, const int32_t* const* masks, int32_t* sampled);
 
     // These two from any thread, also during a step.
     std::shared_ptr<PackedAdapter> new_adapter(int rank) const;
@@ -214,6 +217,7 @@ class Model {
     }
     void run(const Step& step, int thread);
     void sample_run(const Step& step, Range rows, int thread);
+    int32_t sample_logits(const Step& step, int row, int32_t argmax, const int32_t* mask, int thread);
     int choose(const Step& step, int row, int thread);
     bool needs_logits(const Step& step) const;
     int32_t sample_row(const Choice& choice, SamplingRow& row, int thread);
@@ -252,7 +256,8 @@ class Model {
     std::vector<std::shared_ptr<const PackedAdapter>> adapters_;  // by slot; null: it is empty
     std::vector<uint8_t> stage_modules_[4];          // of each stage, by 16 outputs: their module
     std::vector<AdapterRun> adapter_runs_;           // of a step
-    std::vector<int32_t> order_, logit_rows_;        // of a step: its sequences by adapter, and what that moves
+    std::vector<int32_t> order_, logit_rows_;        // of a step: its sequences by adapter; logit rows as that moves them
+    Step last_{};                                    // its logits, and what is needed to sample them again
     std::vector<float> low_f_, low_scale_;           // LowRank
     std::vector<int8_t> low_q_;
     std::vector<int32_t> low_offset_;

@@ -94,6 +94,7 @@ class NativeStep:
     targets: Sequence[int] = ()  # an entry per logit row: a token to score, or -1 to sample one; (): all are sampled
     masks: Mapping[int, Ints] = field(default_factory=dict)  # by logit row: one bit per token that may be sampled
     layers: int = 0  # so many from the first on are computed, then the final norm and the head; 0: all
+    keeps_logits: bool = False  # whether `resample` may be called afterwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +339,7 @@ class NativeModel:
         masks_at = masks.buffer_info()[0] if masks else None
         logits_at = out.ctypes.data if logits else None
         scores_at = self.scores.reserve(wanted)
-        sizes = (len(step.tokens), sequences, *rows.shape, wanted, len(runs), step.layers)
+        sizes = (len(step.tokens), sequences, *rows.shape, wanted, len(runs), step.layers, step.keeps_logits)
         optional_at = (targets_at if step.targets else None, masks_at)
         call = CStep(*sizes, *inputs_at, *optional_at, *rows.addresses, logits_at, sampled_at, scores_at)
         self.call_began = time.perf_counter()
@@ -347,6 +348,16 @@ class NativeModel:
         if problem:
             raise EngineFailure(f"native step: {problem.decode()}")
         return out, values[len(values) - wanted :].tolist()
+
+    def resample(self, masks: Mapping[int, Ints]) -> list[int]:
+        """Sample logit rows of the last step again, each with a mask. Their logits must not have been changed by
+        penalties, biases or an earlier mask."""
+        rows, sampled = array("i", masks), array("i", bytes(4 * len(masks)))
+        addresses = self._mask_addresses(dict(enumerate(masks.values())), len(masks))
+        arrays = [values.buffer_info()[0] for values in (rows, addresses, sampled)]
+        if problem := self.library.penstock_model_resample(self.handle, len(masks), *arrays):
+            raise EngineFailure(f"native sampling: {problem.decode()}")
+        return sampled.tolist()
 
     def hidden_states(self, tokens: Sequence[int]) -> Floats:
         """Final hidden states, behind the norm, of tokens of the last step, by their indices in it: [N, hidden]."""

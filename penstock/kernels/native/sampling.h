@@ -128,9 +128,13 @@ static void mask_logits(float* logits, int n, const int32_t* mask, float* maxima
         for (int half = 0; half < 32; half += 16) {
             const i32x16 forbidden = (load<i32x16>(BITS + half) & word) == 0;
             const f32x16 left = select(forbidden, nothing, logits_at(logits, n, i + half));
+            if (n - i - half >= 16) {
+                store(logits + i + half, left);
+                continue;
+            }
             float some[16];
             store(some, left);
-            for (int j = 0; j < 16 && i + half + j < n; j++) logits[i + half + j] = some[j];
+            for (int j = 0; i + half + j < n; j++) logits[i + half + j] = some[j];
         }
         largest = block_maximum(logits, n, i);
     }

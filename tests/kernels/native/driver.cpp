@@ -114,6 +114,17 @@ int run(const Kernels& kernels, Scheme scheme, KVFormat format, int heads, int k
         if (!model.forward(greedy).empty()) return 5;
         // Near ties of an int8 head are settled by the embedding, which here is noise of its own.
         if (!int8 && again != argmax) return 6;
+        SamplingRows plain(2, vocab);
+        Step checked = greedy;
+        checked.sampling = &plain;
+        checked.keeps_logits = 1;
+        if (!model.forward(checked).empty()) return 10;
+        std::vector<int32_t> mask((vocab + 31) / 32);
+        mask[1] = 1 << 4;
+        const std::vector<int32_t> refused = {2, 0};
+        const std::vector<const int32_t*> masks = {mask.data(), mask.data()};
+        if (!model.resample(2, refused.data(), masks.data(), again.data()).empty()) return 11;
+        if (again[0] != 36 || again[1] != 36) return 12;
         for (int layers : {1, 0}) {  // a draft by the first layer, and then all layers
             Step adapted = call;
             adapted.adapters = adapters[step].data();
