@@ -98,10 +98,21 @@ class _Answers:
 class _Reader:
     """One sequence: what is indexed of it, and the place that it seems to repeat."""
 
-    __slots__ = ("_acceptance", "_answers", "_at", "_by_length", "_index", "_length", "_predicted", "_source")
+    __slots__ = (
+        "_acceptance",
+        "_answers",
+        "_at",
+        "_by_length",
+        "_index",
+        "_length",
+        "_predicted",
+        "_prompt_len",
+        "_source",
+    )
 
-    def __init__(self, tokens: list[int], answers: _Answers, predicted: list[int]) -> None:
+    def __init__(self, tokens: list[int], prompt_len: int, answers: _Answers, predicted: list[int]) -> None:
         self._index = Index(tokens, max(0, len(tokens) - _MOST_INDEXED))
+        self._prompt_len = prompt_len  # how a prompt goes on says nothing about the output
         self._answers = answers
         self._predicted = Index(predicted)
         self._acceptance = Acceptance(_MEMORY)
@@ -115,13 +126,14 @@ class _Reader:
         self._answers.read()
         index = self._index
         tokens = index.tokens
-        if len(tokens) - index.end > _TESTED_AT_ONCE:
-            index.extend(min(len(tokens) - _TESTED_AT_ONCE, index.end + _INDEXED_AT_ONCE))
+        tested_from = max(len(tokens) - _TESTED_AT_ONCE, min(len(tokens) - 1, self._prompt_len))
+        if index.end < tested_from:
+            index.extend(min(tested_from, index.end + _INDEXED_AT_ONCE))
             self._source = None
         predicted = self._predicted
         if predicted.end < len(predicted.tokens) - 1:
             predicted.extend(min(len(predicted.tokens) - 1, predicted.end + _INDEXED_AT_ONCE))
-        if len(tokens) - index.end > _TESTED_AT_ONCE:
+        if index.end < tested_from:
             return False
         for end in range(index.end + 1, len(tokens) + 1):
             if self._source is not None:
@@ -190,7 +202,8 @@ class SuffixDrafter:
     def outlook(self, sequence: Sequence) -> float:
         reader = self._readers.get(sequence)
         if reader is None:
-            reader = _Reader(sequence.tokens, self._answers_of(sequence), _predicted(sequence))
+            answers, predicted = self._answers_of(sequence), _predicted(sequence)
+            reader = _Reader(sequence.tokens, sequence.prompt_len, answers, predicted)
             self._readers[sequence] = reader
         return reader.outlook if reader.read() else 0.0
 

@@ -21,11 +21,12 @@ class FreeDrafts(StepTimes):
 
 def tried_whenever_possible(drafter: Drafter, max_tokens: int) -> Speculation:
     """Drafts by a rule that no clock has a part in: neither drafted tokens nor asking for them cost any time."""
-    return Speculation(drafter, FreeDrafts(), max_tokens, cpu_clock=lambda: 0.0)
+    return Speculation(drafter, FreeDrafts(), max_tokens, clock=lambda: 0.0, cpu_clock=lambda: 0.0)
 
 
 class Guesser:
-    """`output_of`: the whole output of a request. `right`: the share of guesses that are right; None: drawn."""
+    """`output_of`: the whole output of a request. `right`: the share of guesses that are right; None: drawn, and how
+    sure it is of them as well."""
 
     def __init__(
         self, output_of: Callable[[GenerateRequest], list[int]], seed: int, right: float | None = None
@@ -33,9 +34,10 @@ class Guesser:
         self._output_of = output_of
         self._random = random.Random(seed)
         self._right = self._random.choice([0.0, 0.5, 0.9, 1.0]) if right is None else right
+        self._outlooks = [0.0, 0.5, 0.9, 1.0] if right is None else [0.9, 1.0]
 
     def outlook(self, sequence: Sequence) -> float:
-        return self._random.choice([0.0, 0.5, 0.9, 1.0])
+        return self._random.choice(self._outlooks)
 
     def seconds(self, sequences: int) -> float:
         return 0.0
