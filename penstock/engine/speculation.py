@@ -90,7 +90,7 @@ class Speculation:
         rests = began < self._rest_until
         if budget < 1 or (rests and not self._drafting):
             return {}, set()
-        due = [s for s in self._drafting if s in decodes] if rests else self._due(decodes)
+        due = [s for s in decodes if s in self._drafting] if rests else self._due(decodes)
         if not due:
             return {}, set()
         spent = -self._cpu_clock()

@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from penstock.core.errors import EngineFailure
 from penstock.engine.executor import NO_ADAPTER, SAMPLED, AdapterWeights, Step, StepResult, TokenMask, by_sequence
 from penstock.kernels.triton.argmax import argmax, argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs
@@ -170,7 +171,7 @@ class CudaRunner:
         return result
 
     def resample(self, handle: _InFlight, masks: Mapping[int, TokenMask]) -> list[int]:
-        raise NotImplementedError("the next step has read what this one sampled")
+        raise EngineFailure("a device that runs ahead cannot sample again: the next step has read the token")
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -33,10 +33,10 @@ class VectorExecutor:
     def launch(self, step: Step) -> Step:
         return step
 
-    def resample(self, step: Step, masks: Mapping[int, TokenMask]) -> list[int]:
-        return []
-
     def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
+        raise EngineFailure("a model that computes vectors samples nothing")
+
+    def resample(self, step: Step, masks: Mapping[int, TokenMask]) -> list[int]:
         raise EngineFailure("a model that computes vectors samples nothing")
 
 

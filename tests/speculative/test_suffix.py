@@ -57,6 +57,13 @@ def test_a_copy_is_recognised_by_whoever_asks_rarely() -> None:
     assert drafter.outlook(s) > 0.8
 
 
+def test_how_a_prompt_goes_on_does_not_count_against_its_output() -> None:
+    never_the_same = [token for number in range(8) for token in (5, 6, 100 + number)]
+    drafter, s = SuffixDrafter(), sequence(never_the_same)
+    s.tokens += [5, 6]
+    assert outlook(drafter, s) >= suffix._PRIOR
+
+
 def test_an_edited_copy_is_found_again_after_every_change() -> None:
     draw = random.Random(2)
     text = draw.choices(range(1000), k=400)

@@ -161,8 +161,8 @@ class Generation:
             self.metrics.queue_time.observe(chunk.queue_seconds, 1, self.request.trace_id)
         if chunk.cache is not None:
             choice.cache = chunk.cache
-            known = [known.cache for known in self.choices if known.cache is not None]
-            self.response.headers[CACHE] = cache_header(known)
+            statuses = [known.cache for known in self.choices if known.cache is not None]
+            self.response.headers[CACHE] = cache_header(statuses)
         if chunk.replica:
             others = self.response.headers.get(REPLICA)
             names = chunk.replica if others is None else _with_name(others.decode(), chunk.replica)
