@@ -184,28 +184,31 @@ class ChatAnswer(ChunkedAnswer[ChatRequest]):
         def one(choice: ChatChunkChoice, prompt: Sequence[int] | UnsetType = UNSET) -> bytes:
             return event(ChatChunk(completion_id, created, model, [choice], usage_so_far(), tier, prompt))
 
-        async def emit(choice: Choice, delta: TextDelta) -> None:
-            index = choice.index
-            events = b""
-            if not choice.opened:
-                choice.opened = True
-                prompt = choice.prompt.token_ids if with_ids else UNSET
-                form = choice.prompt.form
-                content = "" if form is None or form.tools is None else None  # there may be calls only
-                events = one(ChatChunkChoice(index, ChatDelta("assistant", content)), prompt)
+        def opening(choice: Choice) -> bytes:
+            choice.opened = True
+            form = choice.prompt.form
+            content = "" if form is None or form.tools is None else None  # there may be calls only
+            prompt = choice.prompt.token_ids if with_ids else UNSET
+            return one(ChatChunkChoice(choice.index, ChatDelta("assistant", content)), prompt)
+
+        def several(choice: Choice, delta: TextDelta) -> bytes:
             token_ids = delta.token_ids if with_ids else UNSET
             logprobs = chat_logprobs(tokenizer, delta.logprobs, by_id) if delta.logprobs else None
-            parts = (
-                (ChatDelta(content=delta.text),)
-                if delta.text and not (delta.reasoning or delta.calls)  # by far most deltas
-                else _deltas(delta, always=bool(logprobs or token_ids))
-            )
-            for part in parts:
-                events += one(ChatChunkChoice(index, part, logprobs, token_ids=token_ids))
+            events = b""
+            for part in _deltas(delta, always=bool(logprobs or token_ids)):
+                events += one(ChatChunkChoice(choice.index, part, logprobs, token_ids=token_ids))
                 logprobs, token_ids = None, UNSET  # with the first
+            return events
+
+        async def emit(choice: Choice, delta: TextDelta) -> None:
+            events = b"" if choice.opened else opening(choice)
+            if delta.logprobs or delta.reasoning or delta.calls or with_ids or not delta.text:
+                events += several(choice, delta)
+            else:  # by far most deltas
+                events += one(ChatChunkChoice(choice.index, ChatDelta(content=delta.text)))
             if delta.finish_reason is not None:
                 reason = _finish_reason(choice)
-                events += one(ChatChunkChoice(index, ChatDelta(), None, reason, delta.stop_matched))
+                events += one(ChatChunkChoice(choice.index, ChatDelta(), None, reason, delta.stop_matched))
             if events:
                 await response.send_events(events)
 
