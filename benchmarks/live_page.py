@@ -2,12 +2,15 @@
 
     python benchmarks/live_page.py
     python benchmarks/live_page.py --streams 16 --rounds 10
+    python benchmarks/live_page.py --apart
 
 Starts `penstock serve` with the built-in model and keeps it busy with streams over HTTP. Rounds with and without one
 watcher of GET /admin/live take turns. The cost is the gateway's CPU time beyond what it needs for as many tokens
 without a watcher, as a share of the machine's cores: on a CPU the engine computes on all of them, so this is what it
 loses at most. Of every request the end-to-end time that its client measured is compared with the sum of the parts in
-its ledger. What delays a client before it reads its clock counts as disagreement.
+its ledger. What delays a client before it reads its clock counts as disagreement, and so does the time until a gateway
+is scheduled to read a request: the engine's threads want every core. `--apart` gives the engine a core of its own and
+the gateway and the client another, as if the client sat at another machine.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from penstock.client.http import HttpClient
 
 MODEL = "smollm2-135m"
 AGREE_SHARE, AGREE_SECONDS = 0.01, 0.002
+ENGINE_CORE, GATEWAY_CORE = 0, 1
 
 
 def cpu_seconds(process: int) -> float:
@@ -82,6 +86,7 @@ async def measure(url: str, gateway: int, streams: int, rounds: int, seconds: fl
         load = Load(http, seed)
         asking = [asyncio.create_task(load.keep_asking()) for _ in range(streams)]
         await asyncio.sleep(seconds)
+        load.pairs.clear()  # of a warm-up, in which connections were opened
         results: dict[bool, list[tuple[float, int, float]]] = {False: [], True: []}  # CPU seconds, tokens, seconds
         for turn in range(2 * rounds):
             watched = bool(turn % 2)
@@ -126,18 +131,31 @@ def report_agreement(pairs: list[tuple[float, dict[str, Any]]]) -> None:
     print(f"they differ by {p50:.2f} ms (p50) and {p99:.2f} ms (p99)")
 
 
+def move_engine(server: int) -> None:
+    """A worker has as many threads as it had cores when it started; now it gets one of its own."""
+    for child in Path(f"/proc/{server}/task/{server}/children").read_text().split():
+        if b"penstock.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+            for task in Path(f"/proc/{child}/task").iterdir():
+                os.sched_setaffinity(int(task.name), {ENGINE_CORE})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=6, help="of each kind")
     parser.add_argument("--seconds", type=float, default=5, help="of a round")
     parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--apart", action="store_true", help="the engine on one core, gateway and client on another")
     asked = parser.parse_args()
+    if asked.apart:
+        os.sched_setaffinity(0, {GATEWAY_CORE})
     command = [sys.executable, "-m", "penstock.cli.main", "serve", MODEL, "--port", "0", "--state", "memory"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         assert server.stdout is not None
         url = next(found[0] for line in server.stdout if (found := re.search(r"http://[\w.:]+", line)))
+        if asked.apart:
+            move_engine(server.pid)
         asyncio.run(measure(url, server.pid, asked.streams, asked.rounds, asked.seconds, asked.seed))
     finally:
         server.terminate()
