@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,8 @@ async def run(args: argparse.Namespace, folder: Path, url: str) -> dict[str, Any
         consumer.process.terminate()
         consumer.process.wait(60)
         reading.cancel()
+        with suppress(asyncio.CancelledError):
+            await reading
     return {
         "broker": args.broker,
         "kills": kills,

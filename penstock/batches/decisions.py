@@ -11,9 +11,9 @@ from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest, Unavailable
 
 LEASE_SECONDS = 30.0  # after which a line belongs to nobody again, unless its lease is renewed
-RENEW_SECONDS = 5.0  # between renewals, and so between journal entries
+FIRST_RENEWAL, RENEW_SECONDS = 0.25, 5.0  # seconds between renewals, and so between journal entries
 MAX_ATTEMPTS = 5  # that fail by the engine's fault; then the line is a dead letter
-MAX_LOSSES = 20  # leases that ended with the death of their process: a line may be what kills it
+MAX_LOSSES = 20  # leases without a new token that ended with the death of their process: a line may be what kills it
 FIRST_AT_ONCE = 8  # requests that a process works on before the first of them has come to an end
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0  # seconds before another attempt
 
@@ -69,6 +69,14 @@ def at_once(ended: int, most: int) -> int:
     those that are innocent come to an end before they count as what kills it.
     """
     return min(most, FIRST_AT_ONCE + 2 * ended)
+
+
+def renewal_seconds(number: int) -> float:
+    """How long a process waits before a renewal, counted from its start.
+
+    Often at first: whoever is killed again and again soon after its start still goes on from where it was.
+    """
+    return min(RENEW_SECONDS, FIRST_RENEWAL * 2.0 ** min(number, 10))
 
 
 def next_status(batch: Batch, unanswered: int, leased: int, now: float) -> tuple[Status, Ending | None] | None:

@@ -97,7 +97,7 @@ class Line(NamedTuple):
     file: str
     seed: int  # of what it samples, the same in every attempt
     attempts: int  # that failed
-    losses: int  # leases that ended with the death of whoever had them
+    losses: int  # leases without a new token that ended with the death of whoever had them
     journal: bytes  # tokens of earlier attempts, see `journal.py`
 
 

@@ -208,7 +208,7 @@ for at = 3, #ARGV, 4 do
     local id, number = ARGV[at], ARGV[at + 1]
     if is_mine(id, number, ARGV[1]) then
         redis.call('ZADD', leased(id), ARGV[2], number)
-        if ARGV[at + 2] == '1' then redis.call('HSET', line(id, number), 'journal', ARGV[at + 3]) end
+        if ARGV[at + 2] == '1' then redis.call('HSET', line(id, number), 'journal', ARGV[at + 3], 'losses', 0) end
         kept[#kept + 1] = 1
     else
         kept[#kept + 1] = 0

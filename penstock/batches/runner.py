@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure, at_once
+from penstock.batches.decisions import MAX_LOSSES, after_failure, at_once, renewal_seconds
 from penstock.batches.journal import LineJournal
 from penstock.batches.place import Batches
 from penstock.batches.records import Answered, Job, Line
@@ -90,6 +90,7 @@ class BatchRunner:
         self._running: dict[tuple[str, int], tuple[Line, LineJournal, asyncio.Task[None]]] = {}
         self._unkept: set[Line] = set()  # lines whose answers there was no room for
         self._job: Job | None = None
+        self._renewals = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self.outcomes: Counter[str] = Counter()  # of attempts: completed, failed, retried, dropped
         self.waiting = 0  # lines of all batches, as of the last look
@@ -190,7 +191,7 @@ class BatchRunner:
 
     async def _attempt(self, line: Line, journal: LineJournal) -> Attempt:
         if line.losses >= MAX_LOSSES:
-            return failure(Unavailable(f"given up: {line.losses} processes ended while they worked on it"))
+            return failure(Unavailable(f"given up: {line.losses} processes ended while they worked on its next token"))
         if (refusal := self._answers.refusal(line.model)) is not None:
             return failure(refusal)
         try:
@@ -226,7 +227,8 @@ class BatchRunner:
             logger.warning("a line of %s is free once its lease ends: %s", line.batch, error.message)
 
     async def _renew(self) -> None:
-        await asyncio.sleep(RENEW_SECONDS)
+        await asyncio.sleep(renewal_seconds(self._renewals))
+        self._renewals += 1
         if self._job is not None:
             await self._store.renew_job(self._job, time.time())
         kept = [

@@ -100,7 +100,8 @@ class BatchStore(Protocol):
         ...
 
     async def renew(self, lines: Sequence[Kept], now: float) -> set[tuple[str, int]]:
-        """Keep these leases and journals. Returns the lines whose lease was lost."""
+        """Keep these leases and journals; whoever has a new journal has come on, and has no losses. Returns the lines
+        whose lease was lost."""
         ...
 
     async def answer(self, line: Line, answer: Answered, *, failed: bool) -> bool:

@@ -20,7 +20,7 @@ CREATE INDEX IF NOT EXISTS messages_at ON messages (at);
 
 
 class Known(NamedTuple):
-    begun: int  # how often it was begun before and came to no end
+    begun: int  # how often it was begun before, and came to no end and to no new token
     journal: bytes
     answer: bytes | None
     published: bool
@@ -45,8 +45,9 @@ class AnswerStore(SqliteFile):
         return await self.do(work)
 
     async def keep_journals(self, journals: Mapping[str, bytes]) -> None:
+        """They have new tokens, so of the times that these were begun only this one counts."""
         rows = [(journal, id) for id, journal in journals.items()]
-        await self.do(lambda: self.db.executemany("UPDATE messages SET journal = ? WHERE id = ?", rows))
+        await self.do(lambda: self.db.executemany("UPDATE messages SET journal = ?, begun = 1 WHERE id = ?", rows))
 
     async def keep(self, id: str, answer: bytes) -> None:
         await self.do(

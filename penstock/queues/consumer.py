@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.batches.decisions import MAX_LOSSES, RENEW_SECONDS, after_failure, at_once
+from penstock.batches.decisions import MAX_LOSSES, after_failure, at_once, renewal_seconds
 from penstock.batches.journal import LineJournal
 from penstock.batches.records import new_id
 from penstock.batches.runner import Answers, Asked
@@ -65,6 +65,7 @@ class Consumer:
         self._reopen = asyncio.Lock()
         self._closing = False
         self._generation = 0  # how often the broker was opened
+        self._renewals = 0
         self._said_at = -math.inf  # when it was last said that something is away
         self.outcomes: Counter[str] = Counter()  # answered, repeated, dead, released
         self.lag = 0  # messages not acknowledged, as of the last look
@@ -174,7 +175,7 @@ class Consumer:
             await self._finish(message, id, request.custom_id, msgspec.json.decode(known.answer, type=list[str]))
             return
         if known.begun >= MAX_LOSSES:
-            await self._bury(message, "given_up", f"{known.begun} processes ended while they worked on it")
+            await self._bury(message, "given_up", f"{known.begun} processes ended while they worked on its next token")
             return
         running.id, running.journal = id, LineJournal(seed_of(id), known.journal)
         answer = await self._attempts(request, body, running.journal)
@@ -237,7 +238,8 @@ class Consumer:
     # ------------------------------------------------------------ from time to time
 
     async def _renew(self) -> None:
-        await asyncio.sleep(min(RENEW_SECONDS, self._config.lease_seconds / 4))
+        await asyncio.sleep(min(renewal_seconds(self._renewals), self._config.lease_seconds / 4))
+        self._renewals += 1
         running = list(self._running)
         if running:
             await self._keep_journals(running)

@@ -8,9 +8,11 @@ from penstock.batches.decisions import (
     MAX_ATTEMPTS,
     MAX_DELAY,
     MAX_LOSSES,
+    RENEW_SECONDS,
     after_failure,
     at_once,
     next_status,
+    renewal_seconds,
     room,
     window_seconds,
 )
@@ -88,3 +90,10 @@ def test_requests_that_meet_many_kills_are_not_taken_for_their_cause(answered: i
 
 def test_a_process_that_goes_on_works_on_as_many_as_it_may() -> None:
     assert at_once(1000, 64) == 64
+
+
+def test_journals_are_kept_soon_after_a_start_and_then_now_and_then() -> None:
+    waits = [renewal_seconds(number) for number in range(2000)]
+    assert waits == sorted(waits)
+    assert sum(waits[:3]) < 2
+    assert waits[-1] == RENEW_SECONDS

@@ -233,6 +233,18 @@ async def test_a_line_keeps_its_seed_and_journal(place: Place, store: BatchStore
     assert (again.seed, again.journal, again.attempts) == (line.seed, b"tokens", 1)
 
 
+async def test_only_deaths_without_a_new_token_count_against_a_line(place: Place, store: BatchStore) -> None:
+    await queued(place, store, 1)
+    now, losses = time.time(), []
+    for journal in (None, None, b"a token", None):
+        (line,) = await store.lease([MODEL], 5, now)
+        losses.append(line.losses)
+        await store.renew([Kept(line, journal)], now)
+        now += LEASE_SECONDS + 1
+        await store.advance(now)
+    assert losses == [0, 1, 2, 1]
+
+
 async def test_lines_of_other_models_and_lines_that_wait_are_left(place: Place, store: BatchStore) -> None:
     now = time.time()
     await queued(place, store, 2)
