@@ -20,7 +20,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,10 @@ class TimedGrammars(LLGuidance):
         super().__init__(lambda: llm.tokenizer, info.vocab_size, llm.tokenizer.eos_ids)
         self.seconds: list[float] = []
 
-    def fill(self, matchers: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
-        for row, matcher in enumerate(matchers):
+    def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> None:
+        for row, matcher in matchers.items():
             began = time.thread_time()
-            super().fill([matcher], masks[row : row + 1])
+            super().fill({row: matcher}, masks)
             self.seconds.append(time.thread_time() - began)
 
 

@@ -21,6 +21,7 @@ class Replay:
         self._rows: dict[int, tuple[Sequence[int], int]] = {}  # output, and where it begins
         self.num_blocks = executor.num_blocks
         self.runs_ahead = executor.runs_ahead
+        self.mask_memory = executor.mask_memory
         self.idle_seconds: float | None = None  # that of the executor is known to whoever has it
 
     def padded_tokens(self, tokens: int) -> int:
@@ -31,7 +32,7 @@ class Replay:
             self._rows[setup.row] = self._outputs[setup.seed], setup.prompt_len
         return step, [self._rows[row] for row in step.rows], self._executor.launch(step)
 
-    def constrain(self, handle: tuple[Step, Any, Any], masks: Mapping[int, TokenMask]) -> None:
+    def constrain(self, handle: tuple[Step, Any, Any], masks: TokenMask) -> None:
         self._executor.constrain(handle[2], masks)
 
     def resample(self, handle: tuple[Step, Any, Any], masks: Mapping[int, TokenMask]) -> list[int]:

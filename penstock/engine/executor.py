@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -21,8 +21,7 @@ from penstock.core.request import Adapter, SamplingParams, TokenLogprob
 if TYPE_CHECKING:
     from penstock.engine.step_work import KernelProbe
 
-# Which tokens of the vocabulary may be sampled: bit t % 32 of word t // 32. Of a sequence that samples several
-# positions in a step one such row for each, [samples, words].
+# Which tokens of the vocabulary may be sampled: bit t % 32 of word t // 32. One row, or several: [samples, words].
 TokenMask: TypeAlias = npt.NDArray[np.int32]
 
 SAMPLED = -1  # in Step.tokens: the token this row sampled last, which only the device knows yet
@@ -99,6 +98,13 @@ class StepResult:
     vectors: dict[int, bytes] = field(default_factory=dict)  # `Chunk.vector` of those whose prompts are complete
 
 
+def masks_by_sequence(step: Step, masks: TokenMask) -> dict[int, TokenMask]:
+    """The rows of each constrained sequence, by its index in the step."""
+    counts = [step.samples[index] for index in step.constrained]
+    ends = accumulate(counts)
+    return {index: masks[end - count : end] for index, count, end in zip(step.constrained, counts, ends, strict=True)}
+
+
 def by_sequence(samples: list[int], tokens: list[int]) -> list[list[int]]:
     """`StepResult.tokens` from those of all sampled positions, one after the other; negative where none was sampled."""
     if len(tokens) == len(samples) and all(samples):
@@ -111,6 +117,7 @@ class Executor(Protocol):
     num_blocks: int
     runs_ahead: bool  # whether a step should be launched before the one before it is collected
     idle_seconds: float | None  # how long the device waited for launches while there was work; None: not measured
+    mask_memory: TokenMask | None  # where masks are best written: pinned, for a copy to a device; None: anywhere
 
     def padded_tokens(self, tokens: int, /) -> int:
         """How many tokens are computed in a step that has this many, some of them of prompts."""
@@ -118,12 +125,12 @@ class Executor(Protocol):
 
     def launch(self, step: Step, /) -> Any: ...
 
-    def constrain(self, handle: Any, masks: Mapping[int, TokenMask], /) -> None:
-        """The tokens that the constrained sequences of a launched step may sample, by index; without a mask, any token.
+    def constrain(self, handle: Any, masks: TokenMask, /) -> None:
+        """The tokens that the constrained sequences of a launched step may sample: a row for each sample, in order.
 
         Called once for each step with such sequences, before the next launch: a grammar knows what may follow only when
-        the token before it has been collected, by which time the logits are being computed. The arrays stay as they are
-        until the step is collected.
+        the token before it has been collected, by which time the logits are being computed. The rows are the first ones
+        of `mask_memory`, if there is one and they fit, and stay as they are until the step is collected.
         """
         ...
 

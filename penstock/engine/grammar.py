@@ -8,12 +8,11 @@ first forced token, so that the device counts it, and the result is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import GenerateRequest, Grammar, SamplingParams
@@ -69,7 +68,7 @@ class Grammars(Protocol):
         """At the beginning of an output."""
         ...
 
-    def fill(self, matchers: Sequence[Matcher], masks: npt.NDArray[np.int32], /) -> None:
+    def fill(self, matchers: Mapping[int, Matcher], masks: TokenMask, /) -> None:
         """Write what may follow for each into its row of `masks`."""
         ...
 
@@ -187,73 +186,72 @@ def allowed_draft(constraint: Constraint, draft: list[int]) -> list[int]:
 
 
 class Masks:
-    """Which tokens the constrained sequences of a launched step may sample. One buffer, overwritten by every step."""
+    """Which tokens the constrained sequences of a launched step may sample. Every step overwrites the one before."""
 
-    def __init__(self, grammars: Grammars, rows: int, vocab_size: int) -> None:
+    def __init__(self, grammars: Grammars, memory: TokenMask) -> None:
+        """`memory`: [rows, words], where the masks of most steps fit."""
         self._grammars = grammars
-        self._buffer = np.zeros((rows, -(-vocab_size // 32)), np.int32)
+        self._memory = memory
 
-    def of(self, planned: PlannedStep) -> tuple[dict[int, TokenMask], list[tuple[str, PenstockError]]]:
-        """By index in the step; and the requests that cannot go on, with the reason."""
-        masks: dict[int, TokenMask] = {}
-        asked: list[EngineSequence] = []
-        needed = sum(planned.step.samples[index] for index in planned.step.constrained)
-        if needed > len(self._buffer):
-            self._buffer = np.zeros((needed, self._buffer.shape[1]), np.int32)
-        free = len(self._buffer)
-        for index in planned.step.constrained:
-            sequence = planned.sequences[index]
+    def of(self, planned: PlannedStep) -> tuple[TokenMask, list[tuple[str, PenstockError]]]:
+        """A row for each sample; and the requests that cannot go on, with the reason."""
+        step, at = planned.step, 0
+        rows = self._rows(sum(step.samples[index] for index in step.constrained))
+        asked: dict[int, EngineSequence] = {}  # by row
+        for index in step.constrained:
+            sequence, own = planned.sequences[index], rows[at : at + step.samples[index]]
             constraint = sequence.constraint
             if sequence.finished is not None or constraint is None:
-                continue
-            if (draft := planned.drafts.get(index)) is not None:
-                free -= 1 + len(draft)  # from the other end
-                masks[index] = self._buffer[free : free + 1 + len(draft)]
-                self._fill_along(constraint.matcher.copy(), draft, masks[index])
-            elif (only := constraint.only) is None:
-                masks[index] = self._buffer[len(asked)]
-                asked.append(sequence)
+                own[:] = -1  # any
+            elif (draft := planned.drafts.get(index)) is not None:
+                self._fill_along(constraint.matcher.copy(), draft, own)
+            elif (only := constraint.only) is not None:
+                _allow_only(only, own[0])
             else:
-                free -= 1
-                masks[index] = self._buffer[free]
-                _allow_only(only, masks[index])
-        return masks, self._fill(asked)
+                asked[at] = sequence
+            at += len(own)
+        return rows, self._fill(asked, rows)
 
     def of_refused(
         self, planned: PlannedStep, result: StepResult
     ) -> tuple[dict[int, TokenMask], list[tuple[str, PenstockError]]]:
         """The same for the checked sequences whose grammars refuse what they sampled; the others have taken it."""
-        refused: dict[int, EngineSequence] = {}
+        refused: dict[int, EngineSequence] = {}  # by index
         for index in planned.step.checked:
             sequence = planned.sequences[index]
             if sequence.finished is not None or (constraint := sequence.constraint) is None:
                 continue
             if not constraint.take(result.tokens[index][0]):
                 refused[index] = sequence
-        return dict(zip(refused, self._buffer, strict=False)), self._fill(list(refused.values()))
+        rows = self._rows(len(refused))
+        return dict(zip(refused, rows, strict=True)), self._fill(dict(enumerate(refused.values())), rows)
 
-    def _fill(self, sequences: list[EngineSequence]) -> list[tuple[str, PenstockError]]:
-        """The first rows of the buffer. Returns who cannot go on."""
+    def _rows(self, count: int) -> TokenMask:
+        fits = count <= len(self._memory)
+        return self._memory[:count] if fits else np.empty((count, self._memory.shape[1]), np.int32)
+
+    def _fill(self, asked: dict[int, EngineSequence], masks: TokenMask) -> list[tuple[str, PenstockError]]:
+        """`asked`: by row of the masks. Returns who cannot go on."""
         failures: list[tuple[str, PenstockError]] = []
-        matchers = [sequence.constraint.matcher for sequence in sequences if sequence.constraint is not None]
+        matchers = {row: own.constraint.matcher for row, own in asked.items() if own.constraint is not None}
         if matchers:
-            self._grammars.fill(matchers, self._buffer)
-        for sequence, matcher in zip(sequences, matchers, strict=True):
+            self._grammars.fill(matchers, masks)
+        for row, matcher in matchers.items():
             if problem := matcher.error:
-                request = sequence.request
+                request = asked[row].request
                 param = request.params.grammar.param if request.params.grammar is not None else None
                 failures.append((request.id, InvalidRequest(f"the output cannot go on: {problem}", param=param)))
         return failures
 
-    def _fill_along(self, matcher: Matcher, draft: list[int], masks: npt.NDArray[np.int32]) -> None:
+    def _fill_along(self, matcher: Matcher, draft: list[int], masks: TokenMask) -> None:
         """What may stand at the place of each token of the draft, and behind it."""
         for at, token in enumerate(draft):
-            self._grammars.fill([matcher], masks[at:])
+            self._grammars.fill({at: matcher}, masks)
             matcher.consume([token])
         if forced := matcher.forced():
             _allow_only(forced[0], masks[-1])
         else:
-            self._grammars.fill([matcher], masks[-1:])
+            self._grammars.fill({len(draft): matcher}, masks)
 
 
 def _allow_only(token: int, mask: TokenMask) -> None:

@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from penstock.core.engine import EngineStats, Health
 from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, Unavailable
 from penstock.core.request import Chunk, FinishReason, GenerateRequest
 from penstock.engine.arrival import Prepared, constrained
-from penstock.engine.executor import Adapters, Executor, StepResult
+from penstock.engine.executor import Adapters, Executor, StepResult, TokenMask
 from penstock.engine.grammar import Grammars, Masks
+from penstock.engine.limits import SchedulerLimits
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
 
@@ -49,8 +52,7 @@ class EngineLoop:
         self._emit = emit
         self.grammars = grammars
         self.adapters = adapters
-        limits = scheduler.limits
-        self._masks = None if grammars is None else Masks(grammars, limits.max_seqs, limits.vocab_size)
+        self._masks = None if grammars is None else Masks(grammars, _mask_memory(executor, scheduler.limits))
         self._clock = clock
         self._sleep = sleep
         self._lock = threading.Lock()
@@ -201,6 +203,12 @@ class EngineLoop:
         if self.overdue(stats.seconds_since_step):
             return Health(False, f"no step finished for {stats.seconds_since_step:.0f} s with requests waiting")
         return activity(stats)
+
+
+def _mask_memory(executor: Executor, limits: SchedulerLimits) -> TokenMask:
+    if executor.mask_memory is not None:
+        return executor.mask_memory
+    return np.zeros((limits.max_seqs, -(-limits.vocab_size // 32)), np.int32)
 
 
 def activity(stats: EngineStats) -> Health:

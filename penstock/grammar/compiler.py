@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -76,11 +76,11 @@ class LLGuidance:
     def matcher(self, grammar: Grammar) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self._prototype(grammar).deep_copy(), grammar.after, self._eos_ids)
 
-    def fill(self, matchers: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
+    def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> None:
         """One by one: 32 masks take 0.15 to 0.45 ms, and four to sixteen threads of llguidance's 0.4 to 1.3 ms."""
         vocabulary = self._ready()
         address, size = masks.ctypes.data, masks.strides[0]
-        for row, matcher in enumerate(matchers):
+        for row, matcher in matchers.items():
             if matcher.free:
                 masks[row] = vocabulary.free
             else:

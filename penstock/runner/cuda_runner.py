@@ -10,7 +10,7 @@ entry of a decode step is a token, and a sequence has several.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -36,8 +36,9 @@ from penstock.runner.parallel_tasks import run_in_parallel
 from penstock.runner.scoring import scored_prompts, scored_rows
 from penstock.runner.shared_prefix import MIN_SHARING, shared_prefix
 from penstock.runner.step_inputs import StepInputs, send_blocks
-from penstock.runner.transfer import to_device, to_host
-from penstock.runner.verification import accepted_entries, without_excess
+from penstock.runner.steps_under_way import Slots, StepUnderWay
+from penstock.runner.transfer import to_device
+from penstock.runner.verification import accepted_entries, kept_masks, without_excess
 
 # Graph buckets: the batch sizes of the graphs of decode steps, of those with shared-prefix attention, and the numbers
 # of tokens of those with drafts.
@@ -56,19 +57,6 @@ class _Kind:
     stacked: bool = False  # all layers in one persistent kernel
     adapted: bool = False  # with LoRA adapters
     drafts: bool = False  # its entries are tokens, of which a sequence may have several
-
-
-@dataclass(slots=True)
-class _InFlight:
-    step: Step
-    began: torch.cuda.Event
-    done: torch.cuda.Event
-    after: torch.cuda.Event | None  # the end of the step before, if this one was launched before that had ended
-    sampled: list[int] = field(default_factory=list)  # sequences of the step that sample, once for each token
-    rows: Ints = field(default_factory=lambda: np.zeros(0, np.int32))  # theirs
-    drafts: list[int] | None = None  # the tokens that those are sampled after, in steps that verify drafts
-    tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    scores: list[Callable[[StepResult], None]] = field(default_factory=list)
 
 
 class CudaRunner:
@@ -116,6 +104,8 @@ class CudaRunner:
             forward, self._tables, self._logits, self._tokens, self._scratch, adapters, max_tokens=max_step_tokens
         )
         self._sampler = DeviceSampler(state, self._logits, self._tokens, self._inputs.of_sampling, self._inputs.drafts)
+        self.mask_memory: TokenMask | None = self._sampler.mask_memory
+        self._slots = Slots(self._inputs.staging, most, device)
         self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._under_way: torch.cuda.Event | None = None  # end of the last step launched, until it is collected
@@ -132,34 +122,38 @@ class CudaRunner:
         return self._mixed_steps.padded(tokens)
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> _InFlight:
-        began, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        began.record()
+    def launch(self, step: Step) -> StepUnderWay:
+        slot = self._slots.take()
+        slot.began.record()
         self._state.apply(step)
         send_blocks(step, self._tables)
-        for slot, adapter in step.adapters:
-            self._adapters.fill(slot, adapter)
+        for number, adapter in step.adapters:
+            self._adapters.fill(number, adapter)
+        planned = step
         if len(step.tokens) > self._most:
             step = without_excess(step, self._most)
-        flight = _InFlight(step, began, done, self._under_way)
-        self._under_way = done
+        flight = StepUnderWay(planned, step, slot, self._under_way)
+        self._under_way = slot.done
         self._run_of(step)(step, flight)
         if not step.constrained:
             self._sample(flight)
         return flight
 
     @torch.inference_mode()
-    def constrain(self, handle: _InFlight, masks: Mapping[int, TokenMask]) -> None:
-        self._sampler.set_masks(handle.step, masks)
+    def constrain(self, handle: StepUnderWay, masks: TokenMask) -> None:
+        if handle.step is not handle.planned:
+            masks = self._sampler.stage_masks(masks[kept_masks(handle.planned, handle.step)])
+        self._sampler.send_masks(len(masks))
         self._sample(handle)
 
-    def collect(self, handle: _InFlight) -> StepResult:
-        handle.done.synchronize()
+    def collect(self, handle: StepUnderWay) -> StepResult:
+        slot = handle.slot
+        slot.done.synchronize()
         if handle.after is not None:
-            self.idle_seconds = (self.idle_seconds or 0.0) + max(0.0, handle.after.elapsed_time(handle.began)) / 1e3
-        if self._under_way is handle.done:
+            self.idle_seconds = (self.idle_seconds or 0.0) + max(0.0, handle.after.elapsed_time(slot.began)) / 1e3
+        if self._under_way is slot.done:
             self._under_way = None
-        tokens = handle.tokens.tolist()
+        tokens = handle.tokens
         if handle.drafts is None:
             result = StepResult(by_sequence(handle.step.samples, tokens))
         else:
@@ -170,12 +164,12 @@ class CudaRunner:
             add(result)
         return result
 
-    def resample(self, handle: _InFlight, masks: Mapping[int, TokenMask]) -> list[int]:
+    def resample(self, handle: StepUnderWay, masks: Mapping[int, TokenMask]) -> list[int]:
         raise EngineFailure("a device that runs ahead cannot sample again: the next step has read the token")
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _run_of(self, step: Step) -> Callable[[Step, _InFlight], None]:
+    def _run_of(self, step: Step) -> Callable[[Step, StepUnderWay], None]:
         if max(step.tokens) == SAMPLED or len(step.tokens) == sum(step.samples) == 1:
             return self._decode
         if sum(step.samples) != len(step.tokens):
@@ -188,7 +182,7 @@ class CudaRunner:
         verifies = len(step.tokens) <= self._draft_sizes[-1] and max(step.counts) <= MOST_DRAFTED
         return self._verify if verifies else self._mixed
 
-    def _decode(self, step: Step, flight: _InFlight) -> None:
+    def _decode(self, step: Step, flight: StepUnderWay) -> None:
         rows = np.array(step.rows, dtype=np.int32)
         contexts = np.array(step.starts, dtype=np.int32) + 1
         flight.sampled, flight.rows = list(range(len(rows))), rows
@@ -205,10 +199,11 @@ class CudaRunner:
         tokens = np.array(step.tokens, dtype=np.int32) if max(step.tokens) != SAMPLED else None
         if stacked and tokens is not None:  # the persistent kernel reads it there
             self._state.last_token_R[step.rows[0]] = step.tokens[0]
-        self._inputs.send(rows, contexts, tokens=tokens, masked=step.constrained, shared=shared, length=length)
+        masked, staged = step.constrained, flight.slot.inputs
+        self._inputs.send(rows, contexts, tokens=tokens, masked=masked, shared=shared, length=length, staged=staged)
         self._graphs[kind].replay()
 
-    def _mixed(self, step: Step, flight: _InFlight) -> None:
+    def _mixed(self, step: Step, flight: StepUnderWay) -> None:
         batch = build_batch(step, self._state, self._block_size)
         flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
         drafted = max(step.samples) > 1
@@ -222,7 +217,7 @@ class CudaRunner:
         if drafted:
             self._accept(len(batch.rows_N))
 
-    def _run_scored(self, step: Step, flight: _InFlight, batch: Batch, scored: list[tuple[int, Ints, Ints]]) -> None:
+    def _run_scored(self, step: Step, flight: StepUnderWay, batch: Batch, scored: list[tuple[int, Ints, Ints]]) -> None:
         slots_T, size = self._state.adapter[batch.rows_T], len(batch.rows_T)
         if adapted := self._adapters.used(slots_T):
             self._adapters.send(slots_T, size)
@@ -236,7 +231,7 @@ class CudaRunner:
             logits_NV = self._forward.logits(hidden_TC[last_N], self._logits[: len(rows_N)])
             argmax(logits_NV, self._tokens, self._scratch, feed=(self._state.last_token_R, rows_N))
 
-    def _verify(self, step: Step, flight: _InFlight) -> None:
+    def _verify(self, step: Step, flight: StepUnderWay) -> None:
         """Every token of the step is sampled after; there are drafts among them, or tokens that the host knows."""
         batch = build_batch(step, self._state, self._block_size)
         flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
@@ -251,7 +246,7 @@ class CudaRunner:
         inputs = self._inputs
         accept(self._tokens, inputs.drafts[:size], inputs.rows_S[:size], self._state.last_token_R)
 
-    def _sample(self, flight: _InFlight) -> None:
+    def _sample(self, flight: StepUnderWay) -> None:
         """The greedy tokens are in their rows already; rows that ask for more are sampled and overwritten."""
         count, drafted = len(flight.rows), flight.drafts is not None
         if self._state.needs[flight.rows].any():
@@ -263,15 +258,15 @@ class CudaRunner:
 
                 def add(result: StepResult) -> None:
                     left = [len(tokens) for tokens in result.tokens]
-                    for i, one in zip(asked, scores.read(flight.tokens.tolist(), asked, widths), strict=True):
+                    for i, one in zip(asked, scores.read(flight.tokens, asked, widths), strict=True):
                         sequence = flight.sampled[i]
                         if left[sequence]:
                             left[sequence] -= 1
                             result.logprobs.setdefault(sequence, []).append(one)
 
                 flight.scores.append(add)
-        flight.tokens = to_host(self._tokens[:count])
-        flight.done.record()
+        flight.slot.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
+        flight.slot.done.record()
 
     def _prompt_scores(
         self,
@@ -297,13 +292,14 @@ class CudaRunner:
 
     # -- what a step reads -------------------------------------------------------------------------------------------
 
-    def _send_entries(self, step: Step, flight: _InFlight, batch: Batch, drafted: bool) -> None:
+    def _send_entries(self, step: Step, flight: StepUnderWay, batch: Batch, drafted: bool) -> None:
         masked = np.flatnonzero(np.isin(batch.sampled_N, step.constrained)).tolist() if step.constrained else []
         tokens = sequences = None
         if drafted:
             tokens, sequences = batch.tokens_T[batch.last_N], batch.sampled_N.astype(np.int32)
             flight.drafts = tokens.tolist()
-        self._inputs.send(batch.rows_N, batch.next_positions_N, tokens=tokens, sequences=sequences, masked=masked)
+        rows, positions, staged = batch.rows_N, batch.next_positions_N, flight.slot.inputs
+        self._inputs.send(rows, positions, tokens=tokens, sequences=sequences, masked=masked, staged=staged)
 
     # -- capture -----------------------------------------------------------------------------------------------------
 

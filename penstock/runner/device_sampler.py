@@ -7,14 +7,13 @@ S sequences, W words of a mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from penstock.core.request import TokenLogprob
-from penstock.engine.executor import Step, TokenMask
+from penstock.engine.executor import TokenMask
 from penstock.kernels.triton.drafts import Drafts
 from penstock.kernels.triton.sampling import MOST_ALTERNATIVES, Sampled, SamplingInputs, sample, sampling_scratch
 from penstock.runner.device_rows import DeviceRows
@@ -64,7 +63,8 @@ class DeviceSampler:
         self._scratch = sampling_scratch(most, vocab, device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         on_gpu = device.type == "cuda"
-        self._staged = torch.empty_like(self._masks, device="cpu", pin_memory=on_gpu)  # masks on their way
+        self._staged = torch.empty_like(self._masks, device="cpu", pin_memory=on_gpu)
+        self.mask_memory: TokenMask = self._staged.numpy()
         self._copying = torch.cuda.Stream(device) if on_gpu else None
 
     def run(self, size: int, drafts: bool = False) -> None:
@@ -74,14 +74,14 @@ class DeviceSampler:
         else:
             self._sample(size, drafts)
 
-    def set_masks(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
-        """Call it once the step before has been collected, which has read the masks before these. The copy overlaps the
-        forward pass of the step under way."""
-        staged, count = self._staged.numpy(), 0
-        for index in step.constrained:
-            samples = step.samples[index]
-            staged[count : count + samples] = np.atleast_2d(masks[index])[:samples] if index in masks else -1  # any
-            count += samples
+    def stage_masks(self, masks: TokenMask) -> TokenMask:
+        """The same in `mask_memory`."""
+        self.mask_memory[: len(masks)] = masks
+        return self.mask_memory[: len(masks)]
+
+    def send_masks(self, count: int) -> None:
+        """The first rows of `mask_memory`, which was written after the step before had been collected: that one has
+        read the masks before these. The copy overlaps the forward pass of the step under way."""
         with torch.cuda.stream(self._copying):  # None: of a CPU, which has none
             self._masks[:count].copy_(self._staged[:count], non_blocking=True)
         if self._copying is not None:

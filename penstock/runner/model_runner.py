@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.request import TokenLogprob
-from penstock.engine.executor import AdapterWeights, Step, StepResult, TokenMask
+from penstock.engine.executor import AdapterWeights, Step, StepResult, TokenMask, masks_by_sequence
 from penstock.runner import scoring
 from penstock.runner.batch import Batch, Ints, build_batch
 from penstock.runner.forward import Forward
@@ -38,12 +38,13 @@ class ModelRunner:
     ) -> None:
         self.num_blocks = num_blocks
         self.idle_seconds: float | None = None
+        self.mask_memory: TokenMask | None = None
         self._forward = forward
         self._state = state
         self._adapters = adapters
         self.adapter_modules: Mapping[str, tuple[int, int]] = adapters.modules if adapters is not None else {}
         self._block_size = block_size
-        self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
+        self._masks: TokenMask | None = None  # of the step that is collected next
         # Of the last step, with its logits and their argmax, and after which tokens they are: what `resample` samples.
         self._kept: tuple[Batch, torch.Tensor, torch.Tensor, Ints] | None = None
 
@@ -59,7 +60,7 @@ class ModelRunner:
     def launch(self, step: Step) -> Step:
         return step
 
-    def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
+    def constrain(self, step: Step, masks: TokenMask) -> None:
         self._masks = masks
 
     @torch.inference_mode()
@@ -77,7 +78,7 @@ class ModelRunner:
         logit_rows = np.concatenate([*sampled, *(rows for _, rows, _ in scored)]).astype(np.int32)
         logits_RV, greedy_R = self._forward(batch, self._state, logit_rows)
         result = StepResult([[] for _ in step.rows])
-        masks, self._masks = self._masks, {}
+        masks, self._masks = {} if self._masks is None else masks_by_sequence(step, self._masks), None
         self._kept = (batch, logits_RV, greedy_R, logit_rows) if step.checked else None
         # Every sequence samples its first position, then those whose draft was right so far their second, and so on.
         going, depth = np.flatnonzero(samples_S), 0

@@ -8,8 +8,6 @@ from threading import Lock
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
-import numpy as np
-
 from penstock.engine.executor import SAMPLED, AdapterWeights, HostMemory, Step, StepResult, TokenMask, by_sequence
 from penstock.kernels.native.adapters import NativeAdapter
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
@@ -40,9 +38,10 @@ class NativeRunner:
         self.num_blocks = model.num_blocks - spare_blocks
         self._layers = layers
         self.adapter_modules = adapter_modules(model.config)
+        self.mask_memory: TokenMask | None = None
         self.idle_seconds: float | None = 0.0  # between native calls: what scheduling and Python cost
         self._state = state
-        self._masks: Mapping[int, TokenMask] = {}  # of the step that is collected next
+        self._masks: TokenMask | None = None  # of the step that is collected next
         self._packed = WeakKeyDictionary[AdapterWeights, NativeAdapter]()
         self._packing = Lock()
         self._rows = NativeRows(state.tables_RM, state.last_token_R, state.sampling, state.adapter)
@@ -72,7 +71,7 @@ class NativeRunner:
     def launch(self, step: Step) -> Step:
         return step
 
-    def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
+    def constrain(self, step: Step, masks: TokenMask) -> None:
         self._masks = masks
 
     def collect(self, step: Step) -> StepResult:
@@ -89,7 +88,7 @@ class NativeRunner:
             targets = [*repeat(SAMPLED, sampling), *chain.from_iterable(ids for _, _, ids in prompts)]
             wanted += chain.from_iterable(rows for _, rows, _ in prompts)
             runs += repeat(1, len(wanted) - sampling)
-        masks, self._masks = _by_sample(step, self._masks) if self._masks else {}, {}
+        masks, self._masks = {} if self._masks is None else _by_sample(step, self._masks), None
         sequences = (step.tokens, step.rows, step.starts, step.counts)
         native = NativeStep(*sequences, wanted, runs, targets, masks, self._layers, bool(step.checked))
         _, tokens = self.model.forward(native, self._rows, logits=False)
@@ -117,8 +116,8 @@ class NativeRunner:
             result.prompt_logprobs[index] = [scores.read(next(at), token, width) for token in ids]
 
 
-def _by_sample(step: Step, masks: Mapping[int, TokenMask]) -> dict[int, TokenMask]:
+def _by_sample(step: Step, masks: TokenMask) -> dict[int, TokenMask]:
     """Masks by the number of the position among those that are sampled."""
-    firsts = accumulate(step.samples, initial=0)
-    rows = ((first, np.atleast_2d(masks[index])) for index, first in enumerate(firsts) if index in masks)
-    return {first + i: mask for first, of_sequence in rows for i, mask in enumerate(of_sequence)}
+    firsts = list(accumulate(step.samples, initial=0))
+    places = chain.from_iterable(range(firsts[index], firsts[index + 1]) for index in step.constrained)
+    return dict(zip(places, masks, strict=True))

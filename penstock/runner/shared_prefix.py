@@ -15,8 +15,11 @@ def shared_prefix(tables_RM: Ints, rows: Ints, contexts: Ints, block_size: int) 
     if len(rows) < MIN_SHARING:
         return None, 0
     firsts = tables_RM[rows, 0]
+    ordered = np.sort(firsts)
+    if not (ordered[MIN_SHARING - 1 :] == ordered[: 1 - MIN_SHARING]).any():  # usually nobody shares
+        return None, 0
     values, counts = np.unique(firsts, return_counts=True)
-    if counts.max() < MIN_SHARING or 2 * counts.max() < len(rows):
+    if 2 * counts.max() < len(rows):
         return None, 0
     members = firsts == values[counts.argmax()]
     width = int(contexts[members].min() - 1) // block_size

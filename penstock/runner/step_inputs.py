@@ -5,8 +5,6 @@ S entries: sequences, or in steps with drafts tokens, of which a sequence may ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -46,6 +44,10 @@ class StepInputs:
         self.drafts = Drafts(tokens_S, firsts_S)
         self._prefix_table = torch.zeros(tables_RM.shape[1], dtype=torch.int32, device=device)
 
+    def staging(self) -> torch.Tensor:
+        """Memory that `send` may copy from while the host goes on."""
+        return torch.zeros(self._buffer.shape, dtype=torch.int32, pin_memory=self._buffer.is_cuda)
+
     def send(
         self,
         rows: Ints,
@@ -53,27 +55,30 @@ class StepInputs:
         *,
         tokens: Ints | None = None,
         sequences: Ints | None = None,
-        masked: Sequence[int] = (),
+        masked: list[int] | None = None,
         shared: Ints | None = None,
         length: int = 0,
+        staged: torch.Tensor | None = None,
     ) -> None:
         """Of entries that sample: a context is also the position of the token to be sampled.
 
         `tokens` are those that the entries sample after, unless all are SAMPLED; `sequences` says which one each entry
         is of, where a sequence may have several. `masked`: which of them are going to have a mask, in the order of the
-        masks. `shared`: how many tokens of each are in the prefix of `length` tokens that some have in common.
+        masks. `shared`: how many tokens of each are in the prefix of `length` tokens that some have in common. `staged`
+        is memory of `staging` that nobody writes until the step is done.
         """
         size, used = self._most, len(rows)
-        values = np.zeros(len(self._buffer), dtype=np.int32)
+        staged = self.staging() if staged is None else staged
+        values = staged.numpy()
         entries = values[: 6 * size].reshape(6, size)
         entries[0, :used], entries[0, used:] = rows, self._spare
-        entries[1, :used] = contexts
+        entries[1, :used], entries[1, used:] = contexts, 0
         entries[2] = -1
-        for mask, index in enumerate(masked):
-            entries[2, index] = mask
+        if masked:
+            entries[2, masked] = np.arange(len(masked))
+        entries[3] = 0
         if shared is not None:
             entries[3, :used] = shared
-            values[-1] = length
             self._prefix_table.copy_(self._tables_RM[int(rows[np.argmax(shared)])])
         entries[4] = SAMPLED
         if tokens is not None:
@@ -81,8 +86,8 @@ class StepInputs:
         entries[5] = np.arange(size)
         if sequences is not None:
             entries[5, :used] = first_entries(sequences)
-        source = torch.from_numpy(values)
-        self._buffer.copy_(source.pin_memory() if self._buffer.is_cuda else source, non_blocking=True)
+        values[-1] = length
+        self._buffer.copy_(staged, non_blocking=True)
 
     def prefix(self, size: int, splits: int) -> SharedPrefix:
         return SharedPrefix(

@@ -22,6 +22,7 @@ class VectorExecutor:
     verifies_drafts = False
     adapter_modules: Mapping[str, tuple[int, int]] = {}
     idle_seconds: float | None = None
+    mask_memory: TokenMask | None = None
     kernel_probe: KernelProbe | None = None
 
     def prepare_adapter(self, adapter: AdapterWeights) -> None:
@@ -33,7 +34,7 @@ class VectorExecutor:
     def launch(self, step: Step) -> Step:
         return step
 
-    def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
+    def constrain(self, step: Step, masks: TokenMask) -> None:
         raise EngineFailure("a model that computes vectors samples nothing")
 
     def resample(self, step: Step, masks: Mapping[int, TokenMask]) -> list[int]:

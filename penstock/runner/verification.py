@@ -31,6 +31,14 @@ def without_excess(step: Step, most: int) -> Step:
     return replace(step, counts=counts, samples=kept, tokens=tokens)
 
 
+def kept_masks(planned: Step, step: Step) -> list[int]:
+    """Of the masks of a planned step, the rows of those that its constrained sequences sample without the excess."""
+    firsts = accumulate((planned.samples[index] for index in planned.constrained), initial=0)
+    return [
+        first + i for index, first in zip(step.constrained, firsts, strict=False) for i in range(step.samples[index])
+    ]
+
+
 def first_entries(sequences: Ints) -> Ints:
     """For each entry the first one of its sequence."""
     entries = np.arange(len(sequences), dtype=np.int32)

@@ -19,7 +19,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from penstock.engine.executor import NO_ADAPTER, SAMPLED, RowSetup, Step, StepResult, TokenMask
+from penstock.engine.executor import NO_ADAPTER, SAMPLED, RowSetup, Step, StepResult, TokenMask, masks_by_sequence
 
 VOCAB = 50
 EOS = 7
@@ -59,6 +59,7 @@ class PagedExecutor:
     """`fail_next`: the next step fails, as if the device were lost."""
 
     idle_seconds: float | None = None
+    mask_memory: TokenMask | None = None
 
     def __init__(self, num_blocks: int, block_size: int, *, runs_ahead: bool = True) -> None:
         self.runs_ahead = runs_ahead
@@ -132,9 +133,9 @@ class PagedExecutor:
     def _slot(self, row: int, position: int) -> int:
         return self._tables[row][position // self._block_size] * self._block_size + position % self._block_size
 
-    def constrain(self, handle: StepResult, masks: Mapping[int, TokenMask]) -> None:
-        for index in self._launched.constrained:
-            handle.tokens[index] = self._sample(index, masks.get(index))
+    def constrain(self, handle: StepResult, masks: TokenMask) -> None:
+        for index, own in masks_by_sequence(self._launched, masks).items():
+            handle.tokens[index] = self._sample(index, own)
 
     def collect(self, handle: StepResult) -> StepResult:
         return handle

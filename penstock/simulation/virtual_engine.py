@@ -59,6 +59,7 @@ class TimedExecutor:
     """Computes nothing, and takes its time for it. Waiting for a step advances the clock to the step's end."""
 
     idle_seconds: float | None = None
+    mask_memory: TokenMask | None = None
 
     def __init__(
         self, clock: VirtualClock, seconds: StepSeconds, *, num_blocks: int, runs_ahead: bool, noise: float, seed: int
@@ -82,7 +83,7 @@ class TimedExecutor:
         self.busy_seconds += seconds
         return step, self._free
 
-    def constrain(self, handle: tuple[Step, float], masks: Mapping[int, TokenMask]) -> None:
+    def constrain(self, handle: tuple[Step, float], masks: TokenMask) -> None:
         """Whatever it may sample, it samples the same."""
 
     def resample(self, handle: tuple[Step, float], masks: Mapping[int, TokenMask]) -> list[int]:

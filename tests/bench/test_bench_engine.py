@@ -44,6 +44,7 @@ class ConstantExecutor:
 
     runs_ahead = True
     idle_seconds: float | None = None
+    mask_memory: TokenMask | None = None
 
     def padded_tokens(self, tokens: int) -> int:
         return tokens
@@ -54,7 +55,7 @@ class ConstantExecutor:
     def resample(self, handle: Step, masks: Mapping[int, TokenMask]) -> list[int]:
         return [7] * len(masks)
 
-    def constrain(self, handle: Step, masks: Mapping[int, TokenMask]) -> None:
+    def constrain(self, handle: Step, masks: TokenMask) -> None:
         pass
 
     def collect(self, handle: Step) -> StepResult:

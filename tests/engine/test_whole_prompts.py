@@ -25,6 +25,7 @@ class Recorder:
     verifies_drafts = False
     num_blocks = MAX_SEQS
     idle_seconds: float | None = None
+    mask_memory: TokenMask | None = None
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -38,7 +39,7 @@ class Recorder:
     def resample(self, step: Step, masks: Mapping[int, TokenMask]) -> list[int]:
         raise AssertionError("nothing is sampled")
 
-    def constrain(self, step: Step, masks: Mapping[int, TokenMask]) -> None:
+    def constrain(self, step: Step, masks: TokenMask) -> None:
         raise AssertionError("nothing is sampled")
 
     def collect(self, step: Step) -> StepResult:

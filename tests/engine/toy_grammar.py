@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -80,8 +80,8 @@ class ToyGrammars:
     def prepare(self) -> None:
         pass
 
-    def fill(self, matchers: Sequence[Any], masks: npt.NDArray[np.int32]) -> None:
-        for row, matcher in enumerate(matchers):
+    def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> None:
+        for row, matcher in matchers.items():
             bits = np.zeros(masks.shape[1] * 32, np.uint8)
             bits[matcher.allowed] = 1
             masks[row] = np.packbits(bits, bitorder="little").view(np.int32)

@@ -41,7 +41,7 @@ def schema(source: Any) -> Grammar:
 
 def allowed(grammars: LLGuidance, matcher: LLGuidanceMatcher, vocab_size: int) -> list[int]:
     masks = np.zeros((1, -(-vocab_size // 32)), np.int32)
-    grammars.fill([matcher], masks)
+    grammars.fill({0: matcher}, masks)
     return np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()
 
 

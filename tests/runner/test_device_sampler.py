@@ -83,7 +83,7 @@ def test_the_same_tokens_and_scores_as_plain_torch(seed: int) -> None:
         for mask, index in enumerate(constrained):
             inputs[2, index] = mask
         if masks:
-            sampler.set_masks(Step(samples=[1] * SEQS, constrained=constrained), masks)
+            sampler.send_masks(len(sampler.stage_masks(np.stack(list(masks.values())))))
         sampler.run(SEQS)
         assert tokens.tolist() == expected.tolist()
         changed = torch.from_numpy(order[rows.needs[order] != 0]).long()

@@ -76,7 +76,7 @@ def test_the_same_tokens_as_with_masks(make: Callable[[Path], tuple[Executor, in
             bits[draw.permutation(vocab)[: vocab // 2]] = 1
             masks[index] = np.packbits(bits, bitorder="little").view(np.int32)
         step.constrained = grammars
-        executor.constrain(handle := executor.launch(step), masks)
+        executor.constrain(handle := executor.launch(step), np.stack([masks[index] for index in grammars]))
         expected = executor.collect(handle).tokens
         step.constrained, step.checked = [], grammars
         found = executor.collect(handle := executor.launch(step)).tokens

@@ -76,12 +76,14 @@ def add(step: Step, request: Request, start: int, tokens: list[int], samples: in
 def run(executor: Executor, step: Step, requests: list[Request]) -> StepResult:
     handle = executor.launch(step)
     if step.constrained:
-        masks = {}
+        rows: list[TokenMask] = []
         for index in step.constrained:
             request, samples = requests[step.rows[index]], step.samples[index]
             next_position = step.starts[index] + step.counts[index]
-            rows = [request.mask(next_position - behind) for behind in reversed(range(samples))]
-            masks[index] = rows[0] if samples == 1 else np.stack(rows)
+            rows += [request.mask(next_position - behind) for behind in reversed(range(samples))]
+        masks = np.stack(rows)
+        if executor.mask_memory is not None and len(masks) <= len(executor.mask_memory):
+            executor.mask_memory[: len(masks)] = masks
         executor.constrain(handle, masks)
     return executor.collect(handle)
 

@@ -21,6 +21,7 @@ class HangingExecutor:
     num_blocks = 12
     runs_ahead = False
     idle_seconds: float | None = None
+    mask_memory: TokenMask | None = None
     host_memory = None
     adapter_modules: Mapping[str, tuple[int, int]] = {}
     verifies_drafts = False
@@ -41,7 +42,7 @@ class HangingExecutor:
     def resample(self, handle: None, masks: Mapping[int, TokenMask]) -> list[int]:
         raise AssertionError("no step is launched")
 
-    def constrain(self, handle: None, masks: Mapping[int, TokenMask]) -> None:
+    def constrain(self, handle: None, masks: TokenMask) -> None:
         raise AssertionError("no step is launched")
 
     def collect(self, handle: None) -> StepResult:
