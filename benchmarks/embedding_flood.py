@@ -37,13 +37,15 @@ class Phase:
         self.ttft: list[float] = []
         self.itl: list[float] = []
         self.refused = 0
+        self.promises = self.kept = 0.0
         self.texts = 0
         self.seconds = 0.0
 
     def row(self, name: str) -> str:
         times = [f"{percentile(values, q) * 1e3:.0f}" for values in (self.ttft, self.itl) for q in (0.5, 0.99)]
         rate = self.texts / self.seconds
-        return f"| {name} | {len(self.ttft)} | {self.refused} | {' | '.join(times)} | {rate:.0f} |"
+        met = f"{self.kept / self.promises:.1%}" if self.promises else "–"
+        return f"| {name} | {len(self.ttft)} | {self.refused} | {met} | {' | '.join(times)} | {rate:.0f} |"
 
 
 def percentile(values: list[float], q: float) -> float:
@@ -80,6 +82,14 @@ async def chat(client: httpx.AsyncClient, draw: random.Random, phase: Phase) -> 
             last = now
 
 
+async def promises(client: httpx.AsyncClient) -> tuple[float, float]:
+    """Objectives of chats so far, TTFT and ITL each: all, and those that were kept."""
+    lines = (await client.get("/metrics")).text.splitlines()
+    found = [line.split() for line in lines if line.startswith("penstock_objectives_total") and 'model="chat"' in line]
+    counts = [(float(value), 'met="true"' in labels) for labels, value in found]
+    return sum(count for count, _ in counts), sum(count for count, met in counts if met)
+
+
 async def embed(client: httpx.AsyncClient, draw: random.Random, phase: Phase) -> None:
     while True:
         texts = [words(draw, draw.choice((5, 20, 80, 150))) for _ in range(32)]
@@ -91,12 +101,16 @@ async def run_phase(
     client: httpx.AsyncClient, draw: random.Random, phase: Phase, args: argparse.Namespace, flood: int
 ) -> None:
     flooding = [asyncio.create_task(embed(client, draw, phase)) for _ in range(flood)]
+    all_before, kept_before = await promises(client)
     began, chats = time.perf_counter(), []
     while time.perf_counter() - began < args.seconds:
         chats.append(asyncio.create_task(chat(client, draw, phase)))
         await asyncio.sleep(draw.expovariate(args.rate))
     await asyncio.gather(*chats)
     phase.seconds += time.perf_counter() - began
+    all_now, kept_now = await promises(client)
+    phase.promises += all_now - all_before
+    phase.kept += kept_now - kept_before
     for task in flooding:
         task.cancel()
     await asyncio.gather(*flooding, return_exceptions=True)
@@ -111,8 +125,8 @@ async def measure(url: str, args: argparse.Namespace) -> None:
             for name, phase in phases.items():
                 await run_phase(client, draw, phase, args, args.flood if name == "with" else 0)
     print(f"{args.rate} chats/s, {args.flood} clients that flood, seed {args.seed}\n")
-    print("| flood | chats | refused | TTFT p50, ms | p99 | ITL p50, ms | p99 | texts/s embedded |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| flood | chats | refused | objectives met | TTFT p50, ms | p99 | ITL p50, ms | p99 | texts/s embedded |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, phase in phases.items():
         print(phase.row(name))
 
