@@ -72,3 +72,12 @@ def test_what_the_autoscaler_says_and_what_it_costs() -> None:
 
 def test_a_gateway_without_replicas() -> None:
     assert "no replicas of its own" in text(reading(0.0, []))
+
+
+def test_several_gateways_and_where_they_serve() -> None:
+    gateway = {"id": "gateway-1", "place": "node 10.0.0.7", "process": 812, "url": "http://10.0.0.7:8000"}
+    gateway |= {"state": "ready", "detail": "", "seconds": 90.0, "restarts": 1}
+    now = Reading(0.0, [replica("small", 0, 0)], {}, {}, {}, 2.5, [gateway])
+    shown = text(now).splitlines()
+    assert " ".join(shown[-3].split()) == "gateway-1 node 10.0.0.7 812 http://10.0.0.7:8000 ready 90 s 1"
+    assert shown[-1] == "the machine costs 2.50 per hour"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.environment import add_server_arguments
-from penstock.cli.fleet import plain_console, replica_table
+from penstock.cli.fleet import gateway_table, plain_console, replica_table
 from penstock.client.http import HttpClient, failure, openai_base
 from penstock.core.errors import PenstockError, Unauthorized, Unavailable
 
@@ -37,6 +37,7 @@ class Reading:
     objectives: dict[tuple[str, str, str], float]  # seconds, by (model, class, ttft or gap)
     kept: dict[tuple[str, str, str, bool], float]  # promises, by the same and whether they were met
     machine_per_hour: float | None = None
+    gateways: list[dict[str, Any]] = field(default_factory=list)  # where there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class ModelStatus:
 class FleetStatus:
     models: list[ModelStatus]
     machine_per_hour: float | None  # price of the machine in the settings
+    gateways: list[dict[str, Any]] = field(default_factory=list)  # where there are several
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -172,7 +174,8 @@ async def read(http: HttpClient) -> Reading:
                 objectives[key] = value
     answer = json.loads(fleet)
     autoscale = {each["model"]: each for each in answer.get("autoscale", [])}
-    return Reading(time.monotonic(), answer["data"], autoscale, objectives, kept, machine_per_hour)
+    gateways = answer.get("gateways") or []
+    return Reading(time.monotonic(), answer["data"], autoscale, objectives, kept, machine_per_hour, gateways)
 
 
 async def _get(http: HttpClient, path: str) -> bytes:
@@ -216,7 +219,7 @@ def summarised(now: Reading, before: Reading | None, since: Reading | None = Non
                 classes=_classes(now, since, None if len(names) == 1 else name),
             )
         )
-    return FleetStatus(models, now.machine_per_hour)
+    return FleetStatus(models, now.machine_per_hour, now.gateways)
 
 
 def _rate(now: Reading, before: Reading | None, replica: dict[str, Any]) -> float | None:
@@ -263,6 +266,8 @@ def page(found: FleetStatus, period: str) -> RenderableType:
         parts.append(Text())
     if not parts:
         parts = [Text("this server has no replicas of its own"), Text()]
+    if found.gateways:
+        parts += [gateway_table(found.gateways), Text()]
     if found.machine_per_hour is not None:
         parts[-1] = Text(f"\nthe machine costs {found.machine_per_hour:.2f} per hour")
         return Group(*parts)
