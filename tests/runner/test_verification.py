@@ -17,7 +17,7 @@ from penstock.runner import cuda_runner, mixed_steps
 from penstock.runner.forward import TorchForward
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.row_state import TorchRows
-from penstock.runner.verification import accepted_entries, first_entries, without_excess
+from penstock.runner.verification import accepted_entries, first_entries, kept_masks, without_excess
 from tests.runner.emulated_cuda import CPU, emulated_runner
 from tests.runner.test_fused_forward import load
 
@@ -186,6 +186,13 @@ def test_drafts_beyond_the_limit_are_left_out() -> None:
     assert fitted.counts == [3, 1, 6]
     assert fitted.samples == [3, 1, 0]
     assert fitted.tokens == [0, 1, 2, 4, 7, 8, 9, 10, 11, 12]
+
+
+def test_masks_of_drafts_beyond_the_limit_are_left_out() -> None:
+    step = Step(rows=[0, 1, 2], starts=[5, 6, 9], counts=[4, 3, 2], samples=[4, 3, 2], tokens=list(range(9)))
+    step.constrained = [0, 2]  # which have the masks 0 to 3, and 4 and 5
+    assert kept_masks(step, without_excess(step, 9)) == [0, 1, 2, 3, 4, 5]
+    assert kept_masks(step, without_excess(step, 5)) == [0, 1, 2, 4]
 
 
 def test_accepted_entries() -> None:
