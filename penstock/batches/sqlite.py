@@ -296,7 +296,7 @@ class SqliteBatches(SqliteFile):
             lost = set()
             for line, journal in lines:
                 kept = self.db.execute(
-                    f"UPDATE lines SET lease_until = ?1, journal = COALESCE(?2, journal), "
+                    "UPDATE lines SET lease_until = ?1, journal = COALESCE(?2, journal), "
                     f"losses = CASE WHEN ?2 IS NULL THEN losses ELSE 0 END {_MINE}",
                     (now + LEASE_SECONDS, journal, line.batch, line.number, self.owner),
                 ).rowcount
