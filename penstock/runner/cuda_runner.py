@@ -36,7 +36,7 @@ from penstock.runner.parallel_tasks import run_in_parallel
 from penstock.runner.scoring import scored_prompts, scored_rows
 from penstock.runner.shared_prefix import MIN_SHARING, shared_prefix
 from penstock.runner.step_inputs import StepInputs, send_blocks
-from penstock.runner.steps_under_way import Slots, StepUnderWay
+from penstock.runner.steps_in_flight import Slots, StepInFlight
 from penstock.runner.transfer import to_device
 from penstock.runner.verification import accepted_entries, kept_masks, without_excess
 
@@ -122,7 +122,7 @@ class CudaRunner:
         return self._mixed_steps.padded(tokens)
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> StepUnderWay:
+    def launch(self, step: Step) -> StepInFlight:
         slot = self._slots.take()
         slot.began.record()
         self._state.apply(step)
@@ -132,7 +132,7 @@ class CudaRunner:
         planned = step
         if len(step.tokens) > self._most:
             step = without_excess(step, self._most)
-        flight = StepUnderWay(planned, step, slot, self._under_way)
+        flight = StepInFlight(planned, step, slot, self._under_way)
         self._under_way = slot.done
         self._run_of(step)(step, flight)
         if not step.constrained:
@@ -140,13 +140,13 @@ class CudaRunner:
         return flight
 
     @torch.inference_mode()
-    def constrain(self, handle: StepUnderWay, masks: TokenMask) -> None:
+    def constrain(self, handle: StepInFlight, masks: TokenMask) -> None:
         if handle.step is not handle.planned:
             masks = self._sampler.stage_masks(masks[kept_masks(handle.planned, handle.step)])
         self._sampler.send_masks(len(masks))
         self._sample(handle)
 
-    def collect(self, handle: StepUnderWay) -> StepResult:
+    def collect(self, handle: StepInFlight) -> StepResult:
         slot = handle.slot
         slot.done.synchronize()
         if handle.after is not None:
@@ -164,12 +164,12 @@ class CudaRunner:
             add(result)
         return result
 
-    def resample(self, handle: StepUnderWay, masks: Mapping[int, TokenMask]) -> list[int]:
+    def resample(self, handle: StepInFlight, masks: Mapping[int, TokenMask]) -> list[int]:
         raise EngineFailure("a device that runs ahead cannot sample again: the next step has read the token")
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _run_of(self, step: Step) -> Callable[[Step, StepUnderWay], None]:
+    def _run_of(self, step: Step) -> Callable[[Step, StepInFlight], None]:
         if max(step.tokens) == SAMPLED or len(step.tokens) == sum(step.samples) == 1:
             return self._decode
         if sum(step.samples) != len(step.tokens):
@@ -182,7 +182,7 @@ class CudaRunner:
         verifies = len(step.tokens) <= self._draft_sizes[-1] and max(step.counts) <= MOST_DRAFTED
         return self._verify if verifies else self._mixed
 
-    def _decode(self, step: Step, flight: StepUnderWay) -> None:
+    def _decode(self, step: Step, flight: StepInFlight) -> None:
         rows = np.array(step.rows, dtype=np.int32)
         contexts = np.array(step.starts, dtype=np.int32) + 1
         flight.sampled, flight.rows = list(range(len(rows))), rows
@@ -203,7 +203,7 @@ class CudaRunner:
         self._inputs.send(rows, contexts, tokens=tokens, masked=masked, shared=shared, length=length, staged=staged)
         self._graphs[kind].replay()
 
-    def _mixed(self, step: Step, flight: StepUnderWay) -> None:
+    def _mixed(self, step: Step, flight: StepInFlight) -> None:
         batch = build_batch(step, self._state, self._block_size)
         flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
         drafted = max(step.samples) > 1
@@ -217,7 +217,7 @@ class CudaRunner:
         if drafted:
             self._accept(len(batch.rows_N))
 
-    def _run_scored(self, step: Step, flight: StepUnderWay, batch: Batch, scored: list[tuple[int, Ints, Ints]]) -> None:
+    def _run_scored(self, step: Step, flight: StepInFlight, batch: Batch, scored: list[tuple[int, Ints, Ints]]) -> None:
         slots_T, size = self._state.adapter[batch.rows_T], len(batch.rows_T)
         if adapted := self._adapters.used(slots_T):
             self._adapters.send(slots_T, size)
@@ -231,7 +231,7 @@ class CudaRunner:
             logits_NV = self._forward.logits(hidden_TC[last_N], self._logits[: len(rows_N)])
             argmax(logits_NV, self._tokens, self._scratch, feed=(self._state.last_token_R, rows_N))
 
-    def _verify(self, step: Step, flight: StepUnderWay) -> None:
+    def _verify(self, step: Step, flight: StepInFlight) -> None:
         """Every token of the step is sampled after; there are drafts among them, or tokens that the host knows."""
         batch = build_batch(step, self._state, self._block_size)
         flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
@@ -246,7 +246,7 @@ class CudaRunner:
         inputs = self._inputs
         accept(self._tokens, inputs.drafts[:size], inputs.rows_S[:size], self._state.last_token_R)
 
-    def _sample(self, flight: StepUnderWay) -> None:
+    def _sample(self, flight: StepInFlight) -> None:
         """The greedy tokens are in their rows already; rows that ask for more are sampled and overwritten."""
         count, drafted = len(flight.rows), flight.drafts is not None
         if self._state.needs[flight.rows].any():
@@ -292,7 +292,7 @@ class CudaRunner:
 
     # -- what a step reads -------------------------------------------------------------------------------------------
 
-    def _send_entries(self, step: Step, flight: StepUnderWay, batch: Batch, drafted: bool) -> None:
+    def _send_entries(self, step: Step, flight: StepInFlight, batch: Batch, drafted: bool) -> None:
         masked = np.flatnonzero(np.isin(batch.sampled_N, step.constrained)).tolist() if step.constrained else []
         tokens = sequences = None
         if drafted:

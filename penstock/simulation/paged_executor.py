@@ -148,5 +148,5 @@ class PagedExecutor:
 
 
 def _tokens_of(mask: TokenMask) -> Collection[int]:
-    tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    tokens: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB]).tolist()
     return tokens

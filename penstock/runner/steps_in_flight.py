@@ -1,4 +1,4 @@
-"""Steps that a GPU has under way, and what the host keeps of each until it is collected."""
+"""Steps that a GPU has in flight, and what the host keeps of each until it is collected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from penstock.engine.executor import Step, StepResult
 from penstock.runner.batch import Ints
 
-# Two steps are under way at most: the next one is launched before the one before it is collected. And a step is
+# Two steps are in flight at most: the next one is launched before the one before it is collected. And a step is
 # compared with the one before it.
 _SLOTS = 3
 
@@ -49,7 +49,7 @@ class Slots:
 
 
 @dataclass(slots=True)
-class StepUnderWay:
+class StepInFlight:
     planned: Step
     step: Step  # what is computed of it
     slot: Slot
