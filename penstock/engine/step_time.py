@@ -4,8 +4,7 @@ A step's time is a sum over what it does: a constant (weights are read whatever 
 cheaper while reading the weights hides them, hence a bend), the keys and values that decoding reads, the pairs of query
 and key in prefill attention, and the depth of each chunk, for a short chunk far into a prompt cannot fill a device.
 Pure decode steps take another path on a GPU: they have coefficients of their own, and so have those with drafts.
-The coefficients are non-negative and minimise the relative error over the recent past; a factor follows a machine whose
-speed drifts faster than that.
+All are fitted to the recent past (`online_fit.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.machine import cache_folder
+from penstock.engine.online_fit import SETTLED, OnlineFit
 from penstock.engine.peak import RecentPeak
 
 log = logging.getLogger(__name__)
@@ -33,11 +33,6 @@ _SHORT_PROMPT = 96
 USUAL_PROMPT = 1024  # tokens; these three: of the yardsticks
 USUAL_BATCH, USUAL_CONTEXT = 32, 512
 _SLOWED = 1.7  # how many times longer than otherwise a step may be planned to take beside a long prompt
-_MEMORY = 0.997  # weight of the past at each observation: about 300 steps
-_REFIT_STEPS = 8
-_DRIFT = 0.1
-_READY_STEPS = 16
-_SETTLED_STEPS = 4 * _READY_STEPS  # before, errors say more about the fit than about the machine
 _MARGINS = (0.2, 0.5)  # share of the time allowed that is kept free at least and at most, as predictions err
 _FIRST_MARGIN = 0.25  # at least, until enough steps were observed to know their errors
 _HEADROOM = 1.25  # over the worst overrun there was: the next one may be a little worse
@@ -47,11 +42,10 @@ _MARGIN_STEPS = (8, 128)  # windows and their size: a late step is remembered fo
 _PATIENCE = 10.0
 _LEAST_PATIENCE_SECONDS = 10.0
 _PATIENCE_WITH_UNKNOWN_SECONDS = 600.0
-_OUTLIER = 5.0  # a step this many times longer than predicted says something about the machine, not about steps
 # Decode steps without drafts after which the times of those with drafts are no longer believed: if they were learnt
 # while the machine was slow, drafts seem not to pay, and nobody would find out that they do.
 _STALE_STEPS = 512
-_VERSION = 6
+_VERSION = 7
 
 
 Padding = Callable[[int], int]  # tokens of a step with prompts -> tokens that are computed for it
@@ -89,52 +83,6 @@ class StepShape:
         return (1.0, tokens * 1e-3, bent * 1e-3, self.context * 1e-5, self.pairs * 1e-7, self.depth * 1e-4)
 
 
-class _Fit:
-    """Non-negative least squares of the relative error, with the past fading out."""
-
-    def __init__(self, features: int) -> None:
-        self.coefficients = [0.0] * features
-        self.moments = [[0.0] * features for _ in range(features)]
-        self.targets = [0.0] * features
-        self.observed = 0
-        self.drift = 1.0
-
-    @property
-    def ready(self) -> bool:
-        return self.observed >= _READY_STEPS
-
-    def predict(self, x: tuple[float, ...]) -> float:
-        return self.drift * math.fsum(map(float.__mul__, self.coefficients, x))
-
-    def observe(self, x: tuple[float, ...], seconds: float) -> float | None:
-        """Learn from a step; returns what had been predicted for it."""
-        predicted = self.predict(x) if self.ready else None
-        if predicted:
-            ratio = seconds / predicted
-            if ratio > _OUTLIER and self.observed > _SETTLED_STEPS:
-                return predicted
-            self.drift *= min(2.0, max(0.5, ratio)) ** _DRIFT
-        scale = self.drift / seconds  # coefficients describe the machine without its drift
-        scaled = [value * scale for value in x]
-        for row, value, i in zip(self.moments, scaled, range(len(x)), strict=True):
-            for j, other in enumerate(scaled):
-                row[j] = row[j] * _MEMORY + value * other
-            self.targets[i] = self.targets[i] * _MEMORY + value
-        self.observed += 1
-        if self.observed % _REFIT_STEPS == 0 or self.observed < _SETTLED_STEPS:
-            self._refit()
-        return predicted
-
-    def _refit(self) -> None:
-        """Coordinate descent from where it was; a few rounds a time are enough, since it goes on at every refit."""
-        c, m = self.coefficients, self.moments
-        for _ in range(12):
-            for i, row in enumerate(m):
-                if row[i] > 0:
-                    rest = math.fsum(map(float.__mul__, row, c)) - row[i] * c[i]
-                    c[i] = max(0.0, (self.targets[i] - rest) / row[i])
-
-
 def kept_step_times(*machine_and_model: object, padded: Padding = int) -> StepTimes:
     """What earlier runs learnt with the same model and settings on the same machine; kept for later ones too."""
     name = re.sub(r"[^A-Za-z0-9]+", "-", "-".join(map(str, machine_and_model))).strip("-").lower()
@@ -156,20 +104,21 @@ class StepTimes:
     def __init__(self, path: Path | None = None, padded: Padding = int) -> None:
         self._path = path
         self._padded = padded
-        self._decode = _Fit(3)
-        self._drafted = _Fit(3)
+        self._decode = OnlineFit(3)
+        self._drafted = OnlineFit(3)
         self._undrafted = 0  # decode steps since one with drafts
-        self._mixed = _Fit(6)
+        self._latest_drafted: tuple[tuple[float, ...], float] | None = None  # and its seconds if all had been decodes
+        self._mixed = OnlineFit(6)
         self._errors: deque[float] = deque(maxlen=200)
         self._overrun = RecentPeak(*_MARGIN_STEPS)  # seconds that steps took longer than predicted
-        self._slowest = RecentPeak(*_MARGIN_STEPS)  # drift of steps with prompts
+        self._slowest = RecentPeak(*_MARGIN_STEPS)  # seconds of a usual chunk, by what was known at the time
         self._observed = 0
         self._yardsticks: Yardsticks | None = None
         if path is not None:
             self._load(path)
 
     @property
-    def _fits(self) -> tuple[tuple[str, _Fit], ...]:
+    def _fits(self) -> tuple[tuple[str, OnlineFit], ...]:
         return ("decode", self._decode), ("drafted", self._drafted), ("mixed", self._mixed)
 
     @property
@@ -190,9 +139,11 @@ class StepTimes:
         if not shape.decodes:
             return 0.0
         known = self._drafted.ready and self._undrafted < _STALE_STEPS
-        fit = self._drafted if shape.drafted and known else self._decode
-        if fit.ready:
-            return fit.predict(shape.features(self._padded))
+        x = shape.features(self._padded)
+        if shape.drafted and known:
+            return self._drafted.predict(x) * self._slower_since_drafts()
+        if self._decode.ready:
+            return self._decode.predict(x)
         return self.base_seconds(shape) if self._mixed.ready else 0.0
 
     def patience(self, steps: Iterable[StepShape]) -> float:
@@ -217,22 +168,32 @@ class StepTimes:
         if not shape.prefill:
             self._undrafted = 0 if shape.drafted else self._undrafted + 1
         fit, x = self._fit(shape), shape.features(self._padded)
+        if fit is self._drafted:
+            fit.drift *= self._slower_since_drafts()
         predicted = fit.observe(x, seconds)
-        if predicted and not shape.prefill:
-            # One machine: if it becomes faster while nothing is drafted, drafts are faster as well. Not by the drift
-            # alone: noise lets that grow while the coefficients shrink.
-            other = self._decode if shape.drafted else self._drafted
-            other.drift *= fit.predict(x) / predicted
+        if fit is self._drafted and self._decode.observed > SETTLED:
+            self._latest_drafted = x, self._decode.predict(x)
         if predicted is not None:
             error = abs(predicted - seconds) / seconds
             self._errors.append(error)
             self._observed += 1
-            if self._observed > _SETTLED_STEPS:
+            if self._observed > SETTLED:
                 self._overrun.add(seconds - predicted)
-                self._slowest.add(self._mixed.drift)
+                self._slowest.add(self._usual_chunk_seconds)
 
-    def _fit(self, shape: StepShape) -> _Fit:
+    def _fit(self, shape: StepShape) -> OnlineFit:
         return self._mixed if shape.prefill else self._drafted if shape.drafted else self._decode
+
+    def _slower_since_drafts(self) -> float:
+        """How many times slower the machine is than when a step had drafts: those are as much slower now."""
+        if self._latest_drafted is None:
+            return 1.0
+        x, seconds = self._latest_drafted
+        return self._decode.predict(x) / seconds
+
+    @property
+    def _usual_chunk_seconds(self) -> float:
+        return self._mixed.predict(StepShape().with_chunk(0, _SHORT_PROMPT).features(self._padded))
 
     def plan_within(self, limit: float) -> float:
         """How long a step may be predicted to take if it has to end within `limit` seconds, as predictions err."""
@@ -246,7 +207,8 @@ class StepTimes:
     @property
     def slowdown(self) -> float:
         """How many times slower than now this machine has been lately: it may be so again before a promise is due."""
-        return max(1.0, self._slowest.value / self._mixed.drift)
+        usual = self._usual_chunk_seconds
+        return max(1.0, self._slowest.value / usual) if usual else 1.0
 
     def pace(self, decodes: StepShape) -> float:
         """How long a step may take beside streams without an ITL objective.
@@ -324,16 +286,7 @@ class StepTimes:
     def save(self) -> None:
         if self._path is None or not self.ready:
             return
-        fits = {
-            name: {
-                "coefficients": fit.coefficients,
-                "moments": fit.moments,
-                "targets": fit.targets,
-                "observed": fit.observed,
-                "drift": fit.drift,
-            }
-            for name, fit in self._fits
-        }
+        fits = {name: fit.state() for name, fit in self._fits}
         yardsticks = None if self.yardsticks is None else asdict(self.yardsticks)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -349,13 +302,7 @@ class StepTimes:
             if stored["version"] != _VERSION:
                 return
             for name, fit in self._fits:
-                known, size = stored[name], len(fit.targets)
-                moments = [[float(v) for v in row] for row in known["moments"]]
-                targets, coefficients = ([float(v) for v in known[part]] for part in ("targets", "coefficients"))
-                if {len(moments), len(targets), len(coefficients), *map(len, moments)} != {size}:
-                    return
-                fit.moments, fit.targets, fit.coefficients = moments, targets, coefficients
-                fit.observed, fit.drift = int(known["observed"]), float(known["drift"])
+                fit.restore(stored[name])
             if (yardsticks := stored["yardsticks"]) is not None:
                 self._yardsticks = Yardsticks(float(yardsticks["prompt"]), float(yardsticks["step"]))
         except FileNotFoundError:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,45 @@ def test_follows_a_machine_that_slows_down_and_ignores_a_hiccup() -> None:
     for _ in range(30):
         times.observe(shape, 0.013)
     assert times.predict(shape) == pytest.approx(0.013, rel=0.1)
+
+
+def test_a_fit_that_is_far_off_is_learnt_again() -> None:
+    times, shape = StepTimes(), StepShape(1, 300)
+    for _ in range(200):
+        times.observe(shape, 0.0005)
+    for _ in range(100):
+        times.observe(shape, 0.007)
+    assert times.predict(shape) == pytest.approx(0.007, rel=0.1)
+
+
+@pytest.mark.parametrize("rest", [3, 300, 3000])
+def test_steps_with_drafts_stay_known_however_rare_they_are(rest: int) -> None:
+    draw, times = random.Random(rest), StepTimes()
+
+    def seconds(shape: StepShape) -> float:
+        return 0.005 + 0.0004 * (shape.decodes + 2 * shape.drafted) + 1e-7 * shape.context
+
+    for step in range(60_000):
+        shape = StepShape(draw.randrange(1, 9), draw.randrange(100, 9000))
+        if step < 300 or step % rest == 0:
+            shape = replace(shape, drafted=draw.randrange(1, 9))
+            times.observe(shape, seconds(shape) * draw.lognormvariate(0, 0.3))
+            if step > 300:
+                assert 0.6 < times.predict(shape) / seconds(shape) < 1.5
+        times.observe(shape, seconds(shape) * draw.lognormvariate(0, 0.3))
+
+
+def test_drafts_are_slower_on_a_machine_that_became_slower_without_them() -> None:
+    draw, times = random.Random(5), StepTimes()
+    drafted, plain = StepShape(2, 400, drafted=4), StepShape(2, 400)
+    for _ in range(200):
+        times.observe(plain, 0.005 * draw.lognormvariate(0, 0.05))
+        times.observe(drafted, 0.007 * draw.lognormvariate(0, 0.05))
+    for _ in range(100):
+        times.observe(plain, 0.010 * draw.lognormvariate(0, 0.05))
+    assert times.predict(drafted) == pytest.approx(0.014, rel=0.1)
+    times.observe(drafted, 0.014)
+    assert times.predict(drafted) == pytest.approx(0.014, rel=0.1)
 
 
 def test_patience_follows_what_steps_should_take() -> None:
