@@ -3,7 +3,7 @@
     python benchmarks/batch_ttft.py --rounds 6 --seconds 20
 
 Every round has a phase without and one with a batch under way, in random order. Interactive requests arrive at random
-(Poisson) and are streamed. Prints p50 and p99 of both and the ratio of the p99.
+(Poisson), at the same moments of both phases, and are streamed. Prints p50 and p99 of both and the ratio of the p99.
 """
 
 from __future__ import annotations
@@ -66,7 +66,14 @@ def stop_batch(client: httpx.Client, id: str) -> int:
     return int(batch["request_counts"]["completed"])
 
 
-async def interactive(url: str, chance: random.Random, seconds: float, rate: float) -> list[float]:
+def arrivals(chance: random.Random, seconds: float, rate: float) -> list[float]:
+    times = [chance.expovariate(rate)]
+    while times[-1] < seconds:
+        times.append(times[-1] + chance.expovariate(rate))
+    return times
+
+
+async def interactive(url: str, chance: random.Random, arrivals: list[float]) -> list[float]:
     """Times to first token."""
     times: list[float] = []
 
@@ -83,9 +90,9 @@ async def interactive(url: str, chance: random.Random, seconds: float, rate: flo
             times.append(first or 0.0)
 
     async with httpx.AsyncClient(base_url=url, timeout=60) as client, asyncio.TaskGroup() as tasks:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            await asyncio.sleep(chance.expovariate(rate))
+        start = time.monotonic()
+        for at in arrivals:
+            await asyncio.sleep(start + at - time.monotonic())
             tasks.create_task(one(client))
     return times
 
@@ -102,11 +109,12 @@ def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         with httpx.Client(base_url=server.url, timeout=30) as client:
             ask(client, "GET", "/health")
-            asyncio.run(interactive(server.url, chance, 5, args.rate))
+            asyncio.run(interactive(server.url, chance, arrivals(chance, 5, args.rate)))
             for _ in range(args.rounds):
+                arriving = arrivals(chance, args.seconds, args.rate)
                 for with_batch in chance.sample((False, True), 2):
                     id = start_batch(client, chance, args.lines) if with_batch else ""
-                    times[with_batch] += asyncio.run(interactive(server.url, chance, args.seconds, args.rate))
+                    times[with_batch] += asyncio.run(interactive(server.url, chance, arriving))
                     lines += stop_batch(client, id) if with_batch else 0
         server.stop()
     finally:

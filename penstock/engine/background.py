@@ -1,19 +1,21 @@
 """Work that nobody waits for, such as batches, beside requests that somebody waits for.
 
-It fills what those leave over. It sits out steps that compute a reader's prompt. While readers come, it adds at most
-some milliseconds to a step, so that whoever comes next hardly waits for it; sequences that are too many for that take
-turns. Without readers steps are as large as ever.
+It fills what those leave over. It sits out steps that compute a reader's prompt, and beside readers' streams it takes a
+tenth of the time at most. While readers come, a step has either its streams or its prompts and is longer by some
+milliseconds at most, so that whoever comes next hardly waits for it. Without readers steps are as large as ever.
 """
 
 from __future__ import annotations
 
 import math
 
+from penstock.engine.planned_step import PlannedStep
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import Ranking
 
 STEP_SECONDS = 0.005  # that such work may add to a step
+_SHARE = 0.1  # of the time, beside readers' streams
 _ATTENTION_SECONDS = 30.0  # after a reader came, the next one is expected for so long
 _LONGEST_PAUSE = 1.0  # seconds; then it gets a step even if readers' prompts never end
 
@@ -21,39 +23,44 @@ _LONGEST_PAUSE = 1.0  # seconds; then it gets a step even if readers' prompts ne
 class Background:
     def __init__(self, times: StepTimes) -> None:
         self._times = times
+        self.present = 0  # sequences that have not ended
         self._readers_until = -math.inf
-        self._arrived = -math.inf
         self._advanced = -math.inf  # when it was last in a step
-        self._turn = 0
+        self._rests_until = -math.inf  # beside readers' streams
+        self._streams_next = False  # rather than its prompts
+        self._turn = 0  # among its streams
 
     def arrived(self, sequence: Sequence, now: float) -> None:
         if sequence.background:
-            self._arrived = now
+            self.present += 1
         else:
             self._readers_until = now + _ATTENTION_SECONDS
 
-    def present(self, now: float) -> bool:
-        """Whether there may be any. It never pauses for long, so it is known from when it was last seen."""
-        return now < max(self._arrived, self._advanced) + _ATTENTION_SECONDS
+    def ended(self, sequence: Sequence) -> None:
+        self.present -= sequence.background
 
-    def pauses_for(self, prompts: list[Sequence], ranking: Ranking) -> bool:
-        """Whether it sits out a step that may compute these: one of a reader is the most urgent."""
-        first = min(prompts, key=ranking.of, default=None)
-        return first is not None and not first.background and ranking.now < self._advanced + _LONGEST_PAUSE
+    def admit(self, decodes: list[Sequence], prompts: list[Sequence], ranking: Ranking) -> tuple[list[Sequence], bool]:
+        """Those of the decoding sequences that the next step advances, and whether it may compute prompts that nobody
+        waits for. The most urgent of the prompts there are is among `prompts`."""
+        if not self.present:
+            return decodes, False
+        now, first = ranking.now, min(prompts, key=ranking.of, default=None)
+        readers, others = [s for s in decodes if not s.background], [s for s in decodes if s.background]
+        if not readers and now > self._readers_until:
+            return decodes, True
+        waited_for = first is not None and not first.background
+        if (waited_for and now < self._advanced + _LONGEST_PAUSE) or (readers and now < self._rests_until):
+            return readers, False
+        if others and (self._streams_next or first is None or waited_for):
+            self._streams_next = False
+            return readers + self._in_turn(others, readers), False
+        self._streams_next = True
+        return readers, True
 
-    def beside_readers(self, decodes: list[Sequence], now: float, *, pauses: bool) -> list[Sequence]:
-        """Those of the decoding sequences that the next step advances."""
-        others = [s for s in decodes if s.background]
-        if not others:
-            return decodes
-        readers = [s for s in decodes if not s.background]
-        if pauses:
-            return readers
-        self._advanced = now
-        if now > self._readers_until and not readers:
-            return decodes
-        shape = StepShape(len(readers), sum(s.computed + 1 for s in readers))
-        limit, first = self._times.predict(shape) + STEP_SECONDS, self._turn % len(others)
+    def _in_turn(self, others: list[Sequence], readers: list[Sequence]) -> list[Sequence]:
+        """As many as a step has time for; at least one."""
+        shape, first = _shape(readers), self._turn % len(others)
+        limit = self._times.predict(shape if readers else _shape(others[first : first + 1])) + STEP_SECONDS
         chosen: list[Sequence] = []
         for s in others[first:] + others[:first]:
             shape = StepShape(shape.decodes + 1, shape.context + s.computed + 1)
@@ -61,9 +68,21 @@ class Background:
                 break
             chosen.append(s)
         self._turn = first + len(chosen)
-        return readers + chosen
+        return chosen
 
     def step_limit(self, shape: StepShape, now: float) -> float:
         """Seconds that a step of this shape may take with prompts that nobody waits for."""
-        self._advanced = now
         return math.inf if now > self._readers_until else self._times.base_seconds(shape) + STEP_SECONDS
+
+    def planned(self, planned: PlannedStep) -> None:
+        """What it adds to a step of readers' streams is made up for by steps that it sits out."""
+        if not self.present or not any(s.background for s in planned.sequences):
+            return
+        self._advanced = planned.planned
+        if readers := [s for s in planned.sequences if not s.background]:
+            added = self._times.predict(planned.shape) - self._times.predict(_shape(readers))
+            self._rests_until = planned.planned + added / _SHARE
+
+
+def _shape(decodes: list[Sequence]) -> StepShape:
+    return StepShape(len(decodes), sum(s.computed + 1 for s in decodes))

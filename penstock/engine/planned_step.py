@@ -23,7 +23,7 @@ class PlannedStep:
     sequences: list[Sequence] = field(default_factory=list)  # that it advances
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by index of the sequence
     shape: StepShape = field(default_factory=StepShape)
-    pauses: bool = False  # whether what nobody waits for sits it out
+    background: bool = True  # whether it may compute prompts that nobody waits for
     limited: bool = False  # whether its length was limited, for streams or for first tokens
     largest: int = 0  # tokens of its largest chunk
     culprit: Sequence | None = None  # whose chunk that is: who is to blame if this step takes long

@@ -124,20 +124,20 @@ class Scheduler:
         self._clock.tick(now)
         self._make_way(ranking := self._ranking(now))
         preemptions = self.counters.preemptions
-        decodes = self._plan_decodes()
-        prompts = self._plan_prompts(ranking)
+        decodes, prompts = self._plan_decodes(), self._plan_prompts(ranking)
         # From here on nothing is preempted, so what a planned sequence computes may be shared within the step.
         admit = self.counters.preemptions == preemptions
-        pauses = self._background.pauses_for([*prompts[-1:], *self._admissible(ranking, admit)], ranking)
-        planned, seated = PlannedStep(now, pauses=pauses), [s for s in decodes if s.row >= 0]
-        decodes = self._background.beside_readers(seated, now, pauses=pauses)
-        decode(planned, decodes, self.speculation, self._placement, self.limits.max_step_tokens)
+        seated, urgent = [s for s in decodes if s.row >= 0], [*prompts[-1:], *self._admissible(ranking, admit)]
+        streams, background = self._background.admit(seated, urgent, ranking)
+        planned = PlannedStep(now, background=background)
+        decode(planned, streams, self.speculation, self._placement, self.limits.max_step_tokens)
         self._fill(planned, prompts, ranking, admit=admit)
+        self._background.planned(planned)
         return self._finished(planned) if planned.sequences else None
 
     def _admissible(self, ranking: Ranking, admit: bool) -> list[Sequence]:
         """The most urgent request that waits, if the next step can begin with it; not asked where nothing may pause."""
-        head = self.waiting.first(ranking, self.times) if admit and self._background.present(ranking.now) else None
+        head = self.waiting.first(ranking, self.times) if admit and self._background.present else None
         leads = ranking.leads.get(head.counter, 0) > 0 if head else False
         return [head] if head and self._placement.fits(head, self.running, leads=leads) else []
 
@@ -219,7 +219,7 @@ class Scheduler:
             if sequence is None:
                 return
             runs = sequence.row >= 0
-            if sequence.background and planned.pauses:
+            if sequence.background and not planned.background:
                 prompts, admit = (prompts[:-1], admit) if runs else (prompts, False)
                 continue
             if sequence.background:
@@ -231,9 +231,7 @@ class Scheduler:
                 admit = False
                 continue
             start = sequence.computed + len(hits) * self.limits.block_size
-            most = budget
-            if runs:
-                most = min(budget, self._placement.most_tokens(sequence) - start)
+            most = min(budget, self._placement.most_tokens(sequence) - start) if runs else budget
             count = self._pacing.fitting(planned.shape, sequence, start, most, limit)
             if count == 0:
                 return
@@ -368,6 +366,7 @@ class Scheduler:
         sequence.finished = reason
         del self._sequences[sequence.request.id]
         self._tenants.leave(sequence.counter)
+        self._background.ended(sequence)
         if self.speculation is not None:
             self.speculation.forget(sequence)
         if sequence.row < 0:

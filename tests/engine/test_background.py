@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from penstock.core.request import Objective
 from penstock.engine.planned_step import PlannedStep
+from penstock.engine.step_time import StepShape
 from penstock.simulation.virtual_engine import VirtualEngine
 from tests.engine.test_objectives import CPU, Requests, engine
 
@@ -72,3 +73,31 @@ def test_it_goes_on_while_readers_never_stop_and_more_of_it_comes() -> None:
     readers = [(at, requests.make(200, 8)) for at in requests.poisson(60.0, start + 0.5, 25)]
     answers = virtual.run([(start, first), *more, *readers], until=start + 25)
     assert sum(at > start + 10 for at in answers[first.id].token_times) >= 10
+
+
+def test_beside_the_streams_of_readers_it_takes_a_tenth_of_the_time() -> None:
+    virtual, requests = engine(CPU, noise=0.0), Requests(seed=5)
+    steps, start = recorded(virtual), virtual.now
+    readers = [(start + number, requests.make(20, 200)) for number in range(10)]
+    batch = [(start, requests.make(200, 40, objective=BATCH)) for _ in range(40)]
+    virtual.run([*readers, *batch], until=start + 60)
+    times, taken, together = virtual.scheduler.times, 0.0, 0.0
+    for planned in steps:
+        streams = [
+            s for s, c in zip(planned.sequences, planned.step.counts, strict=True) if not s.background and c == 1
+        ]
+        if streams:
+            alone = times.predict(StepShape(len(streams), 100 * len(streams)))
+            together += alone
+            taken += max(0.0, times.predict(planned.shape) - alone) if len(streams) < len(planned.sequences) else 0.0
+    assert 0.05 * together < taken < 0.15 * together
+
+
+def test_its_prompts_and_its_streams_take_turns() -> None:
+    virtual, requests = engine(CPU), Requests(seed=6)
+    steps, start = recorded(virtual), virtual.now
+    batch = [(start + 1, requests.make(100, 40, objective=BATCH)) for _ in range(20)]
+    answers = virtual.run([(start, requests.make(20, 2)), *batch], until=start + 60)
+    assert all(answer.finish_reason == "length" for answer in answers.values())
+    kinds = {tuple(sorted({count > 1 for count in planned.step.counts})) for planned in steps[10:]}
+    assert kinds == {(False,), (True,)}
