@@ -1,7 +1,7 @@
 """Work that nobody waits for, such as batches, beside requests that somebody waits for.
 
 It fills what those leave over. It sits out steps that compute a reader's prompt, and beside readers' streams it takes a
-tenth of the time at most. While readers come, a step has either its streams or its prompts and is longer by some
+fifth of the time at most. While readers come, a step has either its streams or its prompts and is longer by some
 milliseconds at most, so that whoever comes next hardly waits for it. Without readers steps are as large as ever.
 """
 
@@ -15,7 +15,7 @@ from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import Ranking
 
 STEP_SECONDS = 0.005  # that such work may add to a step
-_SHARE = 0.1  # of the time, beside readers' streams
+_SHARE = 0.2  # of the time, beside readers' streams
 _ATTENTION_SECONDS = 30.0  # after a reader came, the next one is expected for so long
 _LONGEST_PAUSE = 1.0  # seconds; then it gets a step even if readers' prompts never end
 

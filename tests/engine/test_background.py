@@ -75,7 +75,7 @@ def test_it_goes_on_while_readers_never_stop_and_more_of_it_comes() -> None:
     assert sum(at > start + 10 for at in answers[first.id].token_times) >= 10
 
 
-def test_beside_the_streams_of_readers_it_takes_a_tenth_of_the_time() -> None:
+def test_beside_the_streams_of_readers_it_takes_a_fifth_of_the_time() -> None:
     virtual, requests = engine(CPU, noise=0.0), Requests(seed=5)
     steps, start = recorded(virtual), virtual.now
     readers = [(start + number, requests.make(20, 200)) for number in range(10)]
@@ -90,7 +90,7 @@ def test_beside_the_streams_of_readers_it_takes_a_tenth_of_the_time() -> None:
             alone = times.predict(StepShape(len(streams), 100 * len(streams)))
             together += alone
             taken += max(0.0, times.predict(planned.shape) - alone) if len(streams) < len(planned.sequences) else 0.0
-    assert 0.05 * together < taken < 0.15 * together
+    assert 0.1 * together < taken < 0.3 * together
 
 
 def test_its_prompts_and_its_streams_take_turns() -> None:
