@@ -30,7 +30,7 @@ from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.device_scores import DeviceScores
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.largest_step import largest_step, most_sampled
-from penstock.runner.mixed_steps import MixedSteps
+from penstock.runner.mixed_steps import GreedyTokens, MixedSteps
 from penstock.runner.paged_attention import MOST_DRAFTED
 from penstock.runner.parallel_tasks import run_in_parallel
 from penstock.runner.scoring import scored_prompts, scored_rows
@@ -100,8 +100,9 @@ class CudaRunner:
         self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._scratch = argmax_scratch(most, vocab_size, device)
+        self._greedy = GreedyTokens(forward, self._logits, self._tokens, self._scratch)
         self._mixed_steps = MixedSteps(
-            forward, self._tables, self._logits, self._tokens, self._scratch, adapters, max_tokens=max_step_tokens
+            forward, self._tables, self._greedy, adapters, most_sampled=most, max_tokens=max_step_tokens
         )
         self._sampler = DeviceSampler(state, self._logits, self._tokens, self._inputs.of_sampling, self._inputs.drafts)
         self.mask_memory: TokenMask | None = self._sampler.mask_memory
@@ -228,8 +229,7 @@ class CudaRunner:
             flight.scores.append(self._prompt_scores(index, hidden_TC, rows, tokens, width))
         if flight.sampled:  # not only chunks of prompts
             last_N, rows_N = (to_device(array, hidden_TC.device) for array in (batch.last_N, batch.rows_N))
-            logits_NV = self._forward.logits(hidden_TC[last_N], self._logits[: len(rows_N)])
-            argmax(logits_NV, self._tokens, self._scratch, feed=(self._state.last_token_R, rows_N))
+            self._greedy(hidden_TC, last_N, rows_N, self._state)
 
     def _verify(self, step: Step, flight: StepInFlight) -> None:
         """Every token of the step is sampled after; there are drafts among them, or tokens that the host knows."""

@@ -20,8 +20,10 @@ from penstock.runner.cuda_runner import CudaRunner
 from penstock.runner.device_adapters import DeviceAdapters, no_adapters
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
+from penstock.runner.fused_hidden import FusedHidden
 from penstock.runner.largest_step import most_sampled
 from penstock.runner.memory import GIB, kv_blocks
+from penstock.runner.row_state import RowState
 
 if TYPE_CHECKING:
     from penstock.runner.startup import _Plan as Plan
@@ -30,14 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
-    config = plan.engine
-    problem = deterministic_problem(model, plan.model) if config.deterministic else None
-    if problem:
-        raise StartupError(f"deterministic: {problem}; set deterministic to false", param="engine.deterministic")
-    if config.quantization == "fp8":
-        quantize_model(model)
-    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "fp8" else plan.dtype
-    torch.cuda.empty_cache()
+    config, kv_dtype = plan.engine, _prepare(plan, model)
     free = torch.cuda.mem_get_info()[0]
     runner = _with_smallest_cache(plan, model, kv_dtype, free)
     step_bytes = _compile_and_try(plan, runner, free)
@@ -61,19 +56,58 @@ def fused_executor(plan: Plan, model: Llama) -> CudaRunner:
     return runner
 
 
+def fused_hidden(plan: Plan, model: Llama) -> FusedHidden:
+    """For vectors: nothing is sampled."""
+    config, kv_dtype = plan.engine, _prepare(plan, model)
+    state = RowState(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, plan.device)
+    began, block = time.monotonic(), torch_block_bytes(model.attention_spec, config.block_size, kv_dtype)
+    try:
+        forward, size = _forward(plan, model, kv_dtype), plan.max_step_tokens
+        hidden = FusedHidden(forward, state, block_size=config.block_size, max_step_tokens=size)
+        hidden.compile_all()
+        demand = plan.kv_demand(block, 2 * hidden.probe())  # twice: CUDA graphs have memory of their own
+        hidden.allocate_cache(kv_blocks(demand, config.kv_memory_gib, plan.device, config.gpu_memory_share))
+        graphs = hidden.capture_all()
+        log.info("compiled kernels and captured %d CUDA graphs in %.1f s", graphs, time.monotonic() - began)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(
+            f"a step of {plan.max_step_tokens} tokens does not fit beside the weights and a KV cache; set "
+            f"max_step_tokens to {plan.max_step_tokens // 2} or less",
+            param="engine.max_step_tokens",
+        ) from error
+    return hidden
+
+
+def _prepare(plan: Plan, model: Llama) -> torch.dtype:
+    """Quantise the weights if asked to. Returns the format of the KV cache."""
+    config = plan.engine
+    problem = deterministic_problem(model, plan.model) if config.deterministic else None
+    if problem:
+        raise StartupError(f"deterministic: {problem}; set deterministic to false", param="engine.deterministic")
+    if config.quantization == "fp8":
+        quantize_model(model)
+    torch.cuda.empty_cache()
+    return torch.float8_e4m3fn if config.kv_dtype == "fp8" else plan.dtype
+
+
+def _forward(plan: Plan, model: Llama, kv_dtype: torch.dtype) -> FusedForward:
+    """With the smallest cache: how large it may be is found with it."""
+    return FusedForward(
+        model,
+        plan.model,
+        num_blocks=1,
+        block_size=plan.engine.block_size,
+        max_seqs=most_sampled(plan.engine.max_seqs),
+        max_model_len=plan.max_model_len,
+        kv_dtype=kv_dtype,
+        deterministic=plan.engine.deterministic,
+    )
+
+
 def _with_smallest_cache(plan: Plan, model: Llama, kv_dtype: torch.dtype, free: int) -> CudaRunner:
     config = plan.engine
     try:
-        forward = FusedForward(
-            model,
-            plan.model,
-            num_blocks=1,
-            block_size=config.block_size,
-            max_seqs=most_sampled(config.max_seqs),
-            max_model_len=plan.max_model_len,
-            kv_dtype=kv_dtype,
-            deterministic=config.deterministic,
-        )
+        forward = _forward(plan, model, kv_dtype)
         return CudaRunner(
             forward,
             DeviceRows(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, plan.device),

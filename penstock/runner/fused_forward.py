@@ -313,6 +313,9 @@ class FusedForward:
             out = torch.empty((len(x_RC), len(self._head)), dtype=torch.float32, device=x_RC.device)
         return self._linear(x_RC, self._head, norm=(self._norm, self._eps), out=out)
 
+    def final_norm(self, x_RC: torch.Tensor, out: torch.Tensor) -> None:
+        add_rms_norm(x_RC, self._norm, self._eps, out=out)
+
     def _stack(self, config: ModelConfig) -> StackedLayers | None:
         """For the kernel that runs whole steps: dense layers, alike, without biases, weights in bfloat16 or fp8."""
         layers, keys = self._layers, self.attention.keys

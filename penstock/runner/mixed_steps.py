@@ -11,7 +11,7 @@ T tokens, S sequences, N tokens after which one is sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -82,26 +82,46 @@ def _padded(values: npt.NDArray[np.int32], size: int, fill: int) -> npt.NDArray[
     return padded
 
 
+class Finish(Protocol):
+    """What becomes of the residual stream of all tokens of a step. Part of the graph, so it writes to fixed memory."""
+
+    def __call__(
+        self, hidden_TC: torch.Tensor, last_N: torch.Tensor, rows_N: torch.Tensor, state: RowState
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyTokens:
+    """Logits where something is sampled, [N, V], and greedy tokens, [N]; these go to their rows as well, of a sequence
+    that samples several of them any one."""
+
+    forward: FusedForward
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    scratch: ArgmaxScratch
+
+    def __call__(self, hidden_TC: torch.Tensor, last_N: torch.Tensor, rows_N: torch.Tensor, state: RowState) -> None:
+        logits_NV = self.forward.logits(hidden_TC[last_N.long()], self.logits[: len(rows_N)])
+        argmax(logits_NV, self.tokens, self.scratch, feed=(state.last_token_R, rows_N))
+
+
 class MixedSteps:
     def __init__(
         self,
         forward: FusedForward,
         tables: torch.Tensor,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        scratch: ArgmaxScratch,
+        finish: Finish,
         adapters: DeviceAdapters,
         *,
+        most_sampled: int,
         max_tokens: int,
     ) -> None:
-        """`tables` are the block tables of all rows, the last of which is spare. `logits` [N, V] and `tokens` [N] are
-        where the results go."""
+        """`tables` are the block tables of all rows, the last of which is spare."""
         self._forward = forward
         self._tables = tables
-        self._logits = logits
-        self._sampled = tokens
-        self._scratch = scratch
+        self._finish = finish
         self._adapters = adapters
+        self._most_sampled = most_sampled
         self._max_seqs = len(tables) - 1
         self._decodes = [size for size in _DECODES if size < self._max_seqs] + [self._max_seqs]
         self._prompts = _PROMPTS if self._max_seqs > _PROMPTS[0] else _PROMPTS[:1]
@@ -109,13 +129,11 @@ class MixedSteps:
         self._tokens = [size for size in buckets if size <= max_tokens]
         self._adapted_tokens = [size for size in self._tokens if size in _ADAPTED_TOKENS and adapters.slots]
         self._max_tokens = max_tokens
-        largest = self._layout(self._max_seqs, len(logits), max_tokens)
+        largest = self._layout(self._max_seqs, most_sampled, max_tokens)
         self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
         self._graphs: dict[tuple[Layout, bool], torch.cuda.CUDAGraph] = {}
 
     def run(self, batch: Batch, state: RowState) -> None:
-        """Logits and greedy tokens where something is sampled; the tokens go to their rows as well, of a sequence that
-        samples several of them any one."""
         decodes = batch.num_decodes
         prompts = max(len(batch.contexts_S), len(batch.last_N)) - decodes
         tokens = max(len(batch.tokens_T), self._padded_decodes(decodes))
@@ -145,7 +163,7 @@ class MixedSteps:
         most = self._prompts[-1]
         prompts = next((size for size in self._prompts if size >= prompts), -(-prompts // most) * most)
         tokens = self.padded(max(tokens, decodes))
-        return Layout(decodes, prompts, tokens, min(len(self._logits), decodes + prompts))
+        return Layout(decodes, prompts, tokens, min(self._most_sampled, decodes + prompts))
 
     def _body(self, layout: Layout, state: RowState, adapted: bool, layers: int | None = None) -> None:
         forward = self._forward
@@ -158,8 +176,7 @@ class MixedSteps:
         hidden_TC = forward.hidden(
             F.embedding(tokens_T, forward.embedding), forward.attention.attend_mixed(step), layers, adapters
         )
-        logits_NV = forward.logits(hidden_TC[last_N.long()], self._logits[: layout.most_sampled])
-        argmax(logits_NV, self._sampled, self._scratch, feed=(state.last_token_R, rows_N))
+        self._finish(hidden_TC, last_N, rows_N, state)
 
     @property
     def layouts(self) -> list[tuple[Layout, bool]]:

@@ -28,7 +28,8 @@ POOLED_NICENESS = 10  # of threads that compute vectors on the CPU: streams of o
 class Hidden(Protocol):
     """Computes a step, and says what the final hidden states of some of its tokens are."""
 
-    num_blocks: int
+    @property
+    def num_blocks(self) -> int: ...
 
     @property
     def kernel_probe(self) -> KernelProbe | None: ...
@@ -40,6 +41,10 @@ class Hidden(Protocol):
 
     def states(self, step: Step, tokens: Sequence[int]) -> Floats:
         """[N, hidden size], of the tokens with these indices in the step."""
+        ...
+
+    def sums(self, step: Step) -> Floats:
+        """[S, hidden size], over the tokens of each sequence in the step."""
         ...
 
 
@@ -63,6 +68,11 @@ class NativeHidden:
         self._state.apply(step)
         self._model.forward(NativeStep(step.tokens, step.rows, step.starts, step.counts, ()), self._rows, logits=False)
         return self._model.hidden_states(tokens)
+
+    def sums(self, step: Step) -> Floats:
+        states_TD = self.states(step, range(len(step.tokens)))
+        firsts = np.cumsum([0, *step.counts[:-1]])
+        return np.add.reduceat(states_TD, firsts, axis=0, dtype=np.float64).astype(np.float32)
 
 
 class PooledRunner(VectorExecutor):
@@ -89,18 +99,17 @@ class PooledRunner(VectorExecutor):
             self._sums.pop(setup.row, None)
         sequences = list(zip(step.rows, step.starts, step.counts, strict=True))
         complete = [i for i, (row, start, count) in enumerate(sequences) if start + count == self._prompts[row]]
-        ends = list(accumulate(step.counts))
         if self._pooling.kind == "last":
+            ends = list(accumulate(step.counts))
             vectors_ND = self._hidden.states(step, [ends[i] - 1 for i in complete])
         else:
-            vectors_ND = self._means(step, self._hidden.states(step, range(ends[-1])), ends, complete)
+            vectors_ND = self._means(step, self._hidden.sums(step), complete)
         packed = packed_vectors(vectors_ND, normalize=self._pooling.normalize)
         return StepResult([[] for _ in step.rows], vectors=dict(zip(complete, packed, strict=True)))
 
-    def _means(self, step: Step, states_TD: Floats, ends: list[int], complete: list[int]) -> Floats:
+    def _means(self, step: Step, sums_SD: Floats, complete: list[int]) -> Floats:
         """Of those that are complete; of the others the sums are kept."""
-        for row, count, end in zip(step.rows, step.counts, ends, strict=True):
-            part = states_TD[end - count : end].sum(axis=0, dtype=np.float64)
+        for row, part in zip(step.rows, sums_SD, strict=True):
             self._sums[row] = self._sums.get(row, 0.0) + part
         means = [self._sums.pop(step.rows[i]) / self._prompts[step.rows[i]] for i in complete]
-        return np.array(means, dtype=np.float32).reshape(len(complete), states_TD.shape[1])
+        return np.array(means, dtype=np.float32).reshape(len(complete), sums_SD.shape[1])

@@ -311,7 +311,7 @@ def _cuda_executor(plan: _Plan) -> LoadedExecutor:
     keep_kernels()
     import torch
 
-    from penstock.runner.cuda_startup import fused_executor  # Triton comes with torch for CUDA only
+    from penstock.runner.cuda_startup import fused_executor, fused_hidden  # Triton comes with torch for CUDA only
     from penstock.runner.fused_forward import supports_fused
 
     config = plan.engine
@@ -329,8 +329,9 @@ def _cuda_executor(plan: _Plan) -> LoadedExecutor:
             f"the weights of {plan.checkpoint.name} do not fit into what is free of the GPU's {total:.0f} GiB; use a "
             "smaller model, or free the memory that other processes hold"
         ) from error
-    if plan.pooling is None and supports_fused(model, plan.model):
-        runner = fused_executor(plan, model)
+    if supports_fused(model, plan.model):
+        pooling = plan.pooling
+        runner = fused_executor(plan, model) if pooling is None else PooledRunner(fused_hidden(plan, model), pooling)
         plan.times.ended("kernels")
         return runner
     if config.deterministic:

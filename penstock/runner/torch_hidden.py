@@ -29,7 +29,19 @@ class TorchHidden:
 
     @torch.inference_mode()
     def states(self, step: Step, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        self._state.apply(step)
-        hidden_TD = self._forward.hidden(build_batch(step, self._state, self._block_size), self._state)
-        wanted: npt.NDArray[np.float32] = hidden_TD[list(tokens)].float().cpu().numpy()
+        wanted: npt.NDArray[np.float32] = self._hidden(step)[list(tokens)].float().cpu().numpy()
         return wanted
+
+    @torch.inference_mode()
+    def sums(self, step: Step) -> npt.NDArray[np.float32]:
+        return summed_by_sequence(self._hidden(step), step)
+
+    def _hidden(self, step: Step) -> torch.Tensor:
+        self._state.apply(step)
+        return self._forward.hidden(build_batch(step, self._state, self._block_size), self._state)
+
+
+def summed_by_sequence(states_TD: torch.Tensor, step: Step) -> npt.NDArray[np.float32]:
+    lengths_S = torch.tensor(step.counts, device=states_TD.device)
+    sums: npt.NDArray[np.float32] = torch.segment_reduce(states_TD.float(), "sum", lengths=lengths_S).cpu().numpy()
+    return sums

@@ -34,7 +34,7 @@ from penstock.runner import fused_forward, mixed_steps
 from penstock.runner.cuda_startup import fused_executor
 from penstock.runner.device_adapters import no_adapters
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
-from penstock.runner.mixed_steps import MixedSteps
+from penstock.runner.mixed_steps import GreedyTokens, MixedSteps
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 
 CPU, BLOCK, TABLE, SEQS, VOCAB = torch.device("cpu"), 16, 4, 3, 64
@@ -102,7 +102,8 @@ class Steps:
         self._tables = torch.zeros((SEQS + 1, TABLE), dtype=torch.int32)
         self._logits, tokens = torch.empty((SEQS, VOCAB)), torch.empty(SEQS, dtype=torch.int64)
         scratch = argmax_scratch(SEQS, VOCAB, CPU)
-        self._mixed = MixedSteps(forward, self._tables, self._logits, tokens, scratch, no_adapters(CPU), max_tokens=48)
+        finish, most = GreedyTokens(forward, self._logits, tokens, scratch), len(self._logits)
+        self._mixed = MixedSteps(forward, self._tables, finish, no_adapters(CPU), most_sampled=most, max_tokens=48)
         greedy = SamplingParams(temperature=0)
         places = [(row, 0, list(range(row * TABLE, (row + 1) * TABLE))) for row in range(SEQS)]
         setups = [RowSetup(row, greedy, 0, self.tokens[row], LENGTH, ()) for row in range(SEQS)]

@@ -32,7 +32,7 @@ from penstock.kernels.triton.decode_inputs import gather_decode_inputs, gather_d
 from penstock.runner import mixed_steps
 from penstock.runner.device_adapters import no_adapters
 from penstock.runner.fused_forward import FusedForward
-from penstock.runner.mixed_steps import MixedSteps
+from penstock.runner.mixed_steps import GreedyTokens, MixedSteps
 
 CPU = torch.device("cpu")
 MAX_SEQS, STEP_TOKENS = 4, 24
@@ -125,8 +125,9 @@ class GraphPath:
         vocab = SIZES["vocab_size"]
         self._logits, self._tokens = torch.empty((MAX_SEQS, vocab)), torch.empty(MAX_SEQS, dtype=torch.int64)
         scratch = argmax_scratch(MAX_SEQS, vocab, CPU)
+        greedy = GreedyTokens(forward, self._logits, self._tokens, scratch)
         self._mixed = MixedSteps(
-            forward, self._tables, self._logits, self._tokens, scratch, no_adapters(CPU), max_tokens=STEP_TOKENS
+            forward, self._tables, greedy, no_adapters(CPU), most_sampled=MAX_SEQS, max_tokens=STEP_TOKENS
         )
         self.steps = self.mixed_steps = 0
 
