@@ -28,6 +28,7 @@ from penstock.core.request import (
     TokenLogprob,
     choice_seed,
 )
+from penstock.core.settings import convert_section
 from penstock.engine.local import LocalEngine
 from penstock.engine.settings import EngineConfig
 from penstock.grammar.compiler import grammars_of
@@ -64,14 +65,16 @@ class Completion:
 
 class LLM:
     """A model in this process. `adapters` are folders of LoRA adapters by the names that `generate`, `chat` and
-    `stream` choose them by; further keyword arguments are the fields of `EngineConfig`."""
+    `stream` choose them by; further keyword arguments are those of the section `engine` of the settings, such as
+    `kv_memory_gib=4, speculation={"method": "off"}`."""
 
     def __init__(
         self, model: str = DEFAULT_MODEL, *, adapters: Mapping[str, str | Path] | None = None, **engine: Any
     ) -> None:
         self.tokenizer = load_tokenizer(resolve(model))
         self._template = ChatTemplate(self.tokenizer.chat_template)
-        config = EngineConfig(**{"max_waiting": sys.maxsize, **engine})  # a library's caller may queue at will
+        # A library's caller may queue at will.
+        config = convert_section(EngineConfig, "", {"max_waiting": sys.maxsize, **engine})
         scheduler, executor, info = start(model, config, LoadProgress(sys.stderr))
         grammars = grammars_of(scheduler.limits, model, self.tokenizer)
         self._host_adapters = adapters_of(executor, config.max_adapter_rank, config.adapter_memory_gib)

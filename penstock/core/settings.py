@@ -2,7 +2,8 @@
 
 A section is a frozen dataclass of the component that it configures. It checks the ranges of its values in
 `__post_init__`. `convert_section` checks names and types, by the annotations of the fields, and every error names the
-setting by its full path. Where an annotation would not help a user, the field's metadata says what is `expected`.
+setting by its full path. Where an annotation would not help a user, the field's metadata says what is `expected`. The
+keyword arguments of `LLM` are a section too.
 """
 
 from __future__ import annotations
@@ -69,14 +70,18 @@ def _options(kind: Any) -> tuple[Any, ...]:
 def _convert(field: Field[Any], kind: Any, where: str, value: Any) -> Any:
     """A section that is left empty, which is None in YAML, has its defaults."""
     if (cls := section_type(kind)) is not None:
+        if isinstance(value, cls):
+            return value
         return None if value is None and NoneType in _options(kind) else _section_or_defaults(cls, where, value)
     if get_origin(kind) is Mapping and is_dataclass(cls := get_args(kind)[1]):
         return _named_sections(field, cls, where, value)
     if get_origin(kind) is tuple and is_dataclass(cls := get_args(kind)[0]):
         check(isinstance(value, list), where, f"must be a list of mappings, not {value!r}")
         return tuple(convert_section(cls, f"{where}.{number}", below) for number, below in enumerate(value))
-    import msgspec  # the engine as a library gets keyword arguments, and is installed without msgspec
-
+    try:
+        import msgspec
+    except ImportError:  # the engine is installed as a library; sections check what matters themselves
+        return value
     try:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError:

@@ -170,6 +170,10 @@ def test_without_params_the_model_is_sampled_as_recommended(llm: LLM) -> None:
         ({"kv_memory_gib": 10_000.0}, "set kv_memory_gib to at most"),
         ({"kv_memory_gib": 1e-6}, "raise kv_memory_gib"),
         ({"dtype": "int3"}, "dtype must be one of"),
+        ({"max_seq": 4}, "max_seq is not a setting .did you mean max_seqs"),
+        ({"max_seqs": "many"}, "max_seqs must be"),
+        ({"speculation": {"method": "of"}}, "speculation.method must be"),
+        ({"speculation": {"metod": "off"}}, "speculation.metod is not a setting .did you mean method"),
     ],
 )
 def test_settings_that_cannot_work_say_what_to_change(options: dict[str, Any], message: str) -> None:
