@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
+from penstock.core.model_sizes import DecoderSizes
 from penstock.engine.executor import AdapterWeights
 from penstock.lora.checkpoint import AdapterModule
 from penstock.lora.config import invalid_adapter
 
-
-class DecoderShape(Protocol):
-    """The part of a model's configuration that the sizes of its linear layers follow from."""
-
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def moe(self) -> object | None: ...
-
-
 Projections = Mapping[str, tuple[int, int]]  # (inputs, outputs) of each linear layer that adapters may change, by name
 
 
-def projections(model: DecoderShape) -> dict[str, tuple[int, int]]:
+def projections(model: DecoderSizes) -> dict[str, tuple[int, int]]:
     """Of attention, and of the MLP where the model has no experts; neither embedding nor output projection."""
     hidden, intermediate = model.hidden_size, model.intermediate_size
     q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from penstock.lora.fit import DecoderShape, Projections, projections
+from penstock.core.model_sizes import DecoderSizes
+from penstock.lora.fit import Projections, projections
 
 PREFIX = "base_model.model."
-MODEL: DecoderShape = SimpleNamespace(
+MODEL: DecoderSizes = SimpleNamespace(
     hidden_size=8, intermediate_size=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, moe=None
 )
 BASE = projections(MODEL)

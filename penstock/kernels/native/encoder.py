@@ -12,6 +12,7 @@ import numpy as np
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.machine import usable_cpus
+from penstock.core.model_sizes import TransformerSizes
 from penstock.kernels.native.bindings import (
     SCHEMES,
     EncoderScheme,
@@ -42,21 +43,9 @@ _LAYER = re.compile(r"^encoder\.layer\.(\d+)\.")
 _READS_HIDDEN = ("attention.self.query", "attention.self.key", "attention.self.value", "intermediate.dense")
 
 
-class EncoderShape(Protocol):
+class EncoderShape(TransformerSizes, Protocol):
     """The part of an encoder's configuration that the kernels need."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
     @property
     def max_position(self) -> int: ...
     @property

@@ -9,28 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 from penstock.core.errors import StartupError
+from penstock.core.model_sizes import DecoderSizes
 from penstock.kernels.native.bindings import Floats, KVFormat, unavailable_reason
 
 
-class ModelShape(Protocol):
+class ModelShape(DecoderSizes, Protocol):
     """The part of a model's configuration that the kernels need."""
 
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def norm_eps(self) -> float: ...
     @property
     def tie_embeddings(self) -> bool: ...
     @property
@@ -43,8 +28,6 @@ class ModelShape(Protocol):
     def qk_norm(self) -> bool: ...
     @property
     def windows(self) -> tuple[int, ...]: ...
-    @property
-    def moe(self) -> object | None: ...
 
 
 def unsupported_reason(config: ModelShape, block_size: int) -> str | None:

@@ -1,0 +1,29 @@
+"""The sizes of a transformer, as parts of a model's configuration that others ask for."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class TransformerSizes(Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+
+
+class DecoderSizes(TransformerSizes, Protocol):
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def moe(self) -> object | None: ...
