@@ -9,6 +9,7 @@ for completion in llm.generate(["Rain falls because", "A penstock is"], Sampling
 
 from __future__ import annotations
 
+import gc
 import queue
 import sys
 import uuid
@@ -78,14 +79,15 @@ class LLM:
         scheduler, executor, info = start(model, config, LoadProgress(sys.stderr))
         grammars = grammars_of(scheduler.limits, model, self.tokenizer)
         self._host_adapters = adapters_of(executor, config.max_adapter_rank, config.adapter_memory_gib)
+        self.engine = LocalEngine(scheduler, executor, info, grammars, self._host_adapters)
         self._adapters: dict[str, Adapter] = {}
         for name, folder in (adapters or {}).items():
             self.load_adapter(name, folder)
-        self.engine = LocalEngine(scheduler, executor, info, grammars, self._host_adapters)
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
         """A LoRA adapter as PEFT writes it; a name that is taken means this one from now on. Raises InvalidRequest for
         what does not fit the model."""
+        self.engine.check_open()
         if self._host_adapters is None:
             raise InvalidRequest("this model runs without LoRA adapters", param="adapters")
         adapter = Adapter(adapter_digest(folder), str(folder))
@@ -181,8 +183,10 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def close(self) -> None:
-        """Stop the engine. What still runs ends with an error, and so does every later call."""
+        """Stop the engine and free its memory. What still runs ends with an error, and so does every later call."""
         self.engine.close()
+        self._host_adapters = None
+        gc.collect()  # parts of the model refer to each other, and the next one may need the memory of the GPU
 
     def __enter__(self) -> LLM:
         return self

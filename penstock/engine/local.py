@@ -35,12 +35,15 @@ class LocalEngine:
         """Run a request; `sink` is called on the engine's thread, or on the one that closes the engine."""
         self._sinks[request.id] = sink  # before the check: `close` ends whatever is here after it
         try:
-            if self._closed:
-                raise Unavailable("the engine has been closed; load the model again to use it", code="closed")
+            self.check_open()
             self._loop.submit(request)
         except BaseException:
             self._sinks.pop(request.id, None)
             raise
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the engine has been closed; load the model again to use it", code="closed")
 
     def abort(self, request_id: str) -> None:
         if self._sinks.pop(request_id, None) is not None:
@@ -79,10 +82,13 @@ class LocalEngine:
         return self._loop.health()
 
     def close(self) -> None:
-        """End every request that still runs with an error, and refuse new ones from now on."""
+        """End every request that still runs with an error, refuse new ones from now on, and let go of the model."""
+        if self._closed:
+            return
         self._closed = True
         self._loop.stop()
         self._thread.join()
+        self._loop.release()
         error = EngineFailure("the engine was closed before the answer was complete")
         for request_id in list(self._sinks):
             self._loop.end(request_id, "error", error)

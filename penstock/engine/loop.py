@@ -95,6 +95,11 @@ class EngineLoop:
         self._stopping = True
         self._wake.set()
 
+    def release(self) -> None:
+        """After `run` has ended, for good: nothing here keeps the model in memory any longer."""
+        del self._executor, self._masks
+        self.adapters = None
+
     def run(self) -> None:
         """Step while there is work, sleep while there is none, until stopped."""
         checked = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from penstock import LLM, SamplingParams
 from penstock.checkpoint.source import resolve
 from penstock.core.errors import ContextTooLong, EngineFailure, InvalidRequest, StartupError, Unavailable
+from penstock.kernels.native.model import NativeModel
 from penstock.llm import Completion
 from penstock.lora.fit import projections
 from penstock.models.config import read_config
@@ -215,7 +217,20 @@ def test_closing_ends_what_runs_and_refuses_what_comes() -> None:
     for call in calls:
         with pytest.raises(Unavailable, match="has been closed"):
             call()
+    with pytest.raises(Unavailable, match="has been closed"):
+        llm.load_adapter("one", "nowhere")
     llm.close()  # again is harmless
+
+
+def test_closing_frees_the_model() -> None:
+    def models() -> int:
+        return sum(type(thing) is NativeModel for thing in gc.get_objects())
+
+    before = models()
+    with LLM("smollm2-135m", kv_memory_gib=0.1, max_model_len=64) as llm:
+        llm.generate("One", greedy(max_tokens=2), progress=False)
+        assert models() == before + 1
+    assert models() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
