@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -63,8 +62,7 @@ def test_a_wheel_from_the_sdist_has_everything_and_fits_every_python(
     tree: Path, compiler: Path, tmp_path: Path
 ) -> None:
     sdist, _ = build(tree, "sdist", compiler)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(sdist, tmp_path)
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     needed = files("*.py", "*.cu", "*.cuh", "py.typed")
     assert files("*.h", "*.cpp") | needed <= {str(path.relative_to(unpacked)) for path in unpacked.rglob("*")}

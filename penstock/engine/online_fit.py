@@ -8,6 +8,7 @@ from typing import Any
 _MEMORY = 0.997  # weight of the past at each observation: about 300 of them
 _REFIT_EVERY = 8
 _DRIFT = 0.1  # weight of the latest observation in the drift
+_MOVED_DRIFT = 0.01  # share of its logarithm that moves into the coefficients at each observation
 _READY = 16
 SETTLED = 4 * _READY  # observations; before, errors say more about the fit than about the machine
 _OUTLIER = 5.0  # what is so many times as long as predicted says something about the machine, not about steps
@@ -17,8 +18,9 @@ _OUTLIERS = 8  # but not if there are so many in a row
 class OnlineFit:
     """Non-negative least squares of the relative error, with the past fading out.
 
-    A factor follows a machine whose speed drifts faster than that: the average ratio of the latest measurements to what
-    the coefficients alone say. It returns to 1 as they catch up, so the two cannot drift apart.
+    A factor follows a machine whose speed drifts faster than that; coefficients are fitted to what is left. Nothing in
+    a measurement says how much of it is drift, so some of the factor always moves into the coefficients: else the two
+    would walk apart.
     """
 
     def __init__(self, features: int) -> None:
@@ -27,6 +29,7 @@ class OnlineFit:
         self.targets = [0.0] * features
         self.observed = 0
         self.drift = 1.0
+        self.moved = 1.0  # of the drift into the coefficients, at the latest observation
         self._outliers = 0  # in a row
 
     @property
@@ -43,13 +46,18 @@ class OnlineFit:
             ratio = seconds / predicted
             self._outliers = self._outliers + 1 if ratio > _OUTLIER and self.observed > SETTLED else 0
             if 0 < self._outliers <= _OUTLIERS:
+                self.moved = 1.0
                 return predicted
             self.drift *= min(2.0, max(0.5, ratio)) ** _DRIFT
-        scaled = [value / seconds for value in x]
+        self.moved = moved = self.drift**_MOVED_DRIFT
+        self.drift /= moved
+        self.coefficients = [value * moved for value in self.coefficients]
+        scale, kept, kept_moment = self.drift / seconds, _MEMORY / moved, _MEMORY / moved**2
+        scaled = [value * scale for value in x]
         for row, value, i in zip(self.moments, scaled, range(len(x)), strict=True):
             for j, other in enumerate(scaled):
-                row[j] = row[j] * _MEMORY + value * other
-            self.targets[i] = self.targets[i] * _MEMORY + value
+                row[j] = row[j] * kept_moment + value * other
+            self.targets[i] = self.targets[i] * kept + value
         self.observed += 1
         if self.observed % _REFIT_EVERY == 0 or self.observed < SETTLED:
             self._refit()

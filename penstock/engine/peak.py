@@ -22,6 +22,11 @@ class RecentPeak:
         self.count += 1
         self._peaks[-1] = max(self._peaks[-1], value)
 
+    def scale(self, factor: float) -> None:
+        """Express what was added in another unit."""
+        for at, peak in enumerate(self._peaks):
+            self._peaks[at] = peak * factor
+
     @property
     def value(self) -> float:
         """At least 0."""

@@ -111,7 +111,7 @@ class StepTimes:
         self._mixed = OnlineFit(6)
         self._errors: deque[float] = deque(maxlen=200)
         self._overrun = RecentPeak(*_MARGIN_STEPS)  # seconds that steps took longer than predicted
-        self._slowest = RecentPeak(*_MARGIN_STEPS)  # seconds of a usual chunk, by what was known at the time
+        self._slowest = RecentPeak(*_MARGIN_STEPS)  # drift of steps with prompts
         self._observed = 0
         self._yardsticks: Yardsticks | None = None
         if path is not None:
@@ -171,6 +171,8 @@ class StepTimes:
         if fit is self._drafted:
             fit.drift *= self._slower_since_drafts()
         predicted = fit.observe(x, seconds)
+        if fit is self._mixed:
+            self._slowest.scale(1 / fit.moved)
         if fit is self._drafted and self._decode.observed > SETTLED:
             self._latest_drafted = x, self._decode.predict(x)
         if predicted is not None:
@@ -179,7 +181,7 @@ class StepTimes:
             self._observed += 1
             if self._observed > SETTLED:
                 self._overrun.add(seconds - predicted)
-                self._slowest.add(self._usual_chunk_seconds)
+                self._slowest.add(self._mixed.drift)
 
     def _fit(self, shape: StepShape) -> OnlineFit:
         return self._mixed if shape.prefill else self._drafted if shape.drafted else self._decode
@@ -190,10 +192,6 @@ class StepTimes:
             return 1.0
         x, seconds = self._latest_drafted
         return self._decode.predict(x) / seconds
-
-    @property
-    def _usual_chunk_seconds(self) -> float:
-        return self._mixed.predict(StepShape().with_chunk(0, _SHORT_PROMPT).features(self._padded))
 
     def plan_within(self, limit: float) -> float:
         """How long a step may be predicted to take if it has to end within `limit` seconds, as predictions err."""
@@ -207,8 +205,7 @@ class StepTimes:
     @property
     def slowdown(self) -> float:
         """How many times slower than now this machine has been lately: it may be so again before a promise is due."""
-        usual = self._usual_chunk_seconds
-        return max(1.0, self._slowest.value / usual) if usual else 1.0
+        return max(1.0, self._slowest.value / self._mixed.drift)
 
     def pace(self, decodes: StepShape) -> float:
         """How long a step may take beside streams without an ITL objective.
