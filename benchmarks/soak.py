@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py --minutes 15
 
-Starts a server with a chat model and an encoder and the default settings, and keeps it busy with clients of every kind:
+Starts a server with a chat model, a small KV cache and an encoder, and keeps it busy with clients of every kind:
 streams, n, logprobs, JSON by schema, tools, Responses and Messages, embeddings, batches, answers nobody reads to their
 end, prompts near the context limit, and requests that must be refused. Prints a line a minute; at the end the latency
 of every kind in the first and in the last third, and the memory of every process. Exits with 1 if a request failed.
