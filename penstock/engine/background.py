@@ -79,8 +79,10 @@ class Background:
         if not self.present or not any(s.background for s in planned.sequences):
             return
         self._advanced = planned.planned
-        if readers := [s for s in planned.sequences if not s.background]:
-            added = self._times.predict(planned.shape) - self._times.predict(_shape(readers))
+        counts = zip(planned.sequences, planned.step.counts, strict=True)
+        readers = {s: count for s, count in counts if not s.background}
+        if readers and max(readers.values()) == 1:  # in a step with a reader's prompt it is once a second at most
+            added = self._times.predict(planned.shape) - self._times.predict(_shape([*readers]))
             self._rests_until = planned.planned + added / _SHARE
 
 
