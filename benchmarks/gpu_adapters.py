@@ -33,6 +33,7 @@ from penstock.models.config import read_config
 from penstock.models.loader import load_model
 from penstock.runner.batch import build_batch
 from penstock.runner.cuda_runner import CudaRunner, _Kind
+from penstock.runner.device_stream import Graph
 from penstock.runner.forward import TorchForward
 from penstock.runner.row_state import TorchRows
 from penstock.runner.startup import start
@@ -183,7 +184,7 @@ def place(runner: CudaRunner, rows: int, context: int) -> None:
     runner._tables[:rows, :blocks] = torch.from_numpy(tables).cuda()
 
 
-def milliseconds(graphs: dict[str, torch.cuda.CUDAGraph]) -> dict[str, float]:
+def milliseconds(graphs: dict[str, Graph]) -> dict[str, float]:
     """Of each graph, replayed in turns; the median of the rounds."""
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(ROUNDS):
@@ -222,7 +223,7 @@ def measure_lora(runner: CudaRunner, rank: int) -> None:
     for size in (1, 8, 32, 64, 128):
         place(runner, size, CONTEXT)
         contexts = np.full(size, CONTEXT, dtype=np.int32)
-        runner._inputs.send(np.arange(size, dtype=np.int32), contexts)
+        runner._inputs.send(runner._slots.take().inputs, np.arange(size, dtype=np.int32), contexts)
         padded = max(size, 2)  # one row has no GEMM
         graphs = {"without": runner._graphs[_Kind(size)], "with": runner._graphs[_Kind(padded, adapted=True)]}
         shown = []
@@ -278,12 +279,14 @@ def measure_drafts(runner: CudaRunner, vocab: int) -> None:
             kinds["persistent"] = _Kind(1, stacked=True)
         entries = {f"{size} tokens": size for size in (4, 8, 16, 32)}
         shown = []
-        runner._inputs.send(np.zeros(1, np.int32), np.full(1, context, np.int32))
+        runner._inputs.send(runner._slots.take().inputs, np.zeros(1, np.int32), np.full(1, context, np.int32))
         torch.cuda.synchronize()
         base = milliseconds({name: runner._graphs[kind] for name, kind in kinds.items()})
         for name, size in entries.items():
             rows, contexts = np.zeros(size, np.int32), np.arange(context - size + 1, context + 1, dtype=np.int32)
-            runner._inputs.send(rows, contexts, tokens=np.arange(size, dtype=np.int32), sequences=rows)
+            runner._inputs.send(
+                runner._slots.take().inputs, rows, contexts, tokens=np.arange(size, dtype=np.int32), sequences=rows
+            )
             torch.cuda.synchronize()
             found = milliseconds({name: runner._graphs[_Kind(size, drafts=True)]})[name]
             shown.append(f"{name} {found:.3f} ({found / base['decode'] - 1:+.1%})")

@@ -89,7 +89,9 @@ class Steps:
         tables = torch.arange(sequences * blocks, dtype=torch.int32, device="cuda") % (runner.num_blocks - 1)
         runner._tables[:sequences, :blocks] = tables.view(sequences, blocks)
         contexts = np.random.default_rng(sequences).integers(context // 4, 2 * context - context // 4, sequences)
-        runner._inputs.send(np.arange(sequences, dtype=np.int32), contexts.astype(np.int32))
+        runner._inputs.send(
+            runner._slots.take().inputs, np.arange(sequences, dtype=np.int32), contexts.astype(np.int32)
+        )
         torch.cuda.synchronize()
 
     @torch.inference_mode()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +42,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(CAPPED)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails shows what the servers that run have said last."""
+    report = yield
+    if report.failed:
+        for server in RUNNING:
+            report.sections.append((f"log of {server.url}", "".join(server.log[-LAST_LINES:])))
+    return report
+
+
+LAST_LINES = 60
 READY = re.compile(r"http://[\w.:\[\]]+")
 
 
-@dataclass
+@dataclass(eq=False)
 class Server:
     url: str
     process: subprocess.Popen[str]
@@ -57,11 +68,15 @@ class Server:
         return f"{self.url}/v1"
 
     def stop(self) -> None:
+        RUNNING.discard(self)
         self.process.terminate()
         code = self.process.wait(60)
         for reader in self.readers:
             reader.join()
         assert code == 0, "".join(self.log)
+
+
+RUNNING: set[Server] = set()
 
 
 def start_server(*arguments: str, python: str = sys.executable, environ: Mapping[str, str] = os.environ) -> Server:
@@ -83,7 +98,9 @@ def start_server(*arguments: str, python: str = sys.executable, environ: Mapping
     for line in process.stdout:
         if found := READY.search(line):
             output.start()
-            return Server(found[0], process, log, [errors, output])
+            server = Server(found[0], process, log, [errors, output])
+            RUNNING.add(server)
+            return server
     process.wait()
     errors.join()
     raise AssertionError(f"the server did not start (exit code {process.returncode}):\n" + "".join(log))

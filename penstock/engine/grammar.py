@@ -157,8 +157,7 @@ def follow(sequence: EngineSequence, constraint: Constraint, sampled: list[int])
     """Append what the grammar forces after sampled tokens, the last ones of the sequence, to both lists. Returns
     whether the output is complete."""
     constraint.follow(sampled)
-    forced = constraint.jump(sequence.max_len - len(sequence.tokens))
-    if forced:
+    if constraint.ahead and (forced := constraint.jump(sequence.max_len - len(sequence.tokens))):
         sequence.tokens += forced
         sampled += forced
         if sequence.pending:
@@ -199,17 +198,17 @@ class Masks:
         rows = self._rows(sum(step.samples[index] for index in step.constrained))
         asked: dict[int, EngineSequence] = {}  # by row
         for index in step.constrained:
-            sequence, own = planned.sequences[index], rows[at : at + step.samples[index]]
+            sequence, end = planned.sequences[index], at + step.samples[index]
             constraint = sequence.constraint
             if sequence.finished is not None or constraint is None:
-                own[:] = -1  # any
+                rows[at:end] = -1  # any
             elif (draft := planned.drafts.get(index)) is not None:
-                self._fill_along(constraint.matcher.copy(), draft, own)
+                self._fill_along(constraint.matcher.copy(), draft, rows[at:end])
             elif (only := constraint.only) is not None:
-                _allow_only(only, own[0])
+                _allow_only(only, rows[at])
             else:
                 asked[at] = sequence
-            at += len(own)
+            at = end
         return rows, self._fill(asked, rows)
 
     def of_refused(

@@ -76,6 +76,8 @@ class Sequence:
         complete = False
         if self.constraint is not None and not (self._stops(sampled[-1], len(self.tokens))):
             complete = follow(self, self.constraint, sampled)
+        if not complete and len(self.tokens) < self.max_len and self.stop_ids.isdisjoint(sampled):
+            return None  # as it nearly always is
         for taken, token in enumerate(sampled, start=1):
             end = first + taken
             if self._stops(token, end) or (complete and taken == len(sampled)):

@@ -24,18 +24,20 @@ from penstock.kernels.triton.drafts import accept
 from penstock.kernels.triton.prefix import prefix_splits
 from penstock.runner.batch import Batch, Ints, build_batch
 from penstock.runner.cuda_probe import CudaProbe
+from penstock.runner.decode_batch import DecodeBatch, decode_batch
 from penstock.runner.device_adapters import DeviceAdapters
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.device_scores import DeviceScores
+from penstock.runner.device_stream import DeviceStream, Graph, captured
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.largest_step import largest_step, most_sampled
 from penstock.runner.mixed_steps import GreedyTokens, MixedSteps
 from penstock.runner.paged_attention import MOST_DRAFTED
 from penstock.runner.parallel_tasks import run_in_parallel
-from penstock.runner.scoring import scored_prompts, scored_rows
+from penstock.runner.scoring import asked_by, scored_prompts
 from penstock.runner.shared_prefix import MIN_SHARING, shared_prefix
-from penstock.runner.step_inputs import StepInputs, send_blocks
+from penstock.runner.step_inputs import FEW_BLOCKS, StepInputs
 from penstock.runner.steps_in_flight import Slots, StepInFlight
 from penstock.runner.transfer import to_device
 from penstock.runner.verification import accepted_entries, kept_masks, without_excess
@@ -95,26 +97,27 @@ class CudaRunner:
         )
         self._draft_sizes = [size for size in DRAFT_BUCKETS if size <= most]
         self._tables = torch.zeros((rows, table_blocks), dtype=torch.int32, device=device)
-        self._inputs = StepInputs(most, self._tables)
+        self._stream = stream = DeviceStream(device)
+        self._inputs = inputs = StepInputs(most, self._tables, stream)
         # Steps run one after the other and what outlives one is copied, so all of them write their logits here.
         self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=device)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=device)
         self._scratch = argmax_scratch(most, vocab_size, device)
         self._greedy = GreedyTokens(forward, self._logits, self._tokens, self._scratch)
-        self._mixed_steps = MixedSteps(
-            forward, self._tables, self._greedy, adapters, most_sampled=most, max_tokens=max_step_tokens
-        )
-        self._sampler = DeviceSampler(state, self._logits, self._tokens, self._inputs.of_sampling, self._inputs.drafts)
+        sizes = {"most_sampled": most, "max_tokens": max_step_tokens}
+        self._mixed_steps = MixedSteps(forward, self._tables, self._greedy, adapters, **sizes)
+        self._sampler = DeviceSampler(state, self._logits, self._tokens, inputs.of_sampling, inputs.drafts, stream)
         self.mask_memory: TokenMask | None = self._sampler.mask_memory
-        self._slots = Slots(self._inputs.staging, most, device)
-        self._graphs: dict[_Kind, torch.cuda.CUDAGraph] = {}
+        self._slots = Slots(stream, inputs=inputs.size, blocks=FEW_BLOCKS, tokens=most, device=device)
+        self._decoding: DecodeBatch | None = None  # of the last decode step, while its rows stay as they are
+        self._graphs: dict[_Kind, Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._under_way: torch.cuda.Event | None = None  # end of the last step launched, until it is collected
 
     # -- executor ----------------------------------------------------------------------------------------------------
 
     def enter_thread(self) -> None:
-        """Nothing to prepare."""
+        self._stream.enter_thread()
 
     def prepare_adapter(self, adapter: AdapterWeights) -> None:
         self._adapters.prepare(adapter)
@@ -122,12 +125,13 @@ class CudaRunner:
     def padded_tokens(self, tokens: int) -> int:
         return self._mixed_steps.padded(tokens)
 
-    @torch.inference_mode()
     def launch(self, step: Step) -> StepInFlight:
         slot = self._slots.take()
-        slot.began.record()
+        self._stream.record(slot.began)
         self._state.apply(step)
-        send_blocks(step, self._tables)
+        if step.setups:
+            self._decoding = None
+        self._inputs.send_blocks(step, slot.blocks)
         for number, adapter in step.adapters:
             self._adapters.fill(number, adapter)
         planned = step
@@ -140,7 +144,6 @@ class CudaRunner:
             self._sample(flight)
         return flight
 
-    @torch.inference_mode()
     def constrain(self, handle: StepInFlight, masks: TokenMask) -> None:
         if handle.step is not handle.planned:
             masks = self._sampler.stage_masks(masks[kept_masks(handle.planned, handle.step)])
@@ -149,7 +152,7 @@ class CudaRunner:
 
     def collect(self, handle: StepInFlight) -> StepResult:
         slot = handle.slot
-        slot.done.synchronize()
+        slot.collect()
         if handle.after is not None:
             self.idle_seconds = (self.idle_seconds or 0.0) + max(0.0, handle.after.elapsed_time(slot.began)) / 1e3
         if self._under_way is slot.done:
@@ -184,31 +187,31 @@ class CudaRunner:
         return self._verify if verifies else self._mixed
 
     def _decode(self, step: Step, flight: StepInFlight) -> None:
-        rows = np.array(step.rows, dtype=np.int32)
-        contexts = np.array(step.starts, dtype=np.int32) + 1
-        flight.sampled, flight.rows = list(range(len(rows))), rows
-        slots = self._state.adapter[rows]
-        shared, length, adapted = None, 0, self._adapters.used(slots)
-        if not self._forward.deterministic and not adapted:
+        batch = self._decoding
+        if batch is None or batch.listed != step.rows:
+            batch = self._decoding = decode_batch(step.rows, self._state)
+        rows, contexts = batch.rows, np.array(step.starts, dtype=np.int32) + 1
+        flight.sampled, flight.rows, flight.asked = batch.entries, rows, batch.asked
+        shared, length, adapted = None, 0, self._adapters.used(batch.slots)
+        if batch.may_share and not self._forward.deterministic and not adapted:
             shared, length = shared_prefix(self._state.tables_RM, rows, contexts, self._block_size)
         sizes = self._sharing_sizes if length else self._adapted_sizes if adapted else self._sizes
         size = next(size for size in sizes if size >= len(rows))
-        stacked = not adapted and self._forward.stacks(size, int(contexts.max()))
+        stacked = size == 1 and not adapted and self._forward.stacks(size, int(contexts.max()))
         kind = _Kind(size, length > 0, stacked, adapted)
         if adapted:
-            self._adapters.send(slots, size)
+            self._adapters.send(batch.slots, size)
         tokens = np.array(step.tokens, dtype=np.int32) if max(step.tokens) != SAMPLED else None
         if stacked and tokens is not None:  # the persistent kernel reads it there
             self._state.last_token_R[step.rows[0]] = step.tokens[0]
-        masked, staged = step.constrained, flight.slot.inputs
-        self._inputs.send(rows, contexts, tokens=tokens, masked=masked, shared=shared, length=length, staged=staged)
+        staged, masked = flight.slot.inputs, step.constrained
+        self._inputs.send(staged, rows, contexts, tokens=tokens, masked=masked, shared=shared, length=length)
         self._graphs[kind].replay()
 
+    @torch.inference_mode()
     def _mixed(self, step: Step, flight: StepInFlight) -> None:
-        batch = build_batch(step, self._state, self._block_size)
-        flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
-        drafted = max(step.samples) > 1
-        if drafted or self._state.needs[batch.rows_N].any():
+        batch, drafted = self._batch(step, flight), max(step.samples) > 1
+        if drafted or flight.asked.anything:
             self._send_entries(step, flight, batch, drafted)
         scored = scored_prompts(self._state, step)
         if scored:
@@ -233,14 +236,19 @@ class CudaRunner:
 
     def _verify(self, step: Step, flight: StepInFlight) -> None:
         """Every token of the step is sampled after; there are drafts among them, or tokens that the host knows."""
-        batch = build_batch(step, self._state, self._block_size)
-        flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
+        batch = self._batch(step, flight)
         self._send_entries(step, flight, batch, drafted=True)
         size = next(size for size in self._draft_sizes if size >= len(batch.rows_N))
         slots = self._state.adapter[batch.rows_N]
         if adapted := self._adapters.used(slots):
             self._adapters.send(slots, size)
         self._graphs[_Kind(size, adapted=adapted, drafts=True)].replay()
+
+    def _batch(self, step: Step, flight: StepInFlight) -> Batch:
+        batch = build_batch(step, self._state, self._block_size)
+        flight.sampled, flight.rows = batch.sampled_N.tolist(), batch.rows_N
+        flight.asked = asked_by(self._state, batch.rows_N)
+        return batch
 
     def _accept(self, size: int) -> None:
         inputs = self._inputs
@@ -249,24 +257,23 @@ class CudaRunner:
     def _sample(self, flight: StepInFlight) -> None:
         """The greedy tokens are in their rows already; rows that ask for more are sampled and overwritten."""
         count, drafted = len(flight.rows), flight.drafts is not None
-        if self._state.needs[flight.rows].any():
+        if flight.asked.anything:
             sizes = self._draft_sizes if drafted else self._sizes
             self._sampler.run(next((size for size in sizes if size >= count), count), drafted)
-            asked, widths = scored_rows(self._state, flight.rows)
-            if asked:
+            if asked := flight.asked.scored:
                 scores = self._sampler.scores(count)
 
                 def add(result: StepResult) -> None:
                     left = [len(tokens) for tokens in result.tokens]
-                    for i, one in zip(asked, scores.read(flight.tokens, asked, widths), strict=True):
+                    for i, one in zip(asked, scores.read(flight.tokens, asked, flight.asked.widths), strict=True):
                         sequence = flight.sampled[i]
                         if left[sequence]:
                             left[sequence] -= 1
                             result.logprobs.setdefault(sequence, []).append(one)
 
                 flight.scores.append(add)
-        flight.slot.tokens[:count].copy_(self._tokens[:count], non_blocking=True)
-        flight.slot.done.record()
+        self._stream.receive(flight.slot.tokens.address, self._tokens.data_ptr(), self._tokens.itemsize * count)
+        self._stream.record(flight.slot.done)
 
     def _prompt_scores(
         self,
@@ -298,8 +305,8 @@ class CudaRunner:
         if drafted:
             tokens, sequences = batch.tokens_T[batch.last_N], batch.sampled_N.astype(np.int32)
             flight.drafts = tokens.tolist()
-        rows, positions, staged = batch.rows_N, batch.next_positions_N, flight.slot.inputs
-        self._inputs.send(rows, positions, tokens=tokens, sequences=sequences, masked=masked, staged=staged)
+        entries = batch.rows_N, batch.next_positions_N
+        self._inputs.send(flight.slot.inputs, *entries, tokens=tokens, sequences=sequences, masked=masked)
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
@@ -314,8 +321,7 @@ class CudaRunner:
         tasks += [partial(self._sampler.run, 1, drafts) for drafts in (False, True)]
         tasks += [partial(decode, kind, layers) for kind in self._kinds]
         tasks += [partial(mixed.compile, layout, adapted, self._state) for layout, adapted in mixed.layouts]
-        nothing = np.zeros(0, np.int32)
-        self._inputs.send(nothing, nothing)
+        self._inputs.clear()
         mixed.pad()
         run_in_parallel(tasks)
         self._forward.clear_scratch()
@@ -346,7 +352,7 @@ class CudaRunner:
     def capture_all(self) -> int:
         """Capture all CUDA graphs over the KV cache that stays. Returns how many there are."""
         with torch.inference_mode():
-            mixed = self._mixed_steps.capture_all(self._state, self._pool)
+            mixed = self._mixed_steps.capture_all(self._state, self._pool, self._stream)
             for kind in self._kinds:
                 self._capture(kind)
             self._sampler.capture(self._sizes[::-1], self._pool, drafts=False)
@@ -366,11 +372,7 @@ class CudaRunner:
         return adapted + [_Kind(size) for size in reversed(self._sizes)] + sharing + drafts + alone
 
     def _capture(self, kind: _Kind) -> None:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._decode_body(kind)
-        self._graphs[kind] = graph
+        self._graphs[kind] = captured(partial(self._decode_body, kind), self._pool, self._stream)
 
     def _decode_body(self, kind: _Kind, layers: int | None = None) -> None:
         """What a graph captures: logits, and greedy tokens, which go to their rows as well."""

@@ -8,6 +8,7 @@ S sequences, W words of a mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from penstock.engine.executor import TokenMask
 from penstock.kernels.triton.drafts import Drafts
 from penstock.kernels.triton.sampling import MOST_ALTERNATIVES, Sampled, SamplingInputs, sample, sampling_scratch
 from penstock.runner.device_rows import DeviceRows
+from penstock.runner.device_stream import DeviceStream, Graph, Pinned, captured
 from penstock.runner.transfer import to_host
 
 
@@ -39,7 +41,13 @@ class SampledScores:
 
 class DeviceSampler:
     def __init__(
-        self, rows: DeviceRows, logits: torch.Tensor, tokens: torch.Tensor, inputs: torch.Tensor, drafts: Drafts
+        self,
+        rows: DeviceRows,
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        inputs: torch.Tensor,
+        drafts: Drafts,
+        stream: DeviceStream,
     ) -> None:
         """`logits` [S, V] and `tokens` [S] (greedy, until others are sampled) are what steps leave there. `inputs` is
         int32 [3, S]: rows, positions of the tokens to sample, and which mask applies (-1: none). `drafts` is read by
@@ -61,11 +69,10 @@ class DeviceSampler:
             top_tokens=zeros(most, MOST_ALTERNATIVES, dtype=torch.int32),
         )
         self._scratch = sampling_scratch(most, vocab, device)
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
-        on_gpu = device.type == "cuda"
-        self._staged = torch.empty_like(self._masks, device="cpu", pin_memory=on_gpu)
-        self.mask_memory: TokenMask = self._staged.numpy()
-        self._copying = torch.cuda.Stream(device) if on_gpu else None
+        self._graphs: dict[tuple[int, bool], Graph] = {}
+        self._stream = stream
+        self._staged = Pinned((most, rows.mask_words), torch.int32, device)
+        self.mask_memory: TokenMask = self._staged.values
 
     def run(self, size: int, drafts: bool = False) -> None:
         """Sample for the first `size` sequences, a graph bucket, where rows ask for more than the greedy token."""
@@ -82,21 +89,14 @@ class DeviceSampler:
     def send_masks(self, count: int) -> None:
         """The first rows of `mask_memory`, which was written after the step before had been collected: that one has
         read the masks before these. The copy overlaps the forward pass of the step under way."""
-        with torch.cuda.stream(self._copying):  # None: of a CPU, which has none
-            self._masks[:count].copy_(self._staged[:count], non_blocking=True)
-        if self._copying is not None:
-            torch.cuda.current_stream().wait_stream(self._copying)
+        self._stream.send_beside(self._masks.data_ptr(), self._staged.address, self.mask_memory[:count].nbytes)
 
     def scores(self, count: int) -> SampledScores:
         return SampledScores(self._sampled, count)
 
     def capture(self, sizes: Sequence[int], pool: Any, *, drafts: bool) -> None:
         for size in sizes:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._sample(size, drafts)
-            self._graphs[size, drafts] = graph
+            self._graphs[size, drafts] = captured(partial(self._sample, size, drafts), pool, self._stream)
 
     def _sample(self, size: int, drafts: bool) -> None:
         inputs = self._inputs

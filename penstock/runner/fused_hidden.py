@@ -13,6 +13,7 @@ from penstock.engine.executor import NO_ADAPTER, Step
 from penstock.runner.batch import build_batch
 from penstock.runner.cuda_probe import CudaProbe
 from penstock.runner.device_adapters import no_adapters
+from penstock.runner.device_stream import DeviceStream
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.largest_step import largest_step
 from penstock.runner.mixed_steps import MixedSteps
@@ -103,4 +104,6 @@ class FusedHidden:
     def capture_all(self) -> int:
         """Capture all CUDA graphs over the KV cache that stays. Returns how many there are."""
         with torch.inference_mode():
-            return self._steps.capture_all(self._state, torch.cuda.graph_pool_handle())
+            return self._steps.capture_all(
+                self._state, torch.cuda.graph_pool_handle(), DeviceStream(self._forward.device)
+            )

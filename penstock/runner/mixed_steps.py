@@ -11,6 +11,7 @@ T tokens, S sequences, N tokens after which one is sampled.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from penstock.kernels.triton.argmax import ArgmaxScratch, argmax
 from penstock.runner.batch import Batch
 from penstock.runner.device_adapters import DeviceAdapters
+from penstock.runner.device_stream import DeviceStream, Graph, captured
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.paged_attention import MixedStep
 from penstock.runner.row_state import RowState
@@ -131,7 +133,7 @@ class MixedSteps:
         self._max_tokens = max_tokens
         largest = self._layout(self._max_seqs, most_sampled, max_tokens)
         self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
-        self._graphs: dict[tuple[Layout, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[Layout, bool], Graph] = {}
 
     def run(self, batch: Batch, state: RowState) -> None:
         decodes = batch.num_decodes
@@ -202,12 +204,8 @@ class MixedSteps:
         """Make everything in the buffer padding, as compiling and capturing need it: block 0 may be written."""
         self._inputs.zero_()
 
-    def capture_all(self, state: RowState, pool: Any) -> int:
+    def capture_all(self, state: RowState, pool: Any, stream: DeviceStream) -> int:
         self.pad()
         for layout, adapted in self.layouts:
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._body(layout, state, adapted)
-            self._graphs[layout, adapted] = graph
+            self._graphs[layout, adapted] = captured(partial(self._body, layout, state, adapted), pool, stream)
         return len(self._graphs)

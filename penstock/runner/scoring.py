@@ -1,6 +1,8 @@
-"""Log-probabilities of sampled and prompt tokens: who asks for them."""
+"""Which rows ask for more than greedy tokens, and who asks for log-probabilities of sampled and prompt tokens."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +25,19 @@ def scored_prompts(state: Rows, step: Step) -> list[tuple[int, Ints, Ints]]:
             rows = first_S[index] + np.arange(len(following), dtype=np.int32)
             found.append((index, rows, np.array(following, dtype=np.int32)))
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Of the sampler, by some rows."""
+
+    anything: bool = False  # but greedy tokens
+    scored: list[int] = field(default_factory=list)  # which of the rows want log-probabilities
+    widths: list[int] = field(default_factory=list)  # with how many alternatives each
+
+
+def asked_by(state: Rows, rows: Ints) -> Asked:
+    return Asked(True, *scored_rows(state, rows)) if state.needs[rows].any() else Asked()
 
 
 def scored_rows(state: Rows, rows: Ints) -> tuple[list[int], list[int]]:

@@ -10,14 +10,17 @@ MIN_SHARING = 8  # sequences
 _MIN_SHARED_TOKENS = 256
 
 
+def may_share(tables_RM: Ints, rows: Ints) -> bool:
+    """Whether enough of these begin with the same block. Usually nobody shares."""
+    if len(rows) < MIN_SHARING:
+        return False
+    ordered = np.sort(tables_RM[rows, 0])
+    return bool((ordered[MIN_SHARING - 1 :] == ordered[: 1 - MIN_SHARING]).any())
+
+
 def shared_prefix(tables_RM: Ints, rows: Ints, contexts: Ints, block_size: int) -> tuple[Ints | None, int]:
     """How many tokens at its start each sequence shares with most others, and how many those are; (None, 0) if few."""
-    if len(rows) < MIN_SHARING:
-        return None, 0
     firsts = tables_RM[rows, 0]
-    ordered = np.sort(firsts)
-    if not (ordered[MIN_SHARING - 1 :] == ordered[: 1 - MIN_SHARING]).any():  # usually nobody shares
-        return None, 0
     values, counts = np.unique(firsts, return_counts=True)
     if 2 * counts.max() < len(rows):
         return None, 0

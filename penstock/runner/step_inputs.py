@@ -12,8 +12,12 @@ from penstock.engine.executor import SAMPLED, Step
 from penstock.kernels.triton.drafts import Drafts
 from penstock.kernels.triton.prefix import SharedPrefix
 from penstock.runner.batch import Ints
+from penstock.runner.device_stream import DeviceStream, Pinned
 from penstock.runner.transfer import to_device
 from penstock.runner.verification import first_entries
+
+# Runs of new blocks, and blocks in all, that are sent one by one: decode steps have few.
+_FEW_RUNS, FEW_BLOCKS = 16, 1024
 
 
 def send_blocks(step: Step, tables_RM: torch.Tensor) -> None:
@@ -30,26 +34,48 @@ def send_blocks(step: Step, tables_RM: torch.Tensor) -> None:
 
 
 class StepInputs:
-    def __init__(self, most: int, tables_RM: torch.Tensor) -> None:
+    def __init__(self, most: int, tables_RM: torch.Tensor, stream: DeviceStream) -> None:
         """For up to `most` entries. `tables_RM` are the block tables of all rows; the last row is spare."""
         self._most = most
         self._tables_RM = tables_RM
+        self._stream = stream
         self._spare = len(tables_RM) - 1
         device = tables_RM.device
         # Six values of each entry, then the length of the shared prefix.
-        self._buffer = torch.zeros(6 * most + 1, dtype=torch.int32, device=device)
+        self.size = 6 * most + 1
+        self._buffer = torch.zeros(self.size, dtype=torch.int32, device=device)
         entries = self._buffer[: 6 * most].view(6, most)
         self.of_sampling = entries[:3]  # rows, positions of the tokens to sample, which mask applies (-1: none)
         self.rows_S, self.contexts_S, _, self._shared_S, tokens_S, firsts_S = entries
         self.drafts = Drafts(tokens_S, firsts_S)
         self._prefix_table = torch.zeros(tables_RM.shape[1], dtype=torch.int32, device=device)
+        self._padding = np.zeros(self.size, dtype=np.int32)
+        rows, _, masks, _, tokens, firsts = self._padding[: 6 * most].reshape(6, most)
+        self._numbers = np.arange(most, dtype=np.int32)
+        rows[:], masks[:], tokens[:], firsts[:] = self._spare, -1, SAMPLED, self._numbers
+        self._nothing = Pinned((self.size,), torch.int32, device)
+        self._nothing.values[:] = self._padding
 
-    def staging(self) -> torch.Tensor:
-        """Memory that `send` may copy from while the host goes on."""
-        return torch.zeros(self._buffer.shape, dtype=torch.int32, pin_memory=self._buffer.is_cuda)
+    def clear(self) -> None:
+        """Make everything in the buffer padding, as compiling and capturing need it."""
+        self._stream.send(self._buffer.data_ptr(), self._nothing.address, 4 * self.size)
+
+    def send_blocks(self, step: Step, staged: Pinned) -> None:
+        """New blocks into the device's copy of the tables."""
+        if not step.blocks:
+            return
+        if len(step.blocks) > _FEW_RUNS or sum(len(blocks) for _, _, blocks in step.blocks) > FEW_BLOCKS:
+            send_blocks(step, self._tables_RM)
+            return
+        tables, width, at = self._tables_RM.data_ptr(), self._tables_RM.shape[1], 0
+        for row, index, blocks in step.blocks:
+            staged.values[at : at + len(blocks)] = blocks
+            self._stream.send(tables + 4 * (row * width + index), staged.address + 4 * at, 4 * len(blocks))
+            at += len(blocks)
 
     def send(
         self,
+        staged: Pinned,
         rows: Ints,
         contexts: Ints,
         *,
@@ -58,36 +84,31 @@ class StepInputs:
         masked: list[int] | None = None,
         shared: Ints | None = None,
         length: int = 0,
-        staged: torch.Tensor | None = None,
     ) -> None:
-        """Of entries that sample: a context is also the position of the token to be sampled.
+        """Of entries that sample: a context is also the position of the token to be sampled. They go through `staged`,
+        `size` values that nobody writes until the step is done.
 
         `tokens` are those that the entries sample after, unless all are SAMPLED; `sequences` says which one each entry
         is of, where a sequence may have several. `masked`: which of them are going to have a mask, in the order of the
-        masks. `shared`: how many tokens of each are in the prefix of `length` tokens that some have in common. `staged`
-        is memory of `staging` that nobody writes until the step is done.
+        masks. `shared`: how many tokens of each are in the prefix of `length` tokens that some have in common.
         """
-        size, used = self._most, len(rows)
-        staged = self.staging() if staged is None else staged
-        values = staged.numpy()
+        size, used, values = self._most, len(rows), staged.values
+        values[:] = self._padding
+        values[:used] = rows
+        values[size : size + used] = contexts
         entries = values[: 6 * size].reshape(6, size)
-        entries[0, :used], entries[0, used:] = rows, self._spare
-        entries[1, :used], entries[1, used:] = contexts, 0
-        entries[2] = -1
         if masked:
-            entries[2, masked] = np.arange(len(masked))
-        entries[3] = 0
+            of_mask, numbers = entries[2], self._numbers[: len(masked)]
+            of_mask[slice(used) if len(masked) == used else masked] = numbers
         if shared is not None:
             entries[3, :used] = shared
             self._prefix_table.copy_(self._tables_RM[int(rows[np.argmax(shared)])])
-        entries[4] = SAMPLED
+            values[-1] = length
         if tokens is not None:
             entries[4, :used] = tokens
-        entries[5] = np.arange(size)
         if sequences is not None:
             entries[5, :used] = first_entries(sequences)
-        values[-1] = length
-        self._buffer.copy_(staged, non_blocking=True)
+        self._stream.send(self._buffer.data_ptr(), staged.address, 4 * self.size)
 
     def prefix(self, size: int, splits: int) -> SharedPrefix:
         return SharedPrefix(

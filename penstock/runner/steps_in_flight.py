@@ -11,32 +11,42 @@ import torch
 
 from penstock.engine.executor import Step, StepResult
 from penstock.runner.batch import Ints
+from penstock.runner.device_stream import DeviceStream, Pinned
+from penstock.runner.scoring import Asked
 
 # Two steps are in flight at most: the next one is launched before the one before it is collected. And a step is
 # compared with the one before it.
 _SLOTS = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slot:
     """Events and pinned memory, which take longer to make than to use: steps take turns with a few."""
 
     began: torch.cuda.Event
     done: torch.cuda.Event
-    inputs: torch.Tensor  # on their way to the device
-    tokens: torch.Tensor  # on their way back
+    inputs: Pinned  # on their way to the device
+    blocks: Pinned  # likewise
+    tokens: Pinned  # on their way back
+    used: bool = False  # by a step that has not been collected
+
+    def collect(self) -> None:
+        """Wait until that step is done."""
+        self.done.synchronize()
+        self.used = False
 
 
 class Slots:
-    def __init__(self, inputs: Callable[[], torch.Tensor], most: int, device: torch.device) -> None:
-        """`inputs` makes the memory for those of a step, which samples `most` tokens at most."""
+    def __init__(self, stream: DeviceStream, *, inputs: int, blocks: int, tokens: int, device: torch.device) -> None:
+        """How many of each a step has at most."""
         self._slots = cycle(
             [
                 Slot(
-                    torch.cuda.Event(enable_timing=True),
-                    torch.cuda.Event(enable_timing=True),
-                    inputs(),
-                    torch.zeros(most, dtype=torch.int64, pin_memory=device.type == "cuda"),
+                    stream.event(),
+                    stream.event(),
+                    Pinned((inputs,), torch.int32, device),
+                    Pinned((blocks,), torch.int32, device),
+                    Pinned((tokens,), torch.int64, device),
                 )
                 for _ in range(_SLOTS)
             ]
@@ -44,7 +54,9 @@ class Slots:
 
     def take(self) -> Slot:
         slot = next(self._slots)
-        slot.done.synchronize()  # it has been collected, unless a step failed meanwhile
+        if slot.used:  # a step failed, and the one after it was not collected
+            slot.collect()
+        slot.used = True
         return slot
 
 
@@ -56,10 +68,12 @@ class StepInFlight:
     after: torch.cuda.Event | None  # the end of the step before, if this one was launched before that had ended
     sampled: list[int] = field(default_factory=list)  # sequences of the step that sample, once for each token
     rows: Ints = field(default_factory=lambda: np.zeros(0, np.int32))  # theirs
+    asked: Asked = field(default_factory=Asked)  # by these
     drafts: list[int] | None = None  # the tokens that those are sampled after, in steps that verify drafts
     scores: list[Callable[[StepResult], None]] = field(default_factory=list)
 
     @property
     def tokens(self) -> list[int]:
         """Those sampled, once the step is done."""
-        return self.slot.tokens[: len(self.rows)].tolist()
+        found: list[int] = self.slot.tokens.values[: len(self.rows)].tolist()
+        return found

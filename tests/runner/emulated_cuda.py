@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +14,11 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.models.config import ModelConfig
 from penstock.models.llama import Llama
+from penstock.runner import cuda_runner
 from penstock.runner.cuda_runner import CudaRunner
 from penstock.runner.device_adapters import DeviceAdapters, no_adapters
 from penstock.runner.device_rows import DeviceRows
+from penstock.runner.device_stream import DeviceStream
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.largest_step import most_sampled
 
@@ -23,17 +26,36 @@ CPU = torch.device("cpu")
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
     def synchronize(self) -> None:
         pass
 
-    def elapsed_time(self, other: object) -> float:
+    def elapsed_time(self, end: object) -> float:
         return 0.0
+
+
+class HostStream(DeviceStream):
+    """Does at once what a stream does in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def enter_thread(self) -> None:
+        pass
+
+    def event(self, *, timed: bool = True) -> Any:
+        return Event()
+
+    def send(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+
+    def send_beside(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+
+    def receive(self, to: int, source: int, size: int) -> None:
+        ctypes.memmove(to, source, size)
+
+    def record(self, event: Any) -> None:
+        pass
 
 
 class Replayed(dict[Any, Any]):
@@ -55,7 +77,7 @@ def emulated_runner(
     model: Llama, config: ModelConfig, patch: pytest.MonkeyPatch, *, max_seqs: int, num_blocks: int, block_size: int,
     max_step_tokens: int, adapter_rank: int = 0, **options: Any,
 ) -> tuple[CudaRunner, Replayed]:  # fmt: skip
-    patch.setattr(torch.cuda, "Event", Event)
+    patch.setattr(cuda_runner, "DeviceStream", HostStream)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     length = config.max_position
     forward = FusedForward(

@@ -17,6 +17,7 @@ from penstock.runner.model_runner import score
 from penstock.runner.row_state import TorchRows
 from penstock.runner.sampler import sample
 from penstock.runner.scoring import scored_rows
+from tests.runner.emulated_cuda import HostStream
 
 VOCAB = 2111
 SEQS = 12
@@ -59,7 +60,7 @@ def test_the_same_tokens_and_scores_as_plain_torch(seed: int) -> None:
     logits, tokens = torch.empty((SEQS, VOCAB)), torch.empty(SEQS, dtype=torch.int64)
     inputs = torch.zeros((3, SEQS), dtype=torch.int32)
     drafts = Drafts(*torch.zeros((2, SEQS), dtype=torch.int32))
-    sampler = DeviceSampler(rows, logits, tokens, inputs, drafts)
+    sampler = DeviceSampler(rows, logits, tokens, inputs, drafts, HostStream(cpu))
     for number in range(4):
         taken = range(SEQS) if number == 0 else draw.integers(0, SEQS, 3).tolist()
         setups = []
