@@ -28,7 +28,8 @@ ACCEPTED = f"""a model is one of
   dummy:FOLDER          random weights for the config.json in a folder, to measure speed"""
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
+HUB_WEIGHTS = ["*.safetensors"]
 # Subfolders but for 1_Pooling, and second copies in another format.
 HUB_IGNORED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
 
@@ -51,22 +52,23 @@ class Checkpoint:
         return self.path if self.kind == "folder" else self.path.parent
 
 
-def resolve(model: str) -> Checkpoint:
-    """Find the model, downloading it if it is on the hub and not in the local cache."""
+def resolve(model: str, *, weights: bool = True) -> Checkpoint:
+    """Find the model, downloading it if it is on the hub and not in the local cache. Whoever reads only configuration
+    and tokenizer, as a gateway whose workers are elsewhere, needs no weights."""
     if model == BUILT_IN:
         return Checkpoint(BUILT_IN, "gguf", _built_in_file())
     if model == BUILT_IN_ENCODER:
-        return _folder(BUILT_IN_ENCODER, _built_in_encoder())
+        return _folder(BUILT_IN_ENCODER, _built_in_encoder(), weights)
     if model.startswith("dummy:"):
         return _dummy(Path(model.removeprefix("dummy:")).expanduser())
     path = Path(model).expanduser()
     if path.is_dir():
-        return _folder(path.resolve().name, path)
+        return _folder(path.resolve().name, path, weights)
     if path.is_file() and path.suffix == ".gguf":
         return Checkpoint(path.stem, "gguf", path)
     if path.exists() or not HUB_ID.fullmatch(model):
         raise StartupError(f"no model found for {model!r}; {ACCEPTED}", param="model")
-    return _folder(model, _download(model))
+    return _folder(model, _download(model, weights), weights)
 
 
 def _built_in_file() -> Path:
@@ -94,12 +96,12 @@ def _dummy(path: Path) -> Checkpoint:
     return Checkpoint(path.resolve().stem if path == config else path.resolve().name, "dummy", config)
 
 
-def _folder(name: str, folder: Path) -> Checkpoint:
+def _folder(name: str, folder: Path, weights: bool) -> Checkpoint:
     if (folder / PACKED_WEIGHTS).is_file():
         return Checkpoint(name, "packed", folder / PACKED_WEIGHTS)
     if not (folder / "config.json").is_file():
         raise StartupError(f"{folder} has no config.json; {ACCEPTED}", param="model")
-    absent = [file.name for file in safetensors_files(folder) if not file.is_file()]
+    absent = [file.name for file in safetensors_files(folder) if not file.is_file()] if weights else []
     if absent:
         raise StartupError(f"{folder} is incomplete, it lacks {', '.join(absent)}", param="model")
     return Checkpoint(name, "folder", folder)
@@ -119,7 +121,7 @@ def safetensors_files(folder: Path) -> list[Path]:
     return files
 
 
-def _download(hub_id: str) -> Path:
+def _download(hub_id: str, weights: bool) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError as error:
@@ -127,7 +129,8 @@ def _download(hub_id: str) -> Path:
             f"no folder {hub_id} here, and downloading it needs: pip install huggingface_hub", param="model"
         ) from error
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
+        wanted = HUB_FILES + HUB_WEIGHTS if weights else HUB_FILES
+        return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=HUB_IGNORED))
     except errors.GatedRepoError as error:
         raise StartupError(
             f"{hub_id} asks for consent: accept its terms on the hub, then run `hf auth login`", param="model"

@@ -112,7 +112,7 @@ def run_check(args: argparse.Namespace) -> int:
     print(f"digest    {adapter_digest(folder)}")
     if config.base_model:
         print(f"base      {config.base_model}")
-    checkpoint = resolve(args.model)
+    checkpoint = resolve(args.model, weights=False)
     try:
         check_fit(found.modules, projections(read_config(checkpoint)), args.max_rank)
         check_tokenizer(folder, lambda: load_tokenizer(checkpoint).vocabulary)

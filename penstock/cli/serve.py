@@ -326,7 +326,7 @@ def tokenizer_of(model: str) -> tuple[Checkpoint, Tokenizer]:
     from penstock.checkpoint.source import resolve
     from penstock.text.tokenizer import load_tokenizer
 
-    checkpoint = resolve(model)
+    checkpoint = resolve(model, weights=False)
     return checkpoint, load_tokenizer(checkpoint)
 
 

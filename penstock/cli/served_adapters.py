@@ -62,7 +62,7 @@ async def adapters_at_start(settings: Settings) -> list[NamedAdapter]:
         found: list[NamedAdapter] = []
         for name, config in settings.served.items():
             if config.adapters or config.adapter_folder is not None:
-                checkpoint = resolve(config.model or name)
+                checkpoint = resolve(config.model or name, weights=False)
                 if (base := adapter_base(checkpoint, config, load_tokenizer(checkpoint))) is not None:
                     found += served.adapters_at_start(name or checkpoint.name, config, base)
         return found

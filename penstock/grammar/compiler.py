@@ -155,7 +155,11 @@ def grammars_of(limits: SchedulerLimits, model: str, tokenizer: Tokenizer | None
     with the first grammar."""
     if limits.pools:
         return None
-    return LLGuidance(lambda: tokenizer or load_tokenizer(resolve(model)), limits.vocab_size, limits.eos_ids)
+
+    def load() -> Tokenizer:
+        return tokenizer or load_tokenizer(resolve(model, weights=False))
+
+    return LLGuidance(load, limits.vocab_size, limits.eos_ids)
 
 
 def _on_deep_stack(work: Callable[[], Any]) -> Any:

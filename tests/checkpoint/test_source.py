@@ -11,6 +11,7 @@ import pytest
 from penstock.checkpoint import source
 from penstock.checkpoint.source import Checkpoint, resolve
 from penstock.core.errors import StartupError
+from tests.hub_server import hub_of
 
 
 @pytest.fixture
@@ -78,11 +79,11 @@ def test_unknown_lists_what_is_accepted(model: str) -> None:
         resolve(model)
 
 
-def resolve_elsewhere(model: str, **env: str) -> str:
+def resolve_elsewhere(model: str, env: dict[str, str], *, weights: bool = True) -> str:
     """In a fresh process, since the hub's library reads its settings once."""
     script = (
         "import sys; from penstock.checkpoint.source import resolve\n"
-        "try: print(resolve(sys.argv[1]))\n"
+        f"try: print(resolve(sys.argv[1], weights={weights}))\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     run = subprocess.run(
@@ -93,7 +94,7 @@ def resolve_elsewhere(model: str, **env: str) -> str:
 
 def test_unreachable_hub_says_so_and_uses_the_cache(tmp_path: Path) -> None:
     env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
-    answer = resolve_elsewhere("org/name", **env)
+    answer = resolve_elsewhere("org/name", env)
     assert answer.startswith("StartupError org/name")
     assert "cannot be reached" in answer
     assert "smollm2-135m" in answer
@@ -104,6 +105,25 @@ def test_unreachable_hub_says_so_and_uses_the_cache(tmp_path: Path) -> None:
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("a" * 40)
     (snapshot / "config.json").write_text("{}")
-    assert "no safetensors files" in resolve_elsewhere("org/name", **env)
+    assert "no safetensors files" in resolve_elsewhere("org/name", env)
     (snapshot / "model.safetensors").touch()
-    assert resolve_elsewhere("org/name", **env).startswith("Checkpoint(name='org/name', kind='folder'")
+    assert resolve_elsewhere("org/name", env).startswith("Checkpoint(name='org/name', kind='folder'")
+
+
+def test_only_what_is_needed_is_downloaded(folder: Path, tmp_path: Path) -> None:
+    for name in (
+        "tokenizer.json",
+        "1_Pooling/config.json",
+        "onnx/config.json",
+        "consolidated.safetensors",
+        "model.safetensors",
+    ):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps({"name": name}))  # equal files would be kept, and fetched, once
+    with hub_of("org/name", folder) as hub:
+        env = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        assert "kind='folder'" in resolve_elsewhere("org/name", env, weights=False)
+        assert sorted(hub.downloaded) == ["1_Pooling/config.json", "config.json", "tokenizer.json"]
+        hub.downloaded.clear()
+        assert "kind='folder'" in resolve_elsewhere("org/name", env)
+        assert hub.downloaded == ["model.safetensors"]
