@@ -104,7 +104,12 @@ class Replica:
         useless = 0
         while True:
             assert self._instance is not None
-            loss = await self._instance.lost()
+            try:
+                loss = await self._instance.lost()
+            except Exception as error:  # whatever it is, there must be a replica again
+                log.exception("replica %s can no longer be watched", self.name)
+                self._instance.kill()
+                loss = Loss(f"it could not be watched: {error}")
             self.loss.set_result(loss)
             useless = 0 if self.useful or loss.from_outside else useless + 1
             delay = 0.0 if useless < 2 else min(_LAST_RETRY_SECONDS, _FIRST_RETRY_SECONDS * 2 ** (useless - 2))
@@ -120,10 +125,12 @@ class Replica:
             await asyncio.sleep(delay)
             try:
                 return await self._launch()
-            except (StartupError, OSError) as error:
+            except Exception as error:
                 delay = min(_LAST_RETRY_SECONDS, 2 * delay or _FIRST_RETRY_SECONDS)
                 self.detail = str(error)
-                log.error("replica %s did not start: %s; next try in %.0f s", self.name, error, delay)
+                unexpected = not isinstance(error, StartupError | OSError)
+                message = "replica %s did not start: %s; next try in %.0f s"
+                log.error(message, self.name, error, delay, exc_info=unexpected)
 
     async def _launch(self) -> Instance:
         began = time.monotonic()

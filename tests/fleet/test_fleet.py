@@ -15,9 +15,10 @@ from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.executor import Step, StepResult
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.launcher import Loss
 from penstock.fleet.settings import FailoverConfig
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
-from tests.fleet.simulated import HeldExecutor, SimulatedLauncher, SimulatedWorker
+from tests.fleet.simulated import HeldExecutor, SimulatedInstance, SimulatedLauncher, SimulatedWorker
 
 POISON = VOCAB  # that no model samples: a prompt with it crashes the worker that computes it
 
@@ -209,6 +210,33 @@ async def test_without_any_replica_a_request_waits_for_one() -> None:
         with pytest.raises(PenstockError) as ended:
             (await late)[-1].raise_failure()
         assert isinstance(ended.value, DeadlineExceeded)
+
+
+async def test_whatever_a_launcher_raises_it_is_tried_again() -> None:
+    """Also what it does not say that it raises: a replica that nobody starts again would be lost for good."""
+
+    def fail_at_second(_: SimulatedWorker) -> None:
+        if len(launcher.workers) == 2:
+            raise ValueError("a bug")
+
+    launcher = SimulatedLauncher(fail_at_second)
+    async with running(launcher) as (fleet, _):
+        launcher.worker.die()
+        assert tokens_of(await answer(fleet, asking("r", [1, 2, 3]))) == expected(asking("r", [1, 2, 3]))
+        assert len(launcher.workers) == 3
+
+
+async def test_a_replica_that_cannot_be_watched_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = SimulatedInstance.lost
+
+    async def fail_once(instance: SimulatedInstance) -> Loss:
+        monkeypatch.setattr(SimulatedInstance, "lost", lost)
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(SimulatedInstance, "lost", fail_once)
+    async with running(SimulatedLauncher()) as (fleet, (launcher,)):
+        await until(lambda: len(launcher.workers) == 2 and fleet.replicas[0].state == "ready")
+        assert tokens_of(await answer(fleet, asking("r", [1, 2, 3]))) == expected(asking("r", [1, 2, 3]))
 
 
 async def test_it_does_not_wait_for_ever() -> None:
