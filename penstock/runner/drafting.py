@@ -20,10 +20,21 @@ _ROWS = 8  # sequences that a model drafts for at once; with more in a batch, dr
 _STEP_TOKENS = 256
 
 
-def drafter_of(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, max_model_len: int) -> Drafter | None:
-    """None: nothing is drafted, or by first layers of the model itself, which is not loaded yet."""
+def drafter_of(
+    checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, max_model_len: int, *, native: bool
+) -> Drafter | None:
+    """None: nothing is drafted, or by first layers of the model itself, which is not loaded yet. `native`: whether the
+    native CPU kernels are going to run it."""
     wanted = config.speculation
-    if wanted.method == "off" or exit_layers(model, config):
+    if exit_layers(model, config):
+        if not native:
+            raise StartupError(
+                "speculation by early_exit runs on the native CPU kernels only: in int8, int4 or bfloat16, without "
+                "experts",
+                param="engine.speculation.method",
+            )
+        return None
+    if wanted.method == "off":
         return None
     if wanted.method == "suffix":
         return SuffixDrafter()
@@ -87,11 +98,7 @@ def _early_exit_drafter(
     from penstock.runner.host_rows import HostRows
     from penstock.runner.native_runner import NativeRunner
 
-    if not isinstance(executor, NativeRunner):
-        raise StartupError(
-            "speculation by early_exit runs on the native CPU kernels only: in int8, int4 or bfloat16, without experts",
-            param="engine.speculation.method",
-        )
+    assert isinstance(executor, NativeRunner)
     network, each = executor.model, _spare_blocks_of_row(config)
     table_blocks = -(-max_model_len // config.block_size) + each
     first = executor.num_blocks

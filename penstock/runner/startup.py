@@ -130,7 +130,10 @@ def start(
     model_config = plan.model
     sampling = _sampling_defaults(checkpoint, model_config, config)
     # First: what it leaves of the memory is the KV cache's.
-    drafter = drafter_of(checkpoint, model_config, config, plan.max_model_len) if plan.pooling is None else None
+    native = device == "cpu" and cpu_scheme(plan) is not None
+    max_len, drafter = plan.max_model_len, None
+    if plan.pooling is None:
+        drafter = drafter_of(checkpoint, model_config, config, max_len, native=native)
     niceness = POOLED_NICENESS if plan.pooling is not None else 0
     load = partial(_cuda_executor if device == "cuda" else _cpu_executor, plan)
     executor = with_niceness(niceness, load) if niceness and device == "cpu" else load()

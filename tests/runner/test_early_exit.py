@@ -50,11 +50,12 @@ def test_layers_are_for_early_exit_only() -> None:
         SpeculationConfig(layers=3)
 
 
-def test_plain_torch_refuses(tmp_path: Path) -> None:
+def test_plain_torch_refuses_before_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 2, "max_position_embeddings": 64}
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **sizes, **heads}))
     config = replace(asking_for(1), device="cpu", dtype="float32", kv_memory_gib=0.01)
+    monkeypatch.setattr("penstock.runner.startup._load", lambda plan: pytest.fail("it was loaded"))
     with pytest.raises(StartupError, match="native CPU kernels only"):
         start(f"dummy:{path}", config)

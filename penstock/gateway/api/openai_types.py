@@ -331,13 +331,13 @@ class ModelCard(Struct):
     id: str
     created: int
     max_model_len: int
-    sampling_defaults: dict[str, float]  # of requests that do not say
     classes: dict[str, ClassCard]
     tool_parser: str | None  # the format of its tool calls, and of its reasoning
     reasoning_parser: str | None
     root: str  # the model's first name; of a LoRA adapter that of the model it changes
     parent: str | None = None  # of a LoRA adapter: the model it changes
     digest: str | UnsetType = UNSET  # of a LoRA adapter: what it is known by, whatever its name
+    sampling_defaults: dict[str, float] | UnsetType = UNSET  # of requests that do not say; for generated text
     task: Task = "generate"  # embed: /v1/embeddings; score: /v1/score and /v1/rerank
     embedding_size: int | UnsetType = UNSET  # of a model for embeddings
     object: Literal["model"] = "model"

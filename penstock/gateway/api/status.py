@@ -40,13 +40,13 @@ class StatusEndpoints:
         model, adapter = self.serving.model_of(name), self.serving.adapters.get(name)
         info = model.engine.info
         defaults = {field: getattr(info.sampling_defaults, field) for field in RECOMMENDED}
+        generates = info.task == "generate"
         created = self.serving.created if adapter is None else adapter.loaded
         text = model.text
         return ModelCard(
             name,
             created,
             info.max_model_len,
-            defaults,
             class_cards(model),
             text.tools,
             text.reasoning,
@@ -55,7 +55,8 @@ class StatusEndpoints:
             digest=UNSET if adapter is None else adapter.adapter.digest,
             display_name=name,
             created_at=datetime.fromtimestamp(created, UTC).isoformat(),
-            max_input_tokens=info.max_model_len - (info.task == "generate"),
+            max_input_tokens=info.max_model_len - generates,
+            sampling_defaults=defaults if generates else UNSET,
             task=info.task,
             embedding_size=info.width if info.task == "embed" else UNSET,
         )

@@ -199,6 +199,7 @@ def test_models_say_what_they_are_for(gateway: Gateway) -> None:
     assert [cards[name]["task"] for name in (MODEL, MINILM, CROSS)] == ["generate", "embed", "score"]
     assert cards[MINILM]["embedding_size"] == 384
     assert "embedding_size" not in cards[MODEL]
+    assert ["sampling_defaults" in cards[name] for name in (MODEL, MINILM, CROSS)] == [True, False, False]
 
 
 @pytest.mark.parametrize("model", [MINILM, CROSS])
