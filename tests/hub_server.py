@@ -18,6 +18,7 @@ class HubServer:
     def __init__(self, repository: str, folder: Path) -> None:
         self.repository, self.folder = repository, folder
         self.downloaded: list[str] = []  # files, in the order in which they were asked for
+        self.breaks_after: int | None = None  # bytes of a file; then the connection ends
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -52,7 +53,7 @@ class HubServer:
             request.send_header(header, value)
         request.end_headers()
         if with_body:
-            request.wfile.write(content or b"")
+            request.wfile.write((content or b"")[: self.breaks_after])
 
     def stop(self) -> None:
         self._server.shutdown()

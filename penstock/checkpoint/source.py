@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from penstock.checkpoint.hub import download
 from penstock.core.errors import StartupError
 
 BUILT_IN = "smollm2-135m"
@@ -28,10 +29,7 @@ ACCEPTED = f"""a model is one of
   dummy:FOLDER          random weights for the config.json in a folder, to measure speed"""
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
-HUB_WEIGHTS = ["*.safetensors"]
-# Subfolders but for 1_Pooling, and second copies in another format.
-HUB_IGNORED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
+_WITHOUT_HUB = f"use a local folder, a .gguf file or the built-in model {BUILT_IN}"
 
 PACKED_WEIGHTS = "weights.penstock"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -68,7 +66,7 @@ def resolve(model: str, *, weights: bool = True) -> Checkpoint:
         return Checkpoint(path.stem, "gguf", path)
     if path.exists() or not HUB_ID.fullmatch(model):
         raise StartupError(f"no model found for {model!r}; {ACCEPTED}", param="model")
-    return _folder(model, _download(model, weights), weights)
+    return _folder(model, download(model, weights=weights, otherwise=_WITHOUT_HUB), weights)
 
 
 def _built_in_file() -> Path:
@@ -119,27 +117,3 @@ def safetensors_files(folder: Path) -> list[Path]:
     if not files:
         raise StartupError(f"{folder} has no safetensors files, the only weights read from a folder", param="model")
     return files
-
-
-def _download(hub_id: str, weights: bool) -> Path:
-    try:
-        from huggingface_hub import errors, snapshot_download
-    except ImportError as error:
-        raise StartupError(
-            f"no folder {hub_id} here, and downloading it needs: pip install huggingface_hub", param="model"
-        ) from error
-    try:
-        wanted = HUB_FILES + HUB_WEIGHTS if weights else HUB_FILES
-        return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=HUB_IGNORED))
-    except errors.GatedRepoError as error:
-        raise StartupError(
-            f"{hub_id} asks for consent: accept its terms on the hub, then run `hf auth login`", param="model"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise StartupError(f"{hub_id} is neither a folder here nor on the hub; {ACCEPTED}", param="model") from error
-    except (errors.LocalEntryNotFoundError, errors.HfHubHTTPError, OSError) as error:
-        raise StartupError(
-            f"{hub_id} is not in the local cache and the Hugging Face hub cannot be reached ({error}). "
-            f"Use a local folder, a .gguf file or the built-in model {BUILT_IN}.",
-            param="model",
-        ) from error

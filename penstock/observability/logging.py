@@ -141,9 +141,14 @@ _DEFAULT = LogConfig()
 
 
 def configure_logging(logs: LogConfig = _DEFAULT, stream: TextIO | None = None) -> None:
-    """Send every logger of the process to one stream (stderr unless told), replacing what was set up before."""
+    """Send every logger of the process to one stream (stderr unless told), replacing what was set up before. Libraries
+    only warn, unless everything is asked for: one of them has a line for each of the dozens of requests of a
+    download."""
     line = JsonFormat() if logs.format == "json" else TextFormat()
-    logging.basicConfig(level=logs.level.upper(), handlers=[LineHandler(stream or sys.stderr, line)], force=True)
+    level = logging.getLevelNamesMapping()[logs.level.upper()]
+    others = level if level == logging.DEBUG else max(level, logging.WARNING)
+    logging.basicConfig(level=others, handlers=[LineHandler(stream or sys.stderr, line)], force=True)
+    logging.getLogger("penstock").setLevel(level)
     logging.captureWarnings(logs.format == "json")  # otherwise lines of their own
     # None of these is in a line, and finding them out takes half of the time of a record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False

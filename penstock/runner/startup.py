@@ -122,11 +122,14 @@ def start(
 ) -> tuple[Scheduler, LoadedExecutor, EngineInfo]:
     """Load a model and return the two halves of an engine: who decides and who computes."""
     keep_compiled("torch")
+    times = times or StartTimes()
+    times.ended("import")
     checkpoint = resolve(model)
+    times.ended("download")  # or finding it here
     device = device_of(config, checkpoint)
     if encoder_architecture(checkpoint) is not None:
-        return start_encoder(checkpoint, config, device, times or StartTimes())
-    plan = planned(checkpoint, config, device, progress, times or StartTimes())
+        return start_encoder(checkpoint, config, device, times)
+    plan = planned(checkpoint, config, device, progress, times)
     model_config = plan.model
     sampling = _sampling_defaults(checkpoint, model_config, config)
     # First: what it leaves of the memory is the KV cache's.

@@ -127,3 +127,14 @@ def test_only_what_is_needed_is_downloaded(folder: Path, tmp_path: Path) -> None
         hub.downloaded.clear()
         assert "kind='folder'" in resolve_elsewhere("org/name", env)
         assert hub.downloaded == ["model.safetensors"]
+
+
+def test_a_download_tells_how_far_it_is_and_goes_on_after_it_broke_off(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"w" * 5_000_000)
+    with hub_of("org/name", folder) as hub:
+        env = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        hub.breaks_after = 3_000_000
+        answer = resolve_elsewhere("org/name", env)
+        assert answer.startswith("StartupError the download of org/name broke off")
+        hub.breaks_after = None
+        assert "kind='folder'" in resolve_elsewhere("org/name", env)

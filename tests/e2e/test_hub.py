@@ -28,3 +28,4 @@ def test_a_model_of_the_hub_is_served(tmp_path: Path) -> None:
             server.stop()
     assert "model.safetensors" in hub.downloaded
     assert len(hub.downloaded) == len(set(hub.downloaded))
+    assert not [line for line in server.log if "HTTP Request" in line or "Fetching" in line]
