@@ -133,31 +133,13 @@ def start(
     model_config = plan.model
     sampling = _sampling_defaults(checkpoint, model_config, config)
     # First: what it leaves of the memory is the KV cache's.
-    native = device == "cpu" and cpu_scheme(plan) is not None
-    max_len, drafter = plan.max_model_len, None
+    native, drafter = device == "cpu" and cpu_scheme(plan) is not None, None
     if plan.pooling is None:
-        drafter = drafter_of(checkpoint, model_config, config, max_len, native=native)
+        drafter = drafter_of(checkpoint, model_config, config, plan.max_model_len, native=native)
     niceness = POOLED_NICENESS if plan.pooling is not None else 0
     load = partial(_cuda_executor if device == "cuda" else _cpu_executor, plan)
     executor = with_niceness(niceness, load) if niceness and device == "cpu" else load()
-    memory = executor.host_memory or HostMemory(0, 0)
-    limits = SchedulerLimits(
-        num_blocks=executor.num_blocks,
-        block_size=config.block_size,
-        max_seqs=config.max_seqs,
-        max_step_tokens=plan.max_step_tokens,
-        max_model_len=plan.max_model_len,
-        vocab_size=model_config.vocab_size,
-        eos_ids=frozenset(model_config.eos_ids),
-        prefix_caching=config.prefix_caching and (plan.pooling is None or plan.pooling.kind != "mean"),
-        max_waiting=config.max_waiting,
-        fcfs=config.scheduling == "fcfs",
-        max_adapters=config.max_adapters if executor.adapter_modules else 0,
-        pools=plan.pooling is not None,
-        weight_bytes=memory.weights,
-        kv_token_bytes=memory.cache // (executor.num_blocks * config.block_size),
-        query_tile=_TILE_ROWS * model_config.num_kv_heads // model_config.num_heads if device == "cuda" else 1,
-    )
+    limits = _limits(plan, executor)
     if limits.longest_sequence < plan.max_model_len:
         log.warning("requests are limited to %d tokens, all that the KV cache holds", limits.longest_sequence)
     step_times = kept_step_times(
@@ -182,6 +164,28 @@ def start(
         normalized=plan.pooling is not None and plan.pooling.normalize,
     )
     return Scheduler(limits, step_times, speculation), executor, info
+
+
+def _limits(plan: _Plan, executor: LoadedExecutor) -> SchedulerLimits:
+    config, model, pooling = plan.engine, plan.model, plan.pooling
+    memory = executor.host_memory or HostMemory(0, 0)
+    return SchedulerLimits(
+        num_blocks=executor.num_blocks,
+        block_size=config.block_size,
+        max_seqs=config.max_seqs,
+        max_step_tokens=plan.max_step_tokens,
+        max_model_len=plan.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_ids=frozenset(model.eos_ids),
+        prefix_caching=config.prefix_caching and (pooling is None or pooling.kind != "mean"),
+        max_waiting=config.max_waiting,
+        fcfs=config.scheduling == "fcfs",
+        max_adapters=config.max_adapters if executor.adapter_modules else 0,
+        pools=pooling is not None,
+        weight_bytes=memory.weights,
+        kv_token_bytes=memory.cache // (executor.num_blocks * config.block_size),
+        query_tile=_TILE_ROWS * model.num_kv_heads // model.num_heads if plan.device_kind == "cuda" else 1,
+    )
 
 
 def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> SamplingParams:
