@@ -117,7 +117,7 @@ class CudaRunner:
     # -- executor ----------------------------------------------------------------------------------------------------
 
     def enter_thread(self) -> None:
-        self._stream.enter_thread()
+        """Nothing to prepare."""
 
     def prepare_adapter(self, adapter: AdapterWeights) -> None:
         self._adapters.prepare(adapter)
@@ -126,6 +126,7 @@ class CudaRunner:
         return self._mixed_steps.padded(tokens)
 
     def launch(self, step: Step) -> StepInFlight:
+        self._stream.enter()
         slot = self._slots.take()
         self._stream.record(slot.began)
         self._state.apply(step)

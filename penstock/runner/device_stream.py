@@ -8,6 +8,7 @@ Here they take 1 to 2 µs and keep it.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ class DeviceStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._thread: int | None = None  # that used it last
         self._stream = torch.cuda.default_stream(device).cuda_stream
         self._beside = torch.cuda.Stream(device)
         self._sent = self.event(timed=False)
@@ -45,9 +47,11 @@ class DeviceStream:
         self._record = _function(driver.cuEventRecord, handle, handle)
         self._wait = _function(driver.cuStreamWaitEvent, handle, handle, ctypes.c_uint)
 
-    def enter_thread(self) -> None:
-        """Before a thread uses it for the first time: makes the device's context current there."""
-        torch.cuda.default_stream(self._device).synchronize()
+    def enter(self) -> None:
+        """Before a thread uses it: the device's context must be current there."""
+        if self._thread != threading.get_ident():
+            torch.cuda.default_stream(self._device).synchronize()  # a call of the runtime makes it so
+            self._thread = threading.get_ident()
 
     def event(self, *, timed: bool = True) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=timed)

@@ -39,7 +39,7 @@ class HostStream(DeviceStream):
     def __init__(self, device: torch.device) -> None:
         pass
 
-    def enter_thread(self) -> None:
+    def enter(self) -> None:
         pass
 
     def event(self, *, timed: bool = True) -> Any:
