@@ -11,12 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-COMMIT = "a" * 40
+FIRST_COMMIT = "a" * 40
 
 
 class HubServer:
     def __init__(self, repository: str, folder: Path) -> None:
         self.repository, self.folder = repository, folder
+        self.commit = FIRST_COMMIT  # of its branch
         self.downloaded: list[str] = []  # files, in the order in which they were asked for
         self.breaks_after: int | None = None  # bytes of a file; then the connection ends
         hub = self
@@ -39,14 +40,18 @@ class HubServer:
     def answer(self, request: BaseHTTPRequestHandler, *, with_body: bool) -> None:
         path = unquote(urlsplit(request.path).path)
         about, files = f"/api/models/{self.repository}/", f"/{self.repository}/resolve/"
-        content, headers = None, {}
+        content: bytes | None = None
+        headers: dict[str, str] = {}
         if path.startswith(about):
-            content = json.dumps(self._tree() if "/tree/" in path else self._summary()).encode()
+            what, _, revision = path.removeprefix(about).partition("/")
+            if revision in ("main", self.commit):
+                content = json.dumps(self._tree() if what == "tree" else self._summary()).encode()
+            headers = {"X-Error-Code": "RevisionNotFound"} if content is None else {}
         elif path.startswith(files):
             name = path.removeprefix(files).partition("/")[2]
             if (self.folder / name).is_file():
                 content = (self.folder / name).read_bytes()
-                headers = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": COMMIT}
+                headers = {"ETag": f'"{_digest(content)}"', "X-Repo-Commit": self.commit}
                 self.downloaded += [name] if with_body else []
         request.send_response(404 if content is None else 200)
         for header, value in {**headers, "Content-Length": str(len(content or b""))}.items():
@@ -65,7 +70,7 @@ class HubServer:
 
     def _summary(self) -> dict[str, object]:
         siblings = [{"rfilename": str(path.relative_to(self.folder))} for path in self._files()]
-        return {"id": self.repository, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings}
+        return {"id": self.repository, "sha": self.commit, "private": False, "tags": [], "siblings": siblings}
 
     def _tree(self) -> list[dict[str, object]]:
         return [

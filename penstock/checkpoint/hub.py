@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from penstock.core.errors import StartupError
@@ -22,10 +23,29 @@ _FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 _WEIGHTS = ["*.safetensors"]
 # Subfolders but for 1_Pooling, and second copies in another format.
 _IGNORED = ["[!1]*/*", "1[!_]*/*", "consolidated*"]
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _TELL_SECONDS = 5.0
 
 
-def download(hub_id: str, *, weights: bool, otherwise: str) -> Path:
+def kept_commit(hub_id: str, revision: str | None, *, weights: bool) -> Path | None:
+    """The folder of a commit in the local cache, if all of it is there: it does not change, so the hub is not asked."""
+    if revision is None or not _COMMIT.fullmatch(revision):
+        return None
+    try:
+        from huggingface_hub import errors, snapshot_download
+    except ImportError:
+        return None
+    wanted = _FILES + _WEIGHTS if weights else _FILES
+    with suppress(errors.LocalEntryNotFoundError):
+        folder = snapshot_download(
+            hub_id, revision=revision, allow_patterns=wanted, ignore_patterns=_IGNORED, local_files_only=True
+        )
+        if not weights or any(Path(folder).glob("*.safetensors")):
+            return Path(folder)
+    return None
+
+
+def download(hub_id: str, revision: str | None, *, weights: bool, otherwise: str) -> Path:
     """A folder of the local cache with the newest version, or with the one that is there if the hub cannot be
     reached. `otherwise` says what to do without a hub."""
     try:
@@ -41,11 +61,13 @@ def download(hub_id: str, *, weights: bool, otherwise: str) -> Path:
     wanted = _FILES + _WEIGHTS if weights else _FILES
     try:
         with _told(hub_id, cache / file_download.repo_folder_name(repo_id=hub_id, repo_type="model") / "blobs"):
-            return Path(snapshot_download(hub_id, allow_patterns=wanted, ignore_patterns=_IGNORED))
+            return Path(snapshot_download(hub_id, revision=revision, allow_patterns=wanted, ignore_patterns=_IGNORED))
     except errors.GatedRepoError as error:
         raise StartupError(
             f"{hub_id} asks for consent: accept its terms on the hub, then run `hf auth login`", param="model"
         ) from error
+    except errors.RevisionNotFoundError as error:
+        raise StartupError(f"{hub_id} has no revision {revision} on the hub", param="model") from error
     except errors.RepositoryNotFoundError as error:
         raise StartupError(
             f"{hub_id} is neither a folder here nor on the hub, as far as this account may see: check the name, run "

