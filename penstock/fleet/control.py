@@ -12,6 +12,7 @@ from typing import Literal, get_args
 
 import msgspec
 
+from penstock.checkpoint.source import pinned
 from penstock.core.errors import InvalidRequest, NotFound, StartupError
 from penstock.fleet.autoscaler import Autoscaler
 from penstock.fleet.build import NewLauncher
@@ -147,6 +148,7 @@ class FleetControl:
         are new; if one does not start, those that were replaced before stay and the others are left as they are. Where
         there is none at all, one is started, so that it is known that it can be."""
         fleet, _ = self._find(model)
+        checkpoint = await self._pinned(checkpoint)
         async with fleet.resizing:
             old = [replica for replica in fleet.replicas if replica.is_owned]
             if not old and self._configs[model].autoscale is not None:
@@ -156,6 +158,13 @@ class FleetControl:
                 await fleet.remove(replica, drain_seconds)
             self._checkpoints[model] = checkpoint
         return [self._view(model, replica) for replica in fleet.replicas]
+
+    async def _pinned(self, checkpoint: str) -> str:
+        """So that all replicas have the same commit of it, if it is on the Hugging Face hub."""
+        try:
+            return await asyncio.to_thread(pinned, checkpoint)
+        except StartupError as error:
+            raise InvalidRequest(f"{checkpoint} does not start: {error.message}", param="checkpoint") from error
 
     async def restart(self, name: str, drain_seconds: float) -> list[ReplicaView]:
         """Replace one worker by a new one of the same checkpoint, which is ready before the old one drains."""

@@ -50,6 +50,7 @@ class Scaled:
         need(0)
         self.now = 1000.0
         self.launchers = [SimulatedLauncher()]
+        self.checkpoints: list[str] = []  # of all but the first
         self.failing = False
         self.fleet = Fleet("m", failover=FailoverConfig(wait_seconds=wait_seconds))
         self.control = FleetControl(
@@ -62,6 +63,7 @@ class Scaled:
 
     def _new(self, checkpoint: str, config: ModelConfig, number: int, logs: LogConfig) -> SimulatedLauncher:
         launcher = SimulatedLauncher()
+        self.checkpoints.append(checkpoint)
         launcher.failing = self.failing
         self.launchers.append(launcher)
         return launcher
@@ -218,6 +220,16 @@ async def test_nobody_else_changes_the_number() -> None:
             need(3)
             await one.look()
             assert len(one.fleet.replicas) == 1
+
+
+async def test_a_replacement_is_pinned_for_replicas_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.fleet.control.pinned", lambda model: f"{model}@commit")
+    async with scaled() as one:
+        await one.control.replace("m", "org/other", 0.0)
+        need(2)
+        await one.look()
+        await one.settled()
+        assert one.checkpoints == ["org/other@commit"] * 2
 
 
 async def test_a_policy_that_fails_leaves_the_fleet_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
