@@ -48,7 +48,8 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     report = yield
     if report.failed:
         for server in RUNNING:
-            report.sections.append((f"log of {server.url}", "".join(server.log[-LAST_LINES:])))
+            said = [line for line in server.log if "INFO request method=GET" not in line]
+            report.sections.append((f"log of {server.url}", "".join(said[-LAST_LINES:])))
     return report
 
 

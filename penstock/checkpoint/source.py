@@ -76,9 +76,15 @@ def resolve(model: str, *, weights: bool = True) -> Checkpoint:
 def pinned(model: str) -> str:
     """The same model; one on the hub with the commit that is its newest now. Whoever starts it again later, without
     asking the hub, has the same one."""
-    if model == BUILT_IN or Path(model).expanduser().exists() or (found := HUB_ID.fullmatch(model)) is None:
+    found = HUB_ID.fullmatch(model)
+    if found is None or not is_on_hub(model):
         return model
     return f"{found[1]}@{resolve(model, weights=False).folder.name}"
+
+
+def is_on_hub(model: str) -> bool:
+    """And not in a folder of the same name here."""
+    return HUB_ID.fullmatch(model) is not None and not Path(model).expanduser().exists()
 
 
 def _built_in_file() -> Path:

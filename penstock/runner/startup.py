@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from penstock.checkpoint.revision import revision
-from penstock.checkpoint.source import Checkpoint, resolve
+from penstock.checkpoint.source import Checkpoint, is_on_hub, resolve
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus, with_niceness
@@ -125,7 +125,8 @@ def start(
     times = times or StartTimes()
     times.ended("import")
     checkpoint = resolve(model)
-    times.ended("download")  # or finding it here
+    if is_on_hub(model):
+        times.ended("download")
     device = device_of(config, checkpoint)
     if encoder_architecture(checkpoint) is not None:
         return start_encoder(checkpoint, config, device, times)
