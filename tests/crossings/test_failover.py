@@ -129,8 +129,9 @@ async def ask(
 
 async def kill_when_busy(admin: Admin, streams: int, replicas: int) -> None:
     """As soon as so many streams are in flight, kill so many replicas, the busiest first."""
-    found: list[dict[str, Any]] = []
+    found = await admin.replicas()
     while sum(replica["streams"] for replica in found) < streams:
+        await asyncio.sleep(0.005)  # asking without a pause keeps the cores from the worker that is starting
         found = await admin.replicas()
     for replica in sorted(found, key=lambda replica: -replica["streams"])[:replicas]:
         await admin.inject("kill", replica["id"], 0)
