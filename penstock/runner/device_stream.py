@@ -72,7 +72,8 @@ class DeviceStream:
         check(self._wait(self._stream, self._sent.cuda_event, 0))
 
     def receive(self, to: int, source: int, size: int) -> None:
-        check(self._copy_out(to, source, size, self._stream))
+        if size:  # a step that samples nothing has nothing to send back
+            check(self._copy_out(to, source, size, self._stream))
 
     def record(self, event: torch.cuda.Event) -> None:
         check(self._record(event.cuda_event, self._stream))

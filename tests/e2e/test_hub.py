@@ -10,6 +10,8 @@ import openai
 import pytest
 
 from penstock.checkpoint.source import BUILT_IN_ENCODER, resolve
+from penstock.cli.serve import label_of
+from penstock.fleet.settings import ModelConfig
 from penstock.kernels.native import bindings
 from tests.conftest import start_server
 from tests.hub_server import HubServer
@@ -36,6 +38,20 @@ def test_a_model_of_the_hub_is_served(tmp_path: Path) -> None:
     assert len(hub.downloaded) == len(set(hub.downloaded))
     assert not [line for line in server.log if "HTTP Request" in line or "Fetching" in line]
     assert [line for line in server.log if "replica minilm-0 was lost" in line]
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("org/Qwen3-0.6B", "Qwen3-0.6B"),
+        (f"org/Qwen3-0.6B@{'a' * 40}", "Qwen3-0.6B"),
+        ("/models/Qwen3-0.6B", "Qwen3-0.6B"),
+        ("/models/some.Q4_0.gguf", "some.Q4_0"),
+        ("smollm2-135m", "smollm2-135m"),
+    ],
+)
+def test_replicas_are_called_after_their_model(model: str, label: str) -> None:
+    assert label_of("", ModelConfig(model)) == label
 
 
 def worker_of(server: int) -> int:
