@@ -12,7 +12,7 @@ T tokens, S sequences, C hidden size, H query heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeGuard
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from penstock.kernels import batch_invariant
 from penstock.kernels.batch_invariant import LEAST_DEPTH
-from penstock.kernels.hopper.gemm import GemmAdapters
+from penstock.kernels.hopper.gemm import ABSENT, GemmAdapters, partials_shape
 from penstock.kernels.hopper.layers import (
     MOST_TOKENS,
     KVCache,
@@ -237,16 +237,14 @@ class FusedForward:
 
     def _gemm_adapters(self, x_TC: torch.Tensor, adapted: Adapted) -> list[_LayerLora] | None:
         """LoRA adapters as the GEMMs add them themselves; None where one of them cannot."""
-        arrivals = torch.zeros((len(self._layers), 4, 1), dtype=torch.int32, device=self.device)
-        found = []
-        for number, (layer, low) in enumerate(zip(self._layers, adapted.layers, strict=True)):
+        partials, found = _partials(adapted, len(x_TC)), []
+        for layer, low in zip(self._layers, adapted.layers, strict=True):
             weights = [layer.qkv.weight, layer.out.weight]
             if isinstance(layer.mlp, Dense):
                 weights += [layer.mlp.gate_up.weight, layer.mlp.down.weight]
-            after = adapted.layers[number + 1].projections[0] if number + 1 < len(self._layers) else None
-            following, lora = [*low.projections[1:], after], [_NO_LORA.qkv] * 4
-            for place, (one, weight, following_one) in enumerate(zip(low.projections, weights, following, strict=True)):
-                of_gemm = _of_gemm(one, adapted.tiles, arrivals[number, place], following_one)
+            lora = [_NO_LORA.qkv] * 4
+            for place, (one, weight) in enumerate(zip(low.projections, weights, strict=True)):
+                of_gemm = _of_gemm(one, adapted.tiles, next(partials))
                 if not adds_adapters(x_TC, weight, of_gemm, gated=place == 2):
                     return None
                 lora[place] = {"adapters": of_gemm}
@@ -357,9 +355,18 @@ class FusedForward:
         )
 
 
-def _of_gemm(low: LowRank, tiles: AdapterTiles, arrivals: torch.Tensor, following: LowRank | None) -> GemmAdapters:
+def _partials(adapted: Adapted, tokens: int) -> Iterator[torch.Tensor]:
+    """For the GEMMs of a step in turn; all are cleared at once."""
+    lows = [low for layer in adapted.layers for low in layer.projections]
+    shapes = [partials_shape(tokens, low.inputs, len(low.outputs), low.most_rank) for low in lows]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    cleared = torch.full((sum(sizes),), ABSENT, dtype=torch.int32, device=adapted.tiles.order.device)
+    return (part.view(shape) for part, shape in zip(cleared.split(sizes), shapes, strict=True))
+
+
+def _of_gemm(low: LowRank, tiles: AdapterTiles, partials: torch.Tensor) -> GemmAdapters:
     places = low.weights, low.offset, low.b_offset, low.outputs, low.most_rank
-    return GemmAdapters(tiles.tiles, tiles.order, *places, arrivals, following.end - low.end if following else 0)
+    return GemmAdapters(tiles.tiles, tiles.order, *places, partials)
 
 
 def _started(

@@ -182,7 +182,7 @@ def test_a_step_in_one_launch(launched: set[str], tmp_path: Path, monkeypatch: p
 def test_adapters_inside_gemms_give_what_merged_weights_give(
     launched: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm_configs, "_LEAST_ADAPTED", 0)
+    monkeypatch.setattr(gemm, "resident_ctas", lambda device: 8)
     narrow, _ = models(tmp_path)
     config = read_config(resolve(f"dummy:{tmp_path}"))
     fused = FusedForward(

@@ -25,8 +25,10 @@ constexpr int GROUPS = TILE == 64 ? 1 : 2;        // warpgroups that multiply
 constexpr int BLOCKS = TILE / 64 / GROUPS;        // of 64 channels, per warpgroup
 constexpr int THREADS = GROUPS * 128;             // that multiply; one copies, but registers are moved by warpgroups
 constexpr bool CROWDED = BLOCKS * ROWS > 256;     // more accumulators than registers, unless the producer gives its own
-constexpr int HELPERS = APPLIES_NORM || LORA ? 96 : 0;  // threads that sum squares while the others multiply
-constexpr int COPIERS = CROWDED || HELPERS ? 128 : 32;
+// Threads that neither copy nor multiply: those that sum squares, those that add adapters.
+constexpr int NORM_HELPERS = !APPLIES_NORM ? 0 : LORA ? 32 : 96, HELPERS = NORM_HELPERS + (LORA ? ADAPTER_HELPERS : 0);
+constexpr int COPIERS = LORA ? 32 + HELPERS : CROWDED || HELPERS ? 128 : 32;
+static_assert(!(LORA && CROWDED), "registers are moved by warpgroups");
 constexpr int WEIGHT_BYTES = TILE * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
 constexpr int LAG = TILE < 256;                   // steps being multiplied while the next is issued
@@ -88,55 +90,6 @@ DEVICE void load_before(uint2 (&before)[BATCH], const void* out, int begin, int 
     }
 }
 
-// LoRA: the two channels of a lane in a block of 64, one of gate and one of up where gated.
-struct Lanes {
-    int low, high;
-    bool low_there, high_there;
-    DEVICE Lanes(int tile, int group, int block, int width) {
-        const int sixteen = (group * BLOCKS + block) * 4 + threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-        low = tile * WIDTH + (GATED ? sixteen * 8 : sixteen * 16) + lane / 4;
-        high = low + (GATED ? width : 8);
-        low_there = low < width, high_there = GATED ? low_there : high < width;
-    }
-};
-// LoRA: some tiles at once, so that their loads overlap. CTAs along K share the tiles.
-DEVICE void expand_tiles(float (&sums)[BLOCKS][ROWS / 2], const SharedAdapters& shared, const Adapters& all, int tile, int split,
-                         int group, int width) {
-    constexpr int AT_ONCE = ROWS * BLOCKS <= 32 ? 4 : ROWS * BLOCKS <= 64 ? 2 : 1;
-#pragma unroll 1
-    for (int first = split; first < all.num_tiles; first += AT_ONCE * SPLITS) {
-        int4 of[AT_ONCE];
-        int ranks = 0;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-            of[i] = first + i * SPLITS < all.num_tiles ? shared.tiles[first + i * SPLITS] : int4{-1, 0, 0, 0};
-            if (of[i].x < 0) of[i].y = 0;
-            ranks = max(ranks, of[i].y);
-        }
-#pragma unroll 1
-        for (int rank = 0; rank < ranks; rank += RANK_STEP) {
-            Channels channels[AT_ONCE][BLOCKS];
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-                for (int block = 0; block < BLOCKS; block++) {
-                    const Lanes lanes(tile, group, block, width);
-                    const bool there = rank < of[i].y;
-                    channels[i][block] = load_channels(all, of[i], rank, lanes.low, lanes.high, there && lanes.low_there,
-                                                       there && lanes.high_there);
-                }
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; i++)
-#pragma unroll
-                for (int block = 0; block < BLOCKS; block++)
-#pragma unroll
-                    for (int eight = 0; rank < of[i].y && eight < ROWS / 8; eight++)
-                        expand<GATED>(reinterpret_cast<float(&)[4]>(sums[block][eight * 4]), channels[i][block], shared,
-                                      first + i * SPLITS, rank, eight * 8, ROWS);
-        }
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS + COPIERS, 1)
 gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, void* out,
      const float* __restrict__ channel_scales, const float* row_scales, const bf16* __restrict__ gain, bf16* deferred,
@@ -146,7 +99,7 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     u64* full = reinterpret_cast<u64*>(ring + RING_BYTES);
     u64* empty = full + STAGES;
     float* factors = reinterpret_cast<float*>(empty + STAGES);  // of the rows
-    const SharedAdapters shared_adapters(reinterpret_cast<unsigned char*>(factors + ROWS), adapters, ROWS, GROUPS * 4);
+    const SharedAdapters shared_adapters(reinterpret_cast<unsigned char*>(factors + ROWS), adapters, ROWS, TILE, GATED ? 2 : 1);
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int tile = blockIdx.x / SPLITS / row_blocks, split = blockIdx.x % SPLITS;
@@ -158,6 +111,8 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     const int first = steps * split / SPLITS, count = steps * (split + 1) / SPLITS - first;
     const int ahead = count < STAGES ? count : STAGES;
     const bool copies = threadIdx.x == THREADS;
+    const int helper = static_cast<int>(threadIdx.x) - THREADS - 32;
+    const Listed listed(adapters, LORA ? helper - NORM_HELPERS : -1);
 
     if (copies) {
         for (int stage = 0; stage < STAGES; stage++) {
@@ -197,17 +152,15 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
             let_next_start();  // the next kernel's weights follow ours: earlier they would compete
         }
         __syncwarp();
-        const int helper = static_cast<int>(threadIdx.x) - THREADS - 32;
         if (HELPERS && helper >= 0) {
-            if (LORA) list_tiles(shared_adapters, adapters, ROWS, helper, HELPERS);
-            wait_for_previous();
-            for (int row = helper; APPLIES_NORM && row < rows; row += HELPERS)
+            if (helper < NORM_HELPERS) wait_for_previous();
+            for (int row = helper; row < rows && helper < NORM_HELPERS; row += NORM_HELPERS)
                 factors[row] = inverse_root(row_scales + row, all_rows, slots, per_channel, eps);
-            if (LORA) {
+            if constexpr (LORA) {
+                const Channels<TILE, GATED> channels{tile * WIDTH, width};
                 const int module = GATED ? 0 : (tile * TILE >= adapters.second) + (tile * TILE >= adapters.third);
-                gather_shrunk(shared_adapters, adapters, module, GATED ? 2 : 1, ROWS, helper, HELPERS);
-                sync_threads(2, THREADS + HELPERS);
-                prefetch_following(shared_adapters, adapters, helper, HELPERS);
+                if (helper >= NORM_HELPERS)
+                    add_adapters<TILE, GATED, SPLITS>(shared_adapters, adapters, listed, channels, module, split, helper - NORM_HELPERS);
             }
             sync_threads(1, THREADS + HELPERS);
         }
@@ -216,7 +169,6 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
     } else {
         if (CROWDED) take_registers<232>();
         const int group = warp / 4;
-        if (LORA) shrink_units(adapters, warp, GROUPS * 4, shared_adapters.scratch);
         float sums[BLOCKS][ROWS / 2];
 #pragma unroll
         for (int block = 0; block < BLOCKS; block++)
@@ -227,32 +179,25 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
         const u32 base = shared_address(ring);
         int stage = 0, previous = 0;
         u32 parity = 0;
-        int until = LORA ? count - ahead : count;  // then the last weights are in flight
-        for (int i = 0;; until = count) {
-            for (; i < until; i++) {
-                await(&full[stage], parity);
-                const u32 weight = base + stage * STAGE_BYTES + group * (BLOCKS * 8192);
-                const u32 x = base + stage * STAGE_BYTES + WEIGHT_BYTES;
-                begin_wgmma();
+        for (int i = 0; i < count; i++) {
+            await(&full[stage], parity);
+            const u32 weight = base + stage * STAGE_BYTES + group * (BLOCKS * 8192);
+            const u32 x = base + stage * STAGE_BYTES + WEIGHT_BYTES;
+            begin_wgmma();
 #pragma unroll
-                for (int k = 0; k < 4; k++)
+            for (int k = 0; k < 4; k++)
 #pragma unroll
-                    for (int block = 0; block < BLOCKS; block++)
-                        wgmma(sums[block], swizzled_tile(weight + block * 8192 + k * 32), swizzled_tile(x + k * 32));
-                commit_wgmma();
-                await_wgmma<LAG>();
-                if (LAG == 0) previous = stage;
-                if (i >= LAG && threadIdx.x % 128 == 0) arrive(&empty[previous]);
-                previous = stage;
-                if (++stage == STAGES) stage = 0, parity ^= 1;
-            }
-            if (!LORA || i == count) break;
-            await_wgmma<0>();
-            sync_threads(2, THREADS + HELPERS);
-            expand_tiles(sums, shared_adapters, adapters, tile, split, group, width);
+                for (int block = 0; block < BLOCKS; block++)
+                    wgmma(sums[block], swizzled_tile(weight + block * 8192 + k * 32), swizzled_tile(x + k * 32));
+            commit_wgmma();
+            await_wgmma<LAG>();
+            if (LAG == 0) previous = stage;
+            if (i >= LAG && threadIdx.x % 128 == 0) arrive(&empty[previous]);
+            previous = stage;
+            if (++stage == STAGES) stage = 0, parity ^= 1;
         }
         await_wgmma<0>();
-        sync_threads(1, THREADS + HELPERS);  // the ring has been read, the factors are there
+        sync_threads(1, THREADS + HELPERS);  // the ring has been read, what helpers compute is there
 
         float* laid = reinterpret_cast<float*>(ring);  // [ROWS, PITCH]
         uint2 before[BATCH];
@@ -268,6 +213,11 @@ gemm(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Tenso
 #pragma unroll
             for (int i = 0; i < ROWS / 8; i++) {
                 float* sum = &sums[block][i * 4];
+                if (LORA) {
+                    const float* more = shared_adapters.added + (i * 8 + lane % 4 * 2) * (TILE + 4) + channel;
+                    sum[0] += more[0], sum[1] += more[TILE + 4];
+                    sum[2] += more[second], sum[3] += more[TILE + 4 + second];
+                }
                 if (FACTORS) {
                     const float2 factor = *reinterpret_cast<const float2*>(factors + i * 8 + lane % 4 * 2);
                     sum[0] *= scale * factor.x, sum[1] *= scale * factor.y;

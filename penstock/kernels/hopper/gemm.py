@@ -47,26 +47,27 @@ class GemmAdapters:
     b_offset: int
     outputs: tuple[int, ...]  # of the modules
     most_rank: int
-    arrivals: torch.Tensor  # int32 [1], 0 before the GEMM
-    following: int = 0  # elements per rank of the next GEMM, which follow in the slots; they are brought into L2
-
-    @property
-    def end(self) -> int:
-        return self.b_offset + sum(self.outputs)
+    partials: torch.Tensor  # int32 of `partials_shape`, ABSENT before the GEMM
 
 
 class _Adapters(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_uint64) for name in ("tiles", "order", "weights", "x", "partials", "arrivals")),
+        *((name, ctypes.c_uint64) for name in ("tiles", "order", "weights", "x", "partials")),
         ("slot_stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("a_offset", "b_offset", "end", "following", "num_tiles", "modules")),
-        *((name, ctypes.c_int32) for name in ("most_rank", "inputs", "parts", "tokens", "workers", "second", "third")),
+        *((name, ctypes.c_int32) for name in ("a_offset", "b_offset", "num_tiles", "modules", "most_rank")),
+        *((name, ctypes.c_int32) for name in ("inputs", "parts", "tokens", "workers", "second", "third")),
     ]
 
 
 _NO_ADAPTERS = _Adapters()
-_COLUMNS = 256  # of a warp; as in adapters.cuh
-_MOST_WORKERS = 96  # CTAs of one GEMM that are resident together for certain, also in clusters
+_HELPER_WARPS, _COLUMNS = 8, 128  # that add adapters, and what each takes of x; as in adapters.cuh
+ABSENT = -1  # a partial sum that is not there yet; the bits of a NaN; as in adapters.cuh
+_LOST_SMS = 8  # in clusters, one SM of each GPC may be left over
+
+
+def partials_shape(rows: int, inputs: int, modules: int, most_rank: int) -> tuple[int, int, int]:
+    """Of the low-rank sums of some columns each."""
+    return -(-inputs // (_COLUMNS * _HELPER_WARPS)), rows, modules * most_rank
 
 
 def padded_rows(rows: int, row_blocks: int = 1) -> int:
@@ -75,14 +76,10 @@ def padded_rows(rows: int, row_blocks: int = 1) -> int:
 
 
 def adapter_bytes(config: HopperConfig, rows: int, adapters: GemmAdapters, gated: bool) -> int:
-    """Shared memory for LoRA adapters: tiles, which one each row is in, its low-rank sums, and those of the warps."""
-    scratch = _warps(config) * 16 * 16 * 4
-    return 16 * len(adapters.tiles) + scratch + rows * (4 + (2 if gated else 1) * 2 * (adapters.most_rank + 4))
-
-
-def _warps(config: HopperConfig) -> int:
-    """That multiply."""
-    return 4 if config.tile == 64 else 8
+    """Shared memory for LoRA adapters: tiles, what is added to the sums, low-rank sums, order and tiles of the rows."""
+    added = max(rows * (config.tile + 4), _HELPER_WARPS * 16 * 16) * 4
+    shrunk = (2 if gated else 1) * rows * 2 * (adapters.most_rank + 4)
+    return 16 * len(adapters.tiles) + added + shrunk + 2 * 4 * rows
 
 
 def shared_bytes(config: HopperConfig, rows: int, gated: bool) -> int:
@@ -135,8 +132,9 @@ def hopper_gemm(
     columns = len(weight) // 2 if gated else len(weight)
     width = config.tile // 2 if gated else config.tile
     blocks = -(-columns // width) * config.row_blocks * config.splits
-    groups = _warps(config) // 4
+    groups = 1 if config.tile == 64 else 2  # warpgroups that multiply
     crowded = config.tile // 64 // groups * padded > 256
+    others = 32 * (1 + _HELPER_WARPS + bool(norm)) if adapters else 128 if crowded or norm else 32  # threads
     program = kernel(
         "gemm.cu", "gemm", ROWS=padded, TILE=config.tile, STAGES=config.stages, SPLITS=config.splits,
         FP8=int(scales is not None), GATED=int(gated), ADD=int(add), WIDE=int(out.dtype == torch.float32),
@@ -148,11 +146,9 @@ def hopper_gemm(
     shared, lora = shared_bytes(config, padded, gated), _NO_ADAPTERS
     if adapters:
         shared += adapter_bytes(config, padded, adapters, gated)
-        shape = (-(-depth // (_COLUMNS * _warps(config))), rows, len(adapters.outputs) * adapters.most_rank)
-        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
-        lora = _adapters(adapters, x, partials, blocks)
+        lora = _adapters(adapters, x, blocks)
     program(
-        (blocks,), groups * 128 + (128 if crowded or norm or adapters else 32), shared,
+        (blocks,), groups * 128 + others, shared,
         _weight_map(weight, config.tile, step, gated), tensor_map(x, (padded, step)),
         out, of_channels, of_rows, gain, deferred.values, deferred.squares, lora, rows, config.row_blocks,
         columns, -(-depth // step), out.stride(0), len(of_rows), 1.0 / depth, norm[1] if norm else 0.0,
@@ -161,13 +157,19 @@ def hopper_gemm(
     return out
 
 
-def _adapters(of: GemmAdapters, x: torch.Tensor, partials: torch.Tensor, blocks: int) -> _Adapters:
+def resident_ctas(device: torch.device) -> int:
+    """CTAs of one GEMM that are resident together for certain, so that others may wait for them."""
+    return torch.cuda.get_device_properties(device).multi_processor_count - _LOST_SMS
+
+
+def _adapters(of: GemmAdapters, x: torch.Tensor, blocks: int) -> _Adapters:
     assert x.is_contiguous()
+    assert of.partials.shape == partials_shape(len(x), x.shape[1], len(of.outputs), of.most_rank)
     first, second = (*of.outputs, 1 << 30, 1 << 30)[:2]
     return _Adapters(
-        *(tensor.data_ptr() for tensor in (of.tiles, of.order, of.weights, x, partials, of.arrivals)),
-        of.weights.stride(0), of.a_offset, of.b_offset, of.end, of.following, len(of.tiles), len(of.outputs),
-        of.most_rank, x.shape[1], len(partials), len(x), min(blocks, _MOST_WORKERS), first,
+        *(tensor.data_ptr() for tensor in (of.tiles, of.order, of.weights, x, of.partials)),
+        of.weights.stride(0), of.a_offset, of.b_offset, len(of.tiles), len(of.outputs),
+        of.most_rank, x.shape[1], len(of.partials), len(x), min(blocks, resident_ctas(x.device)), first,
         min(first + second, 1 << 30),
     )  # fmt: skip
 

@@ -28,8 +28,9 @@ _SMS = 132  # SMs of an H200, one CTA each
 _WHOLE, _MOST, _HALF = 224 << 10, 148 << 10, 110 << 10  # bytes of an SM's shared memory, for stages
 
 _SHARED = 227 << 10  # bytes that a CTA may have
-# LoRA adapters inside a GEMM: one shorter than its shrink, or with more rows, is slower than kernels of their own.
-_MOST_ADAPTED_ROWS, _LEAST_ADAPTED, _LEAST_STAGES = 64, 1 << 22, 3
+# LoRA adapters inside a GEMM: of more rows, kernels of their own are faster.
+_MOST_ADAPTED_ROWS, _LEAST_STAGES = 128, 3
+_ADAPTED = 176 << 10  # bytes for stages: the more of a weight is on its way, the longer adapters take to be read
 
 
 def hopper_config(x: torch.Tensor, weight: torch.Tensor) -> HopperConfig | None:
@@ -47,14 +48,16 @@ def adapted_config(
 ) -> HopperConfig | None:
     """For tokens with LoRA adapters; None where the GEMM cannot add them."""
     config, rows = hopper_config(x, weight), len(x)
-    if config is None or weight.itemsize == 1 or rows > _MOST_ADAPTED_ROWS or weight.numel() < _LEAST_ADAPTED:
+    if config is None or weight.itemsize == 1 or rows > _MOST_ADAPTED_ROWS:
         return None
     begins = [sum(adapters.outputs[:module]) for module in range(len(adapters.outputs))]
     if not gated and any(begin % config.tile for begin in begins):
         return None
     padded = padded_rows(rows)
+    if config.tile == 256 and padded > 64:  # twice the accumulators, which helpers leave no registers for
+        config = _config(128, 1, _WHOLE, -(-weight.shape[1] * weight.itemsize // STEP_BYTES), padded)
     room = _SHARED - adapter_bytes(config, padded, adapters, gated)
-    while shared_bytes(config, padded, gated) > room:
+    while shared_bytes(config, padded, gated) > min(room, _ADAPTED):
         if config.stages <= _LEAST_STAGES:
             return None
         config = replace(config, stages=config.stages - 1)

@@ -27,7 +27,7 @@ VARIANTS = [
     ("gemm.cu", PLAIN | {"ROWS": 192, "TILE": 256, "STAGES": 4, "SPLITS": 1, "GATED": 1, "FP8": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 64, "TILE": 128, "STAGES": 9, "SPLITS": 1, "WIDE": 1}),
     ("gemm.cu", PLAIN | {"ROWS": 32, "TILE": 64, "STAGES": 18, "SPLITS": 2, "ADD": 1, "DEFERS_NORM": 1, "LORA": 1}),
-    ("gemm.cu", PLAIN | {"ROWS": 64, "TILE": 256, "STAGES": 3, "SPLITS": 1, "GATED": 1, "APPLIES_NORM": 1, "LORA": 1}),
+    ("gemm.cu", PLAIN | {"ROWS": 128, "TILE": 128, "STAGES": 4, "SPLITS": 1, "GATED": 1, "APPLIES_NORM": 1, "LORA": 1}),
     ("layers.cu", LLAMA | {"FP8": 1}),
     ("layers.cu", QWEN | {"FP8": 0}),
     ("prefill.cu", {"GROUP": 4, "RANGE": 0}),

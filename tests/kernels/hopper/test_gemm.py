@@ -15,17 +15,20 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 from penstock.kernels import linear as linear_layers
 from penstock.kernels.hopper import gemm
 from penstock.kernels.hopper.gemm import (
+    ABSENT,
     STEP_BYTES,
     GemmAdapters,
     HopperConfig,
     hopper_gemm,
     padded_rows,
+    partials_shape,
     shared_bytes,
 )
 from penstock.kernels.hopper.gemm_configs import most_rows, tile_config
 from penstock.kernels.lora_reference import lora_reference
 from penstock.kernels.triton.gemm import linear_reference, split_scratch
 from penstock.kernels.triton.lora import LowRank
+from penstock.runner.batch import Ints
 from penstock.runner.device_adapters import grouped
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
 from tests.kernels.hopper.gemm_inputs import draw_gemm_inputs
@@ -39,6 +42,7 @@ def emulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("needs g++")
     monkeypatch.setattr(gemm, "kernel", emulated_kernel(tmp_path, resident=12))
     monkeypatch.setattr(gemm, "tensor_map", emulated_tensor_map)
+    monkeypatch.setattr(gemm, "resident_ctas", lambda device: 12)
 
 
 def close(actual: object, expected: torch.Tensor, error: float) -> None:
@@ -116,29 +120,20 @@ RANKS = (16, 32, 16)  # of the slots
         (HopperConfig(256, 2), 16, (128, 128), 384, "gated"),
         (HopperConfig(128, 2, splits=2), 23, (96, 96), 256, "gated"),
         (HopperConfig(128, 2), 20, (128, 128, 128), 256, "norm"),
+        (HopperConfig(64, 2), 75, (64,), 9328, "add"),  # more partial sums than are read at once
     ],
 )
 def test_tokens_have_lora_adapters(
     config: HopperConfig, rows: int, outputs: tuple[int, ...], k: int, kind: str
 ) -> None:
-    n, gated, columns = sum(outputs), kind == "gated", 1024 if config.tile == 64 else 2048  # of a unit
+    n, gated = sum(outputs), kind == "gated"
     weight, x, _ = draw_gemm_inputs(rows, n, k, fp8=False)
-    draw, offset = np.random.default_rng(rows), 16  # elements per rank, of a projection before
-    low = LowRank(torch.zeros(len(RANKS), 32 * (offset + len(outputs) * k + n)).bfloat16(), offset, k, outputs, 32)
-    for slot, rank in enumerate(RANKS):
-        a, b = low.matrices(slot, rank)
-        a.copy_(torch.randn(a.shape) / k**0.5)
-        b.copy_(torch.randn(b.shape) * k**0.5 / rank**0.5)
-    slots = draw.integers(-1, len(RANKS), rows).astype(np.int32)
-    tiles = grouped(slots, np.array(RANKS, dtype=np.int32), len(RANKS))
-    adapters = GemmAdapters(
-        torch.from_numpy(tiles.tiles), torch.from_numpy(tiles.order), low.weights, low.offset, low.b_offset, outputs,
-        low.most_rank, torch.zeros(1, dtype=torch.int32),
-    )  # fmt: skip
+    low, slots = draw_low_rank(k, outputs), np.random.default_rng(rows).integers(-1, len(RANKS), rows).astype(np.int32)
     out = torch.randn(rows, n // 2 if gated else n).bfloat16()
     residual, plain = out.float(), x.float() @ weight.float().T
     squares = x.float().square().sum(1)[None] if kind == "norm" else None
     norm = (squares, 1e-2) if squares is not None else None
+    adapters = gemm_adapters(low, slots)
     hopper_gemm(out, x, weight, config=config, norm=norm, gated=gated, add=kind == "add", adapters=adapters)
     expected = plain + lora_reference(x, low, slots.tolist(), list(RANKS))
     if squares is not None:
@@ -147,7 +142,37 @@ def test_tokens_have_lora_adapters(
         gate, up = expected.chunk(2, 1)
         expected = torch.nn.functional.silu(gate) * up
     close(out, expected + residual if kind == "add" else expected, 8e-3)
-    assert adapters.arrivals.item() == sum(slot >= 0 for slot in tiles.tiles[:, 0]) * len(outputs) * -(-k // columns)
+
+
+@pytest.mark.usefixtures("emulated")
+def test_a_token_that_is_not_a_number_keeps_nobody_waiting() -> None:
+    """CTAs wait for sums that are written as NaN at first."""
+    weight, x, _ = draw_gemm_inputs(5, 64, 128, fp8=False)
+    low, slots = draw_low_rank(128, (64,)), np.array([0, 1, 1, -1, 2], dtype=np.int32)
+    x.view(torch.int16)[2] = -1  # a NaN that is all ones
+    out = torch.empty(5, 64).bfloat16()
+    hopper_gemm(out, x, weight, config=HopperConfig(64, 2), adapters=gemm_adapters(low, slots))
+    assert out.isnan().all(1).tolist() == [False, False, True, False, False]
+
+
+def draw_low_rank(k: int, outputs: tuple[int, ...]) -> LowRank:
+    offset = 16  # elements per rank, of a projection before
+    elements = 32 * (offset + len(outputs) * k + sum(outputs))
+    low = LowRank(torch.zeros(len(RANKS), elements).bfloat16(), offset, k, outputs, 32)
+    for slot, rank in enumerate(RANKS):
+        a, b = low.matrices(slot, rank)
+        a.copy_(torch.randn(a.shape) / k**0.5)
+        b.copy_(torch.randn(b.shape) * k**0.5 / rank**0.5)
+    return low
+
+
+def gemm_adapters(low: LowRank, slots: Ints) -> GemmAdapters:
+    tiles = grouped(slots, np.array(RANKS, dtype=np.int32), len(RANKS))
+    partials = torch.full(partials_shape(len(slots), low.inputs, len(low.outputs), 32), ABSENT, dtype=torch.int32)
+    return GemmAdapters(
+        torch.from_numpy(tiles.tiles), torch.from_numpy(tiles.order), low.weights, low.offset, low.b_offset,
+        low.outputs, low.most_rank, partials,
+    )  # fmt: skip
 
 
 @given(
