@@ -1,7 +1,8 @@
 """Structured output on the CPU: whether all that comes out is valid, what masks take, and what it costs or gains.
 
     python benchmarks/structured.py valid [--count 1000]   # the built-in model at temperature 1 as a fuzzer
-    python benchmarks/structured.py speed [--rounds 15]    # tokens per second, kinds interleaved
+    python benchmarks/structured.py speed [--rounds 15]    # tokens per second, kinds interleaved, at temperature 1 or
+                                      # --temperature 0.2 --top-p 0.9, the default sampling of the model
     python benchmarks/structured.py suite --folder json/tests/draft2020-12   # the official JSON Schema test suite, from
                                       # the source distribution: pip download --no-binary jsonschema jsonschema
 
@@ -133,9 +134,9 @@ def accepts(matcher: LLGuidanceMatcher, tokens: list[int]) -> bool:
     return bool(matcher.state.is_accepting())
 
 
-def speed(rounds: int, sequences: int) -> None:
+def speed(rounds: int, sequences: int, sampling: dict[str, float]) -> None:
     llm = LLM(kv_memory_gib=0.5, max_model_len=512, max_seqs=sequences, prefix_caching=False)
-    common: dict[str, Any] = {"temperature": 1, "ignore_eos": True}
+    common: dict[str, Any] = {**sampling, "ignore_eos": True}
     string, invoice = grammar({"type": "string", "minLength": 4000}), grammar(INVOICE)
     kinds = {
         "text": SamplingParams(**common, max_tokens=48),
@@ -167,6 +168,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=120)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--temperature", type=float, default=1)
+    parser.add_argument("--top-p", type=float, default=1)
+    parser.add_argument("--repetition-penalty", type=float, default=1)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     if options.what == "valid":
@@ -174,7 +178,8 @@ def main() -> None:
     elif options.what == "suite":
         suite(options.folder)
     else:
-        speed(options.rounds, options.sequences)
+        sampling = {name: getattr(options, name) for name in ("temperature", "top_p", "repetition_penalty")}
+        speed(options.rounds, options.sequences, sampling)
 
 
 if __name__ == "__main__":

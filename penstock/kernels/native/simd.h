@@ -343,14 +343,28 @@ PENSTOCK_INLINE i32xr dot4(i32xr acc, u8xr w, const int8_t* a) {
 #endif
 }
 
-// The same for weights up to 127, whose sums of two products fit into 16 bits.
+// The same for weights up to 15 and at most 32 of them: the sums of dot4_small become those of dot4 by dot4_total. Without
+// a dot product of bytes, lanes hold two sums of 16 bits until then (8 x 2 x 15 x 127 fits).
 PENSTOCK_INLINE i32xr dot4_small(i32xr acc, u8xr w, const int8_t* a) {
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
     const __m256i pairs = _mm256_maddubs_epi16((__m256i)w, _mm256_set1_epi32(four_bytes(a)));
-    return (i32xr)_mm256_add_epi32((__m256i)acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    return (i32xr)_mm256_add_epi16((__m256i)acc, pairs);
 #else
     return dot4(acc, w, a);
 #endif
+}
+
+PENSTOCK_INLINE i32xr dot4_total(i32xr acc) {
+#if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
+    return (i32xr)_mm256_madd_epi16((__m256i)acc, _mm256_set1_epi16(1));
+#else
+    return acc;
+#endif
+}
+
+template <class H>
+PENSTOCK_INLINE Halves<H> dot4_total(const Halves<H>& acc) {
+    return {dot4_total(acc.lo), dot4_total(acc.hi)};
 }
 
 template <class H, class W>

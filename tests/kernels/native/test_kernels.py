@@ -59,10 +59,13 @@ def test_matmul(isa: str, kind: Scheme, rows: int, n: int, k: int) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_extreme_inputs_neither_saturate_nor_overflow(isa: str, kind: Scheme) -> None:
     """All inputs at their largest: 16-bit intermediate sums would saturate here."""
-    x = np.full((3, 4096), 127, dtype=np.float32)
+    x = np.full((5, 4096), 127, dtype=np.float32)
+    x[1] = -127
     w = np.ones((34, 4096), dtype=np.float32)
     w[1] = -1
     np.testing.assert_allclose(bindings.matmul(x, w, kind), x @ w.T, rtol=1e-6)
+    w[2:, ::32] = 0  # the smallest of a group of int4: all the others are 15
+    np.testing.assert_allclose(bindings.matmul(x, w, kind), matmul_reference(x, w, kind, isa)[0], rtol=1e-5)
 
 
 def test_a_row_of_zeros_gives_zeros(isa: str) -> None:
