@@ -446,7 +446,7 @@ void Model::embed(int token) {
     const uint16_t* row = embedding_ + size_t(batch_.tokens[token]) * spec_.hidden;
     float* x = x_ + size_t(token) * hidden_stride_;
     for (int i = 0; i < spec_.hidden; i++) x[i] = bf16_value(row[i]);
-    for (int i = spec_.hidden; i < hidden_stride_; i++) x[i] = 0;  // residuals are added to the padding, too
+    for (size_t i = spec_.hidden; i < hidden_stride_; i++) x[i] = 0;  // residuals are added to the padding, too
     for (int i = 0; i < half; i++) {
         const float angle = float(batch_.positions[token]) * inverse_frequencies_[i];
         cos_sin[i] = std::cos(angle) * spec_.rope_magnitude;
