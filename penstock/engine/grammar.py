@@ -8,7 +8,8 @@ first forced token, so that the device counts it, and the result is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -55,6 +56,8 @@ class Matcher(Protocol):
 
 class Grammars(Protocol):
     """Compiled grammars of one model, shared by its requests. May be used from several threads."""
+
+    pausing: Callable[[], AbstractContextManager[None]]  # entered where a library holds the GIL for long
 
     def prepare(self) -> None:
         """Do now, while nobody waits, what the first grammar would have to wait for."""

@@ -11,7 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,7 @@ class LLGuidance:
     """The grammars of one model."""
 
     def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, eos_ids: Collection[int]) -> None:
+        self.pausing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._load = load
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
@@ -66,7 +67,7 @@ class LLGuidance:
         self._bytes = 0
 
     def prepare(self) -> None:
-        """Read the vocabulary. llguidance holds the GIL for some tenths of a second: running streams would stall."""
+        """Read the vocabulary. llguidance holds the GIL for half a second, or longer: running streams would stall."""
         with suppress(ImportError, PenstockError):  # a grammar that needs it will say so
             self._ready()
 
@@ -142,7 +143,8 @@ class LLGuidance:
                 from llguidance import LLTokenizer
 
                 tokenizer = self._load()
-                tokens = LLTokenizer(tokenizer.serialized(), n_vocab=self._vocab_size, eos_token=self._eos_ids)
+                with self.pausing():
+                    tokens = LLTokenizer(tokenizer.serialized(), n_vocab=self._vocab_size, eos_token=self._eos_ids)
                 free = np.full(-(-self._vocab_size // 32), -1, np.int32)
                 for token in self._eos_ids:
                     free.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)

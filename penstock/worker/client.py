@@ -25,6 +25,7 @@ from penstock.worker.protocol import (
     FromWorker,
     Heartbeat,
     Leaving,
+    Pausing,
     Profile,
     Profiled,
     PromptScores,
@@ -131,6 +132,7 @@ class WorkerClient(asyncio.Protocol):
         self._streams: dict[str, _Stream] = {}
         self._aborted: dict[str, asyncio.Future[Ledger | None]] = {}  # their ledgers, which may yet come
         self._heartbeats_missed = 0
+        self._heartbeats_spared = 0  # that may be missed beside the usual ones
         self._profile: _Profile | None = None  # that is being taken
         self._silence = ""
         self._lost = False
@@ -254,6 +256,8 @@ class WorkerClient(asyncio.Protocol):
                 stream.put(message.failure.exception())
             else:
                 self._settle(message.request_id, None)
+        elif isinstance(message, Pausing):
+            self._heartbeats_spared = round(message.seconds / HEARTBEAT_SECONDS)
         elif isinstance(message, Profiled):
             self._profiled(message)
         elif isinstance(message, Leaving):
@@ -273,7 +277,8 @@ class WorkerClient(asyncio.Protocol):
         but counts one heartbeat, and the socket is read before the next.
         """
         missed = self._heartbeats_missed
-        if missed >= DEAD_AFTER_HEARTBEATS or (missed >= STOPPED_AFTER_HEARTBEATS and self._is_stopped()):
+        too_many = DEAD_AFTER_HEARTBEATS + self._heartbeats_spared
+        if missed >= too_many or (missed >= STOPPED_AFTER_HEARTBEATS and self._is_stopped()):
             self._silence = f"nothing heard from it for {missed * HEARTBEAT_SECONDS:.2g} s"
             self._transport.abort()
         elif not self._lost:

@@ -147,6 +147,8 @@ async def serve(
     server, stopped = WorkerServer(), asyncio.Event()
     engine = server.engine = EngineLoop(scheduler, executor, server.emit, grammars, adapters)
     server.info, server.start_seconds = info, start_seconds
+    if grammars is not None:
+        grammars.pausing = server.pausing
     server.profile = WorkerProfiler(server, scheduler, executor, executor.kernel_probe).take
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     gc.collect()

@@ -110,6 +110,12 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     host: HostStats | None = None  # once a second
 
 
+class Pausing(msgspec.Struct, tag="pausing", array_like=True):
+    """A library is going to hold the GIL: silence of so many seconds more is no death. 0: it is over."""
+
+    seconds: float
+
+
 class Leaving(msgspec.Struct, tag="leaving", array_like=True):
     """It finishes the requests that it has, then ends the connection. New ones are better sent elsewhere."""
 
@@ -129,7 +135,7 @@ class WorkerProfile(msgspec.Struct, array_like=True):
 
 
 ToWorker = Submit | Abort | Alive | Profile
-FromWorker = Hello | Chunks | PromptScores | Refused | Heartbeat | Leaving | Profiled
+FromWorker = Hello | Chunks | PromptScores | Refused | Heartbeat | Pausing | Leaving | Profiled
 Control = Standby | Start | Prepared | Failed
 
 _encoder = msgspec.msgpack.Encoder()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import cast
 
 from penstock.core.engine import EngineInfo
@@ -22,6 +23,7 @@ from penstock.worker.protocol import (
     Heartbeat,
     Hello,
     Leaving,
+    Pausing,
     Profile,
     Profiled,
     Refused,
@@ -33,10 +35,11 @@ from penstock.worker.protocol import (
 )
 
 HEARTBEATS_PER_READING = 4  # of the machine
+MOST_PAUSE_SECONDS = 60.0  # more than a vocabulary takes on a machine that is very busy
 
 
 class WorkerServer:
-    """Lives on the asyncio thread; only `emit` is called from the engine's as well."""
+    """Lives on the asyncio thread; only `emit` and `pausing` are called from others as well."""
 
     engine: EngineLoop  # these three: set before the first gateway connects
     info: EngineInfo
@@ -73,6 +76,22 @@ class WorkerServer:
         for gateway, own in by_gateway.items():
             gateway.write(frames_of(own))
         self._idle_if_done()
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """While a library holds the GIL, and no heartbeat can be sent. Entered once the gateways have been told."""
+        told = threading.Event()
+        self._asyncio.call_soon_threadsafe(self._pause, MOST_PAUSE_SECONDS, told)
+        told.wait()
+        try:
+            yield
+        finally:
+            self._asyncio.call_soon_threadsafe(self._pause, 0.0, told)
+
+    def _pause(self, seconds: float, told: threading.Event) -> None:
+        for gateway in self._gateways:
+            gateway.write(frame(Pausing(seconds)))
+        told.set()
 
     @property
     def is_left_alone(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -68,6 +69,8 @@ class ToyMatcher:
 
 class ToyGrammars:
     """With the source "hopeless" there is no mask, with "empty" one that allows nothing; "broken" is no grammar."""
+
+    pausing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def compile(self, grammar: Grammar) -> None:
         if grammar.source == "broken":

@@ -1,8 +1,12 @@
-"""A worker whose engine hangs in its first step: `python -m tests.worker.hanging_worker CONTROL_FD`."""
+"""A worker whose engine hangs in its first step: `python -m tests.worker.hanging_worker CONTROL_FD [SECONDS]`.
+
+Before that, while it is idle, no other thread of it runs for so many seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import socket
 import sys
 import threading
@@ -15,6 +19,7 @@ from penstock.engine.scheduler import Scheduler
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.worker.control import Control
 from penstock.worker.main import serve
+from tests.engine.toy_grammar import ToyGrammars
 
 
 class HangingExecutor:
@@ -49,6 +54,17 @@ class HangingExecutor:
         raise AssertionError("no step ends")
 
 
+class SlowGrammars(ToyGrammars):
+    """Hold the GIL while they are prepared, as a library does that reads a vocabulary."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def prepare(self) -> None:
+        with self.pausing():
+            ctypes.PyDLL(None).usleep(int(self._seconds * 1e6))
+
+
 class ImpatientTimes(StepTimes):
     def patience(self, steps: Iterable[StepShape]) -> float:
         return 1.0
@@ -60,7 +76,8 @@ def main() -> None:
         num_blocks=12, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=40, vocab_size=50, eos_ids=frozenset()
     )
     scheduler = Scheduler(limits, ImpatientTimes())
-    asyncio.run(serve(scheduler, HangingExecutor(), EngineInfo("m", 40, 50), control, {}))
+    grammars = SlowGrammars(float(sys.argv[2])) if len(sys.argv) > 2 else None
+    asyncio.run(serve(scheduler, HangingExecutor(), EngineInfo("m", 40, 50), control, {}, grammars=grammars))
 
 
 if __name__ == "__main__":

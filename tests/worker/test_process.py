@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ from penstock.gateway.settings import TenantConfig
 from penstock.settings import Settings
 from penstock.worker.client import WorkerClient
 from penstock.worker.control import send_gateway
-from penstock.worker.protocol import Start
+from penstock.worker.protocol import DEAD_AFTER_HEARTBEATS, HEARTBEAT_SECONDS, Start
 
 SECRET = "correct-horse-battery-staple"
 
@@ -41,9 +43,9 @@ async def test_a_worker_gets_no_secret_of_the_gateway(monkeypatch: pytest.Monkey
 
 
 @asynccontextmanager
-async def hanging_worker() -> AsyncIterator[tuple[WorkerClient, asyncio.subprocess.Process]]:
+async def hanging_worker(*options: str) -> AsyncIterator[tuple[WorkerClient, asyncio.subprocess.Process]]:
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "tests.worker.hanging_worker", str(theirs.fileno())]
+    command = [sys.executable, "-m", "tests.worker.hanging_worker", str(theirs.fileno()), *options]
     root = Path(__file__).parents[2]
     with theirs:
         process = await asyncio.create_subprocess_exec(
@@ -74,3 +76,26 @@ async def test_a_step_that_hangs_counts_though_its_request_was_aborted() -> None
                 await asyncio.wait_for(anext(stream), 0.3)
         await process.communicate()
     assert process.returncode == 70
+
+
+async def test_a_worker_may_be_silent_while_a_library_holds_the_gil() -> None:
+    """Reading the vocabulary of a grammar takes seconds on a busy machine, and no heartbeat can be sent meanwhile."""
+    pause = 2 * DEAD_AFTER_HEARTBEATS * HEARTBEAT_SECONDS
+    async with hanging_worker(str(pause)) as (client, process):
+
+        async def heartbeat() -> float:
+            """Seconds until the next one."""
+            began, before = time.monotonic(), client.stats
+            while True:
+                await asyncio.sleep(0.01)
+                if client.stats is not before or client.closed.done():
+                    return time.monotonic() - began
+
+        while await heartbeat() < pause / 2 and not client.closed.done():
+            pass
+        await heartbeat()  # by now it has said that it is over
+        assert not client.closed.done()
+        process.send_signal(signal.SIGSTOP)
+        assert "nothing heard" in await client.closed
+        process.kill()
+        await process.communicate()
