@@ -19,7 +19,7 @@ from tests.web.browser import Tab, expect
 
 SETTINGS = """
 models:
-  small: {model: smollm2-135m, replicas: 2, engine: {kv_memory_gib: 0.1}}
+  small: {model: smollm2-135m, replicas: 2, engine: {kv_memory_gib: 0.1, max_model_len: 512}}
 classes:
   patient: {ttft_ms: 100000, itl_ms: 100000}
   hasty: {ttft_ms: 0.001}
