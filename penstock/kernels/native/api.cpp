@@ -126,14 +126,14 @@ PENSTOCK_API double penstock_matmul(const float* x, const float* w, const float*
     const size_t columns = size_t(m.num_panels()) * PANEL, stride = round_up(k, 64);
     const Region panels(m.num_panels() * m.panel_bytes()), f(rows * stride * sizeof(float)), q(rows * stride);
     std::vector<float> biases(columns), row_scale(rows), sum(rows), middle(rows);
-    std::vector<float> group_scale(rows * stride / GROUP), group_sum(rows * stride / GROUP);
+    std::vector<GroupLevel> groups(rows * stride / GROUP);
     m.panels = panels.data();
     m.bias = bias ? biases.data() : nullptr;
     clear(m);
     for (int i = 0; i < n; i++) pack_row(m, i, w + size_t(i) * k, k);
     if (bias) std::copy(bias, bias + n, biases.data());
     const Activations a{reinterpret_cast<float*>(f.data()), reinterpret_cast<int8_t*>(q.data()), row_scale.data(),
-                        sum.data(), middle.data(), group_scale.data(), group_sum.data(), stride};
+                        sum.data(), middle.data(), groups.data(), stride};
     for (int r = 0; r < rows; r++) {
         std::copy(x + size_t(r) * k, x + size_t(r + 1) * k, a.f + r * stride);
         active->quantize_row(a, r, k, Scheme(scheme));

@@ -96,11 +96,12 @@ PENSTOCK_INLINE Ahead look_ahead(const Matrix& w, int panel, int count, int tile
     return {here + w.panel_bytes() + w.panel_bytes() * tile / tiles, size_t(128 / tiles)};
 }
 
-// Logits are written to memory that the weights have driven out of the caches: ask for it while the tile computes.
+// Of many outputs, those written last have driven the others out of the caches: ask for them while the tile computes.
 PENSTOCK_INLINE void request_outputs(const Output& out, int begin, int end, int panel, int count) {
+    const int width = out.epilogue == SILU_MUL ? PANEL / 2 : PANEL;
     for (int row = begin; row < end; row++)
-        for (int i = 0; i < count * PANEL; i += 16)
-            __builtin_prefetch(out.data + row * out.stride + panel * PANEL + i, 1, 3);
+        for (int i = 0; i < count * width; i += 16)
+            __builtin_prefetch(out.data + row * out.stride + panel * width + i, 1, 3);
 }
 
 // A few lines before each tile: more at once than the core can wait for would hold up the tile.

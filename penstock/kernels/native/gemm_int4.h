@@ -34,8 +34,7 @@ struct Int4Tile {
         const uint8_t* group_at = m.panels + size_t(panel) * stream + 64 * first;
         const int8_t* a = x.q + row * x.stride;
         const size_t groups = x.stride / GROUP;
-        const float* scales = x.group_scale + row * groups;
-        const float* sums = x.group_sum + row * groups;
+        const GroupLevel* levels = x.groups_of(row);
         for (int group = 0; group < m.padded_k / GROUP; group++) {
 #pragma GCC unroll 8
             for (int p = 0; p < NP; p++) {
@@ -63,7 +62,7 @@ struct Int4Tile {
                 }
 #pragma GCC unroll 6
                 for (int r = 0; r < MR; r++) {
-                    const float scale_a = scales[r * groups + group], sum_a = sums[r * groups + group];
+                    const auto [scale_a, sum_a] = levels[r * groups + group];
 #pragma GCC unroll 2
                     for (int c = 0; c < WIDTH; c++) {
                         f32x16& to = y[p][r][first + c];

@@ -49,6 +49,11 @@ struct Matrix {
     int num_panels() const { return int(round_up(n, PANEL) / PANEL); }
 };
 
+// Of 32 int8 values: their scale, and their sum times this, which multiplies the minimum of int4 weights.
+struct GroupLevel {
+    float scale, sum;
+};
+
 // The left operand: float rows, and the same rows as int8.
 struct Activations {
     float* f;            // for BF16 weights bfloat16 in the first half of a row, where there are instructions for it
@@ -56,14 +61,14 @@ struct Activations {
     float* scale;        // for INT8 weights, as the next two: per row, whose values are scale * q + middle
     float* sum;          // of the row's int8 values, times scale; multiplies the zero of the weights
     float* middle;       // multiplies the total of the weights
-    float* group_scale;  // for INT4 weights: per 32 values, [row][stride / 32]
-    float* group_sum;    // for INT4 weights: of 32 int8 values times their scale; multiplies the minimum
+    GroupLevel* groups;  // for INT4 weights: [row][stride / 32]
     size_t stride;       // elements per row, a multiple of 64, zero beyond the width
 
+    GroupLevel* groups_of(size_t row) const { return groups + row * (stride / GROUP); }
+
     Activations from(size_t row) const {
-        const size_t groups = row * (stride / GROUP);
-        return {f + row * stride, q + row * stride,     scale + row,        sum + row,
-                middle + row,     group_scale + groups, group_sum + groups, stride};
+        return {f + row * stride, q + row * stride, scale + row, sum + row,
+                middle + row,     groups_of(row),   stride};
     }
 };
 

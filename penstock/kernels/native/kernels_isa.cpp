@@ -17,12 +17,13 @@ static void gemm(const Matrix& w, const Activations& x, Range rows, Range panels
     switch (w.scheme) {
 #if defined(__AMX_INT8__)
         case INT8: return run_panels_amx<INT8, Int8Tile>(w, x, rows, panels, out);
+        case INT4: return run_panels_amx<INT4, Int4Tile>(w, x, rows, panels, out);
         case BF16: return run_panels_amx<BF16, FloatTile>(w, x, rows, panels, out);
 #else
         case INT8: return run_panels<Int8Tile>(w, x, rows, panels, out);
+        case INT4: return run_panels<Int4Tile>(w, x, rows, panels, out);
         case BF16: return run_panels<FloatTile>(w, x, rows, panels, out);
 #endif
-        case INT4: return run_panels<Int4Tile>(w, x, rows, panels, out);
         case F32: return run_panels<Float32Tile>(w, x, rows, panels, out);
     }
 }

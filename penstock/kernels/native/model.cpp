@@ -116,8 +116,7 @@ void Model::reserve(const Step& step) {
         a.scale = reinterpret_cast<float*>(take(n * 4));
         a.sum = reinterpret_cast<float*>(take(n * 4));
         a.middle = reinterpret_cast<float*>(take(n * 4));
-        a.group_scale = reinterpret_cast<float*>(take(n * (a.stride / GROUP) * 4));
-        a.group_sum = reinterpret_cast<float*>(take(n * (a.stride / GROUP) * 4));
+        a.groups = reinterpret_cast<GroupLevel*>(take(n * (a.stride / GROUP) * sizeof(GroupLevel)));
     }
 }
 

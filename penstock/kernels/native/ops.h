@@ -79,12 +79,11 @@ static void quantize_row(const Activations& x, int row, int width, Scheme scheme
         return;
     }
     if (scheme == INT8) return quantize_affine(x, row, width, padded);
-    float* scale = x.group_scale + row * (x.stride / GROUP);
-    float* group_sum = x.group_sum + row * (x.stride / GROUP);
+    GroupLevel* groups = x.groups_of(row);
     for (int i = 0; i < padded; i += GROUP) {
         const float peak = peak_of(f + i, GROUP);
-        scale[i / GROUP] = peak / 127.f;
-        group_sum[i / GROUP] = quantize_span(f + i, q + i, peak > 0 ? 127.f / peak : 0.f, GROUP) * (peak / 127.f);
+        const float sum = quantize_span(f + i, q + i, peak > 0 ? 127.f / peak : 0.f, GROUP);
+        groups[i / GROUP] = {peak / 127.f, sum * (peak / 127.f)};
     }
 }
 

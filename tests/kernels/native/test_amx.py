@@ -56,6 +56,8 @@ def test_matmul(tile_matmuls: Callable[[], int], kind: bindings.Scheme) -> None:
         (31, 33, 64),
         (32, 40, 160),
         (47, 70, 577),
+        (63, 40, 96),
+        (64, 40, 96),
         (70, 40, 577),
         (300, 33, 1536),
     ]:
@@ -67,7 +69,7 @@ def test_matmul(tile_matmuls: Callable[[], int], kind: bindings.Scheme) -> None:
         before = tile_matmuls()
         got = bindings.matmul(x, w, kind, bias)
         np.testing.assert_allclose(got, expected + bias, rtol=1e-5, atol=tolerance)
-        assert (tile_matmuls() > before) == (rows >= 16 and kind != "int4")
+        assert (tile_matmuls() > before) == (rows >= (64 if kind == "int4" else 16))
         if kind != "none":  # the same bits as in vectors
             np.testing.assert_array_equal(
                 got, np.concatenate([bindings.matmul(row, w, kind, bias) for row in x[:, None]])
