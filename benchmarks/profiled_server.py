@@ -35,7 +35,7 @@ def write_model(name: str, folder: Path) -> Path:
     path, alphabet = write_architecture(name, folder), pre_tokenizers.ByteLevel.alphabet()
     tokens = [*sorted(alphabet), *(f"t{i}" for i in range(ARCHITECTURES[name]["vocab_size"] - len(alphabet)))]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
     return path
 

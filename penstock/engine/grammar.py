@@ -63,6 +63,10 @@ class Grammars(Protocol):
         """Do now, while nobody waits, what the first grammar would have to wait for."""
         ...
 
+    def is_compiled(self, grammar: Grammar, /) -> bool:
+        """Whether `matcher` is fast for this grammar."""
+        ...
+
     def compile(self, grammar: Grammar, /) -> None:
         """Make `matcher` fast for this grammar. Raises InvalidRequest for one that cannot be compiled."""
         ...

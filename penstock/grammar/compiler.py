@@ -71,6 +71,9 @@ class LLGuidance:
         with suppress(ImportError, PenstockError):  # a grammar that needs it will say so
             self._ready()
 
+    def is_compiled(self, grammar: Grammar) -> bool:
+        return (grammar.kind, grammar.source) in self._compiled
+
     def compile(self, grammar: Grammar) -> None:
         self._prototype(grammar)
 
@@ -143,8 +146,10 @@ class LLGuidance:
                 from llguidance import LLTokenizer
 
                 tokenizer = self._load()
+                # What a grammar forces follows other text: no space comes before it.
+                text = tokenizer.serialized().replace('"add_prefix_space":true', '"add_prefix_space":false')
                 with self.pausing():
-                    tokens = LLTokenizer(tokenizer.serialized(), n_vocab=self._vocab_size, eos_token=self._eos_ids)
+                    tokens = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
                 free = np.full(-(-self._vocab_size // 32), -1, np.int32)
                 for token in self._eos_ids:
                     free.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)

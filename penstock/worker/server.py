@@ -11,7 +11,7 @@ from typing import cast
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import Failure, PenstockError, Unavailable
-from penstock.core.request import Chunk, GenerateRequest, failed
+from penstock.core.request import Chunk, GenerateRequest, Grammar, failed
 from penstock.engine.executor import AdapterWeights
 from penstock.engine.loop import EngineLoop
 from penstock.worker.host import Host
@@ -109,7 +109,7 @@ class WorkerServer:
         try:
             if request.id in self._owners:
                 raise PenstockError(f"request id {request.id!r} is in use")
-            if request.params.grammar is not None or request.adapter is not None:
+            if request.adapter is not None or not self._is_compiled(request.params.grammar):
                 self._prepare_first(gateway, request)
             else:
                 self.engine.submit(request)
@@ -117,6 +117,10 @@ class WorkerServer:
             gateway.write(frame(Refused(request.id, Failure.of(error))))
         else:
             self._owners[request.id] = gateway
+
+    def _is_compiled(self, grammar: Grammar | None) -> bool:
+        """Or nothing is to be compiled."""
+        return grammar is None or self.engine.grammars is None or self.engine.grammars.is_compiled(grammar)
 
     def _prepare_first(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
         """Compile its grammar and read its adapter on another thread, then submit it, unless it was aborted

@@ -72,6 +72,9 @@ class ToyGrammars:
 
     pausing: Callable[[], AbstractContextManager[None]] = nullcontext
 
+    def is_compiled(self, grammar: Grammar) -> bool:
+        return False
+
     def compile(self, grammar: Grammar) -> None:
         if grammar.source == "broken":
             raise InvalidRequest("no", param=grammar.param)

@@ -11,6 +11,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.bench.schemas import SCHEMAS, compact, instances_with_faults
 from penstock.checkpoint.source import resolve
@@ -71,6 +73,24 @@ def walk(grammars: LLGuidance, grammar: Grammar, tokenizer: Tokenizer, draw: ran
         tokens.append(token)
         matcher.consume([token])
     return None
+
+
+def test_what_was_compiled_is_known(tokenizer: Tokenizer) -> None:
+    grammars, wanted = LLGuidance(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_ids), Grammar("regex", "a+")
+    assert not grammars.is_compiled(wanted)
+    grammars.compile(wanted)
+    assert grammars.is_compiled(wanted)
+    assert not grammars.is_compiled(Grammar("lark", "a+"))
+
+
+def test_nothing_is_forced_before_the_text_where_the_tokenizer_puts_a_space() -> None:
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "<end>"]
+    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    spaced = Tokenizer(backend, eos_ids=(len(tokens) - 1,))
+    matcher = LLGuidance(lambda: spaced, len(tokens), spaced.eos_ids).matcher(Grammar("regex", "yes[0-9]"))
+    assert spaced.decode(matcher.forced()) == "yes"
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -1,0 +1,122 @@
+"""What structured output costs or gains over HTTP, with random weights: a server is started and loads take turns.
+
+    python benchmarks/structured_http.py --model qwen3-0.6b [--streams 32] [--rounds 5] [--seconds 3]
+
+`text` is free, `string` the inside of a JSON string, `minimum` that of one with a `minLength`, whose masks take the
+longest, and `invoice` JSON most of which is forced. All at temperature 1. Ratios are medians of those within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from profiled_server import write_model
+
+from penstock.bench.architectures import ARCHITECTURES
+from penstock.bench.schemas import INVOICE
+from penstock.client.http import HttpClient
+
+OUTPUT = 256  # tokens of each answer, at the most
+KINDS: dict[str, dict[str, Any] | None] = {
+    "text": None,
+    "string": {"type": "string"},
+    "minimum": {"type": "string", "minLength": 4000},
+    "invoice": INVOICE,
+}
+
+
+class Load:
+    """Streams of one kind that follow each other without a pause."""
+
+    def __init__(self, http: HttpClient, model: str, schema: dict[str, Any] | None, prompt: int) -> None:
+        self._http, self._model, self._prompt = http, model, prompt
+        self._extra = {} if schema is None else {"structured_outputs": {"json": schema}}
+        self.tokens = 0
+
+    async def keep_busy(self) -> None:
+        while True:
+            body = {
+                "model": self._model,
+                "prompt": [random.randrange(1000) for _ in range(self._prompt)],
+                "max_tokens": random.randrange(OUTPUT // 2, OUTPUT),
+                "temperature": 1,
+                "ignore_eos": True,
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+                **self._extra,
+            }
+            counted = 0
+            async with self._http.stream("POST", "/v1/completions", body) as response:
+                if response.status != 200:
+                    raise RuntimeError(await response.read_error())
+                async for event in response.events():
+                    if found := re.search(r'"completion_tokens":(\d+)', event):
+                        self.tokens += int(found[1]) - counted
+                        counted = int(found[1])
+
+
+async def measured_rate(http: HttpClient, args: argparse.Namespace, kind: str) -> float:
+    """Output tokens a second, once all streams decode."""
+    load = Load(http, args.model, KINDS[kind], args.prompt)
+    streams = [asyncio.create_task(load.keep_busy()) for _ in range(args.streams)]
+    await asyncio.sleep(args.seconds / 2)
+    began, before = time.monotonic(), load.tokens
+    await asyncio.sleep(args.seconds)
+    found = (load.tokens - before) / (time.monotonic() - began)
+    for stream in streams:
+        stream.cancel()
+    for failure in await asyncio.gather(*streams, return_exceptions=True):
+        if isinstance(failure, Exception):
+            raise failure
+    return found
+
+
+async def measure(url: str, args: argparse.Namespace) -> None:
+    rates: dict[str, list[float]] = {kind: [] for kind in args.kinds}
+    async with HttpClient(url, timeout=600) as http:
+        for number in range(args.rounds + 1):
+            for kind in args.kinds:
+                found = await measured_rate(http, args, kind)
+                print(kind, round(found), file=sys.stderr, flush=True)
+                if number:  # the first round is a warm-up
+                    rates[kind].append(found)
+    for kind, own in rates.items():
+        ratios = [rate / free for rate, free in zip(own, rates["text"], strict=True)]
+        spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+        print(f"{kind}: {statistics.median(own):,.0f} tok/s, {statistics.median(ratios):.3f} of text ({spread})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-0.6b", choices=list(ARCHITECTURES))
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(args.model, Path(folder) / args.model)
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"dummy:{path}", "--port", "0"]
+        server = subprocess.Popen([*command, "--state", "memory"], stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            url = next(found[0] for line in server.stdout if (found := re.search(r"http://[\w.:]+", line)))
+            asyncio.run(measure(url, args))
+        finally:
+            server.terminate()
+            server.wait()
+
+
+if __name__ == "__main__":
+    main()
