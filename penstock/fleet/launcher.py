@@ -299,7 +299,7 @@ class RemoteLauncher:
 
 
 async def connect_over_network(host: str, port: int, secret: str) -> socket.socket:
-    """A connection to a worker's port. Raises OSError, or WrongSecret."""
+    """A connection to a worker's port. Raises OSError, or HandshakeFailed."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(_CONNECT_SECONDS):
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -1,7 +1,8 @@
 """Workers and gateways on different machines: a TCP port, and a secret that both know.
 
 Neither sends the secret. Each proves that it has it by a MAC over random bytes of both sides, so what is overheard
-cannot be used again. What follows is not encrypted: the network between them must be trusted.
+cannot be used again. Both say which version of the protocol they speak, and different ones end the connection. What
+follows is not encrypted: the network between them must be trusted.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import os
 import socket
 from collections.abc import Callable, Coroutine
 
+from penstock import __version__
 from penstock.core.errors import StartupError
+from penstock.worker.protocol import VERSION
 from penstock.worker.server import GatewayConnection, WorkerServer
 
 log = logging.getLogger(__name__)
@@ -21,12 +24,17 @@ log = logging.getLogger(__name__)
 SECRET = "PENSTOCK_WORKER_SECRET"  # the environment variable
 _NONCE = 32
 _MAC = 32
+_VERSION_BYTES = 2
 _HANDSHAKE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 LEASE_SECONDS = 10.0  # how long a worker that was launched for a gateway waits for it to connect again
 
 
-class WrongSecret(StartupError):
+class HandshakeFailed(StartupError):
+    """The two ends do not work together."""
+
+
+class WrongSecret(HandshakeFailed):
     """The other end has another secret, or is no Penstock."""
 
 
@@ -38,20 +46,35 @@ async def prove_as_gateway(connection: socket.socket, secret: str) -> None:
     async with asyncio.timeout(_HANDSHAKE_SECONDS):
         loop = asyncio.get_running_loop()
         theirs, mine = await _receive(connection, _NONCE), os.urandom(_NONCE)
-        await loop.sock_sendall(connection, mine + _mac(secret, b"gateway", theirs, mine))
-        if not hmac.compare_digest(await _receive(connection, _MAC), _mac(secret, b"worker", theirs, mine)):
+        await loop.sock_sendall(connection, mine + _mac(secret, b"gateway", theirs, mine) + _version())
+        answer = await _receive(connection, _MAC + _VERSION_BYTES)
+        if not hmac.compare_digest(answer[:_MAC], _mac(secret, b"worker", theirs, mine)):
             raise WrongSecret(f"the worker has another secret; give both the same in {SECRET}")
+        _check_version("worker", answer[_MAC:])
 
 
 async def prove_as_worker(connection: socket.socket, secret: str) -> None:
     async with asyncio.timeout(_HANDSHAKE_SECONDS):
         loop, mine = asyncio.get_running_loop(), os.urandom(_NONCE)
         await loop.sock_sendall(connection, mine)
-        answer = await _receive(connection, _NONCE + _MAC)
-        theirs, proof = answer[:_NONCE], answer[_NONCE:]
+        answer = await _receive(connection, _NONCE + _MAC + _VERSION_BYTES)
+        theirs, proof = answer[:_NONCE], answer[_NONCE : _NONCE + _MAC]
         if not hmac.compare_digest(proof, _mac(secret, b"gateway", mine, theirs)):
             raise WrongSecret("a gateway came with another secret")
-        await loop.sock_sendall(connection, _mac(secret, b"worker", mine, theirs))
+        await loop.sock_sendall(connection, _mac(secret, b"worker", mine, theirs) + _version())
+        _check_version("gateway", answer[_NONCE + _MAC :])
+
+
+def _version() -> bytes:
+    return VERSION.to_bytes(_VERSION_BYTES)
+
+
+def _check_version(role: str, theirs: bytes) -> None:
+    if theirs != _version():
+        raise HandshakeFailed(
+            f"the {role} is of another release of Penstock: it speaks version {int.from_bytes(theirs)} of the worker "
+            f"protocol, and this end ({__version__}) version {VERSION}; install the same release at both ends"
+        )
 
 
 def _mac(secret: str, role: bytes, of_worker: bytes, of_gateway: bytes) -> bytes:
@@ -110,7 +133,7 @@ class Port:
             loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: GatewayConnection(server, remote=True), sock=connection)
             log.info("a gateway connected from %s", address)
-        except (OSError, TimeoutError, WrongSecret) as error:
+        except (OSError, TimeoutError, HandshakeFailed) as error:
             level = logging.DEBUG if isinstance(error, SaidNothing | ConnectionError) else logging.WARNING
             log.log(level, "a connection from %s was refused: %s", address, error or "it timed out")
             connection.close()

@@ -14,6 +14,7 @@ from penstock.core.request import GenerateRequest, SamplingParams
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import RemoteLauncher
 from penstock.simulation.paged_executor import expected_output
+from penstock.worker import remote
 from penstock.worker.remote import Port
 from tests.fleet.simulated import SimulatedWorker
 
@@ -84,10 +85,23 @@ async def test_a_worker_computes_for_those_who_have_its_secret() -> None:
         await fleet.stop()
 
 
+async def test_ends_that_would_misread_each_other_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gateway = asyncio.current_task()
+    monkeypatch.setattr(remote, "_version", lambda: b"\0\7" if asyncio.current_task() is gateway else b"\0\6")
+    async with listening_worker() as (_, port):
+        with pytest.raises(StartupError, match="the worker is of another release of Penstock: it speaks version 6"):
+            await RemoteLauncher("127.0.0.1", port, SECRET).launch()
+        while "it speaks version 7" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert "the gateway is of another release of Penstock" in caplog.text
+
+
 async def test_who_is_no_gateway_gets_nothing() -> None:
     async with listening_worker() as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n".ljust(64))
+        writer.write(b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n".ljust(66))
         said = await reader.read()
         assert len(said) == 32, "a challenge and then the end"
         writer.close()

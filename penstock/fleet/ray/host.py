@@ -118,7 +118,7 @@ def _listen(address: str) -> socket.socket:
 
 async def _accept(listener: socket.socket, secret: str) -> socket.socket:
     """The first connection from somebody who has the secret."""
-    from penstock.worker.remote import WrongSecret, prove_as_worker
+    from penstock.worker.remote import HandshakeFailed, prove_as_worker
 
     listener.setblocking(False)
     while True:
@@ -126,7 +126,7 @@ async def _accept(listener: socket.socket, secret: str) -> socket.socket:
         connection.setblocking(False)
         try:
             await prove_as_worker(connection, secret)
-        except (OSError, WrongSecret):
+        except (OSError, HandshakeFailed):
             connection.close()
         else:
             return connection
