@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,21 @@ def write_model(name: str, folder: Path) -> Path:
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
     return path
+
+
+@contextmanager
+def served(model: str) -> Iterator[str]:
+    """A server with random weights of this architecture, at this address."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_model(model, Path(folder) / model)
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"dummy:{path}", "--port", "0"]
+        server = subprocess.Popen([*command, "--state", "memory"], stdout=subprocess.PIPE, text=True)
+        try:
+            assert server.stdout is not None
+            yield next(found[0] for line in server.stdout if (found := re.search(r"http://[\w.:]+", line)))
+        finally:
+            server.terminate()
+            server.wait()
 
 
 class Load:
@@ -111,17 +128,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--output", type=Path, default=Path("trace.json"))
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_model(args.model, Path(folder) / args.model)
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"dummy:{path}", "--port", "0"]
-        server = subprocess.Popen([*command, "--state", "memory"], stdout=subprocess.PIPE, text=True)
-        try:
-            assert server.stdout is not None
-            url = next(found[0] for line in server.stdout if (found := re.search(r"http://[\w.:]+", line)))
-            asyncio.run(measure(url, args))
-        finally:
-            server.terminate()
-            server.wait()
+    with served(args.model) as url:
+        asyncio.run(measure(url, args))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,11 @@ import asyncio
 import random
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-from profiled_server import write_model
+from profiled_server import served
 
 from penstock.bench.architectures import ARCHITECTURES
 from penstock.bench.schemas import INVOICE
@@ -105,17 +102,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = write_model(args.model, Path(folder) / args.model)
-        command = [sys.executable, "-m", "penstock.cli.main", "serve", f"dummy:{path}", "--port", "0"]
-        server = subprocess.Popen([*command, "--state", "memory"], stdout=subprocess.PIPE, text=True)
-        try:
-            assert server.stdout is not None
-            url = next(found[0] for line in server.stdout if (found := re.search(r"http://[\w.:]+", line)))
-            asyncio.run(measure(url, args))
-        finally:
-            server.terminate()
-            server.wait()
+    with served(args.model) as url:
+        asyncio.run(measure(url, args))
 
 
 if __name__ == "__main__":
