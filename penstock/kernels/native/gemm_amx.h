@@ -6,7 +6,7 @@
 // 32 x 32 outputs take 4 tile matmuls of 16 cycles for what takes VNNI or bfloat16 vectors about 8 times as long.
 //
 // int4 has scales per 32 inputs, which tiles cannot apply. Half as deep, a tile holds the sums of one such group for 16
-// rows and 16 outputs, and goes through memory into vectors that scale them. That takes 32 cycles, the tile takes 28, and
+// rows and 16 outputs, and goes through memory into vectors that scale them. That takes 32 cycles, the tile as long, and
 // the two do not overlap (Emerald Rapids): two thirds of the time of VNNI, before weights are unpacked and outputs stored.
 #pragma once
 
