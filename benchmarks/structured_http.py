@@ -79,10 +79,10 @@ async def measured_rate(http: HttpClient, args: argparse.Namespace, kind: str) -
 
 
 async def measure(url: str, args: argparse.Namespace) -> None:
-    rates: dict[str, list[float]] = {kind: [] for kind in args.kinds}
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS if kind in ("text", *args.kinds)}
     async with HttpClient(url, timeout=600) as http:
         for number in range(args.rounds + 1):
-            for kind in args.kinds:
+            for kind in rates:
                 found = await measured_rate(http, args, kind)
                 print(kind, round(found), file=sys.stderr, flush=True)
                 if number:  # the first round is a warm-up
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64, help="tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="beside text")
     args = parser.parse_args()
     with served(args.model) as url:
         asyncio.run(measure(url, args))
