@@ -76,7 +76,8 @@ class Admission:
         if decode > longest:
             return math.inf
         longest = min(load.longest_step, times.plan_within(sequence.itl))
-        tightest = min(self._promises.tightest(now), allowed)
+        soonest = load.free_at - now + decode + own  # a promise that asks for more makes no step shorter: it is refused
+        tightest = min(self._promises.tightest(now), max(allowed, soonest))
         arriving = min(0.9, self._promises.more_urgent_than(allowed, now))
         factor = self._calibration.factor(sequence.request.objective.name)
 

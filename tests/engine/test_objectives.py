@@ -154,6 +154,16 @@ def test_waiting_as_long_as_told_helps() -> None:
     virtual.scheduler.add(requests.make(14_000, 8, objective=LONG), virtual.now)
 
 
+def test_an_impossible_promise_is_refused_with_the_time_it_would_take() -> None:
+    virtual, requests = engine(CPU, noise=0), Requests(seed=6)
+    with pytest.raises(Overloaded, match="the first token is forecast after") as caught:
+        virtual.scheduler.add(requests.make(100, 8, objective=Objective("hasty", ttft=1e-6)), virtual.now)
+    patient = requests.make(100, 8, objective=Objective("patient", ttft=60.0))
+    virtual.submit(patient)
+    forecast = float(caught.value.message.split()[6])
+    assert virtual.run([])[patient.id].ttft == pytest.approx(forecast, rel=0.5)
+
+
 def test_what_promises_nothing_is_queued_up_to_a_bound() -> None:
     virtual = engine(replace(CPU, max_waiting=10))
     requests = Requests(seed=5)

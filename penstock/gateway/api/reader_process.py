@@ -30,7 +30,9 @@ GC_THRESHOLDS = (100_000, 50, 100)  # a body may hold millions of lists, and non
 
 
 def main(requests: BinaryIO, answers: BinaryIO) -> None:
-    setup: Setup = pickle.loads(_frame(requests))
+    if not (first := _frame(requests)):
+        return  # the gateway ended before it had said anything
+    setup: Setup = pickle.loads(first)
     texts = setup.texts
     configure_logging(setup.logs)
     of_openai = (ChatReader, CompletionReader, ResponsesReader, HeadReader, EmbeddingReader)

@@ -173,6 +173,12 @@ def test_a_reader_that_dies_is_replaced(gateway: Gateway) -> None:
         assert http.post(CHAT, content=body).status_code == 200
 
 
+def test_a_reader_whose_gateway_ends_at_once_says_nothing() -> None:
+    command = [sys.executable, "-m", "penstock.gateway.api.reader_process"]
+    reader = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    assert (reader.returncode, reader.stdout, reader.stderr) == (0, b"", b"")
+
+
 def test_a_reader_ends_with_its_gateway() -> None:
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.gateway.scripted_server", "0"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
