@@ -42,18 +42,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(CAPPED)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    for server in RUNNING:
+        server.said_before = len(server.log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that fails shows what the servers that run have said last."""
+    """A test that fails shows what servers have said during it."""
     report = yield
     if report.failed:
         for server in RUNNING:
-            said = [line for line in server.log if "INFO request method=GET" not in line]
-            report.sections.append((f"log of {server.url}", "".join(said[-LAST_LINES:])))
+            if said := [line for line in server.log[server.said_before :] if POLL not in line]:
+                report.sections.append((f"log of {server.url}", "".join(said[-LAST_LINES:])))
     return report
 
 
 LAST_LINES = 60
+POLL = "INFO request method=GET path=/admin/fleet status=200"  # by tests that wait for replicas
 READY = re.compile(r"http://[\w.:\[\]]+")
 
 
@@ -63,6 +70,7 @@ class Server:
     process: subprocess.Popen[str]
     log: list[str]  # whole once it has been stopped
     readers: list[threading.Thread]
+    said_before: int = 0  # lines of the log, before the test that runs
 
     @property
     def base_url(self) -> str:
