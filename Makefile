@@ -28,14 +28,15 @@ check: $(VENV)/.test
 fast-tests: $(VENV)/.test programs
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(FAST)
 
-# What only computes shares the cores; what starts servers has them to itself. Tests run in worker processes, so that one
-# which dies takes no other along: it is reported, and another worker goes on. Both parts always run.
-COMPUTES := tests/checkpoint tests/engine tests/kernels tests/models tests/runner tests/text
+# What starts servers of a real model has the machine to itself; all else shares the cores. Tests run in worker processes,
+# so that one which dies takes no other along: it is reported, and another worker goes on. Both parts always run.
+SERVERS := tests/e2e tests/observability tests/queues tests/web tests/worker \
+	$(addprefix tests/crossings/test_,failover.py other_ways.py waking.py)
 
 test: lint programs
 	@status=0; \
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(COMPUTES) || status=$$?; \
-	$(BIN)/python -m pytest -n 1 $(COMPUTES:%=--ignore=%) || status=$$?; \
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(SERVERS:%=--ignore=%) || status=$$?; \
+	$(BIN)/python -m pytest -n 1 $(SERVERS) || status=$$?; \
 	exit $$status
 
 lint: $(VENV)/.test

@@ -18,7 +18,7 @@ MORE = "".join(f"def test_{i}(): pass\n" for i in range(10))
 
 def make_test(folder: Path) -> subprocess.CompletedProcess[str]:
     """The recipe of `make test` over the tests in `folder`."""
-    variables = [f"BIN={Path(sys.executable).parent}", "COMPUTES=tests/computes"]
+    variables = [f"BIN={Path(sys.executable).parent}", "SERVERS=tests/servers"]
     command = ["make", "-f", str(MAKEFILE), "-o", "lint", "-o", "programs", "test", *variables]
     plugins = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin"}  # all others: 5 s more
     return subprocess.run(command, cwd=folder, env={**os.environ, **plugins}, capture_output=True, text=True)

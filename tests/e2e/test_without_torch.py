@@ -122,7 +122,8 @@ def test_the_library_reads_bfloat16_safetensors(base: str, bfloat16_folder: Path
 
 def test_beside_a_gpu_it_runs_on_the_cpu_and_says_what_the_gpu_needs(base: str, tmp_path: Path) -> None:
     (tmp_path / "libcuda.so.1").symlink_to(LIBRARY)  # all that is asked of a driver here is to be there
-    code = "from penstock import LLM; print(len(LLM(kv_memory_gib=0.1).generate('Rain', progress=False)))"
+    code = "from penstock import LLM, SamplingParams; short = SamplingParams(max_tokens=4)\n"
+    code += "print(len(LLM(kv_memory_gib=0.1).generate('Rain', short, progress=False)))"
     ended = run(base, "-c", code, LD_LIBRARY_PATH=str(tmp_path))
     assert ended.stdout == "1\n", ended.stderr
     assert "the GPU of this machine needs torch: pip install 'penstock[cuda]'" in ended.stderr

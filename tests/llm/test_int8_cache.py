@@ -8,7 +8,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.kernels.native import bindings
-from tests.e2e.test_greedy_equality import TEXTS
+from tests.llm.test_greedy_equality import TEXTS
 
 pytestmark = pytest.mark.skipif(not bindings.available(), reason=str(bindings.unavailable_reason()))
 
