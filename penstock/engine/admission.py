@@ -44,13 +44,11 @@ class Admission:
         own = self._times.chunk_seconds(sequence.given - sequence.to_compute, sequence.to_compute)
         if own:
             forecast = self._forecast(sequence, own, allowed, load)
-            late = forecast * self._times.slowdown - allowed * (1.0 - self._calibration.margin(objective.name))
+            kept = allowed * (1.0 - self._calibration.margin(objective.name))
+            late = forecast * self._times.slowdown - kept
             if late > 0:
-                raise Overloaded(
-                    f"the first token is forecast after {forecast:.2g} s, which with the margin that forecasts need is "
-                    f"too late for {allowed:.2g} s",
-                    retry_after=min(60.0, late),
-                )
+                alone = own if own * self._times.slowdown > kept else 0.0
+                raise Overloaded(_why(sequence, forecast, allowed, alone), retry_after=min(60.0, late))
         if ttft < math.inf:
             self._promises.add(ttft, own, load.ranking.now)
 
@@ -93,6 +91,17 @@ class Admission:
         forecast, objective = sequence.ledger.predicted_ttft, sequence.request.objective
         if forecast and objective.ttft is not None:
             self._calibration.learn(objective.name, forecast, now - sequence.arrival, objective.ttft)
+
+
+def _why(sequence: Sequence, forecast: float, allowed: float, alone: float) -> str:
+    """For whoever is refused. `alone`: seconds of prefill that would be too long on an idle engine; 0: they are not."""
+    if forecast == math.inf:
+        return f"with one more stream inter-token latency would be over its objective of {sequence.itl:.2g} s"
+    why = f"the first token is forecast after {forecast:.2g} s, which with the margin that forecasts need is too late "
+    why += f"for {allowed:.2g} s"
+    if alone:
+        why += f"; prefill of {sequence.to_compute} tokens takes {alone:.2g} s by itself, so waiting does not help"
+    return why
 
 
 def remaining_seconds(sequence: Sequence, times: StepTimes) -> float:

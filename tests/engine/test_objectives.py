@@ -147,6 +147,7 @@ def test_waiting_as_long_as_told_helps() -> None:
         virtual.submit(requests.make(14_000, 8, objective=LONG))
     refused = [a.refused for a in virtual.outcomes.values() if a.refused is not None]
     assert 0 < len(refused) < 40
+    assert not any("by itself" in error.message for error in refused)
     with pytest.raises(Overloaded) as caught:
         virtual.scheduler.add(requests.make(14_000, 8, objective=LONG), now)
     later = now + caught.value.retry_after
@@ -160,8 +161,15 @@ def test_an_impossible_promise_is_refused_with_the_time_it_would_take() -> None:
         virtual.scheduler.add(requests.make(100, 8, objective=Objective("hasty", ttft=1e-6)), virtual.now)
     patient = requests.make(100, 8, objective=Objective("patient", ttft=60.0))
     virtual.submit(patient)
+    assert "prefill of 100 tokens takes" in caught.value.message
     forecast = float(caught.value.message.split()[6])
     assert virtual.run([])[patient.id].ttft == pytest.approx(forecast, rel=0.5)
+
+
+def test_a_stream_that_could_not_keep_its_pace_is_told_so() -> None:
+    virtual, requests = engine(CPU, noise=0), Requests(seed=7)
+    with pytest.raises(Overloaded, match=r"inter-token latency would be over its objective of 0\.001 s"):
+        virtual.scheduler.add(requests.make(100, 8, objective=Objective("rapid", ttft=60.0, itl=0.001)), virtual.now)
 
 
 def test_what_promises_nothing_is_queued_up_to_a_bound() -> None:
