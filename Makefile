@@ -28,8 +28,9 @@ check: $(VENV)/.test
 fast-tests: $(VENV)/.test programs
 	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal $(FAST)
 
-# What starts servers of a real model has the machine to itself; all else shares the cores. Tests run in worker processes,
-# so that one which dies takes no other along: it is reported, and another worker goes on. Both parts always run.
+# Where tests flood, kill or time servers of a real model they have the machine to themselves; all others share the cores.
+# Tests run in worker processes, so that one which dies takes no other along: it is reported, and another worker goes on.
+# Both parts always run.
 SERVERS := tests/e2e tests/observability tests/queues tests/web tests/worker \
 	$(addprefix tests/crossings/test_,failover.py other_ways.py waking.py)
 

@@ -25,9 +25,9 @@ def make_test(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-@pytest.mark.parametrize("part", ["computes", "servers"])
+@pytest.mark.parametrize("part", ["others", "servers"])
 def test_a_crash_hides_no_other_test(tmp_path: Path, part: str) -> None:
-    for name in ("computes", "servers"):
+    for name in ("others", "servers"):
         (tmp_path / "tests" / name).mkdir(parents=True)
         (tmp_path / "tests" / name / f"test_{name}.py").write_text((CRASH if name == part else "") + MORE)
     run = make_test(tmp_path)

@@ -47,7 +47,7 @@ class Admission:
             kept = allowed * (1.0 - self._calibration.margin(objective.name))
             late = forecast * self._times.slowdown - kept
             if late > 0:
-                alone = own if own * self._times.slowdown > kept else 0.0
+                alone = own if own > kept else 0.0
                 raise Overloaded(_why(sequence, forecast, allowed, alone), retry_after=min(60.0, late))
         if ttft < math.inf:
             self._promises.add(ttft, own, load.ranking.now)
@@ -74,7 +74,7 @@ class Admission:
         if decode > longest:
             return math.inf
         longest = min(load.longest_step, times.plan_within(sequence.itl))
-        soonest = load.free_at - now + decode + own  # a promise that asks for more makes no step shorter: it is refused
+        soonest = load.free_at - now + decode + own  # no step is made shorter for a promise that cannot be kept
         tightest = min(self._promises.tightest(now), max(allowed, soonest))
         arriving = min(0.9, self._promises.more_urgent_than(allowed, now))
         factor = self._calibration.factor(sequence.request.objective.name)
@@ -94,7 +94,7 @@ class Admission:
 
 
 def _why(sequence: Sequence, forecast: float, allowed: float, alone: float) -> str:
-    """For whoever is refused. `alone`: seconds of prefill that would be too long on an idle engine; 0: they are not."""
+    """For whoever is refused. `alone`: seconds of prefill, if they are too many at full speed; else 0."""
     if forecast == math.inf:
         return f"with one more stream inter-token latency would be over its objective of {sequence.itl:.2g} s"
     why = f"the first token is forecast after {forecast:.2g} s, which with the margin that forecasts need is too late "
