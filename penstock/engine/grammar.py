@@ -37,16 +37,18 @@ class Matcher(Protocol):
         """Why the output cannot go on; empty while it can."""
         ...
 
-    def consume(self, tokens: list[int], /) -> None:
-        """The output went on with these. Raises EngineFailure for tokens that the grammar does not allow here."""
+    def take_forced(self) -> list[int]:
+        """The output goes on with the tokens that must follow, as the tokenizer would split their text. Returns them.
+        The last ones may be left out: those whose split depends on what comes after them."""
         ...
 
-    def forced(self) -> list[int]:
-        """Tokens that must follow, as the tokenizer would split their text; may be fewer than there are."""
+    def follow(self, token: int, /) -> list[int]:
+        """The output goes on with this token and those that it forces, which are returned. Raises EngineFailure for a
+        token that the grammar does not allow here."""
         ...
 
-    def take(self, token: int, /) -> bool:
-        """The output goes on with this token, if it may. Whether it does."""
+    def take(self, token: int, /) -> list[int] | None:
+        """The same for a token that may be refused: None, and the output stays where it is."""
         ...
 
     def copy(self) -> Matcher:
@@ -75,8 +77,8 @@ class Grammars(Protocol):
         """At the beginning of an output."""
         ...
 
-    def fill(self, matchers: Mapping[int, Matcher], masks: TokenMask, /) -> None:
-        """Write what may follow for each into its row of `masks`."""
+    def fill(self, matchers: Mapping[int, Matcher], masks: TokenMask, /) -> list[int]:
+        """Write what may follow for each into its row of `masks`. Returns the rows of those that cannot go on."""
         ...
 
 
@@ -99,27 +101,20 @@ class Constraint:
     def follow(self, tokens: Iterable[int]) -> None:
         """These were sampled, or came with the request."""
         for token in tokens:
-            if self.ahead and self.ahead[0] == token:
+            if not self.ahead:
+                self.ahead = self.matcher.follow(token)
+            elif self.ahead[0] == token:
                 del self.ahead[0]
-                continue
-            if self.ahead:
+            else:
                 raise InvalidRequest("output does not match the grammar", param="output")
-            self.matcher.consume([token])
-            self.look_ahead()
 
     def take(self, token: int) -> bool:
         """Whether a token may follow that was sampled without a mask. If so, it is expected by `follow` next."""
-        if not self.matcher.take(token):
+        forced = self.matcher.take(token)
+        if forced is None:
             return False
-        self.ahead.append(token)
-        self.look_ahead()
+        self.ahead = [token, *forced]
         return True
-
-    def look_ahead(self) -> None:
-        """Find out what is forced from here on."""
-        while forced := self.matcher.forced():
-            self.matcher.consume(forced)
-            self.ahead += forced
 
     def jump(self, most: int) -> list[int]:
         """Forced tokens to append now, at most so many."""
@@ -143,8 +138,7 @@ def constraint_of(request: GenerateRequest, matcher: Matcher, stop_ids: Containe
     """Of a request that arrives, with what is forced before its first sample. One token at least is sampled."""
     params = request.params
     scores = params.logprobs is not None or params.prompt_logprobs is not None
-    found = Constraint(matcher, races=not scores and _races(params), jumps=not scores)
-    found.look_ahead()
+    found = Constraint(matcher, races=not scores and _races(params), jumps=not scores, ahead=matcher.take_forced())
     found.follow(request.output)
     room = max_len - len(request.prompt) - len(request.output) - 1
     stop = next((at for at, token in enumerate(found.ahead) if token in stop_ids), room)
@@ -164,7 +158,9 @@ def follow(sequence: EngineSequence, constraint: Constraint, sampled: list[int])
     """Append what the grammar forces after sampled tokens, the last ones of the sequence, to both lists. Returns
     whether the output is complete."""
     constraint.follow(sampled)
-    if constraint.ahead and (forced := constraint.jump(sequence.max_len - len(sequence.tokens))):
+    if not constraint.ahead:
+        return constraint.matcher.ended
+    if forced := constraint.jump(sequence.max_len - len(sequence.tokens)):
         sequence.tokens += forced
         sampled += forced
         if sequence.pending:
@@ -182,12 +178,12 @@ def allowed_draft(constraint: Constraint, draft: list[int]) -> list[int]:
         return []
     matcher = constraint.matcher.copy()
     for length, token in enumerate(draft):
-        if not matcher.take(token):
+        if (forced := matcher.take(token)) is None:
             return draft[:length]
+        if forced:
+            return draft[: length + 1]
         if matcher.ended:
             return draft[:length]
-        if matcher.forced():
-            return draft[: length + 1]
     return draft
 
 
@@ -238,23 +234,21 @@ class Masks:
 
     def _fill(self, asked: dict[int, EngineSequence], masks: TokenMask) -> list[tuple[str, PenstockError]]:
         """`asked`: by row of the masks. Returns who cannot go on."""
-        failures: list[tuple[str, PenstockError]] = []
         matchers = {row: own.constraint.matcher for row, own in asked.items() if own.constraint is not None}
-        if matchers:
-            self._grammars.fill(matchers, masks)
-        for row, matcher in matchers.items():
-            if problem := matcher.error:
-                request = asked[row].request
-                param = request.params.grammar.param if request.params.grammar is not None else None
-                failures.append((request.id, InvalidRequest(f"the output cannot go on: {problem}", param=param)))
+        failures: list[tuple[str, PenstockError]] = []
+        for row in self._grammars.fill(matchers, masks) if matchers else ():
+            request, problem = asked[row].request, matchers[row].error
+            param = request.params.grammar.param if request.params.grammar is not None else None
+            failures.append((request.id, InvalidRequest(f"the output cannot go on: {problem}", param=param)))
         return failures
 
     def _fill_along(self, matcher: Matcher, draft: list[int], masks: TokenMask) -> None:
         """What may stand at the place of each token of the draft, and behind it."""
+        forced: list[int] = []  # after the last of them, if at all: see `allowed_draft`
         for at, token in enumerate(draft):
             self._grammars.fill({at: matcher}, masks)
-            matcher.consume([token])
-        if forced := matcher.forced():
+            forced = matcher.follow(token)
+        if forced:
             _allow_only(forced[0], masks[-1])
         else:
             self._grammars.fill({len(draft): matcher}, masks)

@@ -74,8 +74,9 @@ class Sequence:
             self.computed -= samples - len(sampled)  # tokens that were proposed and rejected
         first = len(self.tokens) - len(sampled)
         complete = False
-        if self.constraint is not None and not (self._stops(sampled[-1], len(self.tokens))):
-            complete = follow(self, self.constraint, sampled)
+        last, constraint = sampled[-1], self.constraint
+        if constraint is not None and not (last in self.stop_ids and self._stops(last, len(self.tokens))):
+            complete = follow(self, constraint, sampled)
         if not complete and len(self.tokens) < self.max_len and self.stop_ids.isdisjoint(sampled):
             return None  # as it nearly always is
         for taken, token in enumerate(sampled, start=1):

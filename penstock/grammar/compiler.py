@@ -80,15 +80,20 @@ class LLGuidance:
     def matcher(self, grammar: Grammar) -> LLGuidanceMatcher:
         return LLGuidanceMatcher(self._prototype(grammar).deep_copy(), grammar.after, self._eos_ids)
 
-    def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> None:
+    def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> list[int]:
         """One by one: 32 masks take 0.15 to 0.45 ms, and four to sixteen threads of llguidance's 0.4 to 1.3 ms."""
         vocabulary = self._ready()
+        failed: list[int] = []
         address, size = masks.ctypes.data, masks.strides[0]
         for row, matcher in matchers.items():
             if matcher.free:
                 masks[row] = vocabulary.free
-            else:
-                matcher.state.unsafe_compute_mask_ptr(address + row * size, size)
+                continue
+            state = matcher.state
+            state.unsafe_compute_mask_ptr(address + row * size, size)
+            if state.is_error():
+                failed.append(row)
+        return failed
 
     def _prototype(self, grammar: Grammar) -> Any:
         """A matcher at the beginning of an output, to copy."""

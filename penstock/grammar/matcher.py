@@ -11,51 +11,62 @@ from penstock.core.errors import EngineFailure
 class LLGuidanceMatcher:
     """Until the output has the tokens of `after`, one after the other, it is free and only must not end."""
 
-    __slots__ = ("_after", "_ends", "_seen", "free", "state")
+    __slots__ = ("_after", "_ends", "_seen", "ended", "free", "state")
 
     def __init__(self, state: Any, after: tuple[int, ...], ends: Container[int]) -> None:
         """`ends`: tokens that end an output."""
         self.state = state  # llguidance.LLMatcher
         self.free = bool(after)
+        self.ended = not after and bool(state.is_stopped())
         self._after = after
         self._ends = ends
         self._seen: tuple[int, ...] = ()
-
-    @property
-    def ended(self) -> bool:
-        return not self.free and bool(self.state.is_stopped())
 
     @property
     def error(self) -> str:
         return one_line(self.state.get_error()) if self.state.is_error() else ""
 
     def consume(self, tokens: list[int]) -> None:
-        for number, token in enumerate(tokens) if self.free else ():
+        """The output went on with these. Raises EngineFailure for tokens that the grammar does not allow here."""
+        if self.free:
+            tokens = self._constrained_part(tokens)
+        if self.free:
+            return
+        if not self.state.consume_tokens(tokens):
+            raise EngineFailure(f"the output left its grammar: {self.error}", code="grammar_failed")
+        self.ended = self.state.is_stopped()
+
+    def _constrained_part(self, tokens: list[int]) -> list[int]:
+        """What comes after the end of the part that may be anything, if that is among them."""
+        for number, token in enumerate(tokens, start=1):
             self._seen = (*self._seen, token)[-len(self._after) :]
             if self._seen == self._after:
                 self.free = False
-                tokens = tokens[number + 1 :]
-                break
-        if not self.free and not self.state.consume_tokens(tokens):
-            raise EngineFailure(f"the output left its grammar: {self.error}", code="grammar_failed")
+                return tokens[number:]
+        return []
 
-    def forced(self) -> list[int]:
-        if self.free or self.state.is_stopped():
-            return []
-        forced: list[int] = self.state.compute_ff_tokens()
-        return forced
+    def take_forced(self) -> list[int]:
+        taken: list[int] = []
+        while not self.free and not self.ended and (forced := self.state.compute_ff_tokens()):
+            self.consume(forced)
+            taken += forced
+        return taken
 
-    def take(self, token: int) -> bool:
-        if not self.free:
-            return bool(self.state.try_consume_tokens([token]))
-        if token in self._ends:
-            return False
+    def follow(self, token: int) -> list[int]:
         self.consume([token])
-        return True
+        return self.take_forced()
+
+    def take(self, token: int) -> list[int] | None:
+        if self.free:
+            return None if token in self._ends else self.follow(token)
+        if not self.state.try_consume_tokens([token]):
+            return None
+        self.ended = self.state.is_stopped()
+        return self.take_forced()
 
     def copy(self) -> LLGuidanceMatcher:
         made = LLGuidanceMatcher(self.state.deep_copy(), self._after, self._ends)
-        made.free, made._seen = self.free, self._seen
+        made.free, made.ended, made._seen = self.free, self.ended, self._seen
         return made
 
 

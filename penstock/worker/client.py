@@ -235,6 +235,10 @@ class WorkerClient(asyncio.Protocol):
     def _take(self, message: FromWorker) -> None:
         if isinstance(message, Chunks):
             streams = self._streams
+            for request_id, token_ids in message.tokens.items():
+                stream = streams.get(request_id)
+                if stream is not None:
+                    stream.put(Chunk(request_id, token_ids))
             for chunk in message.chunks:
                 stream = streams.get(chunk.request_id)
                 if stream is not None:

@@ -242,7 +242,7 @@ class WorkerProfiler:
         try:
             engine = self._server.engine
             steps = StepRecorder(recorder, engine, self._scheduler, self._executor, self._probe, stop.set)
-            _watch_frames(recorder, self._server)
+            _watch_frames(recorder)
             async with recording_stalls(recorder):
                 await asyncio.sleep(seconds)
             await steps.stop()
@@ -303,12 +303,11 @@ class WorkerProfiler:
         )
 
 
-def _watch_frames(recorder: Recorder, server: WorkerServer) -> None:
+def _watch_frames(recorder: Recorder) -> None:
     """Where the module that sends and receives them finds these functions."""
     recorder.watch(frames, "decode_to_worker", "frame in", "socket", frame_in)
     recorder.watch(frames, "frame", "frame out", "socket", frame_out)
     recorder.watch(frames, "frames_of", "frame out", "socket", lambda data, chunks: _chunks_out(data, chunks))
-    recorder.watch(server, "_emit", "send chunks", "socket", lambda _, chunks: {"chunks": len(chunks)})
 
 
 def frame_in(message: object, body: bytes) -> dict[str, Any]:

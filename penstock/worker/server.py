@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import cast
@@ -15,6 +14,7 @@ from penstock.core.request import Chunk, GenerateRequest, Grammar, failed
 from penstock.engine.executor import AdapterWeights
 from penstock.engine.loop import EngineLoop
 from penstock.worker.host import Host
+from penstock.worker.outbox import Outbox
 from penstock.worker.protocol import (
     DEAD_AFTER_HEARTBEATS,
     HEARTBEAT_SECONDS,
@@ -39,7 +39,8 @@ MOST_PAUSE_SECONDS = 60.0  # more than a vocabulary takes on a machine that is v
 
 
 class WorkerServer:
-    """Lives on the asyncio thread; only `emit` and `pausing` are called from others as well."""
+    """Lives on the asyncio thread; only `emit` and `pausing` are called from others as well: the engine's thread sends
+    the chunks of its steps itself."""
 
     engine: EngineLoop  # these three: set before the first gateway connects
     info: EngineInfo
@@ -49,7 +50,8 @@ class WorkerServer:
         self.start_seconds: Mapping[str, float] = {}
         self._asyncio = asyncio.get_running_loop()
         self._gateways: set[GatewayConnection] = set()
-        self._owners: dict[str, GatewayConnection] = {}  # of the requests in progress
+        # Of the requests in progress. Used from several threads, by single calls: each is atomic.
+        self._owners: dict[str, GatewayConnection] = {}
         self._preparing: dict[str, asyncio.Task[AdapterWeights | None]] = {}  # those that are not submitted yet
         self._idle = asyncio.Event()  # set when the last request ends
         self._draining = False
@@ -57,41 +59,35 @@ class WorkerServer:
         self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     def emit(self, chunks: list[Chunk]) -> None:
-        if not self._asyncio.is_closed():
-            self._asyncio.call_soon_threadsafe(self._emit, chunks)
-
-    def _emit(self, chunks: list[Chunk]) -> None:
-        owners = self._owners
+        owners, ended = self._owners, False
         by_gateway: dict[GatewayConnection, list[Chunk]] = {}
         for chunk in chunks:
-            gateway = owners.get(chunk.request_id)
+            last = chunk.finish_reason is not None
+            gateway = owners.pop(chunk.request_id, None) if last else owners.get(chunk.request_id)
             if gateway is None:  # it has gone away meanwhile
                 continue
-            if chunk.finish_reason is not None:
-                del owners[chunk.request_id]
+            ended = ended or last
             if gateway in by_gateway:
                 by_gateway[gateway].append(chunk)
             else:
                 by_gateway[gateway] = [chunk]
         for gateway, own in by_gateway.items():
             gateway.write(frames_of(own))
-        self._idle_if_done()
+        if ended and self._draining and not self._asyncio.is_closed():
+            self._asyncio.call_soon_threadsafe(self._idle_if_done)
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
         """While a library holds the GIL, and no heartbeat can be sent. Entered once the gateways have been told."""
-        told = threading.Event()
-        self._asyncio.call_soon_threadsafe(self._pause, MOST_PAUSE_SECONDS, told)
-        told.wait()
+        self._tell_all(Pausing(MOST_PAUSE_SECONDS))
         try:
             yield
         finally:
-            self._asyncio.call_soon_threadsafe(self._pause, 0.0, told)
+            self._tell_all(Pausing(0.0))
 
-    def _pause(self, seconds: float, told: threading.Event) -> None:
-        for gateway in self._gateways:
-            gateway.write(frame(Pausing(seconds)))
-        told.set()
+    def _tell_all(self, message: Pausing | Leaving) -> None:
+        for gateway in list(self._gateways):
+            gateway.write(frame(message))
 
     @property
     def is_left_alone(self) -> bool:
@@ -106,17 +102,25 @@ class WorkerServer:
         gateway.write(frame(Hello(self.info, self.engine.stats, dict(self.start_seconds))))
 
     def submit(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
-        try:
-            if request.id in self._owners:
-                raise PenstockError(f"request id {request.id!r} is in use")
-            if request.adapter is not None or not self._is_compiled(request.params.grammar):
-                self._prepare_first(gateway, request)
-            else:
-                self.engine.submit(request)
-        except PenstockError as error:
-            gateway.write(frame(Refused(request.id, Failure.of(error))))
+        if request.id in self._owners:
+            gateway.refuse(request.id, PenstockError(f"request id {request.id!r} is in use"))
+            return
+        self._owners[request.id] = gateway  # before it is submitted: its chunks may come at once
+        if request.adapter is not None or not self._is_compiled(request.params.grammar):
+            self._prepare_first(gateway, request)
         else:
-            self._owners[request.id] = gateway
+            self._submit(gateway, request)
+
+    def _submit(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
+        try:
+            self.engine.submit(request)
+        except PenstockError as error:
+            self._refuse(gateway, request.id, error)
+
+    def _refuse(self, gateway: GatewayConnection, request_id: str, error: PenstockError) -> None:
+        del self._owners[request_id]
+        gateway.refuse(request_id, error)
+        self._idle_if_done()
 
     def _is_compiled(self, grammar: Grammar | None) -> bool:
         """Or nothing is to be compiled."""
@@ -134,15 +138,14 @@ class WorkerServer:
                 return
             if done.cancelled():
                 aborted = Unavailable("the request was aborted", code="aborted")
-                self._emit([failed(request.id, "abort", aborted, None)])
+                self.emit([failed(request.id, "abort", aborted, None)])
                 return
             try:
                 done.result()  # the adapter: it stays in host memory while the task refers to it
-                self.engine.submit(request)
             except PenstockError as error:
-                del self._owners[request.id]
-                gateway.write(frame(Refused(request.id, Failure.of(error))))
-                self._idle_if_done()
+                self._refuse(gateway, request.id, error)
+            else:
+                self._submit(gateway, request)
 
         preparing.add_done_callback(prepared)
 
@@ -186,9 +189,9 @@ class WorkerServer:
         self._gateways.discard(gateway)
         if (profiling := self._profiling.pop(gateway, None)) is not None:
             profiling.cancel()
-        for request_id in [request_id for request_id, owner in self._owners.items() if owner is gateway]:
-            del self._owners[request_id]
-            self._abort(request_id)
+        for request_id, owner in list(self._owners.items()):
+            if owner is gateway and self._owners.pop(request_id, None) is not None:
+                self._abort(request_id)
         self._idle_if_done()
 
     def _idle_if_done(self) -> None:
@@ -198,8 +201,7 @@ class WorkerServer:
     async def drain(self, seconds: float) -> None:
         """Tell every gateway to send requests elsewhere, and wait until those under way have ended, or so long."""
         self._draining = True
-        for gateway in self._gateways:
-            gateway.write(frame(Leaving()))
+        self._tell_all(Leaving())
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._owners:
@@ -231,22 +233,25 @@ class GatewayConnection(asyncio.Protocol):
     """One gateway. Over a network (`remote`) its silence for two seconds ends the connection, and so its requests."""
 
     _transport: asyncio.Transport
+    _outbox: Outbox
 
     def __init__(self, server: WorkerServer, *, remote: bool = False) -> None:
         self._server = server
         self.remote = remote
         self._received = bytearray()
         self._heartbeats_missed = 0
-        self.write = self._not_connected
-
-    @staticmethod
-    def _not_connected(data: bytes) -> None:
-        raise ConnectionError("the gateway is not connected yet")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
-        self.write = self._transport.write
+        self._outbox = Outbox(self._transport)
         self._server.connected(self)
+
+    def write(self, data: bytes) -> None:
+        """May be called from any thread."""
+        self._outbox.write(data)
+
+    def refuse(self, request_id: str, error: PenstockError) -> None:
+        self.write(frame(Refused(request_id, Failure.of(error))))
 
     def data_received(self, data: bytes) -> None:
         """What it raises ends the connection."""
@@ -268,7 +273,8 @@ class GatewayConnection(asyncio.Protocol):
             self.write(heartbeat)
 
     def close(self) -> None:
-        self._transport.close()
+        self._outbox.close()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._outbox.discard()
         self._server.disconnected(self)

@@ -55,13 +55,17 @@ class ToyMatcher:
                 self.ahead = [t for t in range(token + 1, token + 1 + token % 5) if t < VOCAB and t != EOS]
             self.taken.append(token)
 
-    def forced(self) -> list[int]:
-        return self.ahead[:2]
+    def take_forced(self) -> list[int]:
+        forced = list(self.ahead)
+        self.consume(forced)
+        return forced
 
-    def take(self, token: int) -> bool:
-        if allowed := token in self.allowed:
-            self.consume([token])
-        return allowed
+    def follow(self, token: int) -> list[int]:
+        self.consume([token])
+        return self.take_forced()
+
+    def take(self, token: int) -> list[int] | None:
+        return self.follow(token) if token in self.allowed else None
 
     def copy(self) -> ToyMatcher:
         return deepcopy(self)
@@ -86,11 +90,12 @@ class ToyGrammars:
     def prepare(self) -> None:
         pass
 
-    def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> None:
+    def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> list[int]:
         for row, matcher in matchers.items():
             bits = np.zeros(masks.shape[1] * 32, np.uint8)
             bits[matcher.allowed] = 1
             masks[row] = np.packbits(bits, bitorder="little").view(np.int32)
+        return [row for row, matcher in matchers.items() if matcher.error]
 
 
 def constrained_output(

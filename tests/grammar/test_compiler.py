@@ -61,9 +61,7 @@ def walk(grammars: LLGuidance, grammar: Grammar, tokenizer: Tokenizer, draw: ran
     matcher, tokens = grammars.matcher(grammar), list[int]()
     quote = tokenizer.encode('"', add_special_tokens=False)[0]
     while len(tokens) < 200:
-        if forced := matcher.forced():
-            tokens += forced
-            matcher.consume(forced)
+        tokens += matcher.take_forced()
         if matcher.ended:
             return tokenizer.decode(tokens)
         choices = allowed(grammars, matcher, tokenizer.vocab_size)
@@ -90,7 +88,7 @@ def test_nothing_is_forced_before_the_text_where_the_tokenizer_puts_a_space() ->
     backend.add_special_tokens(["<end>"])
     spaced = Tokenizer(backend, eos_ids=(len(tokens) - 1,))
     matcher = LLGuidance(lambda: spaced, len(tokens), spaced.eos_ids).matcher(Grammar("regex", "yes[0-9]"))
-    assert spaced.decode(matcher.forced()) == "yes"
+    assert spaced.decode(matcher.take_forced()) == "yes"
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -217,8 +215,7 @@ def test_bombs_are_bounded(grammars: LLGuidance, tokenizer: Tokenizer, name: str
         choices = [t for t in allowed(grammars, matcher, tokenizer.vocab_size) if t not in tokenizer.eos_ids]
         if matcher.error or not choices:
             return
-        matcher.consume([draw.choice(choices)])
-        matcher.consume(matcher.forced())
+        matcher.follow(draw.choice(choices))
 
 
 def test_sources_are_limited() -> None:
@@ -254,8 +251,8 @@ def test_free_until_the_tokens_that_end_it(grammars: LLGuidance, tokenizer: Toke
     matcher.consume(tokenizer.encode("yes maybe <", add_special_tokens=False))
     matcher.consume([*marker[:-1], marker[0]])
     assert matcher.free
-    assert not matcher.take(tokenizer.eos_ids[0])
-    assert matcher.forced() == []
+    assert matcher.take(tokenizer.eos_ids[0]) is None
+    assert matcher.take_forced() == []
     yes = tokenizer.encode("yes", add_special_tokens=False)
     matcher.consume([*marker, *yes[:1]])
     assert not matcher.free
@@ -267,9 +264,10 @@ def test_free_until_the_tokens_that_end_it(grammars: LLGuidance, tokenizer: Toke
 def test_a_refused_token_leaves_the_output_where_it_was(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
     matcher = grammars.matcher(Grammar("regex", "ab*"))
     a, b = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab")
-    assert [matcher.take(token) for token in (b, tokenizer.eos_ids[0], a, a, b)] == [False, False, True, False, True]
+    taken = [matcher.take(token) for token in (b, tokenizer.eos_ids[0], a, a, b)]
+    assert taken == [None, None, [], None, []]
     assert not matcher.error
-    assert matcher.take(tokenizer.eos_ids[0])
+    assert matcher.take(tokenizer.eos_ids[0]) == []
 
 
 def test_gbnf_and_lark(grammars: LLGuidance, tokenizer: Tokenizer) -> None:

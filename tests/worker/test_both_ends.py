@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -29,11 +30,13 @@ PROMPT = [1, 2, 3, 4, 5]
 
 
 @asynccontextmanager
-async def simulated(executor: PagedExecutor, grammars: Grammars | None = None) -> AsyncIterator[WorkerClient]:
+async def simulated(
+    executor: PagedExecutor, grammars: Grammars | None = None, loop: type[EngineLoop] = EngineLoop
+) -> AsyncIterator[WorkerClient]:
     ours, theirs = socket.socketpair()
     server = WorkerServer()
     server.info = EngineInfo("m", LIMITS.max_model_len, VOCAB)
-    engine = server.engine = EngineLoop(Scheduler(LIMITS), executor, server.emit, grammars)
+    engine = server.engine = loop(Scheduler(LIMITS), executor, server.emit, grammars)
     thread = threading.Thread(target=engine.run)
     thread.start()
     await asyncio.get_running_loop().create_unix_connection(lambda: GatewayConnection(server), sock=theirs)
@@ -62,6 +65,22 @@ async def test_output_from_elsewhere_is_continued(executor: PagedExecutor) -> No
     ledger = chunks[-1].ledger
     assert ledger is not None
     assert (ledger.prompt_tokens, ledger.output_tokens) == (5, 9)
+
+
+class SlowToReturn(EngineLoop):
+    """Its thread is done with a request before `submit` returns."""
+
+    def submit(self, request: GenerateRequest) -> None:
+        before = self.turns
+        super().submit(request)
+        while self.turns == before or self.stats.running:
+            time.sleep(0.001)
+
+
+async def test_chunks_that_come_before_the_request_is_known_to_be_accepted(executor: PagedExecutor) -> None:
+    async with asyncio.timeout(60), simulated(executor, loop=SlowToReturn) as client:
+        chunks = [chunk async for chunk in client.submit(asking(3))]
+    assert [token for chunk in chunks for token in chunk.token_ids] == expected_output(PROMPT, 0, 3, frozenset())
 
 
 async def test_a_failed_step_ends_with_a_ledger(executor: PagedExecutor) -> None:
