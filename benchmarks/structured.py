@@ -55,11 +55,13 @@ class TimedGrammars(LLGuidance):
         super().__init__(lambda: llm.tokenizer, info.vocab_size, llm.tokenizer.eos_ids)
         self.seconds: list[float] = []
 
-    def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> None:
+    def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> list[int]:
+        failed = []
         for row, matcher in matchers.items():
             began = time.thread_time()
-            super().fill({row: matcher}, masks)
+            failed += super().fill({row: matcher}, masks)
             self.seconds.append(time.thread_time() - began)
+        return failed
 
 
 def percentiles(seconds: list[float]) -> str:

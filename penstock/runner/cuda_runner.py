@@ -29,7 +29,7 @@ from penstock.runner.device_adapters import DeviceAdapters
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.device_sampler import DeviceSampler
 from penstock.runner.device_scores import DeviceScores
-from penstock.runner.device_stream import DeviceStream, Graph, captured
+from penstock.runner.device_stream import Graph, captured
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.largest_step import largest_step, most_sampled
 from penstock.runner.mixed_steps import GreedyTokens, MixedSteps
@@ -97,7 +97,7 @@ class CudaRunner:
         )
         self._draft_sizes = [size for size in DRAFT_BUCKETS if size <= most]
         self._tables = torch.zeros((rows, table_blocks), dtype=torch.int32, device=device)
-        self._stream = stream = DeviceStream(device)
+        self._stream = stream = state.stream
         self._inputs = inputs = StepInputs(most, self._tables, stream)
         # Steps run one after the other and what outlives one is copied, so all of them write their logits here.
         self._logits = torch.empty((most, vocab_size), dtype=torch.float32, device=device)
@@ -105,10 +105,12 @@ class CudaRunner:
         self._scratch = argmax_scratch(most, vocab_size, device)
         self._greedy = GreedyTokens(forward, self._logits, self._tokens, self._scratch)
         sizes = {"most_sampled": most, "max_tokens": max_step_tokens}
-        self._mixed_steps = MixedSteps(forward, self._tables, self._greedy, adapters, **sizes)
+        self._mixed_steps = mixed = MixedSteps(forward, self._tables, self._greedy, adapters, stream, **sizes)
         self._sampler = DeviceSampler(state, self._logits, self._tokens, inputs.of_sampling, inputs.drafts, stream)
         self.mask_memory: TokenMask | None = self._sampler.mask_memory
-        self._slots = Slots(stream, inputs=inputs.size, blocks=FEW_BLOCKS, tokens=most, device=device)
+        self._slots = Slots(
+            stream, inputs=inputs.size, mixed=mixed.size, params=state.size, blocks=FEW_BLOCKS, tokens=most
+        )
         self._decoding: DecodeBatch | None = None  # of the last decode step, while its rows stay as they are
         self._graphs: dict[_Kind, Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -130,6 +132,7 @@ class CudaRunner:
         slot = self._slots.take()
         self._stream.record(slot.began)
         self._state.apply(step)
+        self._state.send(step, slot.params)
         if step.setups:
             self._decoding = None
         self._inputs.send_blocks(step, slot.blocks)
@@ -218,7 +221,7 @@ class CudaRunner:
         if scored:
             self._run_scored(step, flight, batch, scored)
         else:
-            self._mixed_steps.run(batch, self._state)
+            self._mixed_steps.run(batch, self._state, flight.slot.mixed)
         if drafted:
             self._accept(len(batch.rows_N))
 
@@ -301,7 +304,8 @@ class CudaRunner:
     # -- what a step reads -------------------------------------------------------------------------------------------
 
     def _send_entries(self, step: Step, flight: StepInFlight, batch: Batch, drafted: bool) -> None:
-        masked = np.flatnonzero(np.isin(batch.sampled_N, step.constrained)).tolist() if step.constrained else []
+        constrained = set(step.constrained)
+        masked = [entry for entry, sequence in enumerate(flight.sampled) if sequence in constrained]
         tokens = sequences = None
         if drafted:
             tokens, sequences = batch.tokens_T[batch.last_N], batch.sampled_N.astype(np.int32)
@@ -353,7 +357,7 @@ class CudaRunner:
     def capture_all(self) -> int:
         """Capture all CUDA graphs over the KV cache that stays. Returns how many there are."""
         with torch.inference_mode():
-            mixed = self._mixed_steps.capture_all(self._state, self._pool, self._stream)
+            mixed = self._mixed_steps.capture_all(self._state, self._pool)
             for kind in self._kinds:
                 self._capture(kind)
             self._sampler.capture(self._sizes[::-1], self._pool, drafts=False)

@@ -19,6 +19,7 @@ from penstock.quantization.fp8 import quantize_model
 from penstock.runner.cuda_runner import CudaRunner
 from penstock.runner.device_adapters import DeviceAdapters, no_adapters
 from penstock.runner.device_rows import DeviceRows
+from penstock.runner.device_stream import DeviceStream
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
 from penstock.runner.fused_hidden import FusedHidden
 from penstock.runner.largest_step import most_sampled
@@ -63,7 +64,8 @@ def fused_hidden(plan: Plan, model: Llama) -> FusedHidden:
     began, block = time.monotonic(), torch_block_bytes(model.attention_spec, config.block_size, kv_dtype)
     try:
         forward, size = _forward(plan, model, kv_dtype), plan.max_step_tokens
-        hidden = FusedHidden(forward, state, block_size=config.block_size, max_step_tokens=size)
+        stream = DeviceStream(plan.device)
+        hidden = FusedHidden(forward, state, stream, block_size=config.block_size, max_step_tokens=size)
         hidden.compile_all()
         demand = plan.kv_demand(block, 2 * hidden.probe())  # twice: CUDA graphs have memory of their own
         hidden.allocate_cache(kv_blocks(demand, config.kv_memory_gib, plan.device, config.gpu_memory_share))
@@ -110,7 +112,7 @@ def _with_smallest_cache(plan: Plan, model: Llama, kv_dtype: torch.dtype, free: 
         forward = _forward(plan, model, kv_dtype)
         return CudaRunner(
             forward,
-            DeviceRows(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, plan.device),
+            DeviceRows(config.max_seqs + 1, plan.table_blocks, plan.model.vocab_size, DeviceStream(plan.device)),
             _adapters(plan, forward),
             block_size=config.block_size,
             vocab_size=plan.model.vocab_size,

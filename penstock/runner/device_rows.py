@@ -14,6 +14,7 @@ import torch
 from penstock.engine.executor import RowSetup, Step
 from penstock.kernels.triton.sampling import SamplingRows
 from penstock.kernels.triton.sampling_row import IN_PROMPT, ROW
+from penstock.runner.device_stream import DeviceStream, Pinned
 from penstock.runner.row_state import RowState
 from penstock.runner.rows import Needs
 from penstock.runner.transfer import to_device
@@ -22,8 +23,10 @@ from penstock.runner.transfer import to_device
 class DeviceRows(RowState):
     """What a row asks for is sent when a sequence takes it; tokens are counted where they are sampled."""
 
-    def __init__(self, rows: int, table_blocks: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: int, table_blocks: int, vocab_size: int, stream: DeviceStream) -> None:
+        device = stream.device
         super().__init__(rows, table_blocks, vocab_size, device)
+        self.stream = stream
         self.mask_words = -(-vocab_size // 32)
 
         def zeros(width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,25 +39,36 @@ class DeviceRows(RowState):
             stops=zeros(self.mask_words, torch.int32),
             last_tokens=self.last_token_R,
         )
-        self._sent_needs = np.zeros(rows, dtype=np.uint8)  # as the device knows them
+        self._params = np.zeros(rows, dtype=ROW)  # as the device knows them, or is going to
+        self._sent_needs = np.zeros(rows, dtype=np.uint8)  # likewise
 
-    def apply(self, step: Step) -> None:
-        super().apply(step)
+    @property
+    def size(self) -> int:
+        """Values of the parameters of all rows."""
+        return self.sampling.params.numel()
+
+    def send(self, step: Step, staged: Pinned) -> None:
+        """What sampling reads of a step that was applied. Parameters go through `staged`, `size` values that nobody
+        writes until the step is done."""
         changed = [setup for setup in step.setups if self.needs[setup.row] or self._sent_needs[setup.row]]
         if changed:
-            self._send(changed)
+            self._send_params(changed, staged)
+        for setup in changed:
+            self._fill_tables(setup, Needs(int(self.needs[setup.row])))
         for row, tokens in step.forced:
             if self.needs[row] & Needs.PENALTIES:
                 self._count(row, tokens)
 
-    def _send(self, setups: Sequence[RowSetup]) -> None:
-        rows = np.array([setup.row for setup in setups])
-        params = np.array([self._packed(setup) for setup in setups], dtype=ROW)
-        words = params.view(np.int32).reshape(len(rows), -1)
-        self.sampling.params[to_device(rows, self._device)] = to_device(words, self._device)
-        self._sent_needs[rows] = self.needs[rows]
+    def _send_params(self, setups: Sequence[RowSetup], staged: Pinned) -> None:
+        """In one copy, with those of the rows that lie between."""
+        rows = [setup.row for setup in setups]
         for setup in setups:
-            self._fill_tables(setup, Needs(int(self.needs[setup.row])))
+            self._params[setup.row] = self._packed(setup)
+        first, end = min(rows), max(rows) + 1
+        staged.values.view(ROW)[first:end] = self._params[first:end]
+        offset, size = ROW.itemsize * first, ROW.itemsize * (end - first)
+        self.stream.send(self.sampling.params.data_ptr() + offset, staged.address + offset, size)
+        self._sent_needs[rows] = self.needs[rows]
 
     def _packed(self, setup: RowSetup) -> tuple[float, ...]:
         """In the order of `ROW`."""

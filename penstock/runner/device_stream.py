@@ -34,7 +34,7 @@ class DeviceStream:
     those of tensors of the device and of `Pinned` memory, sizes are in bytes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._thread: int | None = None  # that used it last
         self._stream = torch.cuda.default_stream(device).cuda_stream
         self._beside = torch.cuda.Stream(device)
@@ -50,7 +50,7 @@ class DeviceStream:
     def enter(self) -> None:
         """Before a thread uses it: the device's context must be current there."""
         if self._thread != threading.get_ident():
-            torch.cuda.default_stream(self._device).synchronize()  # a call of the runtime makes it so
+            torch.cuda.default_stream(self.device).synchronize()  # a call of the runtime makes it so
             self._thread = threading.get_ident()
 
     def event(self, *, timed: bool = True) -> torch.cuda.Event:

@@ -13,7 +13,7 @@ from penstock.engine.executor import NO_ADAPTER, Step
 from penstock.runner.batch import build_batch
 from penstock.runner.cuda_probe import CudaProbe
 from penstock.runner.device_adapters import no_adapters
-from penstock.runner.device_stream import DeviceStream
+from penstock.runner.device_stream import DeviceStream, Pinned
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.largest_step import largest_step
 from penstock.runner.mixed_steps import MixedSteps
@@ -27,9 +27,12 @@ from penstock.runner.transfer import to_device
 class FusedHidden:
     host_memory = None
 
-    def __init__(self, forward: FusedForward, state: RowState, *, block_size: int, max_step_tokens: int) -> None:
+    def __init__(
+        self, forward: FusedForward, state: RowState, stream: DeviceStream, *, block_size: int, max_step_tokens: int
+    ) -> None:
         """The last row of `state` is spare."""
         rows, table_blocks = state.tables_RM.shape
+        self._stream = stream
         self.kernel_probe = CudaProbe(forward)
         self._forward = forward
         self._state = state
@@ -41,9 +44,11 @@ class FusedHidden:
             self._tables,
             self._finish,
             no_adapters(forward.device),
+            stream,
             most_sampled=rows - 1,
             max_tokens=max_step_tokens,
         )
+        self._staged = Pinned((self._steps.size,), torch.int32, forward.device)
         padded, width = self._steps.padded(max_step_tokens), forward.embedding.shape[1]
         self._states_TC = torch.empty((padded, width), dtype=forward.embedding.dtype, device=forward.device)
 
@@ -67,9 +72,10 @@ class FusedHidden:
         return summed_by_sequence(self._states_TC[: len(step.tokens)], step)
 
     def _run(self, step: Step) -> None:
+        self._stream.enter()
         self._state.apply(step)
         send_blocks(step, self._tables)
-        self._steps.run(build_batch(step, self._state, self._block_size), self._state)
+        self._steps.run(build_batch(step, self._state, self._block_size), self._state, self._staged)
 
     def _finish(self, hidden_TC: torch.Tensor, last_N: torch.Tensor, rows_N: torch.Tensor, state: RowState) -> None:
         self._forward.final_norm(hidden_TC, self._states_TC[: len(hidden_TC)])
@@ -104,6 +110,4 @@ class FusedHidden:
     def capture_all(self) -> int:
         """Capture all CUDA graphs over the KV cache that stays. Returns how many there are."""
         with torch.inference_mode():
-            return self._steps.capture_all(
-                self._state, torch.cuda.graph_pool_handle(), DeviceStream(self._forward.device)
-            )
+            return self._steps.capture_all(self._state, torch.cuda.graph_pool_handle())

@@ -14,15 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
 from penstock.kernels.triton.argmax import ArgmaxScratch, argmax
-from penstock.runner.batch import Batch
+from penstock.runner.batch import Batch, Ints
 from penstock.runner.device_adapters import DeviceAdapters
-from penstock.runner.device_stream import DeviceStream, Graph, captured
+from penstock.runner.device_stream import DeviceStream, Graph, Pinned, captured
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.paged_attention import MixedStep
 from penstock.runner.row_state import RowState
@@ -53,35 +51,29 @@ class Layout:
     def split(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(torch.split(buffer[: sum(self.sizes)], list(self.sizes)))
 
-    def pack(self, batch: Batch, spare: int) -> npt.NDArray[np.int32]:
-        T, S, N = self.sizes[0], self.sizes[4], self.most_sampled
-        real, padded = batch.num_decodes, self.decodes
-        starts = np.full(S + 1, batch.query_starts[-1], dtype=np.int32)
-        starts[:real], starts[real:padded] = batch.query_starts[:real], real
-        starts[padded : padded + len(batch.query_starts) - real] = batch.query_starts[real:]
-
-        def by_sequence(values: npt.NDArray[np.int32], fill: int) -> npt.NDArray[np.int32]:
-            return np.concatenate([_padded(values[:real], padded, fill), _padded(values[real:], self.prompts, fill)])
-
-        return np.concatenate(
-            [
-                _padded(batch.tokens_T, T, 0),
-                _padded(batch.rows_T, T, spare),
-                _padded(batch.positions_T, T, 0),
-                _padded(batch.slots_T, T, -1),
-                by_sequence(batch.rows_T[batch.query_starts[1:] - 1], spare),
-                by_sequence(batch.contexts_S, 0),
-                starts,
-                _padded(batch.last_N, N, 0),
-                _padded(batch.rows_N, N, spare),
-            ]
-        )
-
-
-def _padded(values: npt.NDArray[np.int32], size: int, fill: int) -> npt.NDArray[np.int32]:
-    padded = np.full(size, fill, dtype=np.int32)
-    padded[: len(values)] = values
-    return padded
+    def pack(self, batch: Batch, spare: int, into: Ints) -> None:
+        T, N, decodes, prompts, real = self.tokens, self.most_sampled, self.decodes, self.prompts, batch.num_decodes
+        starts, contexts_S = batch.query_starts, batch.contexts_S
+        rows_S = batch.rows_T[starts[1:] - 1]
+        at = 0
+        for values, size, padding in (
+            (batch.tokens_T, T, 0),
+            (batch.rows_T, T, spare),
+            (batch.positions_T, T, 0),
+            (batch.slots_T, T, -1),
+            (rows_S[:real], decodes, spare),
+            (rows_S[real:], prompts, spare),
+            (contexts_S[:real], decodes, 0),
+            (contexts_S[real:], prompts, 0),
+            (starts[:real], decodes, real),
+            (starts[real:], prompts + 1, starts[-1]),
+            (batch.last_N, N, 0),
+            (batch.rows_N, N, spare),
+        ):
+            end = at + len(values)
+            into[at:end] = values
+            at += size
+            into[end:at] = padding
 
 
 class Finish(Protocol):
@@ -114,12 +106,14 @@ class MixedSteps:
         tables: torch.Tensor,
         finish: Finish,
         adapters: DeviceAdapters,
+        stream: DeviceStream,
         *,
         most_sampled: int,
         max_tokens: int,
     ) -> None:
         """`tables` are the block tables of all rows, the last of which is spare."""
         self._forward = forward
+        self._stream = stream
         self._tables = tables
         self._finish = finish
         self._adapters = adapters
@@ -132,10 +126,12 @@ class MixedSteps:
         self._adapted_tokens = [size for size in self._tokens if size in _ADAPTED_TOKENS and adapters.slots]
         self._max_tokens = max_tokens
         largest = self._layout(self._max_seqs, most_sampled, max_tokens)
-        self._inputs = torch.zeros(sum(largest.sizes), dtype=torch.int32, device=tables.device)
+        self.size = sum(largest.sizes)
+        self._inputs = torch.zeros(self.size, dtype=torch.int32, device=tables.device)
         self._graphs: dict[tuple[Layout, bool], Graph] = {}
 
-    def run(self, batch: Batch, state: RowState) -> None:
+    def run(self, batch: Batch, state: RowState, staged: Pinned) -> None:
+        """Inputs go through `staged`, `size` values that nobody writes until the step is done."""
         decodes = batch.num_decodes
         prompts = max(len(batch.contexts_S), len(batch.last_N)) - decodes
         tokens = max(len(batch.tokens_T), self._padded_decodes(decodes))
@@ -145,9 +141,8 @@ class MixedSteps:
         layout = self._layout(decodes, prompts, tokens)
         if adapted:
             self._adapters.send(slots_T, layout.tokens)
-        packed = torch.from_numpy(layout.pack(batch, spare=self._max_seqs))
-        source = packed.pin_memory() if self._inputs.is_cuda else packed
-        self._inputs[: len(packed)].copy_(source, non_blocking=True)
+        layout.pack(batch, self._max_seqs, staged.values)
+        self._stream.send(self._inputs.data_ptr(), staged.address, 4 * sum(layout.sizes))
         if (layout, adapted) in self._graphs:
             self._graphs[layout, adapted].replay()
         else:
@@ -204,8 +199,8 @@ class MixedSteps:
         """Make everything in the buffer padding, as compiling and capturing need it: block 0 may be written."""
         self._inputs.zero_()
 
-    def capture_all(self, state: RowState, pool: Any, stream: DeviceStream) -> int:
+    def capture_all(self, state: RowState, pool: Any) -> int:
         self.pad()
         for layout, adapted in self.layouts:
-            self._graphs[layout, adapted] = captured(partial(self._body, layout, state, adapted), pool, stream)
+            self._graphs[layout, adapted] = captured(partial(self._body, layout, state, adapted), pool, self._stream)
         return len(self._graphs)

@@ -26,6 +26,8 @@ class Slot:
     began: torch.cuda.Event
     done: torch.cuda.Event
     inputs: Pinned  # on their way to the device
+    mixed: Pinned  # likewise, of steps with prompts in them
+    params: Pinned  # likewise, of rows
     blocks: Pinned  # likewise
     tokens: Pinned  # on their way back
     used: bool = False  # by a step that has not been collected
@@ -37,16 +39,22 @@ class Slot:
 
 
 class Slots:
-    def __init__(self, stream: DeviceStream, *, inputs: int, blocks: int, tokens: int, device: torch.device) -> None:
-        """How many of each a step has at most."""
+    def __init__(self, stream: DeviceStream, *, inputs: int, mixed: int, params: int, blocks: int, tokens: int) -> None:
+        """How many values of each a step has at most."""
+
+        def integers(count: int) -> Pinned:
+            return Pinned((count,), torch.int32, stream.device)
+
         self._slots = cycle(
             [
                 Slot(
-                    stream.event(),
-                    stream.event(),
-                    Pinned((inputs,), torch.int32, device),
-                    Pinned((blocks,), torch.int32, device),
-                    Pinned((tokens,), torch.int64, device),
+                    began=stream.event(),
+                    done=stream.event(),
+                    inputs=integers(inputs),
+                    mixed=integers(mixed),
+                    params=integers(params),
+                    blocks=integers(blocks),
+                    tokens=Pinned((tokens,), torch.int64, stream.device),
                 )
                 for _ in range(_SLOTS)
             ]

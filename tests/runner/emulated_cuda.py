@@ -14,7 +14,6 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 
 from penstock.models.config import ModelConfig
 from penstock.models.llama import Llama
-from penstock.runner import cuda_runner
 from penstock.runner.cuda_runner import CudaRunner
 from penstock.runner.device_adapters import DeviceAdapters, no_adapters
 from penstock.runner.device_rows import DeviceRows
@@ -37,7 +36,7 @@ class HostStream(DeviceStream):
     """Does at once what a stream does in order."""
 
     def __init__(self, device: torch.device) -> None:
-        pass
+        self.device = device
 
     def enter(self) -> None:
         pass
@@ -77,7 +76,6 @@ def emulated_runner(
     model: Llama, config: ModelConfig, patch: pytest.MonkeyPatch, *, max_seqs: int, num_blocks: int, block_size: int,
     max_step_tokens: int, adapter_rank: int = 0, **options: Any,
 ) -> tuple[CudaRunner, Replayed]:  # fmt: skip
-    patch.setattr(cuda_runner, "DeviceStream", HostStream)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     length = config.max_position
     forward = FusedForward(
@@ -89,7 +87,7 @@ def emulated_runner(
         max_model_len=length,
         **options,
     )
-    state = DeviceRows(max_seqs + 1, length // block_size, config.vocab_size, CPU)
+    state = DeviceRows(max_seqs + 1, length // block_size, config.vocab_size, HostStream(CPU))
     adapters = no_adapters(CPU)
     if adapter_rank:
         adapters = DeviceAdapters(

@@ -33,9 +33,11 @@ from penstock.kernels.triton.decode_inputs import gather_decode_inputs
 from penstock.runner import fused_forward, mixed_steps
 from penstock.runner.cuda_startup import fused_executor
 from penstock.runner.device_adapters import no_adapters
+from penstock.runner.device_stream import Pinned
 from penstock.runner.fused_forward import FusedForward, deterministic_problem
 from penstock.runner.mixed_steps import GreedyTokens, MixedSteps
 from tests.kernels.hopper.emulated_gpu import available, emulated_kernel, emulated_tensor_map
+from tests.runner.emulated_cuda import HostStream
 
 CPU, BLOCK, TABLE, SEQS, VOCAB = torch.device("cpu"), 16, 4, 3, 64
 LENGTH, PROMPT = 40, 38  # tokens of the sequence that is compared, and how many of them come as a prompt
@@ -103,7 +105,9 @@ class Steps:
         self._logits, tokens = torch.empty((SEQS, VOCAB)), torch.empty(SEQS, dtype=torch.int64)
         scratch = argmax_scratch(SEQS, VOCAB, CPU)
         finish, most = GreedyTokens(forward, self._logits, tokens, scratch), len(self._logits)
-        self._mixed = MixedSteps(forward, self._tables, finish, no_adapters(CPU), most_sampled=most, max_tokens=48)
+        given = finish, no_adapters(CPU), HostStream(CPU)
+        self._mixed = MixedSteps(forward, self._tables, *given, most_sampled=most, max_tokens=48)
+        self._staged = Pinned((self._mixed.size,), torch.int32, CPU)
         greedy = SamplingParams(temperature=0)
         places = [(row, 0, list(range(row * TABLE, (row + 1) * TABLE))) for row in range(SEQS)]
         setups = [RowSetup(row, greedy, 0, self.tokens[row], LENGTH, ()) for row in range(SEQS)]
@@ -125,7 +129,7 @@ class Steps:
         batch = build_batch(step, self._state, BLOCK)
         self._tables.copy_(torch.from_numpy(self._state.tables_RM))
         if batch.num_decodes < len(chunks):
-            self._mixed.run(batch, self._state)
+            self._mixed.run(batch, self._state, self._staged)
             return list(self._logits[: len(chunks)].clone())
         tokens = torch.tensor([*(self.tokens[row][first] for row, first, _ in chunks), -1], dtype=torch.int32)
         rows = torch.from_numpy(np.append(batch.rows_T, SEQS).astype(np.int32))  # and one of padding

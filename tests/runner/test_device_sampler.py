@@ -13,6 +13,7 @@ from penstock.engine.executor import RowSetup, Step, TokenMask
 from penstock.kernels.triton.drafts import Drafts
 from penstock.runner.device_rows import DeviceRows
 from penstock.runner.device_sampler import DeviceSampler
+from penstock.runner.device_stream import Pinned
 from penstock.runner.model_runner import score
 from penstock.runner.row_state import TorchRows
 from penstock.runner.sampler import sample
@@ -56,7 +57,8 @@ def some_mask(draw: np.random.Generator) -> TokenMask:
 def test_the_same_tokens_and_scores_as_plain_torch(seed: int) -> None:
     """Over steps that count their own output, with rows taken over by other requests and tokens that were forced."""
     draw, cpu = np.random.default_rng(seed), torch.device("cpu")
-    expected_rows, rows = TorchRows(SEQS + 1, 1, VOCAB, cpu), DeviceRows(SEQS + 1, 1, VOCAB, cpu)
+    expected_rows, rows = TorchRows(SEQS + 1, 1, VOCAB, cpu), DeviceRows(SEQS + 1, 1, VOCAB, HostStream(cpu))
+    staged = Pinned((rows.size,), torch.int32, cpu)
     logits, tokens = torch.empty((SEQS, VOCAB)), torch.empty(SEQS, dtype=torch.int64)
     inputs = torch.zeros((3, SEQS), dtype=torch.int32)
     drafts = Drafts(*torch.zeros((2, SEQS), dtype=torch.int32))
@@ -72,6 +74,7 @@ def test_the_same_tokens_and_scores_as_plain_torch(seed: int) -> None:
         step = Step(setups=setups, forced=forced)
         expected_rows.apply(step)
         rows.apply(step)
+        rows.send(step, staged)
         order = draw.permutation(SEQS).astype(np.int32)
         positions = draw.integers(20, 32, SEQS).astype(np.int32)
         constrained = [i for i in range(SEQS) if rows.params(int(order[i])).grammar]

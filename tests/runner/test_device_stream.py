@@ -20,7 +20,7 @@ def test_every_thread_has_the_context_before_it_uses_the_driver(monkeypatch: pyt
 
     monkeypatch.setattr(torch.cuda, "default_stream", default_stream)
     stream = DeviceStream.__new__(DeviceStream)
-    stream._device, stream._thread = torch.device("cuda"), None
+    stream.device, stream._thread = torch.device("cuda"), None
     stream.enter()
     stream.enter()
     other = threading.Thread(target=stream.enter)

@@ -31,8 +31,10 @@ from penstock.kernels.triton.argmax import argmax_scratch
 from penstock.kernels.triton.decode_inputs import gather_decode_inputs, gather_decode_inputs_reference
 from penstock.runner import mixed_steps
 from penstock.runner.device_adapters import no_adapters
+from penstock.runner.device_stream import Pinned
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.mixed_steps import GreedyTokens, MixedSteps
+from tests.runner.emulated_cuda import HostStream
 
 CPU = torch.device("cpu")
 MAX_SEQS, STEP_TOKENS = 4, 24
@@ -127,8 +129,15 @@ class GraphPath:
         scratch = argmax_scratch(MAX_SEQS, vocab, CPU)
         greedy = GreedyTokens(forward, self._logits, self._tokens, scratch)
         self._mixed = MixedSteps(
-            forward, self._tables, greedy, no_adapters(CPU), most_sampled=MAX_SEQS, max_tokens=STEP_TOKENS
+            forward,
+            self._tables,
+            greedy,
+            no_adapters(CPU),
+            HostStream(CPU),
+            most_sampled=MAX_SEQS,
+            max_tokens=STEP_TOKENS,
         )
+        self._staged = Pinned((self._mixed.size,), torch.int32, CPU)
         self.steps = self.mixed_steps = 0
 
     def __call__(
@@ -137,7 +146,7 @@ class GraphPath:
         if batch.num_decodes < len(batch.contexts_S):
             self.mixed_steps += 1
             self._tables.copy_(torch.from_numpy(state.tables_RM))
-            self._mixed.run(batch, state)
+            self._mixed.run(batch, state, self._staged)
             return self._logits[: len(logit_rows)], self._tokens[: len(logit_rows)]
         self.steps += 1
         rows, contexts, tables = map(torch.from_numpy, (batch.rows_T, batch.contexts_S, state.tables_RM))

@@ -27,6 +27,7 @@ import tests.triton_interpreter  # noqa: F401  isort: skip
 from penstock.runner import mixed_steps
 from penstock.runner.fused_forward import FusedForward
 from penstock.runner.fused_hidden import FusedHidden
+from tests.runner.emulated_cuda import HostStream
 
 CPU = torch.device("cpu")
 BLOCK, SEQS, STEP_TOKENS = 16, 4, 40
@@ -67,7 +68,8 @@ def test_prompts_in_chunks_and_with_cached_prefixes_give_the_vectors_of_transfor
     forward = FusedForward(model, config, num_blocks=40, block_size=BLOCK, max_seqs=SEQS, max_model_len=128)
     state = RowState(SEQS + 1, 128 // BLOCK, config.vocab_size, CPU)
     runner = PooledRunner(
-        FusedHidden(forward, state, block_size=BLOCK, max_step_tokens=STEP_TOKENS), Pooling(kind, normalize=False)
+        FusedHidden(forward, state, HostStream(CPU), block_size=BLOCK, max_step_tokens=STEP_TOKENS),
+        Pooling(kind, normalize=False),
     )
     limits = SchedulerLimits(
         num_blocks=runner.num_blocks,
