@@ -40,6 +40,7 @@ class DeviceRows(RowState):
             last_tokens=self.last_token_R,
         )
         self._params = np.zeros(rows, dtype=ROW)  # as the device knows them, or is going to
+        self._words = self._params.view(np.int32)  # the same
         self._sent_needs = np.zeros(rows, dtype=np.uint8)  # likewise
 
     @property
@@ -64,10 +65,11 @@ class DeviceRows(RowState):
         rows = [setup.row for setup in setups]
         for setup in setups:
             self._params[setup.row] = self._packed(setup)
-        first, end = min(rows), max(rows) + 1
-        staged.values.view(ROW)[first:end] = self._params[first:end]
-        offset, size = ROW.itemsize * first, ROW.itemsize * (end - first)
-        self.stream.send(self.sampling.params.data_ptr() + offset, staged.address + offset, size)
+        words = ROW.itemsize // 4
+        first, end = words * min(rows), words * (max(rows) + 1)
+        staged.values[first:end] = self._words[first:end]
+        to, source = self.sampling.params.data_ptr() + 4 * first, staged.address + 4 * first
+        self.stream.send(to, source, 4 * (end - first))
         self._sent_needs[rows] = self.needs[rows]
 
     def _packed(self, setup: RowSetup) -> tuple[float, ...]:
