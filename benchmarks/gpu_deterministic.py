@@ -86,7 +86,7 @@ class Recorder:
     def __init__(self, runner: CudaRunner) -> None:
         self._owners: dict[int, int] = {}
         self._kept: list[tuple[list[tuple[int, int]], torch.Tensor]] = []
-        vocab = runner._vocab_size
+        vocab = runner._logits.shape[1]
         generator = torch.Generator().manual_seed(5)
         self._weights = torch.randint(-(2**62), 2**62, (vocab,), generator=generator).to(runner._logits.device) | 1
         hooked: Any = runner

@@ -37,7 +37,7 @@ from penstock.runner.paged_attention import MOST_DRAFTED
 from penstock.runner.parallel_tasks import run_in_parallel
 from penstock.runner.scoring import asked_by, scored_prompts
 from penstock.runner.shared_prefix import MIN_SHARING, shared_prefix
-from penstock.runner.step_inputs import FEW_BLOCKS, StepInputs
+from penstock.runner.step_inputs import StepInputs
 from penstock.runner.steps_in_flight import Slots, StepInFlight
 from penstock.runner.transfer import to_device
 from penstock.runner.verification import accepted_entries, kept_masks, without_excess
@@ -87,7 +87,6 @@ class CudaRunner:
         self._adapters = adapters
         self.adapter_modules = adapters.modules
         self._block_size = block_size
-        self._vocab_size = vocab_size
         self._max_seqs = rows - 1
         self._most = most = most_sampled(self._max_seqs)
         self._max_step_tokens = max_step_tokens
@@ -108,9 +107,7 @@ class CudaRunner:
         self._mixed_steps = mixed = MixedSteps(forward, self._tables, self._greedy, adapters, stream, **sizes)
         self._sampler = DeviceSampler(state, self._logits, self._tokens, inputs.of_sampling, inputs.drafts, stream)
         self.mask_memory: TokenMask | None = self._sampler.mask_memory
-        self._slots = Slots(
-            stream, inputs=inputs.size, mixed=mixed.size, params=state.size, blocks=FEW_BLOCKS, tokens=most
-        )
+        self._slots = Slots(stream, inputs=inputs.size, mixed=mixed.size, params=state.size, tokens=most)
         self._decoding: DecodeBatch | None = None  # of the last decode step, while its rows stay as they are
         self._graphs: dict[_Kind, Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()

@@ -13,6 +13,7 @@ from penstock.engine.executor import Step, StepResult
 from penstock.runner.batch import Ints
 from penstock.runner.device_stream import DeviceStream, Pinned
 from penstock.runner.scoring import Asked
+from penstock.runner.step_inputs import FEW_BLOCKS
 
 # Two steps are in flight at most: the next one is launched before the one before it is collected. And a step is
 # compared with the one before it.
@@ -39,7 +40,7 @@ class Slot:
 
 
 class Slots:
-    def __init__(self, stream: DeviceStream, *, inputs: int, mixed: int, params: int, blocks: int, tokens: int) -> None:
+    def __init__(self, stream: DeviceStream, *, inputs: int, mixed: int, params: int, tokens: int) -> None:
         """How many values of each a step has at most."""
 
         def integers(count: int) -> Pinned:
@@ -53,7 +54,7 @@ class Slots:
                     inputs=integers(inputs),
                     mixed=integers(mixed),
                     params=integers(params),
-                    blocks=integers(blocks),
+                    blocks=integers(FEW_BLOCKS),
                     tokens=Pinned((tokens,), torch.int64, stream.device),
                 )
                 for _ in range(_SLOTS)
