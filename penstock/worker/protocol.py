@@ -155,8 +155,8 @@ def frame(message: ToWorker | FromWorker | Control) -> bytes:
 
 
 def frames_of(chunks: list[Chunk]) -> bytes:
-    """The chunks of a step, after what is too much for one frame. A request has one with tokens at most, and none
-    before it."""
+    """The chunks of a step, after what is too much for one frame. Of a request there is one with tokens at most, and no
+    other before it."""
     frames: list[bytes] = []
     tokens: dict[str, list[int]] = {}
     others: list[Chunk] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import cast
@@ -52,6 +53,7 @@ class WorkerServer:
         self._gateways: set[GatewayConnection] = set()
         # Of the requests in progress. Used from several threads, by single calls: each is atomic.
         self._owners: dict[str, GatewayConnection] = {}
+        self._emitting = threading.Lock()  # so that the last chunk of an aborted request is its last one
         self._preparing: dict[str, asyncio.Task[AdapterWeights | None]] = {}  # those that are not submitted yet
         self._idle = asyncio.Event()  # set when the last request ends
         self._draining = False
@@ -59,6 +61,10 @@ class WorkerServer:
         self._heartbeats = asyncio.create_task(self._send_heartbeats())
 
     def emit(self, chunks: list[Chunk]) -> None:
+        with self._emitting:
+            self._emit(chunks)
+
+    def _emit(self, chunks: list[Chunk]) -> None:
         owners, ended = self._owners, False
         by_gateway: dict[GatewayConnection, list[Chunk]] = {}
         for chunk in chunks:
