@@ -213,6 +213,8 @@ class WorkerServer:
                 while self._owners:
                     self._idle.clear()
                     await self._idle.wait()
+        with self._emitting:  # the last chunk of all is on its way, not only about to be sent
+            pass
 
     def close(self) -> None:
         """Hang up on every gateway."""

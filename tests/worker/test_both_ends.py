@@ -83,6 +83,43 @@ async def test_chunks_that_come_before_the_request_is_known_to_be_accepted(execu
     assert [token for chunk in chunks for token in chunk.token_ids] == expected_output(PROMPT, 0, 3, frozenset())
 
 
+async def test_a_drained_worker_has_sent_its_last_chunk(
+    executor: PagedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that the engine's thread is just sending."""
+    sending, go_on, order = threading.Event(), threading.Event(), list[str]()
+    ours, theirs = socket.socketpair()
+    server = WorkerServer()
+    server.info = EngineInfo("m", LIMITS.max_model_len, VOCAB)
+    engine = server.engine = EngineLoop(Scheduler(LIMITS), executor, server.emit)
+    await asyncio.get_running_loop().create_unix_connection(lambda: GatewayConnection(server), sock=theirs)
+    client = await WorkerClient.connect(ours)
+    write = GatewayConnection.write
+
+    def slow_write(gateway: GatewayConnection, data: bytes) -> None:
+        if threading.current_thread() is thread:
+            sending.set()
+            go_on.wait(60)
+            order.append("sent")
+        write(gateway, data)
+
+    monkeypatch.setattr(GatewayConnection, "write", slow_write)
+    thread = threading.Thread(target=engine.run)
+    thread.start()
+    try:
+        answer = asyncio.ensure_future(anext(client.submit(asking(1))))
+        await asyncio.to_thread(sending.wait, 60)
+        threading.Timer(0.2, go_on.set).start()
+        await server.drain(60)
+        order.append("drained")
+        server.close()
+        assert (await answer).finish_reason == "length"
+        assert order == ["sent", "drained"]
+    finally:
+        engine.stop()
+        await asyncio.to_thread(thread.join)
+
+
 async def test_a_failed_step_ends_with_a_ledger(executor: PagedExecutor) -> None:
     executor.fail_next = True
     async with simulated(executor) as client:
