@@ -60,8 +60,10 @@ class Outbox:
 
     def close(self) -> None:
         """End the connection once all is sent."""
-        self._closing = True
-        if not self._unsent:
+        with self._lock:  # another thread may be in the middle of a frame
+            self._closing = True
+            sent = not self._unsent
+        if sent:
             self._transport.close()
 
     def discard(self) -> None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import ContextTooLong, EngineFailure, InvalidRequest
-from penstock.core.request import GenerateRequest, Grammar, SamplingParams
+from penstock.core.request import Chunk, GenerateRequest, Grammar, SamplingParams
 from penstock.engine.grammar import Grammars
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
@@ -27,25 +26,32 @@ LIMITS = SchedulerLimits(
     num_blocks=2000, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=8000, vocab_size=VOCAB
 )
 PROMPT = [1, 2, 3, 4, 5]
+Emit = Callable[[list[Chunk]], None]
 
 
 @asynccontextmanager
-async def simulated(
+async def both_ends(
     executor: PagedExecutor, grammars: Grammars | None = None, loop: type[EngineLoop] = EngineLoop
-) -> AsyncIterator[WorkerClient]:
+) -> AsyncIterator[tuple[WorkerServer, WorkerClient]]:
     ours, theirs = socket.socketpair()
     server = WorkerServer()
     server.info = EngineInfo("m", LIMITS.max_model_len, VOCAB)
     engine = server.engine = loop(Scheduler(LIMITS), executor, server.emit, grammars)
-    thread = threading.Thread(target=engine.run)
+    thread = threading.Thread(target=engine.run, name="engine")
     thread.start()
     await asyncio.get_running_loop().create_unix_connection(lambda: GatewayConnection(server), sock=theirs)
     try:
-        yield await WorkerClient.connect(ours)
+        yield server, await WorkerClient.connect(ours)
     finally:
         server.close()
         engine.stop()
         await asyncio.to_thread(thread.join)
+
+
+@asynccontextmanager
+async def simulated(executor: PagedExecutor, grammars: Grammars | None = None) -> AsyncIterator[WorkerClient]:
+    async with both_ends(executor, grammars) as (_, client):
+        yield client
 
 
 def asking(tokens: int, id: str = "r", **more: object) -> GenerateRequest:
@@ -68,17 +74,25 @@ async def test_output_from_elsewhere_is_continued(executor: PagedExecutor) -> No
 
 
 class SlowToReturn(EngineLoop):
-    """Its thread is done with a request before `submit` returns."""
+    """Its thread is done with the first request before `submit` returns."""
+
+    def __init__(self, scheduler: Scheduler, executor: PagedExecutor, emit: Emit, grammars: Grammars | None) -> None:
+        self._done = threading.Event()
+
+        def emitting(chunks: list[Chunk]) -> None:
+            emit(chunks)
+            if any(chunk.finish_reason for chunk in chunks):
+                self._done.set()
+
+        super().__init__(scheduler, executor, emitting, grammars)
 
     def submit(self, request: GenerateRequest) -> None:
-        before = self.turns
         super().submit(request)
-        while self.turns == before or self.stats.running:
-            time.sleep(0.001)
+        assert self._done.wait(60)
 
 
 async def test_chunks_that_come_before_the_request_is_known_to_be_accepted(executor: PagedExecutor) -> None:
-    async with asyncio.timeout(60), simulated(executor, loop=SlowToReturn) as client:
+    async with asyncio.timeout(60), both_ends(executor, loop=SlowToReturn) as (_, client):
         chunks = [chunk async for chunk in client.submit(asking(3))]
     assert [token for chunk in chunks for token in chunk.token_ids] == expected_output(PROMPT, 0, 3, frozenset())
 
@@ -88,36 +102,25 @@ async def test_a_drained_worker_has_sent_its_last_chunk(
 ) -> None:
     """Also one that the engine's thread is just sending."""
     sending, go_on, order = threading.Event(), threading.Event(), list[str]()
-    ours, theirs = socket.socketpair()
-    server = WorkerServer()
-    server.info = EngineInfo("m", LIMITS.max_model_len, VOCAB)
-    engine = server.engine = EngineLoop(Scheduler(LIMITS), executor, server.emit)
-    await asyncio.get_running_loop().create_unix_connection(lambda: GatewayConnection(server), sock=theirs)
-    client = await WorkerClient.connect(ours)
     write = GatewayConnection.write
 
     def slow_write(gateway: GatewayConnection, data: bytes) -> None:
-        if threading.current_thread() is thread:
+        if threading.current_thread().name == "engine":
             sending.set()
             go_on.wait(60)
             order.append("sent")
         write(gateway, data)
 
     monkeypatch.setattr(GatewayConnection, "write", slow_write)
-    thread = threading.Thread(target=engine.run)
-    thread.start()
-    try:
+    async with both_ends(executor) as (server, client):
         answer = asyncio.ensure_future(anext(client.submit(asking(1))))
         await asyncio.to_thread(sending.wait, 60)
-        threading.Timer(0.2, go_on.set).start()
+        threading.Timer(0.2, go_on.set).start()  # while `drain` waits, if it does
         await server.drain(60)
         order.append("drained")
         server.close()
         assert (await answer).finish_reason == "length"
         assert order == ["sent", "drained"]
-    finally:
-        engine.stop()
-        await asyncio.to_thread(thread.join)
 
 
 async def test_a_failed_step_ends_with_a_ledger(executor: PagedExecutor) -> None:

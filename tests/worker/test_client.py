@@ -82,6 +82,20 @@ async def test_long_prompts_are_scored_in_many_frames() -> None:
     assert [(chunk.token_ids, chunk.prompt_logprobs) for chunk in chunks] == [([5], scores), ([7], None)]
 
 
+async def test_chunks_of_steps_arrive_as_they_were_sent() -> None:
+    """Those with nothing but tokens, which are sent without the rest, and a failure in the same frame as its tokens."""
+    logprobs = [TokenLogprob(7, -0.5)]
+    steps = [
+        [Chunk("r", [5], cached_tokens=16, queue_seconds=0.25), Chunk("x", [1])],
+        [Chunk("x", [2]), Chunk("r", [6, 60])],
+        [Chunk("r", [7], logprobs=logprobs)],
+        [Chunk("r", [8]), Chunk("x", [3], "length"), failed("r", "error", EngineFailure("lost"), Ledger("r"))],
+    ]
+    expected = [chunk for step in steps for chunk in step if chunk.request_id == "r"]
+    client = await connect(b"".join(frames_of(step) for step in steps))
+    assert [chunk async for chunk in client.submit(REQUEST)] == expected
+
+
 async def test_what_came_before_the_worker_died_is_delivered() -> None:
     client = await connect(frame(Chunks([Chunk("r", [5]), Chunk("x", [6])])))
     assert client.info.model == "m"
