@@ -15,7 +15,7 @@ from penstock.cli.requirements import check_requirements
 from penstock.cli.serve import url_of
 from penstock.core.errors import StartupError
 from penstock.fleet.channel import Channel
-from penstock.fleet.gateways import LaunchedGateway
+from penstock.fleet.gateways import GatewayProcess, LaunchedGateway, LocalGateway
 from penstock.settings import settings_from_mapping
 
 
@@ -107,6 +107,41 @@ async def test_one_that_is_lost_is_started_again(monkeypatch: pytest.MonkeyPatch
     assert found._here[0].restarts == 1
     found.stop(signal.SIGTERM, -10.0)
     await found.ended()
+
+
+class EndsAsItIsCancelled(GatewayProcess):
+    """The task that waits for it is cancelled as it ends, as at the end of a start that failed."""
+
+    def __init__(self) -> None:
+        self.killed, self.waiting = asyncio.Event(), asyncio.Event()
+        self.keeper: asyncio.Task[None] | None = None
+
+    async def ended(self) -> int:
+        self.waiting.set()
+        await self.killed.wait()
+        assert self.keeper is not None
+        asyncio.get_running_loop().call_soon(self.keeper.cancel)
+        return 0
+
+
+async def test_whoever_keeps_a_gateway_can_be_cancelled_as_it_ends() -> None:
+    ours, theirs = socket.socketpair()
+    process = EndsAsItIsCancelled()
+
+    async def keep() -> None:
+        while True:
+            process.waiting.clear()
+            process.killed.clear()
+            await LocalGateway(process, ours, "0.0.0.0").end()
+
+    with ours, theirs:
+        process.keeper = asyncio.create_task(keep())
+        await process.waiting.wait()
+        process.killed.set()
+        done, _ = await asyncio.wait([process.keeper], timeout=5)
+        process.keeper.cancel()
+    assert done
+    assert process.keeper.cancelled()
 
 
 async def test_a_gateway_that_does_not_end_is_left_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:

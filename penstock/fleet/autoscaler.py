@@ -91,7 +91,8 @@ class Autoscaler:
             except Exception:  # of a policy of the user's own: the fleet stays as it is
                 log.exception("%s could not be autoscaled", self.fleet.model)
             try:
-                await asyncio.wait_for(self._woken.wait(), self.config.interval_seconds)
+                async with asyncio.timeout(self.config.interval_seconds):
+                    await self._woken.wait()
             except TimeoutError:
                 continue
             self._woken.clear()

@@ -289,7 +289,8 @@ class Fleet:
                             raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
                         self.wake()
                     with suppress(TimeoutError):  # circuit breakers close by themselves
-                        await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
+                        async with asyncio.timeout(LOOK_SECONDS):
+                            await self._changed.wait()
                     if (placed := self.choose(journal)) is not None:
                         journal.waited()
                         return placed

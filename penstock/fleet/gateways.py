@@ -158,7 +158,8 @@ class LocalGateway:
 
     async def end(self) -> int:
         try:
-            return await asyncio.wait_for(self._process.ended(), _END_SECONDS)
+            async with asyncio.timeout(_END_SECONDS):  # unlike wait_for it loses no cancellation as the process ends
+                return await self._process.ended()
         except TimeoutError:
             self._process.kill()
             return await self._process.ended()

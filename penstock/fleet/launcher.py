@@ -184,7 +184,8 @@ class WorkerProcess:
     async def reap(self, patience: float) -> int:
         """The exit code of the process, which is killed if it does not end in time."""
         try:
-            return await asyncio.wait_for(self._process.wait(), patience)
+            async with asyncio.timeout(patience):
+                return await self._process.wait()
         except TimeoutError:
             self.kill()
             return await self._process.wait()
