@@ -153,8 +153,9 @@ PENSTOCK_API void penstock_attention(const float* q, const float* k, const float
                                      int32_t context, int32_t heads, int32_t kv_heads, int32_t head_dim,
                                      int32_t block_size, int32_t window, float* out) {
     const int blocks = (context + block_size - 1) / block_size, width = heads * head_dim;
-    Cache cache{nullptr, KVFormat(format), block_size, kv_heads, head_dim};
-    std::vector<uint8_t> bytes(blocks * kv_heads * cache.head_bytes(), 0xff);  // a NaN where nothing is written
+    Cache cache{nullptr, KVFormat(format), block_size, kv_heads, head_dim, 0};
+    cache.block_bytes = cache.layer_bytes();
+    std::vector<uint8_t> bytes(blocks * cache.block_bytes, 0xff);  // a NaN where nothing is written
     cache.data = bytes.data();
     std::vector<int32_t> table(blocks);
     for (int i = 0; i < blocks; i++) table[i] = blocks - 1 - i;

@@ -117,7 +117,8 @@ struct LowRank {
 
 enum KVFormat : int32_t { KV_BF16 = 0, KV_INT8 = 1 };
 
-// Keys and values of one layer. A block holds, per key/value head,
+// Keys and values of one layer. A block of the cache holds those of all layers, so that memory is taken in proportion to
+// the blocks in use; of each layer it holds, per key/value head,
 //   KV_BF16  K [head_dim/2][block_size][2], V [block_size/2][head_dim][2], bfloat16
 //   KV_INT8  K [head_dim/4][block_size][4], V [block_size/4][head_dim][4], bytes holding k + 128 and v, then the
 //            bfloat16 scales of the block_size keys and of as many values
@@ -126,9 +127,11 @@ struct Cache {
     uint8_t* data;
     KVFormat format;
     int32_t block_size, kv_heads, head_dim;
+    size_t block_bytes;  // of all layers
     size_t plane_bytes() const { return size_t(block_size) * head_dim * (format == KV_BF16 ? 2 : 1); }
     size_t head_bytes() const { return 2 * plane_bytes() + (format == KV_INT8 ? 4 * block_size : 0); }
-    uint8_t* keys(int32_t block, int head) const { return data + (size_t(block) * kv_heads + head) * head_bytes(); }
+    size_t layer_bytes() const { return kv_heads * head_bytes(); }
+    uint8_t* keys(int32_t block, int head) const { return data + block * block_bytes + head * head_bytes(); }
     uint8_t* values(int32_t block, int head) const { return keys(block, head) + plane_bytes(); }
     uint16_t* key_scales(int32_t block, int head) const {
         return reinterpret_cast<uint16_t*>(values(block, head) + plane_bytes());

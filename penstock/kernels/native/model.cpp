@@ -77,13 +77,10 @@ void Model::use(const Kernels& kernels) {
     scratch_ = Region(scratch_stride_ * spec_.threads * sizeof(float));
 }
 
-size_t Model::block_bytes() const {
-    return size_t(spec_.layers) * spec_.kv_heads * cache_of(0).head_bytes();
-}
-
 Cache Model::cache_of(int layer) const {
-    Cache cache{cache_.data(), KVFormat(spec_.kv_format), spec_.block_size, spec_.kv_heads, spec_.head_dim};
-    cache.data += size_t(layer) * spec_.num_blocks * spec_.kv_heads * cache.head_bytes();
+    Cache cache{cache_.data(), KVFormat(spec_.kv_format), spec_.block_size, spec_.kv_heads, spec_.head_dim, 0};
+    cache.block_bytes = spec_.layers * cache.layer_bytes();
+    cache.data += layer * cache.layer_bytes();
     return cache;
 }
 

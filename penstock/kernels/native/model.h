@@ -166,7 +166,7 @@ class Model {
 
     uint8_t* weights() const { return weights_.data(); }
     size_t weight_bytes() const { return weights_.size(); }
-    size_t block_bytes() const;
+    size_t block_bytes() const { return cache_of(0).block_bytes; }
     uint8_t* cache() const { return cache_.data(); }
     void use(const Kernels& kernels);
     void pin_caller() const { pool_.pin_caller(); }

@@ -179,6 +179,16 @@ def test_what_lies_in_unwritten_slots_never_matters(isa: str, count: int, kv: KV
     np.testing.assert_array_equal(poisoned, clean)
 
 
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_a_block_lies_in_one_piece(kv: KVFormat) -> None:
+    """So the first request takes memory for its own blocks, not for a part of every layer's."""
+    runner = build(reference("llama"), kv=kv)
+    cache = (ctypes.c_uint8 * runner.cache_bytes).from_address(runner.library.penstock_model_cache(runner.handle))
+    runner.forward(*step([(np.arange(20), 0, [3, 4])]))
+    written = np.flatnonzero(np.frombuffer(cache, np.uint8)) // runner.block_bytes
+    assert set(written) == {3, 4}
+
+
 def test_greedy_choice_prefers_the_first_of_equals() -> None:
     model = reference("llama")
     with torch.no_grad():
