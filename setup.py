@@ -95,6 +95,7 @@ class BuildNative(build_ext):  # type: ignore[misc]
         else:
             target = self.get_ext_fullpath(ext.name)
             self.mkpath(str(Path(target).parent))
+            self.force = True  # copy it also where a library of other sources is newer
             self.copy_file(str(library), target)
 
     def get_ext_filename(self, fullname: str) -> str:

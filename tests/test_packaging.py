@@ -14,11 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "penstock")
 
-# Takes no time, notes what it compiles, and writes the files that it is asked for.
+# Takes no time, notes what it compiles, and writes the files that it is asked for, by what stands in a header.
 COMPILER = """#!/bin/sh
 case " $* " in *" -c "*) echo "$*" >> "$(dirname "$0")/compiled";; esac
 while [ $# -gt 0 ]; do
-    if [ "$1" = -o ]; then echo made > "$2"; fi
+    if [ "$1" = -o ]; then cksum penstock/kernels/native/simd.h > "$2"; fi
     shift
 done
 """
@@ -73,16 +73,22 @@ def test_a_wheel_from_the_sdist_has_everything_and_fits_every_python(
 
 
 def test_the_kernels_are_compiled_once_and_again_when_a_source_changes(tree: Path, compiler: Path) -> None:
-    def compilations() -> int:
-        build(tree, "wheel", compiler)
-        return len((compiler.parent / "compiled").read_text().splitlines())
+    def built() -> tuple[bytes, int]:
+        """The library, and how many compilations there were."""
+        wheel, _ = build(tree, "wheel", compiler)
+        library = zipfile.ZipFile(wheel).read("penstock/kernels/native/_native.so")
+        return library, len((compiler.parent / "compiled").read_text().splitlines())
 
-    first = compilations()
+    library, first = built()
     assert first > 5
-    assert compilations() == first
-    with (tree / "penstock/kernels/native/simd.h").open("a") as header:
-        header.write("// changed\n")
-    assert compilations() == 2 * first
+    assert built() == (library, first)
+    header = tree / "penstock/kernels/native/simd.h"
+    before = header.read_text()
+    header.write_text(before + "// changed\n")
+    changed, second = built()
+    assert (changed != library, second) == (True, 2 * first)
+    header.write_text(before)
+    assert built() == (library, second)  # though the other one is newer
 
 
 def test_without_a_compiler_it_installs_and_says_what_to_do(tree: Path, tmp_path: Path) -> None:
