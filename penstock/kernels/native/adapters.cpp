@@ -117,6 +117,7 @@ std::string Model::set_adapter(PackedAdapter& adapter, Tensor kind, int layer, c
 // Tokens in the order of their adapters, so that those of one are neighbours.
 void Model::plan_adapters(const Step& s) {
     adapter_runs_.clear();
+    row_adapters_.assign(s.num_tokens, nullptr);
     order_.resize(s.num_sequences);
     for (int i = 0; i < s.num_sequences; i++) order_[i] = i;
     if (!s.adapters) return;
@@ -131,6 +132,7 @@ void Model::plan_adapters(const Step& s) {
         else if (slot >= 0)
             adapter_runs_.push_back({slot, token, end});
         if (slot >= 0) widest = std::max(widest, adapters_[slot]->rank);
+        if (slot >= 0) std::fill(&row_adapters_[token], &row_adapters_[end], adapters_[slot]->stages.data());
         token = end;
     }
     const size_t rows = capacity_, stride = size_t(3) * widest;
@@ -139,80 +141,50 @@ void Model::plan_adapters(const Step& s) {
     low_q_.resize(std::max(low_q_.size(), rows * stride));
     low_scale_.resize(std::max(low_scale_.size(), rows * MODULES));
     low_offset_.resize(std::max(low_offset_.size(), rows * MODULES));
-    expand_scratch_.resize(pool_.size());
     expand_streams_.resize(pool_.size());
-}
-
-LowRank Model::low_rank_of(const PackedAdapter& adapter) {
-    return {low_f_.data(), low_q_.data(), low_scale_.data(), low_offset_.data(), low_stride_, adapter.rank};
 }
 
 template <class Work>
 void Model::by_adapter(Range rows, int layer, int stage, const Work& work) {
     for (const AdapterRun& run : adapter_runs_) {
         const int begin = std::max(run.begin, rows.begin), end = std::min(run.end, rows.end);
-        const PackedAdapter& adapter = *adapters_[run.slot];
-        const AdapterStage& factors = adapter.stages[size_t(layer) * STAGES + stage];
-        if (begin < end && factors.used) work(factors, low_rank_of(adapter), begin, end - begin);
+        const AdapterStage& factors = adapters_[run.slot]->stages[size_t(layer) * STAGES + stage];
+        if (begin < end && factors.used) work(factors, begin, end - begin);
     }
 }
 
 // A x for rows of x that have been prepared, with an adapter's rows at `to` + their number.
 void Model::shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to) {
-    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank& h, int begin, int count) {
-        kernels_->shrink(factors.a, x, scheme, to + begin, count, h, to + begin);
+    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, int begin, int count) {
+        kernels_->shrink(factors, x, scheme, to + begin, count, low_rank());
     });
 }
 
-// What memory is asked for while a stage's GEMM computes, from its panel `first` of `panels` on: B of the same panels, and
-// evenly A of the next stage.
-const std::vector<Beside::Stream>& Model::streams_beside(Range rows, int layer, int stage, int first, int panels,
-                                                         int thread) {
-    std::vector<Beside::Stream>& streams = expand_streams_[thread];
+// What memory is asked for while a stage's GEMM of so many panels computes: B of the same panels, and evenly A of the
+// next stage.
+const std::vector<Expansion::Stream>& Model::streams_beside(Range rows, int layer, int stage, int panels, int thread) {
+    std::vector<Expansion::Stream>& streams = expand_streams_[thread];
     streams.clear();
-    const auto add = [&](const uint8_t* from, size_t bytes) { streams.push_back({from + first * bytes, bytes}); };
-    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank&, int, int) {
-        add(factors.b.panels, factors.b.panel_bytes * PANEL / 16);
+    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, int, int) {
+        streams.push_back({factors.b.panels, factors.b.panel_bytes * PANEL / 16});
     });
     const int next = layer * STAGES + stage + 1;
     if (next == spec_.layers * STAGES) return streams;
-    by_adapter(rows, next / STAGES, next % STAGES, [&](const AdapterStage& factors, const LowRank&, int, int) {
-        add(factors.a.panels, round_up(factors.a.num_panels * factors.a.panel_bytes / panels, 64));
+    by_adapter(rows, next / STAGES, next % STAGES, [&](const AdapterStage& factors, int, int) {
+        streams.push_back({factors.a.panels, round_up(factors.a.num_panels * factors.a.panel_bytes / panels, 64)});
     });
     return streams;
 }
 
-// The GEMM of these rows and panels, with what adapters add before the epilogue SILU_MUL or after the others.
+// The GEMM of these rows and panels, with what adapters add.
 void Model::multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                              const Output& out, int copies, int thread) {
-    const int count = rows.end - rows.begin, width = panels.end - panels.begin, first = panels.begin * PANEL;
-    Matrix part = w;
-    part.n -= first;
-    part.panels += panels.begin * w.panel_bytes();
-    if (w.bias) part.bias += first;
-    const bool gated = out.epilogue == SILU_MUL;
-    Output to{gated ? STORE : out.epilogue, nullptr, gated ? size_t(width) * PANEL : out.stride};
-    if (gated) {
-        std::vector<float>& scratch = expand_scratch_[thread];
-        scratch.resize(std::max(scratch.size(), count * to.stride));
-        to.data = scratch.data();
-    } else {
-        to.data = out.data + rows.begin * out.stride + first;
-    }
-    const std::vector<Beside::Stream>& streams = streams_beside(rows, layer, stage, panels.begin, w.num_panels(), thread);
-    const Beside beside{streams.data(), int(streams.size())};
-    part.beside = &beside;
-    kernels_->gemm(part, x.from(copies + rows.begin), {0, count}, {0, width}, to);
-    const int columns = std::min(width * PANEL, part.n);
-    by_adapter(rows, layer, stage, [&](const AdapterStage& factors, const LowRank& h, int begin, int number) {
-        Factor b = factors.b;
-        b.panels += size_t(2 * panels.begin) * b.panel_bytes;
-        kernels_->expand(b, h, copies + begin, number, stage_modules_[stage].data() + 2 * panels.begin, columns,
-                         to.data + (begin - rows.begin) * to.stride, to.stride);
-    });
-    for (int r = 0; gated && r < count; r++)
-        kernels_->silu_mul(to.data + r * to.stride, std::min(width * 16, spec_.intermediate - first / 2),
-                           out.data + (rows.begin + r) * out.stride + first / 2);
+    const std::vector<Expansion::Stream>& streams = streams_beside(rows, layer, stage, w.num_panels(), thread);
+    const Expansion expansion{row_adapters_.data(),          layer * STAGES + stage, low_rank().from(copies),
+                              stage_modules_[stage].data(), streams.data(),         int(streams.size())};
+    Output to = out;
+    to.expansion = &expansion;
+    kernels_->gemm(w, x.from(copies), rows, panels, to);
 }
 
 // Which module of its stage the outputs of each 16 columns belong to.

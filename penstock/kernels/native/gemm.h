@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "lora.h"
 #include "simd.h"
 
 namespace PENSTOCK_ISA {
@@ -22,6 +23,11 @@ struct Ahead {
         prefetch(at + offset);
         if (MR <= 8) prefetch(at + offset + 64);  // taller tiles take long enough per step for the hardware to pair lines
     }
+};
+
+// The same, and factors of LoRA adapters.
+struct AheadWithFactors : Ahead {
+    Requests* factors;
 };
 
 PENSTOCK_INLINE void put(float* to, f32x16 v, int columns, bool add) {
@@ -41,28 +47,38 @@ PENSTOCK_INLINE float peak_of_panel(f32x16 first, f32x16 second, int columns) {
     return maximum(vmax(first, second));
 }
 
+PENSTOCK_INLINE void finish_row(const Matrix& w, int panel, f32x16 first, f32x16 second, int row, const Output& out) {
+    const int column = panel * PANEL;
+    float* to = out.data + row * out.stride;
+    if (w.bias) {
+        first += load<f32x16>(w.bias + column);
+        second += load<f32x16>(w.bias + column + 16);
+    }
+    if (out.epilogue == SILU_MUL) return put(to + panel * 16, silu(first) * second, w.n / 2 - panel * 16, false);
+    if (out.epilogue == GELU) first = gelu(first), second = gelu(second);
+    if (out.epilogue == PEAKS) {
+        out.peaks[size_t(row) * w.num_panels() + panel] = peak_of_panel(first, second, w.n - column);
+        if (!out.data) return;
+    }
+    put(to + column, first, w.n - column, out.epilogue == ADD);
+    put(to + column + 16, second, w.n - column - 16, out.epilogue == ADD);
+}
+
+// The same for rows that adapters add to.
+static __attribute__((noinline)) void finish_expanded(const Matrix& w, int panel, f32x16 (*y)[2], int rows, int row,
+                                                      const Output& out) {
+    expand(*out.expansion, row, rows, panel, y);
+    for (int r = 0; r < rows; r++) finish_row(w, panel, y[r][0], y[r][1], row + r, out);
+}
+
 template <int MR>
 PENSTOCK_INLINE void finish_tile(const Matrix& w, int panel, const f32x16 (&y)[MR][2], int row, const Output& out) {
-    for (int r = 0; r < MR; r++) {
-        const int column = panel * PANEL;
-        f32x16 first = y[r][0], second = y[r][1];
-        float* to = out.data + (row + r) * out.stride;
-        if (w.bias) {
-            first += load<f32x16>(w.bias + column);
-            second += load<f32x16>(w.bias + column + 16);
-        }
-        if (out.epilogue == SILU_MUL) {
-            put(to + panel * 16, silu(first) * second, w.n / 2 - panel * 16, false);
-            continue;
-        }
-        if (out.epilogue == GELU) first = gelu(first), second = gelu(second);
-        if (out.epilogue == PEAKS) {
-            out.peaks[size_t(row + r) * w.num_panels() + panel] = peak_of_panel(first, second, w.n - column);
-            if (!out.data) continue;
-        }
-        put(to + column, first, w.n - column, out.epilogue == ADD);
-        put(to + column + 16, second, w.n - column - 16, out.epilogue == ADD);
+    if (out.expansion) {
+        f32x16 copy[MR][2];  // so that y may stay in registers otherwise
+        for (int r = 0; r < MR; r++) copy[r][0] = y[r][0], copy[r][1] = y[r][1];
+        return finish_expanded(w, panel, copy, MR, row, out);
     }
+    for (int r = 0; r < MR; r++) finish_row(w, panel, y[r][0], y[r][1], row + r, out);
 }
 
 // Panels that a tile of this height walks side by side. Reading eight runs of memory at once instead of one gives a core
@@ -76,14 +92,15 @@ constexpr int side_by_side(int rows) {
 #endif
 }
 
-// Tile::run<MR, NP>(w, panel, x, row, out, ahead) computes MR rows of NP panels, for MR up to Tile::ROWS.
-template <class Tile, int MR, int NP>
+// Tile::run<MR, NP>(w, panel, x, row, out, ahead) computes MR rows of NP panels, for MR from LEAST up to Tile::ROWS.
+template <class Tile, int LEAST, int MR, int NP, class A>
 PENSTOCK_INLINE void run_tile(int rows, int count, const Matrix& w, int panel, const Activations& x, int row,
-                              const Output& out, const Ahead& ahead) {
+                              const Output& out, const A& ahead) {
     if (rows < MR) {
-        if constexpr (MR > 1) run_tile<Tile, MR - 1, side_by_side(MR - 1)>(rows, count, w, panel, x, row, out, ahead);
+        if constexpr (MR > LEAST)
+            run_tile<Tile, LEAST, MR - 1, side_by_side(MR - 1)>(rows, count, w, panel, x, row, out, ahead);
     } else if (count < NP) {
-        if constexpr (NP > 1) run_tile<Tile, MR, NP - 1>(rows, count, w, panel, x, row, out, ahead);
+        if constexpr (NP > 1) run_tile<Tile, LEAST, MR, NP - 1>(rows, count, w, panel, x, row, out, ahead);
     } else {
         Tile::template run<MR, NP>(w, panel, x, row, out, ahead);
     }
@@ -104,27 +121,36 @@ PENSTOCK_INLINE void request_outputs(const Output& out, int begin, int end, int 
             __builtin_prefetch(out.data + row * out.stride + panel * width + i, 1, 3);
 }
 
-// A few lines before each tile: more at once than the core can wait for would hold up the tile.
-static __attribute__((noinline)) void request_beside(const Beside& beside, int panel, int count, int tile, int tiles) {
-    for (int i = beside.count * tile / tiles; i < beside.count * (tile + 1) / tiles; i++) {
-        const Beside::Stream& stream = beside.streams[i];
-        for (size_t at = 0; at < count * stream.panel_bytes; at += 64)
-            prefetch_l2(stream.panels + panel * stream.panel_bytes + at);
+// The same for tiles of many rows, which ask for factors of adapters while they compute.
+template <class Tile>
+static __attribute__((noinline)) void run_tall_panels(const Matrix& w, const Activations& x, Range rows, Range panels,
+                                                      const Output& out) {
+    const int height = rows.end - rows.begin, tiles = (height + Tile::ROWS - 1) / Tile::ROWS;
+    Requests factors(*out.expansion, panels.begin);
+    for (int panel = panels.begin; panel < panels.end; panel++) {
+        factors.begin_panel();
+        for (int t = 0; t < tiles; t++) {
+            const int begin = height * t / tiles, end = height * (t + 1) / tiles;
+            run_tile<Tile, Tile::TALL, Tile::ROWS, 1>(end - begin, 1, w, panel, x, rows.begin + begin, out,
+                                                      AheadWithFactors{look_ahead(w, panel, 1, t, tiles), &factors});
+        }
     }
 }
 
 template <class Tile>
 static void run_panels(const Matrix& w, const Activations& x, Range rows, Range panels, const Output& out) {
     const int height = rows.end - rows.begin, tiles = (height + Tile::ROWS - 1) / Tile::ROWS;
+    if constexpr (requires { Tile::TALL; })
+        if (out.expansion && height / tiles >= Tile::TALL) return run_tall_panels<Tile>(w, x, rows, panels, out);
     const int width = panels.end - panels.begin, most = side_by_side(height), runs = (width + most - 1) / most;
     for (int i = 0; i < runs; i++) {
         const int panel = panels.begin + width * i / runs, count = panels.begin + width * (i + 1) / runs - panel;
         for (int t = 0; t < tiles; t++) {  // tiles of nearly equal height: 13 rows are 7 + 6, not 12 + 1
             const int begin = height * t / tiles, end = height * (t + 1) / tiles;
             if (out.epilogue == PEAKS && out.data) request_outputs(out, rows.begin + begin, rows.begin + end, panel, count);
-            if (w.beside) request_beside(*w.beside, panel, count, t, tiles);
-            run_tile<Tile, Tile::ROWS, side_by_side(Tile::ROWS)>(end - begin, count, w, panel, x, rows.begin + begin,
-                                                                 out, look_ahead(w, panel, count, t, tiles));
+            if (out.expansion) request_lines(*out.expansion, panel, count, t, tiles);
+            run_tile<Tile, 1, Tile::ROWS, side_by_side(Tile::ROWS)>(end - begin, count, w, panel, x, rows.begin + begin,
+                                                                    out, look_ahead(w, panel, count, t, tiles));
         }
     }
 }

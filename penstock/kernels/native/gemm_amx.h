@@ -65,10 +65,10 @@ PENSTOCK_INLINE void multiply_tiles(const uint8_t* w, const uint8_t* first, cons
 // What the tiles have summed of one row, in units of the output; int8 adds the last 32 inputs where there are such.
 template <Scheme SCHEME>
 PENSTOCK_INLINE void finish_sums(const uint8_t* sums, const Matrix& m, int panel, const Activations& x, int row,
-                                 f32x16 (&y)[1][2]) {
+                                 f32x16 (&y)[2]) {
     if constexpr (SCHEME != INT8) {
-        y[0][0] = load<f32x16>(sums);
-        y[0][1] = load<f32x16>(sums + 64);
+        y[0] = load<f32x16>(sums);
+        y[1] = load<f32x16>(sums + 64);
     } else {
         i32x16 acc[2] = {load<i32x16>(sums), load<i32x16>(sums + 64)};
         const uint8_t* w = m.panels + size_t(panel) * m.panel_bytes();
@@ -77,7 +77,7 @@ PENSTOCK_INLINE void finish_sums(const uint8_t* sums, const Matrix& m, int panel
             acc[0] = dot4(acc[0], load<u8x64>(w + size_t(k) * PANEL), four);
             acc[1] = dot4(acc[1], load<u8x64>(w + size_t(k) * PANEL + 64), four);
         }
-        for (int j = 0; j < 2; j++) y[0][j] = finish_int8(m.levels(panel) + 64 * j, x, row, acc[j]);
+        for (int j = 0; j < 2; j++) y[j] = finish_int8(m.levels(panel) + 64 * j, x, row, acc[j]);
     }
 }
 
@@ -187,11 +187,13 @@ struct TileRows {
 template <Scheme SCHEME>
 static void finish_rows(const Matrix& m, int panel, const Activations& x, TileRows rows, int tile, const TileSums& sums,
                         const Output& out) {
-    for (int r = rows.repeated(tile); r < TILE; r++) {
-        f32x16 y[1][2];
-        finish_sums<SCHEME>(sums[r], m, panel, x, rows[tile] + r, y);
-        finish_tile<1>(m, panel, y, rows[tile] + r, out);
+    const int first = rows.repeated(tile);
+    f32x16 y[TILE][2];
+    for (int r = first; r < TILE; r++) {
+        finish_sums<SCHEME>(sums[r], m, panel, x, rows[tile] + r, y[r]);
+        if (!out.expansion) finish_row(m, panel, y[r][0], y[r][1], rows[tile] + r, out);
     }
+    if (out.expansion) finish_expanded(m, panel, y + first, TILE - first, rows[tile] + first, out);
 }
 
 // One panel times the rows of a pass. What is asked for of the memory behind a chunk is shared by all that pass it.
@@ -254,7 +256,7 @@ static void run_panels_amx(const Matrix& w, const Activations& x, Range rows, Ra
     for (int panel = panels.begin; panel < panels.end; panel++)
         for (int pass = 0; pass < passes; pass++) {
             const int first = tiles * pass / passes, count = tiles * (pass + 1) / passes - first;
-            if (w.beside) request_beside(*w.beside, panel, 1, pass, passes);
+            if (out.expansion) request_lines(*out.expansion, panel, 1, pass, passes);
             run_pass<SCHEME>(w, panel, x, {rows.begin + first * TILE, rows.end, count}, out);
         }
     _tile_release();  // the system need not save the tiles of a thread that sleeps

@@ -6,6 +6,8 @@
 // 12 rows x 32 columns keep 24 accumulators in registers; per 4 inputs they need 2 weight loads and 12 broadcasts.
 #pragma once
 
+#include <type_traits>
+
 #include "gemm.h"
 
 namespace PENSTOCK_ISA {
@@ -21,13 +23,14 @@ PENSTOCK_INLINE f32x16 finish_int8(const uint8_t* levels, const Activations& x, 
 struct Int8Tile {
 #if defined(__AVX512VNNI__)
     static constexpr int ROWS = 12;
+    static constexpr int TALL = 7;  // rows of tiles that ask for factors of adapters while they compute
 #else
     static constexpr int ROWS = 3;
 #endif
 
-    template <int MR, int NP>
+    template <int MR, int NP, class A>
     static __attribute__((noinline)) void run(const Matrix& m, int panel, const Activations& x, int row,
-                                              const Output& out, Ahead ahead) {
+                                              const Output& out, A ahead) {
         constexpr int CHAINS = MR * NP == 1 ? 4 : MR * NP <= 3 ? 2 : 1;  // enough independent sums to hide the latency
         constexpr int STEPS = MR == 1 ? 4 : 2;
         const size_t stream = m.panel_bytes();
@@ -35,6 +38,7 @@ struct Int8Tile {
         const int8_t* a = x.q + row * x.stride;
         i32x16 acc[CHAINS][NP][MR][2] = {};
         for (int k = 0; k < m.padded_k; k += 4 * STEPS) {
+            if constexpr (std::is_same_v<A, AheadWithFactors>) ahead.factors->request();
 #pragma GCC unroll 4
             for (int step = 0; step < STEPS; step++) {
 #pragma GCC unroll 8

@@ -15,16 +15,6 @@ constexpr int GROUP = 32;  // inputs that share one int4 scale; inputs are padde
 
 constexpr size_t round_up(size_t n, size_t step) { return (n + step - 1) / step * step; }
 
-// What is on its way from memory while a GEMM computes: for each panel as many bytes of several streams.
-struct Beside {
-    struct Stream {
-        const uint8_t* panels;
-        size_t panel_bytes;
-    };
-    const Stream* streams;
-    int count;
-};
-
 // y = W x for W [n, k], stored as panels of 32 outputs so that one thread streams its bytes in order:
 //   INT8  k/4 steps of [32 outputs][4 inputs] bytes q in 0..255, where w = scale * (q - zero); then [32 outputs] float
 //         scale and [32 outputs] zero | total << 8, total being the sum of q - zero over the inputs
@@ -37,7 +27,6 @@ struct Matrix {
     int32_t n, k, padded_k;
     uint8_t* panels;
     float* bias;  // per output, padded to whole panels; null when the layer has none
-    const Beside* beside = nullptr;  // what is needed after this GEMM, or null
     size_t panel_bytes() const {
         const size_t weights = size_t(PANEL) * padded_k;
         if (scheme == INT8) return weights + 8 * PANEL;
@@ -84,13 +73,6 @@ struct Range {
     int begin, end;
 };
 
-struct Output {
-    Epilogue epilogue;
-    float* data;
-    size_t stride;
-    float* peaks = nullptr;  // [row][panel]; PEAKS only
-};
-
 constexpr int MODULES = 4;  // that a stage of a layer may have, rounded up: query, key and value
 
 // One of the two factors of a LoRA adapter, for all modules of a stage, as panels of 16 outputs, each of one module:
@@ -105,6 +87,12 @@ struct Factor {
     uint8_t* panels;
 };
 
+// The factors of an adapter for one GEMM of a layer.
+struct AdapterStage {
+    Factor a{}, b{};
+    bool used = false;  // whether it has any of the modules
+};
+
 // A x of the rows of a step: `rank` floats for each module of a stage, and the same as int8 with a scale for each module.
 struct LowRank {
     float* f;         // [row][stride]
@@ -112,7 +100,33 @@ struct LowRank {
     float* scale;     // [row][MODULES]
     int32_t* offset;  // [row][MODULES]: -128 times the sum of the int8 values, for the 128 in the weights
     size_t stride;
-    int32_t rank;  // padded to a multiple of 16
+
+    LowRank from(size_t row) const {
+        return {f + row * stride, q + row * stride, scale + row * MODULES, offset + row * MODULES, stride};
+    }
+};
+
+// What LoRA adapters add to the outputs of a GEMM, before its epilogue: B h.
+struct Expansion {
+    // Bytes on their way from memory while the GEMM computes, as many for each of its panels.
+    struct Stream {
+        const uint8_t* panels;
+        size_t panel_bytes;
+    };
+    const AdapterStage* const* adapters;  // [row]: the stages of its adapter; null: it has none
+    int32_t stage;                        // which of them this GEMM is
+    LowRank h;
+    const uint8_t* modules;  // of each 16 outputs
+    const Stream* streams;
+    int32_t num_streams;
+};
+
+struct Output {
+    Epilogue epilogue;
+    float* data;
+    size_t stride;
+    float* peaks = nullptr;                // [row][panel]; PEAKS only
+    const Expansion* expansion = nullptr;  // null: no row has an adapter
 };
 
 enum KVFormat : int32_t { KV_BF16 = 0, KV_INT8 = 1 };
@@ -204,10 +218,7 @@ struct Kernels {
     void (*merge_partials)(const float* partials, int count, int heads, int head_dim, float* out);
     float (*dot_bf16)(const float* x, const uint16_t* w, int width);
     // In lora.h.
-    void (*shrink)(const Factor& a, const Activations& x, Scheme scheme, int row, int count, const LowRank& h, int to);
-    void (*expand)(const Factor& b, const LowRank& h, int from, int count, const uint8_t* modules, int columns, float* out,
-                   size_t stride);
-    void (*silu_mul)(const float* pairs, int width, float* out);
+    void (*shrink)(const AdapterStage& factors, const Activations& x, Scheme scheme, int row, int count, const LowRank& h);
     // Of encoders, in encoder_ops.h; widths and head sizes are multiples of 16.
     void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int width, float* out);
     size_t (*dense_scratch)(int tokens, int head_dim);

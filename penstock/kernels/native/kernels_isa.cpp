@@ -7,7 +7,6 @@
 #include "gemm_float.h"
 #include "gemm_int4.h"
 #include "gemm_int8.h"
-#include "lora.h"
 #include "ops.h"
 #include "sampling.h"
 
@@ -48,8 +47,6 @@ extern const penstock::Kernels penstock::PENSTOCK_JOIN(PENSTOCK_ISA, _kernels) =
     PENSTOCK_ISA::merge_partials,
     PENSTOCK_ISA::dot_bf16,
     PENSTOCK_ISA::shrink,
-    PENSTOCK_ISA::expand,
-    PENSTOCK_ISA::silu_mul,
     PENSTOCK_ISA::layer_norm,
     PENSTOCK_ISA::dense_scratch,
     PENSTOCK_ISA::attend_dense,

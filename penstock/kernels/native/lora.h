@@ -4,7 +4,6 @@
 // A row's sums run in one order whatever rows are computed beside it, so its numbers do not depend on them.
 #pragma once
 
-#include "gemm.h"
 #include "ops.h"
 
 namespace PENSTOCK_ISA {
@@ -34,8 +33,9 @@ PENSTOCK_INLINE void factor_bf16(const uint8_t* w, int inputs, f32x16 (&acc)[ROW
     }
 }
 
+// Of rows from `row` on, into those of h with the same number. `rank` is what B takes.
 template <int ROWS>
-static void shrink_rows(const Factor& a, const Activations& x, Scheme scheme, int row, const LowRank& h, int to) {
+static void shrink_rows(const Factor& a, int rank, const Activations& x, Scheme scheme, int row, const LowRank& h) {
     for (int p = 0; p < a.num_panels; p++) {
         const uint8_t* w = a.panels + p * a.panel_bytes;
         if (a.format == INT8) {
@@ -44,7 +44,7 @@ static void shrink_rows(const Factor& a, const Activations& x, Scheme scheme, in
             const f32x16 scale = load<f32x16>(w + 16 * a.inputs), total = load<f32x16>(w + 16 * a.inputs + 64);
             for (int r = 0; r < ROWS; r++) {
                 const f32x16 product = fma(to_float(acc[r]), x.scale[row + r], splat(-128.f * x.sum[row + r]));
-                store(h.f + (to + r) * h.stride + 16 * p, fma(total, x.middle[row + r], product * scale));
+                store(h.f + (row + r) * h.stride + 16 * p, fma(total, x.middle[row + r], product * scale));
             }
             continue;
         }
@@ -58,77 +58,111 @@ static void shrink_rows(const Factor& a, const Activations& x, Scheme scheme, in
         else
 #endif
             factor_bf16<ROWS>(w, a.inputs, acc, [&](int r, int k) { return f[r * x.stride + k]; });
-        for (int r = 0; r < ROWS; r++) store(h.f + (to + r) * h.stride + 16 * p, acc[r]);
+        for (int r = 0; r < ROWS; r++) store(h.f + (row + r) * h.stride + 16 * p, acc[r]);
     }
-    for (int r = to; a.format == INT8 && r < to + ROWS; r++)
-        for (int m = 0; m * h.rank < 16 * a.num_panels; m++) {
-            const float* f = h.f + r * h.stride + m * h.rank;
-            const float peak = peak_of(f, h.rank);
-            const float total = quantize_span(f, h.q + r * h.stride + m * h.rank, peak > 0 ? 127.f / peak : 0.f, h.rank);
+    for (int r = row; a.format == INT8 && r < row + ROWS; r++)
+        for (int m = 0; m * rank < 16 * a.num_panels; m++) {
+            const float* f = h.f + r * h.stride + m * rank;
+            const float peak = peak_of(f, rank);
+            const float total = quantize_span(f, h.q + r * h.stride + m * rank, peak > 0 ? 127.f / peak : 0.f, rank);
             h.scale[MODULES * r + m] = peak / 127.f;
             h.offset[MODULES * r + m] = -128 * int32_t(total);
         }
 }
 
+// A x of `count` rows of x from `row` on, into the same rows of h. `scheme` is what x was prepared for.
+static void shrink(const AdapterStage& factors, const Activations& x, Scheme scheme, int row, int count,
+                   const LowRank& h) {
+    const Factor& a = factors.a;
+    const int rank = factors.b.inputs;
+    for (; count >= 4; count -= 4, row += 4) shrink_rows<4>(a, rank, x, scheme, row, h);
+    if (count == 3) shrink_rows<3>(a, rank, x, scheme, row, h);
+    if (count == 2) shrink_rows<2>(a, rank, x, scheme, row, h);
+    if (count == 1) shrink_rows<1>(a, rank, x, scheme, row, h);
+}
+
+// y += B h for rows of one adapter from `row` on, and the 16 outputs of `panel`.
 template <int ROWS>
-PENSTOCK_INLINE void expand_panel(const Factor& b, const LowRank& h, int from, int panel, int module, f32x16 (&y)[ROWS]) {
+PENSTOCK_INLINE void expand_panel(const Expansion& e, const Factor& b, int row, int panel, f32x16 (&y)[ROWS]) {
     const uint8_t* w = b.panels + panel * b.panel_bytes;
-    const size_t at = from * h.stride + module * h.rank;
-    if (b.format == INT8) {
-        const int32_t* offset = h.offset + MODULES * from + module;
-        const float* scale = h.scale + MODULES * from + module;
-        i32x16 acc[ROWS];
+    const LowRank& h = e.h;
+    const int module = e.modules[panel];
+    const size_t at = row * h.stride + module * b.inputs;
+    if (b.format == BF16)
+        return factor_bf16<ROWS>(w, b.inputs, y, [&](int r, int k) { return h.f[at + r * h.stride + k]; });
+    const int32_t* offset = h.offset + MODULES * row + module;
+    const float* scale = h.scale + MODULES * row + module;
+    i32x16 acc[ROWS];
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) acc[r] = i32x16{} + offset[MODULES * r];
-        factor_int8<ROWS>(w, h.q + at, h.stride, h.rank, acc);
-        prefetch(w + 16 * h.rank + REQUESTED_AHEAD);
-        const f32x16 scales = load<f32x16>(w + 16 * h.rank);
+    for (int r = 0; r < ROWS; r++) acc[r] = i32x16{} + offset[MODULES * r];
+    for (int k = 0; k < b.inputs; k += 4) {
+        const u8x64 four = load<u8x64>(w + 16 * k);
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) y[r] = fma(to_float(acc[r]), scales * scale[MODULES * r], y[r]);
-    } else {
-        factor_bf16<ROWS>(w, h.rank, y, [&](int r, int k) { return h.f[at + r * h.stride + k]; });
+        for (int r = 0; r < ROWS; r++) acc[r] = dot4(acc[r], four, h.q + at + r * h.stride + k);
     }
+    const f32x16 scales = load<f32x16>(w + 16 * b.inputs);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) y[r] = fma(to_float(acc[r]), scales * scale[MODULES * r], y[r]);
 }
 
 template <int ROWS>
-static void expand_rows(const Factor& b, const LowRank& h, int from, const uint8_t* modules, int columns, float* out,
-                        size_t stride) {
-    const int whole = columns / 16;
-    for (int p = 0; p < whole; p++) {
-        f32x16 y[ROWS];
+PENSTOCK_INLINE void expand_rows(const Expansion& e, const Factor& b, int row, int panel, f32x16 (*y)[2]) {
+    for (int half = 0; half < 2 && 2 * panel + half < b.num_panels; half++) {
+        f32x16 sums[ROWS];
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) y[r] = load<f32x16>(out + r * stride + 16 * p);
-        expand_panel<ROWS>(b, h, from, p, modules[p], y);
+        for (int r = 0; r < ROWS; r++) sums[r] = y[r][half];
+        expand_panel<ROWS>(e, b, row, 2 * panel + half, sums);
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) store(out + r * stride + 16 * p, y[r]);
+        for (int r = 0; r < ROWS; r++) y[r][half] = sums[r];
     }
-    if (16 * whole == columns) return;
-    f32x16 y[ROWS] = {};
-    expand_panel<ROWS>(b, h, from, whole, modules[whole], y);
-    for (int r = 0; r < ROWS; r++) put(out + r * stride + 16 * whole, y[r], columns - 16 * whole, true);
 }
 
-// A x of `count` rows of x from `row` on, into rows of h from `to` on. `scheme` is what x was prepared for.
-static void shrink(const Factor& a, const Activations& x, Scheme scheme, int row, int count, const LowRank& h, int to) {
-    for (; count >= 4; count -= 4, row += 4, to += 4) shrink_rows<4>(a, x, scheme, row, h, to);
-    if (count == 3) shrink_rows<3>(a, x, scheme, row, h, to);
-    if (count == 2) shrink_rows<2>(a, x, scheme, row, h, to);
-    if (count == 1) shrink_rows<1>(a, x, scheme, row, h, to);
+// y += B h for `count` rows from `row` on and the 32 outputs of a panel of the GEMM.
+static __attribute__((noinline)) void expand(const Expansion& e, int row, int count, int panel, f32x16 (*y)[2]) {
+    for (int run; count > 0; row += run, y += run, count -= run) {
+        const AdapterStage* adapter = e.adapters[row];
+        for (run = 1; run < 4 && run < count && e.adapters[row + run] == adapter;) run++;
+        if (!adapter || !adapter[e.stage].used) continue;
+        const Factor& b = adapter[e.stage].b;
+        if (run == 4) expand_rows<4>(e, b, row, panel, y);
+        if (run == 3) expand_rows<3>(e, b, row, panel, y);
+        if (run == 2) expand_rows<2>(e, b, row, panel, y);
+        if (run == 1) expand_rows<1>(e, b, row, panel, y);
+    }
 }
 
-// out += B h for `count` rows of h from `from` on, and columns of which `b` and `modules` describe the first panel.
-static void expand(const Factor& b, const LowRank& h, int from, int count, const uint8_t* modules, int columns,
-                   float* out, size_t stride) {
-    for (; count >= 4; count -= 4, from += 4, out += 4 * stride) expand_rows<4>(b, h, from, modules, columns, out, stride);
-    if (count == 3) expand_rows<3>(b, h, from, modules, columns, out, stride);
-    if (count == 2) expand_rows<2>(b, h, from, modules, columns, out, stride);
-    if (count == 1) expand_rows<1>(b, h, from, modules, columns, out, stride);
+// All lines of the streams that are due with tile `tile` of `tiles`, in `count` panels of the GEMM from `panel` on.
+static __attribute__((noinline)) void request_lines(const Expansion& e, int panel, int count, int tile, int tiles) {
+    for (int i = e.num_streams * tile / tiles; i < e.num_streams * (tile + 1) / tiles; i++) {
+        const uint8_t* from = e.streams[i].panels + panel * e.streams[i].panel_bytes;
+        for (size_t at = 0; at < count * e.streams[i].panel_bytes; at += 64) prefetch_l2(from + at);
+    }
 }
 
-// The epilogue SILU_MUL by itself, for a row of whole panels.
-static void silu_mul(const float* pairs, int width, float* out) {
-    for (int i = 0; i < width; i += 16)
-        put(out + i, silu(load<f32x16>(pairs + 2 * i)) * load<f32x16>(pairs + 2 * i + 16), width - i, false);
-}
+// The same lines one by one, while tiles compute. Asked for at once they would hold up a tile for as long as they take.
+class Requests {
+  public:
+    Requests(const Expansion& e, int panel) {
+        for (int i = 0; i < e.num_streams; i++)
+            for (size_t at = 0; at < e.streams[i].panel_bytes && count_ < MOST; at += 64)
+                lines_[count_++] = {e.streams[i].panels + panel * e.streams[i].panel_bytes + at, e.streams[i].panel_bytes};
+    }
+    void begin_panel() { next_ = 0; }
+    inline __attribute__((always_inline)) void request() {
+        if (next_ == count_) return;
+        Line& line = lines_[next_++];
+        prefetch_l2(line.at);
+        line.at += line.step;  // of the next panel
+    }
+
+  private:
+    static constexpr int MOST = 256;  // the others come when they are needed
+    struct Line {
+        const uint8_t* at;
+        size_t step;
+    };
+    Line lines_[MOST];
+    int count_ = 0, next_ = 0;
+};
 
 }  // namespace PENSTOCK_ISA

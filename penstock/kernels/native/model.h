@@ -108,12 +108,6 @@ struct AdapterRun {
     int32_t slot, begin, end;
 };
 
-// The factors of an adapter for one GEMM of a layer.
-struct AdapterStage {
-    Factor a{}, b{};
-    bool used = false;  // whether it has any of the modules
-};
-
 // An adapter as steps read it.
 struct PackedAdapter {
     int32_t rank;  // padded
@@ -204,11 +198,11 @@ class Model {
 
     void lay_out_modules();
     void plan_adapters(const Step& step);
-    LowRank low_rank_of(const PackedAdapter& adapter);
+    LowRank low_rank() { return {low_f_.data(), low_q_.data(), low_scale_.data(), low_offset_.data(), low_stride_}; }
     template <class Work>
     void by_adapter(Range rows, int layer, int stage, const Work& work);
     void shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to);
-    const std::vector<Beside::Stream>& streams_beside(Range rows, int layer, int stage, int first, int panels, int thread);
+    const std::vector<Expansion::Stream>& streams_beside(Range rows, int layer, int stage, int panels, int thread);
     void multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                           const Output& out, int copies, int thread);
 
@@ -262,8 +256,8 @@ class Model {
     std::vector<int8_t> low_q_;
     std::vector<int32_t> low_offset_;
     size_t low_stride_ = 0;
-    std::vector<std::vector<float>> expand_scratch_;  // these two: per thread
-    std::vector<std::vector<Beside::Stream>> expand_streams_;
+    std::vector<const AdapterStage*> row_adapters_;  // of a step, by row: the stages of its adapter, or null
+    std::vector<std::vector<Expansion::Stream>> expand_streams_;  // per thread
     std::vector<WorkCounter> counters_;
     std::vector<Range> sampled_runs_;           // of logit rows that are sampled in order
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]
