@@ -44,7 +44,7 @@ def stop_ids_of(request: GenerateRequest, limits: SchedulerLimits) -> frozenset[
 
 
 def constrained(request: GenerateRequest, matcher: Matcher, limits: SchedulerLimits) -> Constraint:
-    """Its grammar, after the output that it comes with. Raises InvalidRequest or EngineFailure if that does not fit."""
+    """Its grammar, after the output that it comes with. Raises InvalidRequest if that does not fit."""
     return constraint_of(request, matcher, stop_ids_of(request, limits), max_len_of(request, limits))
 
 

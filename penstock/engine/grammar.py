@@ -43,7 +43,7 @@ class Matcher(Protocol):
         ...
 
     def follow(self, token: int, /) -> list[int]:
-        """The output goes on with this token and those that it forces, which are returned. Raises EngineFailure for a
+        """The output goes on with this token and those that it forces, which are returned. Raises InvalidRequest for a
         token that the grammar does not allow here."""
         ...
 

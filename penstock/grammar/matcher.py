@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from penstock.core.errors import EngineFailure
+from penstock.core.errors import InvalidRequest
 
 
 class LLGuidanceMatcher:
     """Until the output has the tokens of `after`, one after the other, it is free and only must not end."""
 
-    __slots__ = ("_after", "_ends", "_seen", "ended", "free", "state")
+    __slots__ = ("_after", "_ends", "_param", "_seen", "ended", "free", "state")
 
-    def __init__(self, state: Any, after: tuple[int, ...], ends: Container[int]) -> None:
-        """`ends`: tokens that end an output."""
+    def __init__(self, state: Any, after: tuple[int, ...], ends: Container[int], param: str) -> None:
+        """`ends`: tokens that end an output. `param`: the field of the request that errors name."""
         self.state = state  # llguidance.LLMatcher
         self.free = bool(after)
         self.ended = not after and bool(state.is_stopped())
         self._after = after
         self._ends = ends
+        self._param = param
         self._seen: tuple[int, ...] = ()
 
     @property
@@ -27,13 +28,14 @@ class LLGuidanceMatcher:
         return one_line(self.state.get_error()) if self.state.is_error() else ""
 
     def consume(self, tokens: list[int]) -> None:
-        """The output went on with these. Raises EngineFailure for tokens that the grammar does not allow here."""
+        """The output went on with these. Raises InvalidRequest where the grammar does not allow them, or comes to a
+        limit of llguidance: another replica could not go on either."""
         if self.free:
             tokens = self._constrained_part(tokens)
         if self.free:
             return
         if not self.state.consume_tokens(tokens):
-            raise EngineFailure(f"the output left its grammar: {self.error}", code="grammar_failed")
+            raise InvalidRequest(f"the output cannot go on: {self.error}", param=self._param)
         self.ended = self.state.is_stopped()
 
     def _constrained_part(self, tokens: list[int]) -> list[int]:
@@ -65,7 +67,7 @@ class LLGuidanceMatcher:
         return self.take_forced()
 
     def copy(self) -> LLGuidanceMatcher:
-        made = LLGuidanceMatcher(self.state.deep_copy(), self._after, self._ends)
+        made = LLGuidanceMatcher(self.state.deep_copy(), self._after, self._ends, self._param)
         made.free, made.ended, made._seen = self.free, self.ended, self._seen
         return made
 

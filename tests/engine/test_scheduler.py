@@ -275,7 +275,7 @@ def test_a_grammar_that_fails_ends_its_own_request(runs_ahead: bool) -> None:
     harness.run()
     assert [harness.outcomes[name].finish_reasons for name in failing] == [["error"], ["error"]]
     errors = [harness.outcomes[name].error for name in failing]
-    assert [error and error.error for error in errors] == ["InvalidRequest", "EngineFailure"]
+    assert [error and error.error for error in errors] == ["InvalidRequest", "InvalidRequest"]
     assert harness.outcomes[beside].tokens == harness.expected(beside)
     with pytest.raises(InvalidRequest):
         harness.submit([1, 2, 3], 12, grammar="broken")

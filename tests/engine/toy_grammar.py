@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.errors import EngineFailure, InvalidRequest
+from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar
 from penstock.simulation.paged_executor import EOS, VOCAB, next_token
 
@@ -46,7 +46,7 @@ class ToyMatcher:
     def consume(self, tokens: list[int]) -> None:
         for token in tokens:
             if token not in self.allowed:
-                raise EngineFailure("the output left its grammar")
+                raise InvalidRequest("the output left its grammar")
             if token == EOS:
                 self.length = len(self.taken)
             elif self.ahead:
