@@ -30,6 +30,7 @@ _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[
 _DATA = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # whose values are schemas by name
 
+MOST_EXACT = 2**53  # integers up to this are exact as doubles, which llguidance reads numbers as
 MOST_MULTIPLE = 100_000  # states of the automaton that checks divisibility
 
 
@@ -67,6 +68,9 @@ def _check(schema: Any) -> None:
         raise ValueError(f"the schema must be an object, not {str(schema)[:40]}")
     if "x-guidance" in schema:
         raise ValueError("x-guidance is not supported")
+    for number in _wanted_numbers(schema):
+        if abs(number) > MOST_EXACT:
+            raise ValueError(f"{number} in const or enum is beyond 2**53; write such a number as a string")
     multiple = Fraction(1)
     for value in _multiples(schema):
         multiple = Fraction(
@@ -99,6 +103,18 @@ def _with_patterns(schema: Any) -> Any:
         del found["format"]
         found["allOf"] = [*found.get("allOf", ()), {"pattern": _FORMATS[name]}]
     return found
+
+
+def _wanted_numbers(schema: Any, wanted: bool = False) -> Iterator[int]:
+    """Integers in the values of const and enum, wherever they stand."""
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            yield from _wanted_numbers(value, wanted or key in ("const", "enum"))
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _wanted_numbers(each, wanted)
+    elif wanted and isinstance(schema, int):
+        yield schema
 
 
 def _multiples(schema: Any) -> Iterator[Fraction]:

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.bench.schemas import SCHEMAS, compact, instances_with_faults
 from penstock.checkpoint.source import resolve
-from penstock.core.errors import EngineFailure, InvalidRequest, StartupError
+from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.request import MAX_GRAMMAR_BYTES, Grammar
 from penstock.grammar import compiler
 from penstock.grammar.compiler import LLGuidance
@@ -51,7 +51,7 @@ def accepts(grammars: LLGuidance, grammar: Grammar, tokenizer: Tokenizer, text: 
     matcher = grammars.matcher(grammar)
     try:
         matcher.consume(tokenizer.encode(text, add_special_tokens=False))
-    except EngineFailure:
+    except InvalidRequest:
         return False
     return matcher.ended or tokenizer.eos_ids[0] in allowed(grammars, matcher, tokenizer.vocab_size)
 
@@ -257,8 +257,34 @@ def test_free_until_the_tokens_that_end_it(grammars: LLGuidance, tokenizer: Toke
     matcher.consume([*marker, *yes[:1]])
     assert not matcher.free
     assert matcher.ended == (len(yes) == 1)
-    with pytest.raises(EngineFailure):
+    with pytest.raises(InvalidRequest):
         grammars.matcher(Grammar("regex", "yes|no", after=marker)).consume([*marker, marker[0]])
+
+
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
+MANY = " | ".join(f'"w{number}"' for number in range(2100))
+
+
+@pytest.mark.parametrize(
+    ("grammar", "problem"),
+    [
+        (Grammar("lark", f"root ::= {MANY}", param="guided_grammar"), "max is 2000"),
+        (Grammar("json_schema", json.dumps(ENDLESS), param="guided_grammar"), "Too many items"),
+    ],
+)
+def test_what_llguidance_gives_up_on_is_refused(grammars: LLGuidance, grammar: Grammar, problem: str) -> None:
+    """As a failure of the engine it would be tried again elsewhere, and count against every replica."""
+    with pytest.raises(InvalidRequest, match=problem) as refused:
+        grammars.compile(grammar)
+    assert refused.value.param == "guided_grammar"
+
+
+@pytest.mark.parametrize("wanted", [{"const": 2**53 + 1}, {"enum": ["a", {"id": [-(2**60)]}]}])
+def test_numbers_that_doubles_do_not_have_are_refused(grammars: LLGuidance, wanted: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match=r"beyond 2\*\*53"):
+        grammars.compile(schema({"type": "object", "properties": {"a": wanted}}))
+    grammars.compile(schema({"const": 2**53}))
+    grammars.compile(schema({"type": "integer", "maximum": 2**63 - 1}))
 
 
 def test_a_refused_token_leaves_the_output_where_it_was(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
