@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import cast
 
@@ -225,13 +226,15 @@ class WorkerServer:
     async def _send_heartbeats(self) -> None:
         """Say how the engine is doing, and by saying it that this process runs."""
         host: Host | None = None
+        # A thread of its own: grammars that take long to compile may have all threads of `asyncio.to_thread`.
+        loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, "heartbeats")
         for number in itertools.count():
             await asyncio.sleep(HEARTBEAT_SECONDS)
             heartbeat = b""
             if self._gateways:
                 host, reading = host or Host(), None
                 if number % HEARTBEATS_PER_READING == 0:
-                    reading = await asyncio.to_thread(host.read)
+                    reading = await loop.run_in_executor(thread, host.read)
                 heartbeat = frame(Heartbeat(self.engine.stats, reading))
             for gateway in list(self._gateways):
                 gateway.tick(heartbeat)

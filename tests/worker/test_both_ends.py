@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import pytest
@@ -19,7 +20,7 @@ from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
 from penstock.worker.client import WorkerClient
-from penstock.worker.server import GatewayConnection, WorkerServer
+from penstock.worker.server import HEARTBEATS_PER_READING, GatewayConnection, WorkerServer
 from tests.engine.toy_grammar import ToyGrammars, constrained_output
 
 LIMITS = SchedulerLimits(
@@ -95,6 +96,22 @@ async def test_chunks_that_come_before_the_request_is_known_to_be_accepted(execu
     async with asyncio.timeout(60), both_ends(executor, loop=SlowToReturn) as (_, client):
         chunks = [chunk async for chunk in client.submit(asking(3))]
     assert [token for chunk in chunks for token in chunk.token_ids] == expected_output(PROMPT, 0, 3, frozenset())
+
+
+async def test_heartbeats_go_on_while_all_threads_compile_grammars(executor: PagedExecutor) -> None:
+    over, busy = threading.Event(), ThreadPoolExecutor(1)
+    asyncio.get_running_loop().set_default_executor(busy)
+    busy.submit(over.wait)
+    try:
+        async with asyncio.timeout(60), both_ends(executor) as (_, client):
+            heard = 0
+            while heard < 2 * HEARTBEATS_PER_READING:
+                before = client.stats
+                await asyncio.sleep(0.01)
+                heard += client.stats is not before
+            over.set()
+    finally:
+        over.set()
 
 
 async def test_a_drained_worker_has_sent_its_last_chunk(
