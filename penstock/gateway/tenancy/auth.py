@@ -8,7 +8,7 @@ from typing import Protocol
 from penstock.core.errors import Forbidden, Unauthorized
 from penstock.gateway.http.origins import Origins
 from penstock.gateway.http.request import Request
-from penstock.gateway.tenancy.keys import find_key, looks_like_key
+from penstock.gateway.tenancy.keys import looks_like_key
 from penstock.gateway.tenancy.tenants import OPEN, Directory, Tenant
 
 _HOW = "the operator of this server makes one with 'penstock keys create NAME'"
@@ -46,7 +46,7 @@ class Authenticator:
     async def _tenant(self, token: bytes) -> Tenant:
         directory = self.directory
         if looks_like_key(token):
-            record = find_key(directory.keys, token)
+            record = await directory.find_key(token)
             if record is None:
                 raise Unauthorized(f"the API key is not valid: it is unknown or was revoked; {_HOW}")
             if record.admin:
@@ -61,7 +61,7 @@ class Authenticator:
 
     async def authenticate_admin(self, request: Request) -> Tenant:
         """An admin key is needed also where tenants need none."""
-        record = find_key(self.directory.keys, bearer(request))
+        record = await self.directory.find_key(bearer(request))
         if record is None:
             raise Unauthorized("this needs an admin key: 'penstock keys create --admin' makes one")
         if not record.admin:

@@ -6,8 +6,9 @@ import asyncio
 import dataclasses
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -27,6 +28,7 @@ logger = logging.getLogger("penstock.gateway")
 
 KIND = "tenant"  # of records in the store
 RELOAD_SECONDS = 0.5  # after which a revoked key is refused, at the latest
+SOONEST_LOOK_SECONDS = 0.05  # between two looks at the store for keys that are unknown here
 LOOKS_PER_BUDGET = 20  # of those looks at the store, one in so many asks what tenants have spent
 
 
@@ -65,6 +67,8 @@ class Directory:
         self._was_closed = settings.jwt is not None
         self._version = -1
         self.reachable = True  # the store, when it was last asked
+        self._next_look: asyncio.Task[None] | None = None
+        self._last_look = -SOONEST_LOOK_SECONDS  # when it began
         self.spent: dict[tuple[str, str], float] = {}  # share of budgets, by (tenant, "day" or "month")
         self._set_tenants({})
 
@@ -95,6 +99,22 @@ class Directory:
         self.keys = {record.id: record for record in found if record.admin or record.tenant in self.tenants}
         self._version = version
         return True
+
+    async def find_key(self, presented: bytes) -> KeyRecord | None:
+        """One that was made after the last look at the store is found by another look, which all that wait share."""
+        record = keys.find_key(self.keys, presented)
+        if record is not None or not keys.looks_like_key(presented):
+            return record
+        if self._next_look is None:
+            self._next_look = asyncio.create_task(self._look_again())
+        await asyncio.shield(self._next_look)
+        return keys.find_key(self.keys, presented)
+
+    async def _look_again(self) -> None:
+        await asyncio.sleep(self._last_look + SOONEST_LOOK_SECONDS - time.monotonic())
+        self._last_look, self._next_look = time.monotonic(), None  # whoever comes from now on needs another one
+        with suppress(PenstockError, msgspec.MsgspecError):  # `watch` reports it
+            await self.reload()
 
     def _set_tenants(self, stored: Mapping[str, str]) -> None:
         defaults = given_fields(self.settings.tenant_defaults)

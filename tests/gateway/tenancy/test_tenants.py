@@ -136,6 +136,13 @@ def test_a_key_revoked_in_another_process_is_refused_soon(tokenizer: Tokenizer, 
         gateway.client(key).chat.completions.create(model=MODEL, messages=HI)
         id = penstock("keys", "list").split()[0]
         assert id in key
+        for number in range(4):  # each at once, wherever the gateway's looks at the store are
+            other, admin = (
+                penstock("keys", "create", f"tenant{number}").strip(),
+                penstock("keys", "create", "--admin").strip(),
+            )
+            assert http.get("/v1/models", headers=bearer(other)).status_code == 200
+            assert http.get("/admin/keys", headers=bearer(admin)).status_code == 200
         penstock("keys", "revoke", id)
         while http.get("/v1/models", headers=bearer(key)).status_code == 200:
             pass
