@@ -6,17 +6,21 @@ import asyncio
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from penstock.cli.processes import Gateways
+from penstock.cli.processes import Gateways, Lent, nothing_lent
 from penstock.cli.requirements import check_requirements
 from penstock.cli.serve import url_of
 from penstock.core.errors import StartupError
 from penstock.fleet.channel import Channel
 from penstock.fleet.gateways import GatewayProcess, LaunchedGateway, LocalGateway
 from penstock.settings import settings_from_mapping
+from penstock.state.brokered import BrokeredStore, store_handlers
+from penstock.state.memory import MemoryStore
+from penstock.state.store import Claim
 
 
 class Scripted:
@@ -62,10 +66,10 @@ async def replicas() -> list[object]:
     return []
 
 
-def gateways(launcher: Scripted, monkeypatch: pytest.MonkeyPatch) -> Gateways:
+def gateways(launcher: Scripted, monkeypatch: pytest.MonkeyPatch, lent: Lent = nothing_lent) -> Gateways:
     monkeypatch.setattr("penstock.cli.processes._RETRY_SECONDS", 0.0)
     url = lambda host, port: url_of(host, port, tls=False)  # noqa: E731
-    return Gateways(launcher, 1, url, {}, {"replicas": replicas}, CollectorRegistry())
+    return Gateways(launcher, 1, url, {}, {"replicas": replicas}, lent, CollectorRegistry())
 
 
 async def test_the_first_gateway_that_cannot_start_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +109,21 @@ async def test_one_that_is_lost_is_started_again(monkeypatch: pytest.MonkeyPatch
     first.close()
     await launcher.launches.get()
     assert found._here[0].restarts == 1
+    found.stop(signal.SIGTERM, -10.0)
+    await found.ended()
+
+
+async def test_one_that_is_lost_holds_nothing_of_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Scripted(ready)
+    found = gateways(launcher, monkeypatch, partial(store_handlers, MemoryStore()))
+    found.start()
+    await found.all_ready
+    for number in range(3):
+        channel = await launcher.launches.get()
+        grant = await BrokeredStore(channel).reserve(Claim(f"{number}", "acme", "m", 10, concurrent=1))
+        assert grant.refused is None
+        channel.close()
+    await launcher.launches.get()
     found.stop(signal.SIGTERM, -10.0)
     await found.ended()
 

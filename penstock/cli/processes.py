@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -41,10 +41,17 @@ from penstock.state.open import is_shared, open_store
 
 log = logging.getLogger(__name__)
 
+Lent = Callable[[], AbstractContextManager[Mapping[str, Handler]]]
+
 _RETRY_SECONDS = 1.0
 _LAST_RETRY_SECONDS = 30.0
 _END_SECONDS = 10.0  # beyond the time that requests have to finish
 _ASK_SECONDS = 2.0
+
+
+def nothing_lent() -> AbstractContextManager[Mapping[str, Handler]]:
+    """The gateway processes reach the store on their own."""
+    return nullcontext({})
 
 
 class Gateways:
@@ -57,10 +64,13 @@ class Gateways:
         url: Callable[[str, int], str],
         fleets: Mapping[str, SharedFleet],
         handlers: dict[str, Handler],
+        lent: Lent,
         own_metrics: CollectorRegistry,
     ) -> None:
         """`count` are those of this machine, `url` makes the address of host and port. `fleets` by the name of the
-        model. `own_metrics` are those of the launching process."""
+        model. `lent` makes the handlers of one process, until that ends. `own_metrics` are those of the launching
+        process."""
+        self._lent = lent
         self._own_metrics = own_metrics
         self._url = url
         self._fleets = fleets
@@ -122,14 +132,15 @@ class Gateways:
                 self.all_ready.set_result((models, open))
 
         own: dict[str, Handler] = {"hello": self._told_of_fleets, "failed": failed, "ready": ready}
-        channel = Channel(launched.connection, {**self._handlers, **own})
-        self.channels.append(channel)
-        try:
-            await channel.closed
-        finally:
-            self._ready.pop(gateway, None)
-            self.channels.remove(channel)
-            gateway.url = ""
+        with self._lent() as lent:
+            channel = Channel(launched.connection, {**self._handlers, **lent, **own})
+            self.channels.append(channel)
+            try:
+                await channel.closed
+            finally:
+                self._ready.pop(gateway, None)
+                self.channels.remove(channel)
+                gateway.url = ""
         return await launched.end()
 
     async def _told_of_fleets(self) -> dict[str, Any]:
@@ -213,6 +224,8 @@ class Gateways:
 async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Place) -> int:
     """`values` are the settings as a file holds them, for the gateway processes."""
     server = settings.server
+    if server.port:
+        bind(server.host, server.port).close()  # raises where another server listens: a shared address would join it
     reserved = bind(server.host, server.port, shared=True)
     host, port = reserved.getsockname()[:2]
     fleets = {
@@ -228,15 +241,16 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
         stack.callback(reserved.close)
         start = await _gateway_start(settings, values, port, launchers.secret)
         handlers = launcher_handlers(by_label, control)
+        lent: Lent = nothing_lent
         if not start.own_store:
-            handlers |= store_handlers(await stack.enter_async_context(open_store(settings.state)))
+            lent = partial(store_handlers, await stack.enter_async_context(open_store(settings.state)))
             handlers |= answer_handlers(settings.cache.memory_mib)
         control.autoscalers = autoscalers(settings, fleets, control)
         registry = CollectorRegistry(auto_describe=False)
         registry.register(ScalingMetrics(by_label.values(), control.autoscalers.values()))
         url = partial(url_of, tls=server.tls is not None)
         here = LocalGatewayLauncher(start, host)
-        gateways = Gateways(here, server.processes, url, by_label, handlers, registry)
+        gateways = Gateways(here, server.processes, url, by_label, handlers, lent, registry)
         for name, config in settings.served.items():
             fleet = fleets[name]
             fleet.gateways = lambda: gateways.channels

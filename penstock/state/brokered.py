@@ -5,7 +5,9 @@ A reservation is one call over a socket; settling it waits for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -61,14 +63,24 @@ class BrokeredStore:
         return int(await self._channel.call("version"))
 
 
-def store_handlers(store: Store) -> dict[str, Callable[..., Awaitable[Any]]]:
-    """The end of the process that holds the store."""
+@contextmanager
+def store_handlers(store: Store) -> Iterator[dict[str, Callable[..., Awaitable[Any]]]]:
+    """The end of the process that holds the store, for one gateway process: what that one leaves unsettled is released
+    at the exit."""
+    unsettled: Counter[Grant] = Counter()  # grants of one request can be equal
 
     async def reserve(claim: list[Any]) -> Grant:
-        return await store.reserve(Claim(*claim))
+        grant = await store.reserve(Claim(*claim))
+        if grant.refused is None:
+            unsettled[grant] += 1
+        return grant
 
-    async def settle(grant: list[Any], used: list[Any]) -> None:
-        store.settle(msgspec.convert(grant, Grant), UsageRecord(*used))
+    async def settle(settled: list[Any], used: list[Any]) -> None:
+        grant = msgspec.convert(settled, Grant)
+        unsettled[grant] -= 1
+        if not unsettled[grant]:
+            del unsettled[grant]
+        store.settle(grant, UsageRecord(*used))
 
     async def usage(first_day: str, last_day: str) -> list[Any]:
         return list((await store.usage(first_day, last_day)).items())
@@ -78,15 +90,19 @@ def store_handlers(store: Store) -> dict[str, Callable[..., Awaitable[Any]]]:
     ) -> bool:
         return await store.save(kind, tenant, name, document, Keep(*keep), instead_of)
 
-    return {
-        "save": save,
-        "load": store.load,
-        "discard": store.discard,
-        "reserve": reserve,
-        "settle": settle,
-        "usage": usage,
-        "put": store.put,
-        "delete": store.delete,
-        "records": store.records,
-        "version": store.version,
-    }
+    try:
+        yield {
+            "save": save,
+            "load": store.load,
+            "discard": store.discard,
+            "reserve": reserve,
+            "settle": settle,
+            "usage": usage,
+            "put": store.put,
+            "delete": store.delete,
+            "records": store.records,
+            "version": store.version,
+        }
+    finally:
+        for grant in unsettled.elements():
+            store.settle(grant, UsageRecord())

@@ -135,6 +135,7 @@ def test_background_streams_are_read_at_any_process() -> None:
 
 async def test_one_gateway_dies_and_the_streams_of_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE__ENABLED", "false")
+    monkeypatch.setenv("PENSTOCK_TENANT_DEFAULTS__CONCURRENT", "24")
     server = start_server("--processes", "2", "--kv-memory-gib", "0.2")
     try:
         before = gateway_processes(server)
@@ -155,6 +156,9 @@ async def test_one_gateway_dies_and_the_streams_of_the_others_go_on(monkeypatch:
         assert {tokens for _, tokens in again} == {200}
         while len(gateway_processes(server)) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            await http.get("/metrics")  # asks every process, so what they have settled is known
+        await asyncio.gather(*(stream(server, number, 50) for number in range(24)))  # the dead one holds no places
     finally:
         pids = gateway_processes(server)
         server.stop()

@@ -48,11 +48,13 @@ def cannot_start(*arguments: str) -> str:
     return said
 
 
-def test_a_port_that_is_taken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_port_that_is_taken(processes: str) -> None:
+    """Also by a server that would share it."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as other:
         port = other.getsockname()[1]
         assert f"penstock: cannot listen on 127.0.0.1:{port}: Address already in use" in cannot_start(
-            "--port", str(port)
+            "--port", str(port), "--processes", processes
         )
 
 
