@@ -10,6 +10,7 @@ import pytest
 
 from penstock.cli import serve
 from penstock.cli.environment import settings_from_environment
+from penstock.cli.settings import read_yaml
 from penstock.core.errors import StartupError
 from penstock.engine.settings import EngineConfig
 from penstock.gateway.settings import LimitConfig
@@ -220,6 +221,16 @@ def test_sampling_defaults_reach_the_worker_as_they_are() -> None:
     with ours, theirs:
         ours.sendall(frame(start))
         assert read_control(theirs) == start
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    """Of which YAML's reader would use the second, and forget the first."""
+    file = tmp_path / "twice.yaml"
+    file.write_text("server: {port: 1}\nmodel: a\ntenants:\n  acme: {}\nserver: {host: localhost}\n")
+    with pytest.raises(StartupError, match=r"server stands here and on line 1(.|\n)*line 5"):
+        parse("--config", str(file))
+    file.write_text("base: &base {weight: 2}\ntenants:\n  acme: {<<: *base, weight: 3}\n")
+    assert read_yaml(str(file))["tenants"] == {"acme": {"weight": 3}}
 
 
 def test_broken_yaml(tmp_path: Path) -> None:

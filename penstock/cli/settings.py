@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.environment import settings_from_environment
 from penstock.core.errors import StartupError
+
+if TYPE_CHECKING:
+    import yaml
 
 
 def file_and_environment(path: str | None) -> dict[str, Any]:
@@ -22,7 +25,9 @@ def read_yaml(path: str | None) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(path).read_text()) or {}
+        text = Path(path).read_text()
+        _check_unique(yaml.compose(text, yaml.SafeLoader))
+        values = yaml.safe_load(text) or {}
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -30,6 +35,25 @@ def read_yaml(path: str | None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise StartupError(f"{path} must hold a mapping with model, engine and server", param="config")
     return values
+
+
+def _check_unique(node: yaml.Node | None) -> None:
+    """Of two equal keys PyYAML would silently use the last one."""
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        for below in node.value:
+            _check_unique(below)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    lines: dict[str, int] = {}
+    for key, below in node.value:
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode) and (first := lines.setdefault(key.value, line)) != line:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{key.value} stands here and on line {first}; put both together", key.start_mark
+            )
+        _check_unique(below)
 
 
 def merged(values: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
