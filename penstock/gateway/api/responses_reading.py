@@ -86,9 +86,19 @@ class ResponsesReader(ChatReader):
         assert isinstance(asked, ResponsesChat)
         if not asked.truncates:
             return super().prompts(asked, text, bounds, semantic)
-        room = bounds.max_model_len - (asked.max_completion_tokens or 1)
-        bounds = bounds._replace(prompt_tokens=max(1, min(bounds.prompt_tokens, room)))
-        return _fewest_dropped(asked.messages, lambda kept: self._try(asked, kept, text, bounds, semantic))
+        output = max(asked.max_completion_tokens or 1, 1)
+        room = bounds.max_model_len - output
+        if room < 1:
+            raise ContextTooLong(
+                f"max_output_tokens is {output}, but max_model_len is {bounds.max_model_len} and the prompt must fit "
+                "in as well; ask for fewer tokens",
+                param="max_output_tokens",
+            )
+        within = bounds._replace(prompt_tokens=min(bounds.prompt_tokens, room))
+        try:
+            return _fewest_dropped(asked.messages, lambda kept: self._try(asked, kept, text, within, semantic))
+        except ContextTooLong:
+            raise _still_too_long(bounds, output) from None
 
     def _try(
         self, asked: ResponsesChat, kept: list[Message], text: ModelText, bounds: Bounds, semantic: bool
@@ -110,6 +120,21 @@ def _fewest_dropped(messages: Sequence[Message], prompts: Callable[[list[Message
         except ContextTooLong:
             fewest = dropped + 1
     return prompts([*fixed, *turns[fewest:]])
+
+
+def _still_too_long(bounds: Bounds, output: int) -> ContextTooLong:
+    """What truncation keeps of a conversation leaves no room for so many tokens of output."""
+    room = bounds.max_model_len - output
+    way_out = "shorten the last message, the instructions or the tools"
+    if bounds.prompt_tokens < room:
+        why = f"this tenant is limited to {bounds.prompt_tokens}"
+    elif output > 1:
+        why = f"max_model_len is {bounds.max_model_len} and max_output_tokens is {output}"
+        way_out += ", or ask for fewer tokens"
+    else:
+        why = f"max_model_len is {bounds.max_model_len} and at least one token must be left for the output"
+    count = f"more than {min(bounds.prompt_tokens, room)} tokens even after truncation"
+    return ContextTooLong(f"messages: the prompt has {count}, but {why}; {way_out}", param="messages")
 
 
 def _chat(asked: types.ResponsesRequest, history: History) -> ResponsesChat:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -123,6 +124,7 @@ class _Socket:
         self._tenant = tenant
         self._answer = answer
         self._running: dict[str, Request] = {}
+        self._cancelled: set[Request] = set()  # by messages of the client; they have not ended yet
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._heard = asyncio.Event()
@@ -169,6 +171,7 @@ class _Socket:
             return
         if isinstance(asked, Cancel):
             if (running := self._running.get(asked.id)) is not None:
+                self._cancelled.add(running)
                 running.cancel(ClientGone("cancelled by its client"))
             return
         if asked.id in self._running:
@@ -182,7 +185,7 @@ class _Socket:
             self._running[asked.id] = request
             task = request.task = asyncio.create_task(self._run(asked.id, request))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(partial(self._end, asked.id, request))
 
     async def _run(self, id: str, request: Request) -> None:
         async def on_events(events: bytes) -> None:
@@ -192,17 +195,24 @@ class _Socket:
                     await self._send(Event(id, msgspec.Raw(data)))
 
         response = LocalResponse(request, on_events)
-        try:
-            await self._answer(request, response, self._tenant)
-        finally:
-            del self._running[id]
-        if not response.status:
+        await self._answer(request, response, self._tenant)
+        del self._running[id]
+        if not response.status or request in self._cancelled:
             await self._send(Cancelled(id))
         elif response.streaming:
             status = 200 if response.error is None else response.error.status
             await self._send(End(id, status))
         else:
             await self._send(End(id, response.status, msgspec.Raw(response.body)))
+
+    def _end(self, id: str, request: Request, task: asyncio.Task[None]) -> None:
+        """A task that was cancelled before its first step has run nothing of `_run`."""
+        self._tasks.discard(task)
+        self._cancelled.discard(request)
+        if self._running.get(id) is request:
+            del self._running[id]
+            if task.cancelled():
+                self._say(Cancelled(id))
 
     async def _send(self, message: msgspec.Struct) -> None:
         """Waits while the client does not take what was sent, so nothing piles up here."""

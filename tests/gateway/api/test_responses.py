@@ -186,6 +186,37 @@ def test_truncation_drops_the_oldest(gateway: Gateway) -> None:
     assert len(gateway.engine.requests[-1].prompt) + 20 <= MAX_MODEL_LEN
 
 
+def test_what_is_too_long_after_truncation_is_told_why(tokenizer: Tokenizer, gateway: Gateway) -> None:
+    def refusal(param: str, **fields: Any) -> str:
+        response = post(gateway, truncation="auto", **fields)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        message: str = error["message"]
+        assert "tenant" not in message
+        return message
+
+    long = "word " * MAX_MODEL_LEN
+    message = refusal("input", input=long, max_output_tokens=20)
+    assert message.startswith(f"input: the prompt has more than {MAX_MODEL_LEN - 20} tokens even after truncation")
+    assert f"max_model_len is {MAX_MODEL_LEN} and max_output_tokens is 20" in message
+    assert "shorten the last message, the instructions or the tools, or ask for fewer tokens" in message
+    message = refusal("input", input=long)
+    assert f"more than {MAX_MODEL_LEN - 1} tokens even after truncation" in message
+    assert f"max_model_len is {MAX_MODEL_LEN} and at least one token must be left" in message
+    message = refusal("max_output_tokens", input="Hi", max_output_tokens=MAX_MODEL_LEN)
+    assert f"max_output_tokens is {MAX_MODEL_LEN}, but max_model_len is {MAX_MODEL_LEN}" in message
+
+    limited = Settings(tenants={"small": TenantConfig(max_prompt_tokens=60)})
+    with serving(tokenizer, limited) as keyed, keyed.http() as http:
+        headers = {"authorization": f"Bearer {keyed.key('small')}"}
+        for output, why in ((20, "this tenant is limited to 60"), (MAX_MODEL_LEN - 30, "max_output_tokens is")):
+            asked = ASKED | {"input": long, "truncation": "auto", "max_output_tokens": output}
+            message = http.post(PATH, json=asked, headers=headers).json()["error"]["message"]
+            assert why in message
+            assert ("tenant" in message) == ("tenant" in why)
+
+
 # ---------------------------------------------------------------- the store
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
 from websockets.sync.client import ClientConnection, connect
 
 from penstock.core.request import GenerateRequest
@@ -30,9 +31,17 @@ def socket(gateway: Gateway, **options: Any) -> Iterator[ClientConnection]:
         yield client
 
 
-def ask(client: ClientConnection, id: str, *, url: str = CHAT, **fields: Any) -> None:
+def asking(id: str, *, url: str = CHAT, **fields: Any) -> str:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
-    client.send(json.dumps({"type": "request", "id": id, "url": url, "body": body}))
+    return json.dumps({"type": "request", "id": id, "url": url, "body": body})
+
+
+def cancelling(id: str) -> str:
+    return json.dumps({"type": "cancel", "id": id})
+
+
+def ask(client: ClientConnection, id: str, *, url: str = CHAT, **fields: Any) -> None:
+    client.send(asking(id, url=url, **fields))
 
 
 def receive(client: ClientConnection) -> dict[str, Any]:
@@ -81,7 +90,7 @@ def test_a_message_cancels_a_request(gateway: Gateway) -> None:
         assert begun.acquire(timeout=SECONDS)
         ask(client, "a")
         assert receive(client)["message"] == "a request with this id is running"
-        client.send(json.dumps({"type": "cancel", "id": "a"}))
+        client.send(cancelling("a"))
         assert receive(client) == {"type": "cancelled", "id": "a"}
         ask(client, "a")
         assert receive(client)["status"] == 200
@@ -89,6 +98,32 @@ def test_a_message_cancels_a_request(gateway: Gateway) -> None:
         assert begun.acquire(timeout=SECONDS)
     for ended in list(gateway.engine.ended.values()):  # the client has left, and its request with it
         assert ended.wait(SECONDS)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_cancelled_before_it_begins(gateway: Gateway, stream: bool) -> None:
+    messages = asking("a", stream=stream), cancelling("a")
+    frames = [Frame(Opcode.TEXT, message.encode()).serialize(mask=True) for message in messages]
+    with socket(gateway) as client:
+        for _ in range(3):
+            client.socket.sendall(b"".join(frames))  # which the server reads at once
+            assert receive(client) == {"type": "cancelled", "id": "a"}
+        ask(client, "a")
+        assert receive(client)["status"] == 200
+
+
+def test_a_stream_that_is_cancelled_ends_with_that(gateway: Gateway) -> None:
+    gateway.runs(lambda request: [[100], [101], hang])
+    with socket(gateway) as client:
+        ask(client, "a", stream=True)
+        assert receive(client)["type"] == "event"
+        client.send(cancelling("a"))
+        while (last := receive(client))["type"] == "event":
+            pass
+        assert last == {"type": "cancelled", "id": "a"}
+        gateway.answers(HELLO)
+        ask(client, "a")
+        assert receive(client)["status"] == 200
 
 
 @pytest.mark.parametrize("message", ["{", '{"type": "nothing"}', '{"type": "request", "id": "a"}', "\x00", b"\xff"])
