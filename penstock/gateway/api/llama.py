@@ -96,7 +96,7 @@ def _fields(asked: types.LlamaCompletionRequest, terms: Terms) -> dict[str, Any]
         "stop": asked.stop or None,
         "ignore_eos": asked.ignore_eos,
         "guided_grammar": asked.grammar or None,
-        "guided_json": asked.json_schema or None,
+        "guided_json": asked.json_schema,
         "return_token_ids": asked.return_tokens,
     }
 

@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from typing import Any, BinaryIO
 
-from penstock.core.errors import PenstockError
+from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.gateway.api.anthropic_reading import CountReader, MessagesReader
 from penstock.gateway.api.chat import ChatReader
 from penstock.gateway.api.comparisons import RerankReader, ScoreReader
@@ -45,12 +45,17 @@ def main(requests: BinaryIO, answers: BinaryIO) -> None:
     gc.set_threshold(*GC_THRESHOLDS)
     while header := _frame(requests):
         name, terms = pickle.loads(header)
-        ok, head, prompts = _read(readers[name], _frame(requests), terms)
-        for part in ((ok, head, len(prompts)), *prompts):
-            data = pickle.dumps(part)
+        for data in _answer(*_read(readers[name], _frame(requests), terms)):
             answers.write(LENGTH.pack(len(data)))
             answers.write(data)
         answers.flush()
+
+
+def _answer(ok: bool, head: Any, prompts: list[Prompt]) -> list[bytes]:
+    try:
+        return [pickle.dumps(part) for part in ((ok, head, len(prompts)), *prompts)]
+    except RecursionError:
+        return [pickle.dumps((False, InvalidRequest("the request is nested too deeply"), 0))]
 
 
 def _read(reader: Reader[Any], body: bytes, terms: Terms) -> tuple[bool, Any, list[Prompt]]:

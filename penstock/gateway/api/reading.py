@@ -243,7 +243,11 @@ def checked_options(body: S, **prompt: Any) -> S:
     options = msgspec.structs.replace(body, **prompt)
     for name in options.__struct_fields__:
         value = getattr(options, name)
-        if not isinstance(value, bytes) and len(pickle.dumps(value)) > MAX_OPTION:
+        try:
+            fits = isinstance(value, bytes) or len(pickle.dumps(value)) <= MAX_OPTION
+        except RecursionError:
+            raise InvalidRequest(f"{name} is nested too deeply", param=name) from None
+        if not fits:
             raise InvalidRequest(f"{name} is larger than {MAX_OPTION} bytes", param=name)
     return options
 

@@ -57,7 +57,7 @@ def _of_fields(
     prefix: str, schema: Any, regex: str | None, choices: list[str] | None, grammar: str | None
 ) -> Iterator[Grammar]:
     """The fields that vLLM calls by the same names in both of its ways to ask."""
-    if schema is not None and schema is not False:
+    if schema is not None:
         yield Grammar("json_schema", _source(schema), param=f"{prefix}json")
     if regex is not None:
         yield Grammar("regex", regex, param=f"{prefix}regex")

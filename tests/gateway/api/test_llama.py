@@ -28,10 +28,11 @@ def test_completion_whole_and_streamed(gateway: Gateway) -> None:
         assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", "friend")
         assert http.post("/completion", json={**asked, "n_predict": 2}).json()["stop_type"] == "limit"
         ids = gateway.tokenizer.encode("Once upon")
-        http.post("/completion", json={"prompt": ids, "json_schema": {"type": "object"}})
-        request = gateway.engine.requests[-1]
-        assert list(request.prompt) == ids
-        assert request.params.grammar is not None
+        for schema in ({"type": "object"}, {}):
+            http.post("/completion", json={"prompt": ids, "json_schema": schema})
+            request = gateway.engine.requests[-1]
+            assert list(request.prompt) == ids
+            assert request.params.grammar is not None
 
 
 def test_bad_fields_are_named(shared_gateway: Gateway) -> None:

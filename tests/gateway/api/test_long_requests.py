@@ -241,3 +241,17 @@ def test_running_out_of_file_descriptors_is_said_so(padding: str) -> None:
     assert response.status == 503, error
     assert "file descriptors" in error["message"]
     assert "ulimit -n" in error["message"]
+
+
+@pytest.mark.parametrize("depth", [500, 700, 950])
+def test_fields_that_are_nested_too_deeply_are_refused(roomy: Gateway, depth: int) -> None:
+    """They would end the process that reads them, which hands on what it has read."""
+    nested = '{"items":' * depth + "{}" + "}" * depth
+    schema = f'"tools":[{{"type":"function","function":{{"name":"f","parameters":{nested}}}}}]'
+    with roomy.http() as http:
+        for field, name in ((f'"guided_json":{nested}', "guided_json"), (schema, None)):
+            body = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"Hi"}}],{field}}}{PADDING}'
+            answer = http.post(CHAT, content=body.encode(), headers=JSON)
+            assert answer.status_code in (200, 400), answer.text
+            if answer.status_code == 400 and name:
+                check_error(answer, 400, name)
