@@ -32,6 +32,26 @@ def test_mistyped_words_are_recognised(line: str, hint: str, capsys: pytest.Capt
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "command", ["bench serve --json", "chaos --html", "profile --output", "batch fetch x --output"]
+)
+def test_a_file_that_cannot_be_written_is_named_before_the_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file, problem in ((tmp_path / "none" / "x", "there is no folder"), (tmp_path, "is a folder")):
+        with pytest.raises(SystemExit) as exit:
+            main([*command.split(), str(file)])
+        assert exit.value.code == 2
+        assert f"{file} " in (said := capsys.readouterr().err)
+        assert problem in said
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    assert main(["dashboards", "export", str(tmp_path / "file" / "below")]) == 1
+    assert capsys.readouterr().err == f"penstock: {tmp_path}/file/below: Not a directory\n"
+
+
 def complete(script: str, *words: str) -> list[str]:
     """What bash offers for the last word."""
     line = " ".join(f"'{word}'" for word in words)

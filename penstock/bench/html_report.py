@@ -17,8 +17,8 @@ CURVE_POINTS = 120
 LONGEST_CURVES = 6  # results in one plot
 
 
-def write_html(path: str, command: str, results: Sequence[Result], facts: Mapping[str, Any]) -> None:
-    Path(path).write_text(render(command, results, facts))
+def write_html(path: Path, command: str, results: Sequence[Result], facts: Mapping[str, Any]) -> None:
+    path.write_text(render(command, results, facts))
 
 
 def render(command: str, results: Sequence[Result], facts: Mapping[str, Any]) -> str:

@@ -295,11 +295,11 @@ def render_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, rows)])
 
 
-def write_json(path: str, command: str, results: Sequence[Result], facts: Mapping[str, Any]) -> None:
+def write_json(path: Path, command: str, results: Sequence[Result], facts: Mapping[str, Any]) -> None:
     report = {
         "benchmark": command,
         "machine": describe_machine(),
         **facts,
         "results": [result.as_json() for result in results],
     }
-    Path(path).write_text(json.dumps(report, indent=2) + "\n")
+    path.write_text(json.dumps(report, indent=2) + "\n")

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.environment import add_server_arguments
+from penstock.cli.environment import add_server_arguments, output_file
 from penstock.cli.fleet import plain_console
 from penstock.client.http import HttpClient, Response, failure, openai_base
 from penstock.core.errors import InvalidRequest, Unavailable
@@ -37,8 +37,8 @@ def add_parser(subparsers: Subparsers) -> None:
     status = _action(actions, "status", "how far a batch has come", _status)
     status.add_argument("--wait", action="store_true", help="until it is over")
     fetch = _action(actions, "fetch", "write the answers of a batch, and say what went wrong", _fetch)
-    fetch.add_argument("--output", type=Path, metavar="FILE", help="of the answers (default: standard output)")
-    fetch.add_argument("--errors", type=Path, metavar="FILE", help="of the lines that have none")
+    fetch.add_argument("--output", type=output_file, metavar="FILE", help="of the answers (default: standard output)")
+    fetch.add_argument("--errors", type=output_file, metavar="FILE", help="of the lines that have none")
     cancel = _action(actions, "cancel", "stop a batch; what is answered stays", _cancel)
     for action in (status, fetch, cancel):
         action.add_argument("id", help="as printed by submit")

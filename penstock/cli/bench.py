@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, get_args
 
 from penstock.checkpoint.source import DEFAULT_MODEL
-from penstock.cli.environment import add_server_arguments
+from penstock.cli.environment import add_server_arguments, output_file
 from penstock.engine.settings import Device, Dtype, KVDtype, Quantization, Scheduling, SpeculationMethod
 
 if TYPE_CHECKING:
@@ -109,8 +109,10 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--targets", action="store_true", help="show goals and the best peers beside the results, from other machines"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures here")
-    parser.add_argument("--html", metavar="FILE", help="write a report with plots here, complete in one file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
+    parser.add_argument(
+        "--html", type=output_file, metavar="FILE", help="write a report with plots here, complete in one file"
+    )
 
 
 def _add_open_loop(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from penstock.cli.bench import positive_float, positive_int
-from penstock.cli.environment import add_server_arguments
+from penstock.cli.environment import add_server_arguments, output_file
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -62,8 +62,10 @@ def add_parser(subparsers: Subparsers) -> None:
         help="pass although texts differ: for servers that do not repeat their own answers, as GPUs without "
         "deterministic kernels",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures here")
-    parser.add_argument("--html", metavar="FILE", help="write a report with a plot here, complete in one file")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write all figures here")
+    parser.add_argument(
+        "--html", type=output_file, metavar="FILE", help="write a report with a plot here, complete in one file"
+    )
     parser.set_defaults(run=run)
 
 

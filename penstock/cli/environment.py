@@ -12,6 +12,7 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.core.errors import StartupError
@@ -47,6 +48,17 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 def add_key_argument(parser: argparse.ArgumentParser) -> None:
     key = os.environ.get(API_KEY) or None
     parser.add_argument("--api-key", metavar="KEY", default=key, help=f"sent as a bearer token (default: {API_KEY})")
+
+
+def output_file(text: str) -> Path:
+    """The type of an argument: a file that is written after the work, so what is wrong with it is said before."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {path.parent}"
+        raise argparse.ArgumentTypeError(f"{text} {what}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: permission denied")
+    return path
 
 
 def settings_from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

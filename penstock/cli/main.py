@@ -69,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"penstock: {error.name} is not installed; pip install 'penstock[serve]'", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"penstock: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

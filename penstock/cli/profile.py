@@ -6,10 +6,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.environment import add_server_arguments
+from penstock.cli.environment import add_server_arguments, output_file
 from penstock.cli.fleet import plain_console
 from penstock.client.http import HttpClient, failure, openai_base
 
@@ -26,8 +25,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="to record (default %(default)s)")
     parser.add_argument(
         "--output",
-        type=Path,
-        default=Path("trace.json"),
+        type=output_file,
+        default="trace.json",
         metavar="FILE",
         help="the trace, for https://ui.perfetto.dev (default %(default)s)",
     )

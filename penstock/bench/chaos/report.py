@@ -172,7 +172,7 @@ class Report:
                 lines.append(f"{stream.ask.kind} {name} ({met or 'no fault'}): {what}")
         return lines[:EXAMPLES]
 
-    def write_json(self, path: str) -> None:
+    def write_json(self, path: Path) -> None:
         began = min((stream.sent for stream in self._phase.streams), default=0.0)
         options = ("streams", "output_tokens", "interval", "slow_seconds", "tolerate_changed_text")
         report = {
@@ -192,9 +192,9 @@ class Report:
                 for f in self._faults
             ],
         }
-        Path(path).write_text(json.dumps(report, indent=2) + "\n")
+        path.write_text(json.dumps(report, indent=2) + "\n")
 
-    def write_html(self, path: str) -> None:
+    def write_html(self, path: Path) -> None:
         machine, args = describe_machine(), self._args
         when = machine["date"][:16].replace("T", " ") + " UTC"
         about = [args.url, f"{args.streams} streams", f"{self._phase.seconds:.0f} s", when]
@@ -206,7 +206,7 @@ class Report:
             *(f"<p>{escape(example)}</p>" for example in self.examples()),
             _gaps_plot([row for name, row in self.rows.items() if name not in (BETWEEN, ALL)]),
         ]
-        Path(path).write_text(page(f"penstock chaos: {self._model}", sections))
+        path.write_text(page(f"penstock chaos: {self._model}", sections))
 
 
 def _divide(gap: float, hit: Hit, ledger: dict[str, Any], row: Row) -> None:
