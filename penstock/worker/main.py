@@ -22,7 +22,7 @@ from typing import Protocol
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import PenstockError
-from penstock.core.machine import lower_priority, process_began
+from penstock.core.machine import cache_folder, lower_priority, process_began
 from penstock.core.start_times import StartTimes
 from penstock.engine.calibration import calibrate
 from penstock.engine.executor import Adapters, LoadedExecutor
@@ -126,7 +126,7 @@ def load(wanted: Start, times: StartTimes) -> tuple[Scheduler, LoadedExecutor, E
     scheduler, executor, info = start(wanted.model, wanted.engine, LoadProgress(sys.stderr), times)
     measured = scheduler.times.ready if scheduler.limits.pools else scheduler.times.measured
     if not measured:
-        log.info("measuring how fast this machine is, once")
+        log.info("measuring how fast this machine is, once; kept in %s", cache_folder() / "step_times")
         calibrate(scheduler, executor)
         times.ended("calibration")
     return scheduler, executor, info

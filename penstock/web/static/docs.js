@@ -15,6 +15,7 @@ const HIDDEN = /^\/(web\/|docs$|$)/;
 const MAX_DEPTH = 3;
 
 let schemas = {};
+let models = []; // that are served
 
 function resolved(schema) {
   return schema?.$ref ? schemas[schema.$ref.split("/").pop()] : schema ?? {};
@@ -87,6 +88,9 @@ function bodyFor(path, schema) {
   const body = example(schema);
   if (Array.isArray(body?.messages)) body.messages = [{ role: "user", content: "Hello!" }];
   if (path === "/v1/responses") body.input = "Hello!";
+  const task = /embed|rerank|score/.test(path) ? "embed" : "generate";
+  const model = models.find((one) => one.task === task) ?? models[0];
+  if (body && "model" in body && model) body.model = model.id;
   return JSON.stringify(body, null, 2);
 }
 
@@ -150,6 +154,7 @@ async function main() {
     return;
   }
   schemas = api.components.schemas;
+  models = await send("/v1/models").then((response) => response.json()).then(({ data }) => data, () => []); // needs a key, perhaps
   const left = Object.entries(api.paths).filter(([path]) => !HIDDEN.test(path));
   const sections = [];
   for (const [title, pattern] of GROUPS) {
