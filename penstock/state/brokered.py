@@ -5,6 +5,7 @@ A reservation is one call over a socket; settling it waits for nothing.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,19 @@ class BrokeredStore:
         pass
 
     async def reserve(self, claim: Claim) -> Grant:
-        return msgspec.convert(await self._channel.call("reserve", claim), Grant)
+        asked = asyncio.ensure_future(self._channel.call("reserve", claim))
+        try:
+            return msgspec.convert(await asyncio.shield(asked), Grant)
+        except asyncio.CancelledError:  # its client left while it waited here
+            asked.add_done_callback(self._give_back)
+            raise
+
+    def _give_back(self, asked: asyncio.Future[Any]) -> None:
+        if asked.cancelled() or asked.exception() is not None:
+            return
+        grant = msgspec.convert(asked.result(), Grant)
+        if grant.refused is None:
+            self.settle(grant, UsageRecord())
 
     def settle(self, grant: Grant, used: UsageRecord) -> None:
         self._channel.tell("settle", grant, used)

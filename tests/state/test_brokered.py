@@ -79,3 +79,17 @@ async def test_what_a_process_leaves_unsettled_is_released() -> None:
     (used,) = (await second.usage("2000-01-01", "2099-12-31")).values()
     assert used == UsageRecord(1, 6, 0, 4, 10)
     other.close()
+
+
+async def test_a_grant_whose_client_has_left_is_given_back() -> None:
+    held, stack = MemoryStore(), ExitStack()
+    store = gateway(held, stack)
+    only = Claim("left", "acme", "m", 10, concurrent=1)
+    asking = asyncio.create_task(store.reserve(only))
+    await asyncio.sleep(0)  # it has asked
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled()
+    await store.version()  # comes after the grant
+    assert (await store.reserve(only._replace(id="next"))).refused is None
+    stack.close()
