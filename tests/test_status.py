@@ -21,8 +21,8 @@ def reading(at: float, replicas: list[dict[str, Any]], met: int = 0, missed: int
     return Reading(at, replicas, others.pop("autoscale", {}), {key: 0.5}, {(*key, True): met, (*key, False): missed})
 
 
-def text(now: Reading, before: Reading | None = None, since: Reading | None = None) -> str:
-    console = Console(width=200)
+def text(now: Reading, before: Reading | None = None, since: Reading | None = None, width: int = 200) -> str:
+    console = Console(width=width)
     with console.capture() as shown:
         console.print(page(summarised(now, before, since), "lately"))
     return shown.get()
@@ -68,6 +68,14 @@ def test_what_the_autoscaler_says_and_what_it_costs() -> None:
     assert shown[1] == "autoscaler: wants 3 (TTFT 800 ms of 500)"
     assert "idle: 0 of 0 ready, 0 running, 0 waiting" in shown
     assert "autoscaler: wants 0 (no request for 300 s)" in shown
+
+
+def test_numbers_are_whole_on_a_terminal_of_80_columns() -> None:
+    replicas = [replica("smollm2-135m", number, 10**6 * number, seconds=86400.0) for number in range(2)]
+    shown = text(reading(12.0, replicas), reading(10.0, [{**one, "output_tokens": 0} for one in replicas]), width=80)
+    assert "…" not in shown
+    for part in ("for", "streams", "running", "waiting", "KV", "tok/s", "restarts", "86400 s", "500000", "50%"):
+        assert part in shown.split() or part in shown
 
 
 def test_a_gateway_without_replicas() -> None:

@@ -91,22 +91,24 @@ def _checked(http: HttpClient, response: Response) -> dict[str, Any]:
     return found if "data" in found else {"data": [found]}
 
 
-def replica_table(replicas: list[dict[str, Any]]) -> RenderableType:
+def replica_table(replicas: list[dict[str, Any]], *, model: bool = True) -> RenderableType:
+    """Where there is no room for all of it, places and states are folded, never numbers."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in ("replica", "model", "where", "state"):
-        table.add_column(heading, no_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("replica", no_wrap=True)
+    for heading in (*(["model"] if model else []), "where", "state"):
+        table.add_column(heading, overflow="fold")
     rated = any("tokens_per_second" in one for one in replicas)
     for heading in ("for", "streams", "running", "waiting", "KV", *(["tok/s"] if rated else []), "restarts"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for one in replicas:
         place, state = _place_and_state(one)
         used = f"{one['kv_blocks_used'] / one['kv_blocks']:.0%}" if one["kv_blocks"] else "–"
         numbers = [f"{one['seconds']:.0f} s", str(one["streams"]), str(one["running"]), str(one["waiting"]), used]
         if rated:
             numbers.append(_rate(one.get("tokens_per_second")))
-        table.add_row(one["id"], one["model"], place, state, *numbers, str(one["restarts"]))
+        table.add_row(one["id"], *([one["model"]] if model else []), place, state, *numbers, str(one["restarts"]))
     return table
 
 

@@ -260,7 +260,7 @@ def page(found: FleetStatus, period: str) -> RenderableType:
 
     parts: list[RenderableType] = []
     for model in found.models:
-        parts += [Text(_headline(model), style="bold"), replica_table(model.replicas)]
+        parts += [Text(_headline(model), style="bold"), replica_table(model.replicas, model=False)]
         if model.classes:
             parts += [Text(f"\nobjectives met {period}"), _class_table(model)]
         parts.append(Text())

@@ -56,8 +56,8 @@ class UnsupportedMediaType(PenstockError):
     status = 415
     kind = "invalid_request_error"
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, param="content-type", code="unsupported_media_type")
+    def __init__(self, message: str, param: str = "content-type") -> None:
+        super().__init__(message, param=param, code="unsupported_media_type")
 
 
 class UnsupportedCoding(PenstockError):

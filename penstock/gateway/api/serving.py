@@ -223,6 +223,10 @@ def _check_content_type(request: Request) -> None:
     if given != b"application/json" and _JSON_TYPE.fullmatch(given.strip()) is None:
         found = repr(given[:200].decode("latin-1")) if given else "missing"
         raise UnsupportedMediaType(f"Content-Type is {found}: send JSON with 'Content-Type: application/json'")
+    coding = request.headers.get(b"content-encoding", b"identity").strip().lower()
+    if coding != b"identity":
+        found = repr(coding[:200].decode("latin-1"))
+        raise UnsupportedMediaType(f"Content-Encoding is {found}: send the body without one", "content-encoding")
 
 
 DONE = b"data: [DONE]\n\n"

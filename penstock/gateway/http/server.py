@@ -117,7 +117,8 @@ class _Server:
     def _on_signal(self, sig: signal.Signals) -> None:
         if not self._draining:
             self._draining = True
-            log(logger, logging.INFO, "draining", signal=sig.name, in_flight=len(self._traffic.requests))
+            found = {"in_flight": len(self._traffic.requests), "at_most_seconds": self._drain_seconds}
+            log(logger, logging.INFO, "draining; another signal ends at once", signal=sig.name, **found)
             self._tasks.append(self._loop.create_task(self._drain()))
         else:
             self._traffic.abort()

@@ -46,6 +46,12 @@ def test_json_is_taken_under_each_of_its_names(gateway: Gateway, type: str) -> N
     assert post(gateway, **{"content-type": type}).status_code == 200
 
 
+def test_a_compressed_body_is_refused_by_name(gateway: Gateway) -> None:
+    response = post(gateway, **{"content-encoding": "gzip"})
+    assert (response.status_code, response.json()["error"]["param"]) == (415, "content-encoding")
+    assert post(gateway, **{"content-encoding": "identity"}).status_code == 200
+
+
 @pytest.mark.parametrize(
     "type",
     ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/plain;application/json", ""],
