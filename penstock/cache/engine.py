@@ -20,7 +20,7 @@ from penstock.cache.tier import Tier
 from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health, ServedEngine
 from penstock.core.errors import NotCached
 from penstock.core.ledger import Ledger
-from penstock.core.request import CacheControl, CacheStatus, Chunk, GenerateRequest
+from penstock.core.request import CacheControl, CacheStatus, Chunk, GenerateRequest, Share
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
 
@@ -33,7 +33,6 @@ POLL_SECONDS = 0.02
 CLOSE_SECONDS = 2.0  # for answers on their way to a tier
 
 BYPASS = CacheStatus("bypass")
-MISS = CacheStatus("miss")
 SHARED = CacheStatus("shared")
 
 FlightName = tuple[bytes, CacheControl, str, int]
@@ -118,13 +117,14 @@ class CachedEngine:
         joined = flight is not None and flight.outlasts(expires)
         if flight is None or not joined:
             flight = self._start_flight(name, request, now)
+        share = Share()
         status: CacheStatus | None = None
-        async with aclosing(flight.listen(expires)) as chunks:
+        async with aclosing(flight.listen(share, expires)) as chunks:
             async for chunk in chunks:
                 if status is None and chunk.error is None:
-                    status = flight.found or (SHARED if joined else MISS)
+                    status = flight.found or CacheStatus("shared" if joined else "miss", share=share)
                     self.metrics.count(status)
-                if joined:  # nothing was computed for this request
+                if joined:  # it was computed for another request
                     chunk = replace(chunk, request_id=request.id, ledger=None, cached_tokens=len(request.prompt))
                 chunk.cache = status
                 yield chunk

@@ -151,6 +151,22 @@ class CacheControl:
     similar: SimilarPrompt | None = None  # an answer to a prompt of the same meaning will do
 
 
+@dataclass(slots=True, eq=False)
+class Share:
+    """One request's part in a computation that identical ones share. Its owner pays: the first of those still there."""
+
+    owner: bool = False  # now, or when it left
+    cached_tokens: int | None = None  # of the prompt, as the engine found it; None: this request has got nothing
+    taken: int = 0  # output tokens that it has got
+    paid: int | None = None  # of an heir: output tokens that owners before it pay for; None: not even the prompt
+    unseen: int = 0  # of an owner that has left: output tokens it did not take, but others did or may find stored
+    waived: bool = False  # nothing is charged for what it has got
+
+    def charged(self, output_tokens: int) -> int:
+        """Of as many that reached the client of an owner."""
+        return max(0, output_tokens - (self.paid or 0)) + self.unseen
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
     """Where an answer came from. `shared`: another request in progress computes it. `bypass`: never looked up."""
@@ -159,6 +175,7 @@ class CacheStatus:
     tier: str = ""  # of a hit
     age: float = 0.0  # of a stored answer, seconds
     score: float = 0.0  # cosine between similar prompts
+    share: Share | None = None  # in the computation, of a miss or a shared one
 
     @property
     def computed(self) -> bool:

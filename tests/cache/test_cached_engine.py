@@ -16,7 +16,7 @@ from penstock.cache.engine import CachedEngine
 from penstock.cache.settings import CacheConfig
 from penstock.core.engine import ChunkStream
 from penstock.core.errors import DeadlineExceeded, EngineFailure, NotCached, Overloaded
-from penstock.core.request import CacheControl, Chunk, GenerateRequest, Objective, SamplingParams, choice_seed
+from penstock.core.request import CacheControl, Chunk, GenerateRequest, Objective, SamplingParams, Share, choice_seed
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import ScriptedEngine, says
 from penstock.text.tokenizer import Tokenizer
@@ -254,6 +254,123 @@ async def test_the_computation_survives_the_first_client_and_ends_with_the_last(
     assert await asyncio.to_thread(engine.ended[engine.requests[-1].id].wait, 20)
     gate.open.set()
     assert state(await answer(cached, request(prompt=[4]))) == "miss", "what nobody waited for is not stored"
+
+
+class Reader:
+    """Reads an answer chunk by chunk; then `charged` says what it pays for: whether the prompt, and output tokens."""
+
+    def __init__(self, cached: CachedEngine) -> None:
+        self.chunks = cached.submit(request())
+        self.share = Share()
+        self.tokens = 0
+
+    async def read(self, chunks: int | None = None) -> None:
+        while chunks is None or chunks > 0:
+            chunk = await anext(self.chunks, None)
+            if chunk is None:
+                return
+            if chunks is not None:
+                chunks -= 1
+            assert chunk.cache is not None
+            assert chunk.cache.share is not None
+            self.share = chunk.cache.share
+            self.tokens += len(chunk.token_ids)
+
+    async def leave(self) -> None:
+        await self.chunks.aclose()
+
+    @property
+    def charged(self) -> tuple[bool, int]:
+        share = self.share
+        return (share.paid is None, share.charged(self.tokens)) if share.owner else (False, 0)
+
+
+async def test_who_started_a_computation_pays_for_it_while_it_stays(
+    cached: CachedEngine, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    gate = gated(engine)
+    readers = [Reader(cached) for _ in range(3)]
+    reading = [asyncio.create_task(reader.read()) for reader in readers]
+    await gate.reached.wait()
+    gate.open.set()
+    await asyncio.gather(*reading)
+    whole = len(says(tokenizer, ANSWER)[0])
+    assert [reader.charged for reader in readers] == [(True, whole), (False, 0), (False, 0)]
+
+
+async def test_who_stays_pays_for_what_the_one_that_left_did_not_get(
+    cached: CachedEngine, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    gate = gated(engine, tokens_before=4)
+    first, second, third = (Reader(cached) for _ in range(3))
+    await first.read(1)
+    await second.read(3)
+    await third.read(1)
+    await first.leave()
+    await second.leave()
+    gate.open.set()
+    await third.read()
+    whole = len(says(tokenizer, ANSWER)[0])
+    assert [reader.charged for reader in (first, second, third)] == [(True, 1), (False, 2), (False, whole - 3)]
+    assert len(engine.requests) == 1
+
+
+async def test_who_stays_pays_for_the_prompt_when_the_first_got_nothing(
+    cached: CachedEngine, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    gate = gated(engine, tokens_before=0)
+    first, second = Reader(cached), Reader(cached)
+    reading = [asyncio.create_task(reader.read()) for reader in (first, second)]
+    await gate.reached.wait()
+    reading[0].cancel()
+    await asyncio.wait(reading[:1])
+    gate.open.set()
+    await reading[1]
+    assert second.charged == (True, len(says(tokenizer, ANSWER)[0]))
+    assert second.share.cached_tokens == 2, "as the engine found it"
+
+
+async def test_who_stays_pays_for_all_when_nothing_is_charged_to_the_first(
+    cached: CachedEngine, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    """It was the trial of a cascade, whose answer is not used."""
+    gate = gated(engine)
+    first, second = Reader(cached), Reader(cached)
+    await first.read(2)
+    await second.read(1)
+    first.share.waived = True
+    await first.leave()
+    gate.open.set()
+    await second.read()
+    assert second.charged == (True, len(says(tokenizer, ANSWER)[0]))
+
+
+@pytest.mark.parametrize("complete", [True, False])
+async def test_who_pays_and_reads_slowly_pays_for_what_others_got(
+    cached: CachedEngine, engine: ScriptedEngine, tokenizer: Tokenizer, complete: bool
+) -> None:
+    gate = gated(engine)
+    slow, fast = Reader(cached), Reader(cached)
+    await slow.read(1)
+    await fast.read(3)
+    if complete:
+        gate.open.set()
+        await fast.read()
+    await fast.leave()
+    await slow.leave()
+    whole = len(says(tokenizer, ANSWER)[0])
+    assert (slow.charged, fast.charged) == ((True, whole if complete else 3), (False, 0))
+
+
+async def test_who_leaves_before_it_has_read_an_answer_that_is_stored_pays_for_it(
+    cached: CachedEngine, engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    slow = Reader(cached)
+    await slow.read(1)
+    assert await asyncio.to_thread(engine.ended[engine.requests[0].id].wait, 20)
+    await slow.leave()
+    assert slow.charged == (True, len(says(tokenizer, ANSWER)[0]))
+    assert state(await answer(cached, request())) == "hit"
 
 
 async def test_nobody_joins_a_computation_of_another_class_or_one_that_may_be_given_up_too_soon(

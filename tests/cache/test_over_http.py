@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +20,8 @@ import pytest
 from penstock.cache.settings import CacheConfig, SemanticConfig
 from penstock.core.request import SamplingParams
 from penstock.gateway.settings import ServerConfig
-from penstock.settings import Settings
-from penstock.simulation.scripted_engine import MODEL
+from penstock.settings import Settings, settings_from_mapping
+from penstock.simulation.scripted_engine import MODEL, Action
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server
 from tests.gateway.conftest import Gateway, serving
@@ -182,6 +186,47 @@ def test_a_semantic_route_answers_rewordings_and_only_there(tokenizer: Tokenizer
         assert chat("How can I delete my password?") == "miss"
         for text in ("How do I reset my password?", "How can I reset my password?"):
             assert cache_header(ask(gateway, path="/v1/completions", prompt=text)) == "miss"
+
+
+@pytest.mark.parametrize("tenants", [("acme", "acme"), ("acme", "other")])
+def test_an_answer_is_charged_to_the_one_who_stays_when_the_first_leaves(
+    tokenizer: Tokenizer, tenants: tuple[str, str]
+) -> None:
+    values = {"tenants": {"acme": {}, "other": {}}, "cache": {"scope": "shared"}}
+    asked = {**ASKED, "max_tokens": 40, "ignore_eos": True, "stream": True}
+    path = "/v1/chat/completions"
+    (token,) = tokenizer.encode("Hello", add_special_tokens=False)
+    left = threading.Event()
+
+    async def wait() -> None:
+        await asyncio.to_thread(left.wait, 20)
+        await asyncio.sleep(0.01)  # the gateway sees that the client has left
+
+    with serving(tokenizer, settings_from_mapping(values), cached=True) as gateway, gateway.http() as http:
+        rest: list[Action] = [wait, [token]]
+        gateway.runs(lambda request: [[token], *rest * 39])
+        first, second = ({"authorization": f"Bearer {gateway.key(tenant)}"} for tenant in tenants)
+        with ExitStack() as stays:
+            with http.stream("POST", path, json=asked, headers=first) as response:
+                lines = response.iter_lines()  # held: the response would be closed with it
+                next(lines)
+                more = {**asked, "stream_options": {"include_usage": True}}
+                joined = stays.enter_context(http.stream("POST", path, json=more, headers=second))
+                assert joined.headers["x-penstock-cache"] == "shared"
+            left.set()
+            last = [line for line in joined.iter_lines() if line.startswith("data: {")][-1]
+        usage = json.loads(last.removeprefix("data: "))["usage"]
+        http.headers["authorization"] = f"Bearer {gateway.key('')}"
+        rows: list[Any] = []
+        end = time.monotonic() + 20
+        while sum(row["requests"] for row in rows) < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+            rows = http.get("/admin/usage").json()["data"]
+        assert len(gateway.engine.requests) == 1
+    assert usage["completion_tokens"] == 40
+    assert sum(row["output_tokens"] for row in rows) == 40
+    assert sum(row["input_tokens"] for row in rows) == usage["prompt_tokens"]
+    assert {row["tenant"] for row in rows if row["output_tokens"]} == set(tenants)
 
 
 def test_redis_stopped_under_load_costs_no_request(tokenizer: Tokenizer) -> None:

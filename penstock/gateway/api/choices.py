@@ -13,6 +13,7 @@ from penstock.core.request import (
     FinishReason,
     GenerateRequest,
     SamplingParams,
+    Share,
     TokenLogprob,
     choice_seed,
 )
@@ -61,6 +62,17 @@ class Choice:
     def computed(self) -> bool:
         """Whether the engine worked for it; otherwise a result cache had the answer or shared another's."""
         return self.cache is None or self.cache.computed
+
+    @property
+    def share(self) -> Share | None:
+        return None if self.cache is None else self.cache.share
+
+    @property
+    def charged(self) -> bool:
+        """Whether it pays for a computation: the engine worked for it, or went on for it when another one left."""
+        if self.first is None:
+            return False
+        return self.computed if self.share is None else self.share.owner
 
     def keep(self, delta: TextDelta) -> None:
         self.token_ids += delta.token_ids

@@ -20,7 +20,7 @@ from penstock.gateway.api.context import Context
 from penstock.gateway.api.openai_types import SamplingFields, Usage
 from penstock.gateway.api.slices import slices
 from penstock.gateway.api.trial import Escalated, Trial
-from penstock.gateway.api.usage import count_tokens, usage_of
+from penstock.gateway.api.usage import count_charged, usage_of
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
@@ -150,8 +150,13 @@ class Generation:
             raise EngineFailure("the engine ended the stream without a finish reason")
         finally:
             choice.ended = time.monotonic()
-            await chunks.aclose()
             unused = trial is not None and trial.failed
+            share = choice.share
+            if share is not None:
+                share.waived = unused or choice.first is None
+            await chunks.aclose()
+            if share is not None and share.owner and share.paid is None and share.cached_tokens is not None:
+                choice.cached_tokens = share.cached_tokens
             if choice.computed and choice.ledger is None and not unused:
                 # it was ended here: by a stop string, or the client left
                 choice.ledger = await self.engine.aborted(choice.request.id)
@@ -195,9 +200,8 @@ class Generation:
         return prompt_tokens, output_tokens
 
     def _settle(self) -> None:
-        """What was not computed for this request is not charged."""
-        computed = [choice for choice in self.choices if choice.first is not None and choice.computed]
-        self.reservation.settle(self.metering, *count_tokens(computed))
+        """What was stored, or is computed for another request that stays to its end, is not charged."""
+        self.reservation.settle(self.metering, *count_charged(self.choices))
 
     def usage(self) -> Usage:
         return usage_of(self.choices)

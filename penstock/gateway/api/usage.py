@@ -18,6 +18,15 @@ def count_tokens(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:
     return prompt_tokens, cached_tokens, [choice.stream.output_tokens for choice in choices]
 
 
+def count_charged(choices: Sequence[Choice]) -> tuple[int, int, list[int]]:
+    """As `count_tokens`, without what was stored and what another request pays for."""
+    charged = [choice for choice in choices if choice.charged]
+    prompts = [choice for choice in charged if choice.share is None or choice.share.paid is None]
+    prompt_tokens, cached_tokens, _ = count_tokens(prompts)
+    outputs = [(choice.share, choice.stream.output_tokens) for choice in charged]
+    return prompt_tokens, cached_tokens, [count if share is None else share.charged(count) for share, count in outputs]
+
+
 def usage_of(choices: Sequence[Choice]) -> Usage:
     """Of all choices of a request, so far."""
     prompt_tokens, cached, outputs = count_tokens(choices)
