@@ -117,8 +117,8 @@ class _Server:
     def _on_signal(self, sig: signal.Signals) -> None:
         if not self._draining:
             self._draining = True
-            found = {"in_flight": len(self._traffic.requests), "at_most_seconds": self._drain_seconds}
-            log(logger, logging.INFO, "draining; another signal ends at once", signal=sig.name, **found)
+            said, requests = "draining; another signal ends at once", len(self._traffic.requests)
+            log(logger, logging.INFO, said, signal=sig.name, in_flight=requests, at_most_seconds=self._drain_seconds)
             self._tasks.append(self._loop.create_task(self._drain()))
         else:
             self._traffic.abort()
