@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import serving
 from tests.gateway.scripted_server import load_built_in_tokenizer
@@ -23,9 +26,10 @@ def test_endpoints_are_described_and_tried(tab: Tab, tokenizer: Tokenizer) -> No
         chat = page.locator("[id='post-/v1/chat/completions']")
         chat.locator("summary").first.click()
         expect(chat.get_by_role("row").filter(has_text="max_completion_tokens")).to_contain_text("integer")
+        body = chat.get_by_label("Body")
+        assert json.loads(body.input_value())["model"] == MODEL
         chat.get_by_role("button", name="Send").click()
         expect(chat.get_by_label("Answer")).to_contain_text("Hello there, friend!")
-        body = chat.get_by_label("Body")
         body.fill(body.input_value().replace("{", '{"stream": true,', 1))
         chat.get_by_role("button", name="Send").click()
         expect(chat.get_by_label("Answer")).to_contain_text("[DONE]")
