@@ -284,7 +284,17 @@ def test_numbers_that_doubles_do_not_have_are_refused(grammars: LLGuidance, want
     with pytest.raises(InvalidRequest, match=r"beyond 2\*\*53"):
         grammars.compile(schema({"type": "object", "properties": {"a": wanted}}))
     grammars.compile(schema({"const": 2**53}))
+    named = {"properties": {"const": {"type": "integer", "maximum": 2**60}}}
+    grammars.compile(schema({"type": "object", **named}))
     grammars.compile(schema({"type": "integer", "maximum": 2**63 - 1}))
+
+
+def test_patterns_that_take_long_to_compile_are_refused(grammars: LLGuidance) -> None:
+    patterns = {f"^p{number}_": {"type": "string"} for number in range(65)}
+    with pytest.raises(InvalidRequest, match="at most 64 patterns"):
+        grammars.compile(schema({"items": [{"patternProperties": patterns}]}))
+    del patterns["^p0_"]
+    grammars.compile(schema({"type": "object", "patternProperties": patterns}))
 
 
 def test_a_refused_token_leaves_the_output_where_it_was(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
