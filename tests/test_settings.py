@@ -229,6 +229,9 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     file.write_text("server: {port: 1}\nmodel: a\ntenants:\n  acme: {}\nserver: {host: localhost}\n")
     with pytest.raises(StartupError, match=r"server stands here and on line 1(.|\n)*line 5"):
         parse("--config", str(file))
+    file.write_text("model: a\nserver: {port: 1, port: 2}\n")
+    with pytest.raises(StartupError, match="port stands here and on line 2"):
+        parse("--config", str(file))
     file.write_text("base: &base {weight: 2}\ntenants:\n  acme: {<<: *base, weight: 3}\n")
     assert read_yaml(str(file))["tenants"] == {"acme": {"weight": 3}}
 

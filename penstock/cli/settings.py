@@ -48,11 +48,11 @@ def _check_unique(node: yaml.Node | None) -> None:
         return
     lines: dict[str, int] = {}
     for key, below in node.value:
-        line = key.start_mark.line + 1
-        if isinstance(key, yaml.ScalarNode) and (first := lines.setdefault(key.value, line)) != line:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{key.value} stands here and on line {first}; put both together", key.start_mark
-            )
+        if isinstance(key, yaml.ScalarNode):
+            if (first := lines.get(key.value)) is not None:
+                problem = f"{key.value} stands here and on line {first}; put both together"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            lines[key.value] = key.start_mark.line + 1
         _check_unique(below)
 
 
