@@ -141,7 +141,7 @@ void Model::plan_adapters(const Step& s) {
     low_q_.resize(std::max(low_q_.size(), rows * stride));
     low_scale_.resize(std::max(low_scale_.size(), rows * MODULES));
     low_offset_.resize(std::max(low_offset_.size(), rows * MODULES));
-    expand_streams_.resize(pool_.size());
+    expand_lines_.resize(pool_.size());
 }
 
 template <class Work>
@@ -162,26 +162,28 @@ void Model::shrink(int layer, int stage, const Activations& x, Scheme scheme, Ra
 
 // What memory is asked for while a stage's GEMM of so many panels computes: B of the same panels, and evenly A of the
 // next stage.
-const std::vector<Expansion::Stream>& Model::streams_beside(Range rows, int layer, int stage, int panels, int thread) {
-    std::vector<Expansion::Stream>& streams = expand_streams_[thread];
-    streams.clear();
+void Model::line_up(Range rows, int layer, int stage, int panels, int thread) {
+    std::vector<Expansion::Line>& lines = expand_lines_[thread];
+    lines.clear();
+    const auto add = [&](const uint8_t* at, size_t bytes) {
+        for (size_t line = 0; line < bytes; line += 64) lines.push_back({at + line, bytes});
+    };
     by_adapter(rows, layer, stage, [&](const AdapterStage& factors, int, int) {
-        streams.push_back({factors.b.panels, factors.b.panel_bytes * PANEL / 16});
+        add(factors.b.panels, factors.b.panel_bytes * PANEL / 16);
     });
     const int next = layer * STAGES + stage + 1;
-    if (next == spec_.layers * STAGES) return streams;
+    if (next == spec_.layers * STAGES) return;
     by_adapter(rows, next / STAGES, next % STAGES, [&](const AdapterStage& factors, int, int) {
-        streams.push_back({factors.a.panels, round_up(factors.a.num_panels * factors.a.panel_bytes / panels, 64)});
+        add(factors.a.panels, round_up(factors.a.num_panels * factors.a.panel_bytes / panels, 64));
     });
-    return streams;
 }
 
 // The GEMM of these rows and panels, with what adapters add.
 void Model::multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                              const Output& out, int copies, int thread) {
-    const std::vector<Expansion::Stream>& streams = streams_beside(rows, layer, stage, w.num_panels(), thread);
-    const Expansion expansion{row_adapters_.data(),          layer * STAGES + stage, low_rank().from(copies),
-                              stage_modules_[stage].data(), streams.data(),         int(streams.size())};
+    const std::vector<Expansion::Line>& lines = expand_lines_[thread];
+    const Expansion expansion{row_adapters_.data(),         layer * STAGES + stage, low_rank().from(copies),
+                              stage_modules_[stage].data(), lines.data(),           int(lines.size())};
     Output to = out;
     to.expansion = &expansion;
     kernels_->gemm(w, x.from(copies), rows, panels, to);

@@ -25,7 +25,7 @@ struct Ahead {
     }
 };
 
-// The same, and factors of LoRA adapters.
+// The same, and factors of LoRA adapters, for which the innermost loop lacks registers.
 struct AheadWithFactors : Ahead {
     Requests* factors;
 };
@@ -126,13 +126,16 @@ template <class Tile>
 static __attribute__((noinline)) void run_tall_panels(const Matrix& w, const Activations& x, Range rows, Range panels,
                                                       const Output& out) {
     const int height = rows.end - rows.begin, tiles = (height + Tile::ROWS - 1) / Tile::ROWS;
-    Requests factors(*out.expansion, panels.begin);
     for (int panel = panels.begin; panel < panels.end; panel++) {
-        factors.begin_panel();
+        Requests factors(*out.expansion, panel);
         for (int t = 0; t < tiles; t++) {
             const int begin = height * t / tiles, end = height * (t + 1) / tiles;
-            run_tile<Tile, Tile::TALL, Tile::ROWS, 1>(end - begin, 1, w, panel, x, rows.begin + begin, out,
-                                                      AheadWithFactors{look_ahead(w, panel, 1, t, tiles), &factors});
+            const Ahead ahead = look_ahead(w, panel, 1, t, tiles);
+            if (factors.done())
+                run_tile<Tile, Tile::TALL, Tile::ROWS, 1>(end - begin, 1, w, panel, x, rows.begin + begin, out, ahead);
+            else
+                run_tile<Tile, Tile::TALL, Tile::ROWS, 1>(end - begin, 1, w, panel, x, rows.begin + begin, out,
+                                                          AheadWithFactors{ahead, &factors});
         }
     }
 }

@@ -108,17 +108,18 @@ struct LowRank {
 
 // What LoRA adapters add to the outputs of a GEMM, before its epilogue: B h.
 struct Expansion {
-    // Bytes on their way from memory while the GEMM computes, as many for each of its panels.
-    struct Stream {
-        const uint8_t* panels;
-        size_t panel_bytes;
+    // What memory is asked for while a panel of the GEMM computes: where that is for its first panel, and the way to the
+    // next one's.
+    struct Line {
+        const uint8_t* at;
+        size_t step;
     };
     const AdapterStage* const* adapters;  // [row]: the stages of its adapter; null: it has none
     int32_t stage;                        // which of them this GEMM is
     LowRank h;
     const uint8_t* modules;  // of each 16 outputs
-    const Stream* streams;
-    int32_t num_streams;
+    const Line* lines;
+    int32_t num_lines;
 };
 
 struct Output {

@@ -12,14 +12,32 @@ using namespace penstock;
 
 constexpr int REQUESTED_AHEAD = 2048;  // bytes. Each factor is one stream, and too short for the hardware to follow it
 
-// Sums of ROWS rows for one panel of 16 outputs. Weights are w / scale + 128 as unsigned bytes.
+// Sums of ROWS rows for one panel of 16 outputs. Weights are w / scale + 128 as unsigned bytes. Eight sums at a time, so that
+// none waits for the one before it.
 template <int ROWS>
 PENSTOCK_INLINE void factor_int8(const uint8_t* w, const int8_t* x, size_t stride, int inputs, i32x16 (&acc)[ROWS]) {
-    for (int k = 0; k < inputs; k += 4, w += 64) {
-        prefetch(w + REQUESTED_AHEAD);
+    constexpr int CHAINS = ROWS > 2 ? 2 : 8 / ROWS;
+    i32x16 sums[CHAINS][ROWS] = {};
+    int k = 0;
+    for (; k + 4 * CHAINS <= inputs; k += 4 * CHAINS) {
+#pragma GCC unroll 8
+        for (int c = 0; c < CHAINS; c++, w += 64) {
+            prefetch(w + REQUESTED_AHEAD);
+            const u8x64 four = load<u8x64>(w);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; r++) sums[c][r] = dot4(sums[c][r], four, x + r * stride + k + 4 * c);
+        }
+    }
+    for (; k < inputs; k += 4, w += 64) {
         const u8x64 four = load<u8x64>(w);
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) acc[r] = dot4(acc[r], four, x + r * stride + k);
+        for (int r = 0; r < ROWS; r++) sums[0][r] = dot4(sums[0][r], four, x + r * stride + k);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) {
+        acc[r] = sums[0][r];
+#pragma GCC unroll 8
+        for (int c = 1; c < CHAINS; c++) acc[r] += sums[c][r];
     }
 }
 
@@ -39,7 +57,7 @@ static void shrink_rows(const Factor& a, int rank, const Activations& x, Scheme 
     for (int p = 0; p < a.num_panels; p++) {
         const uint8_t* w = a.panels + p * a.panel_bytes;
         if (a.format == INT8) {
-            i32x16 acc[ROWS] = {};
+            i32x16 acc[ROWS];
             factor_int8<ROWS>(w, x.q + row * x.stride, x.stride, a.inputs, acc);
             const f32x16 scale = load<f32x16>(w + 16 * a.inputs), total = load<f32x16>(w + 16 * a.inputs + 64);
             for (int r = 0; r < ROWS; r++) {
@@ -81,40 +99,61 @@ static void shrink(const AdapterStage& factors, const Activations& x, Scheme sch
     if (count == 1) shrink_rows<1>(a, rank, x, scheme, row, h);
 }
 
-// y += B h for rows of one adapter from `row` on, and the 16 outputs of `panel`.
-template <int ROWS>
-PENSTOCK_INLINE void expand_panel(const Expansion& e, const Factor& b, int row, int panel, f32x16 (&y)[ROWS]) {
+// y += B h for rows of one adapter from `row` on, and COUNT times 16 outputs of the adapter's panels from `panel` on. A row
+// of y is 32 outputs, of which these are a part.
+template <int ROWS, int COUNT>
+PENSTOCK_INLINE void expand_panels(const Expansion& e, const Factor& b, int row, int panel, f32x16* y) {
     const uint8_t* w = b.panels + panel * b.panel_bytes;
     const LowRank& h = e.h;
-    const int module = e.modules[panel];
-    const size_t at = row * h.stride + module * b.inputs;
-    if (b.format == BF16)
-        return factor_bf16<ROWS>(w, b.inputs, y, [&](int r, int k) { return h.f[at + r * h.stride + k]; });
-    const int32_t* offset = h.offset + MODULES * row + module;
-    const float* scale = h.scale + MODULES * row + module;
-    i32x16 acc[ROWS];
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) acc[r] = i32x16{} + offset[MODULES * r];
-    for (int k = 0; k < b.inputs; k += 4) {
-        const u8x64 four = load<u8x64>(w + 16 * k);
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) acc[r] = dot4(acc[r], four, h.q + at + r * h.stride + k);
+    if (b.format == BF16) {
+        for (int p = 0; p < COUNT; p++) {
+            const float* f = h.f + row * h.stride + e.modules[panel + p] * b.inputs;
+            f32x16 sums[ROWS];
+            for (int r = 0; r < ROWS; r++) sums[r] = y[2 * r + p];
+            factor_bf16<ROWS>(w + p * b.panel_bytes, b.inputs, sums, [&](int r, int k) { return f[r * h.stride + k]; });
+            for (int r = 0; r < ROWS; r++) y[2 * r + p] = sums[r];
+        }
+        return;
     }
-    const f32x16 scales = load<f32x16>(w + 16 * b.inputs);
+    const int8_t* q[COUNT];
+    int level[COUNT];
+    i32x16 acc[COUNT][ROWS];
+#pragma GCC unroll 2
+    for (int p = 0; p < COUNT; p++) {
+        q[p] = h.q + row * h.stride + e.modules[panel + p] * b.inputs;
+        level[p] = MODULES * row + e.modules[panel + p];
 #pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++) y[r] = fma(to_float(acc[r]), scales * scale[MODULES * r], y[r]);
+        for (int r = 0; r < ROWS; r++) acc[p][r] = i32x16{} + h.offset[level[p] + MODULES * r];
+    }
+    for (int k = 0; k < b.inputs; k += 16) {  // ranks are padded to it
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4) {
+#pragma GCC unroll 2
+            for (int p = 0; p < COUNT; p++) {
+                const u8x64 four = load<u8x64>(w + p * b.panel_bytes + 16 * (k + i));
+#pragma GCC unroll 4
+                for (int r = 0; r < ROWS; r++) acc[p][r] = dot4(acc[p][r], four, q[p] + r * h.stride + k + i);
+            }
+        }
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < COUNT; p++) {
+        const f32x16 scales = load<f32x16>(w + p * b.panel_bytes + 16 * b.inputs);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; r++)
+            y[2 * r + p] = fma(to_float(acc[p][r]), scales * h.scale[level[p] + MODULES * r], y[2 * r + p]);
+    }
 }
 
+// The 32 outputs of a panel of the GEMM: side by side where there are registers for it.
 template <int ROWS>
 PENSTOCK_INLINE void expand_rows(const Expansion& e, const Factor& b, int row, int panel, f32x16 (*y)[2]) {
-    for (int half = 0; half < 2 && 2 * panel + half < b.num_panels; half++) {
-        f32x16 sums[ROWS];
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) sums[r] = y[r][half];
-        expand_panel<ROWS>(e, b, row, 2 * panel + half, sums);
-#pragma GCC unroll 4
-        for (int r = 0; r < ROWS; r++) y[r][half] = sums[r];
-    }
+    const bool both = 2 * panel + 1 < b.num_panels;
+#if defined(__AVX512F__)
+    if (both) return expand_panels<ROWS, 2>(e, b, row, 2 * panel, y[0]);
+#endif
+    expand_panels<ROWS, 1>(e, b, row, 2 * panel, y[0]);
+    if (both) expand_panels<ROWS, 1>(e, b, row, 2 * panel + 1, y[0] + 1);
 }
 
 // y += B h for `count` rows from `row` on and the 32 outputs of a panel of the GEMM.
@@ -131,38 +170,26 @@ static __attribute__((noinline)) void expand(const Expansion& e, int row, int co
     }
 }
 
-// All lines of the streams that are due with tile `tile` of `tiles`, in `count` panels of the GEMM from `panel` on.
+// All lines that are due with tile `tile` of `tiles`, for `count` panels of the GEMM from `panel` on.
 static __attribute__((noinline)) void request_lines(const Expansion& e, int panel, int count, int tile, int tiles) {
-    for (int i = e.num_streams * tile / tiles; i < e.num_streams * (tile + 1) / tiles; i++) {
-        const uint8_t* from = e.streams[i].panels + panel * e.streams[i].panel_bytes;
-        for (size_t at = 0; at < count * e.streams[i].panel_bytes; at += 64) prefetch_l2(from + at);
-    }
+    for (int i = e.num_lines * tile / tiles; i < e.num_lines * (tile + 1) / tiles; i++)
+        for (int p = panel; p < panel + count; p++) prefetch_l2(e.lines[i].at + p * e.lines[i].step);
 }
 
-// The same lines one by one, while tiles compute. Asked for at once they would hold up a tile for as long as they take.
+// Those of one panel, one by one, while tiles compute. Asked for at once they would hold up a tile for as long as they take.
 class Requests {
   public:
-    Requests(const Expansion& e, int panel) {
-        for (int i = 0; i < e.num_streams; i++)
-            for (size_t at = 0; at < e.streams[i].panel_bytes && count_ < MOST; at += 64)
-                lines_[count_++] = {e.streams[i].panels + panel * e.streams[i].panel_bytes + at, e.streams[i].panel_bytes};
-    }
-    void begin_panel() { next_ = 0; }
+    Requests(const Expansion& e, int panel) : next_(e.lines), end_(e.lines + e.num_lines), panel_(panel) {}
+    bool done() const { return next_ == end_; }
     inline __attribute__((always_inline)) void request() {
-        if (next_ == count_) return;
-        Line& line = lines_[next_++];
-        prefetch_l2(line.at);
-        line.at += line.step;  // of the next panel
+        if (done()) return;
+        prefetch_l2(next_->at + panel_ * next_->step);
+        next_++;
     }
 
   private:
-    static constexpr int MOST = 256;  // the others come when they are needed
-    struct Line {
-        const uint8_t* at;
-        size_t step;
-    };
-    Line lines_[MOST];
-    int count_ = 0, next_ = 0;
+    const Expansion::Line *next_, *end_;
+    const size_t panel_;
 };
 
 }  // namespace PENSTOCK_ISA

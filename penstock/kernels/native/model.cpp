@@ -492,10 +492,12 @@ void Model::multiply(const Matrix& w, const Activations& x, int rows, const Outp
     if (!copies) mark(thread, PREPARED_BY[stage + 1], layer);
     bool prepared = !copies;
     const int runs = runs_of(w, rows), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    int lined_up = -1;  // the block of rows
     phase(number, blocks * runs, [&](int i) {
         if (!prepared) prepare_rows({0, rows});
         prepared = true;
         const Range mine = share(rows, i / runs, blocks), panels = share(w.num_panels(), i % runs, runs);
+        if (adapted && std::exchange(lined_up, i / runs) != i / runs) line_up(mine, layer, stage, w.num_panels(), thread);
         if (adapted)
             multiply_adapted(w, x, layer, stage, mine, panels, out, copies, thread);
         else

@@ -202,7 +202,7 @@ class Model {
     template <class Work>
     void by_adapter(Range rows, int layer, int stage, const Work& work);
     void shrink(int layer, int stage, const Activations& x, Scheme scheme, Range rows, int to);
-    const std::vector<Expansion::Stream>& streams_beside(Range rows, int layer, int stage, int panels, int thread);
+    void line_up(Range rows, int layer, int stage, int panels, int thread);
     void multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                           const Output& out, int copies, int thread);
 
@@ -257,7 +257,7 @@ class Model {
     std::vector<int32_t> low_offset_;
     size_t low_stride_ = 0;
     std::vector<const AdapterStage*> row_adapters_;  // of a step, by row: the stages of its adapter, or null
-    std::vector<std::vector<Expansion::Stream>> expand_streams_;  // per thread
+    std::vector<std::vector<Expansion::Line>> expand_lines_;  // per thread
     std::vector<WorkCounter> counters_;
     std::vector<Range> sampled_runs_;           // of logit rows that are sampled in order
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]
