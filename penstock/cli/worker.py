@@ -38,6 +38,7 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from penstock.gateway.http.listener import bind
     from penstock.grammar.compiler import grammars_of
+    from penstock.grammar.trial import Trials
     from penstock.lora.host_memory import adapters_of
     from penstock.observability.logging import configure_logging
     from penstock.worker.main import load, serve
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"Penstock computes {info.model} at tcp://{host}:{port}", flush=True)
     log.info("started: %s", listed(times.seconds))
     gateways = Port(listener, secret)
-    grammars = grammars_of(scheduler.limits, settings.model)
+    grammars = grammars_of(scheduler.limits, settings.model, trials=Trials())
     adapters = adapters_of(executor, settings.engine.max_adapter_rank, settings.engine.adapter_memory_gib)
     drain_seconds = settings.server.drain_seconds
     asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, drain_seconds, grammars, adapters))

@@ -1,13 +1,11 @@
 """Grammars compiled by llguidance: once each, within limits, and shared by all requests that ask for the same.
 
-Nobody has to trust a grammar that comes with a request. Its source is short, llguidance counts what it builds and gives
-up at a limit, and the compiler's recursion, which follows chains of `$ref`, has a stack for the longest chain that fits
-into a source.
+Nobody has to trust a grammar that comes with a request. Its source is short, it is tried in a process of its own first
+(`trial.py`), and llguidance has limits (`limits.py`).
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -22,26 +20,14 @@ from penstock.checkpoint.source import resolve
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import Grammar
 from penstock.engine.limits import SchedulerLimits
+from penstock.grammar.limits import new_matcher, on_deep_stack
 from penstock.grammar.matcher import LLGuidanceMatcher, one_line
-from penstock.grammar.schema import JSON_OPTIONS, checked_lark, checked_schema
+from penstock.grammar.sources import llguidance_source
+from penstock.grammar.trial import Trials
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is about proportional
-STACK_BYTES = 256 * 2**20  # reserved, not used: a chain of 5,000 $ref, the longest that fits into a source, takes 14 MB
-
-_FIRST_RULE_OF_GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+\s*::=")  # elsewhere it may be text inside a Lark grammar
-
-# Fuel is a unit of llguidance: about 50,000 a millisecond when compiling, 14,000 when computing a mask.
-LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 100_000,
-    "verbose_errors": False,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +41,15 @@ class _Vocabulary:
 class LLGuidance:
     """The grammars of one model."""
 
-    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self, load: Callable[[], Tokenizer], vocab_size: int, eos_ids: Collection[int], trials: Trials | None = None
+    ) -> None:
+        """Without `trials` whoever asks is trusted not to ask for what takes forever."""
         self.pausing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._load = load
         self._vocab_size = vocab_size
         self._eos_ids = sorted(eos_ids)
+        self._trials = trials
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
@@ -68,8 +58,10 @@ class LLGuidance:
 
     def prepare(self) -> None:
         """Read the vocabulary. llguidance holds the GIL for half a second, or longer: running streams would stall."""
-        with suppress(ImportError, PenstockError):  # a grammar that needs it will say so
+        with suppress(ImportError, OSError, PenstockError):  # a grammar that needs it will say so
             self._ready()
+            if self._trials is not None:
+                self._trials.start()
 
     def is_compiled(self, grammar: Grammar) -> bool:
         return (grammar.kind, grammar.source) in self._compiled
@@ -103,7 +95,7 @@ class LLGuidance:
                 self._compiled.move_to_end(key)
                 return found
         try:
-            made = _on_deep_stack(lambda: self._make(grammar))
+            made = on_deep_stack(lambda: self._make(grammar))
         except InvalidRequest:
             raise
         except BaseException as error:  # a panic of the library is one; a checkpoint without a tokenizer comes here too
@@ -120,26 +112,16 @@ class LLGuidance:
     def _make(self, grammar: Grammar) -> Any:
         param = grammar.param
         try:
-            from llguidance import LLMatcher, LLParserLimits
-            from llguidance.gbnf_to_lark import gbnf_to_lark
+            tokens = self._ready().tokens
+            as_taken = llguidance_source if self._trials is None else self._trials.try_out
+            source = as_taken(grammar.kind, grammar.source)
         except ImportError:
             problem = "structured output needs llguidance: pip install 'penstock[serve]'"
             raise InvalidRequest(problem, param=param) from None
-        try:
-            if grammar.kind == "json_schema":
-                source = LLMatcher.grammar_from_json_schema(checked_schema(grammar.source), overrides=JSON_OPTIONS)
-            elif grammar.kind == "regex":
-                source = LLMatcher.grammar_from_regex(grammar.source)
-            else:
-                is_gbnf = _FIRST_RULE_OF_GBNF.match(grammar.source)
-                lark = gbnf_to_lark(grammar.source) if is_gbnf else grammar.source
-                source = LLMatcher.grammar_from_lark(checked_lark(lark))
-        except Exception as error:  # what gbnf_to_lark raises is the base class itself
+        except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
-        matcher = LLMatcher(self._ready().tokens, source, log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = new_matcher(tokens, source)
         warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
-        if not matcher.is_error() and not warnings:
-            matcher.compute_bitmask()  # what goes wrong in these two would go wrong for every request
         if not matcher.is_error() and not warnings:
             LLGuidanceMatcher(matcher.deep_copy(), (), self._eos_ids, param).take_forced()
         if matcher.is_error() or warnings:
@@ -164,7 +146,9 @@ class LLGuidance:
             return self._vocabulary
 
 
-def grammars_of(limits: SchedulerLimits, model: str, tokenizer: Tokenizer | None = None) -> LLGuidance | None:
+def grammars_of(
+    limits: SchedulerLimits, model: str, tokenizer: Tokenizer | None = None, trials: Trials | None = None
+) -> LLGuidance | None:
     """Of a model that an engine runs; None: it generates no text. Its tokenizer is loaded when the engine is idle, or
     with the first grammar."""
     if limits.pools:
@@ -173,31 +157,4 @@ def grammars_of(limits: SchedulerLimits, model: str, tokenizer: Tokenizer | None
     def load() -> Tokenizer:
         return tokenizer or load_tokenizer(resolve(model, weights=False))
 
-    return LLGuidance(load, limits.vocab_size, limits.eos_ids)
-
-
-def _on_deep_stack(work: Callable[[], Any]) -> Any:
-    """Run on a thread that has a stack for the deepest recursion of the compiler."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append((work(), None))
-        except BaseException as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=run, name="grammar", daemon=True)
-    with _stack_size:
-        before = threading.stack_size(STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(before)
-    thread.join()
-    made, error = outcome[0]
-    if error is not None:
-        raise error
-    return made
-
-
-_stack_size = threading.Lock()  # of threads that are started next: one setting for the process
+    return LLGuidance(load, limits.vocab_size, limits.eos_ids, trials)

@@ -31,7 +31,6 @@ _DATA = {"const", "enum", "default", "examples"}  # keywords whose values are no
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # whose values are schemas by name
 
 MOST_EXACT = 2**53  # integers up to this are exact as doubles, which llguidance reads numbers as
-MOST_PATTERNS = 64  # in patternProperties: compiling takes time with their third power, 4 s for 300
 MOST_MULTIPLE = 100_000  # states of the automaton that checks divisibility
 
 
@@ -72,8 +71,6 @@ def _check(schema: Any) -> None:
     for number in _wanted_numbers(schema):
         if abs(number) > MOST_EXACT:
             raise ValueError(f"{number} in const or enum is beyond 2**53; write such a number as a string")
-    if _most_patterns(schema) > MOST_PATTERNS:
-        raise ValueError(f"patternProperties may have at most {MOST_PATTERNS} patterns")
     multiple = Fraction(1)
     for value in _multiples(schema):
         multiple = Fraction(
@@ -119,15 +116,6 @@ def _wanted_numbers(schema: Any, wanted: bool = False) -> Iterator[int]:
             yield from _wanted_numbers(each, wanted)
     elif wanted and isinstance(schema, int):
         yield schema
-
-
-def _most_patterns(schema: Any) -> int:
-    """In any patternProperties, wherever they stand."""
-    if not isinstance(schema, dict | list):
-        return 0
-    patterns = schema.get("patternProperties") if isinstance(schema, dict) else None
-    below = max(map(_most_patterns, schema.values() if isinstance(schema, dict) else schema), default=0)
-    return max(below, len(patterns) if isinstance(patterns, dict) else 0)
 
 
 def _multiples(schema: Any) -> Iterator[Fraction]:

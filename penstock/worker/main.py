@@ -30,6 +30,7 @@ from penstock.engine.grammar import Grammars
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.grammar.compiler import grammars_of
+from penstock.grammar.trial import Trials
 from penstock.observability.logging import configure_logging
 from penstock.worker.control import Control
 from penstock.worker.host import resident_bytes
@@ -88,7 +89,7 @@ def main() -> int:
         listener = socket.socket(fileno=int(sys.argv[2]))
         listener.set_inheritable(False)
         gateways = Everywhere(control, Port(listener, wanted.secret, LEASE_SECONDS))
-    grammars, engine = grammars_of(scheduler.limits, wanted.model), wanted.engine
+    grammars, engine = grammars_of(scheduler.limits, wanted.model, trials=Trials()), wanted.engine
     adapters = adapters_of(executor, engine.max_adapter_rank, engine.adapter_memory_gib)
     asyncio.run(serve(scheduler, executor, info, gateways, times.seconds, grammars=grammars, adapters=adapters))
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import httpx
@@ -136,3 +137,23 @@ def test_what_cannot_be_enforced(server: Server, fields: dict[str, Any], param: 
 
 def test_text_is_no_constraint(server: Server) -> None:
     assert ask(server, response_format={"type": "text"}, max_tokens=5).status_code == 200
+
+
+def test_grammars_that_take_forever_stop_nobody(server: Server, client: openai.OpenAI) -> None:
+    """More of them than the worker has threads for, each of which would take all its memory."""
+    patterns = {"type": "string", "allOf": [{"pattern": f".*a{number}.*"} for number in range(40)]}
+    story = client.completions.create(
+        model=MODEL, prompt="Once", max_tokens=150, temperature=0, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(story))
+    with ThreadPoolExecutor(8) as pool:
+        bombs = [pool.submit(ask, server, guided_json={**patterns, "title": str(number)}) for number in range(8)]
+        pieces = len(list(story))
+        assert not all(bomb.done() for bomb in bombs)
+        assert text_of(ask(server, guided_choice=["in between"])) == "in between"
+        for bomb in bombs:
+            error = bomb.result().json()["error"]
+            assert error["param"] == "guided_json"
+            assert "too complex" in error["message"]
+            assert bomb.result().status_code == 400
+    assert pieces > 100

@@ -289,14 +289,6 @@ def test_numbers_that_doubles_do_not_have_are_refused(grammars: LLGuidance, want
     grammars.compile(schema({"type": "integer", "maximum": 2**63 - 1}))
 
 
-def test_patterns_that_take_long_to_compile_are_refused(grammars: LLGuidance) -> None:
-    patterns = {f"^p{number}_": {"type": "string"} for number in range(65)}
-    with pytest.raises(InvalidRequest, match="at most 64 patterns"):
-        grammars.compile(schema({"items": [{"patternProperties": patterns}]}))
-    del patterns["^p0_"]
-    grammars.compile(schema({"type": "object", "patternProperties": patterns}))
-
-
 def test_a_refused_token_leaves_the_output_where_it_was(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
     matcher = grammars.matcher(Grammar("regex", "ab*"))
     a, b = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab")
