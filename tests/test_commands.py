@@ -109,7 +109,36 @@ def test_check_finds_every_error_and_its_line(
     assert errors[f"{file}:2"].startswith("engine.max_sequences is not a setting (did you mean max_seqs?)")
     assert errors[f"{file}:4"].startswith("server.port must be between")
     assert errors[f"{file}:6"].startswith("tenants.a.b.weigth is not a setting (did you mean weight?)")
-    assert errors["PENSTOCK_CACHE__MEMORY_MIB"] == "cache.memory_mib must be float, not 'lots'"
+    assert errors["PENSTOCK_CACHE__MEMORY_MIB"] == "cache.memory_mib must be a number, not 'lots'"
+
+
+@pytest.mark.parametrize("command", [["serve"], ["worker", "--listen", "127.0.0.1:0"], ["keys", "list"]])
+@pytest.mark.parametrize(
+    ("text", "line", "problem"),
+    [
+        ("model: m\nserver: {host: 1}\n", ":2", "server.host must be text, not 1"),
+        ("engine:\n  speculation:\n    max_tokens: 1.5\n", ":3", "max_tokens must be a whole number, not 1.5"),
+        ("model: [\n", ":2:1", "not valid YAML: expected the node content"),
+    ],
+)
+def test_commands_say_where_a_setting_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str], text: str, line: str, problem: str
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    assert main([*command, "--config", str(file)]) == 1
+    said = capsys.readouterr().err
+    assert f"{file}{line}: " in said
+    assert problem in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_variable_without_its_section_is_found(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_PORT", "9000")
+    assert main(["check"]) == 0
+    assert "did you mean PENSTOCK_SERVER__PORT?" in capsys.readouterr().err
 
 
 def test_a_key_that_cannot_be_kept_is_not_printed(tmp_path: Path) -> None:

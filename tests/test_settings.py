@@ -98,9 +98,9 @@ def test_environment_stands_between_flags_and_the_file(
             {"engine": {"max_sequences": 3}},
             r"engine\.max_sequences is not a setting \(did you mean max_seqs\?\); known: .*max_seqs",
         ),
-        ({"engine": {"max_seqs": "many"}}, r"engine\.max_seqs must be int"),
-        ({"engine": {"max_seqs": True}}, r"engine\.max_seqs must be int"),
-        ({"engine": {"prefix_caching": 1}}, r"engine\.prefix_caching must be bool"),
+        ({"engine": {"max_seqs": "many"}}, r"engine\.max_seqs must be a whole number"),
+        ({"engine": {"max_seqs": True}}, r"engine\.max_seqs must be a whole number"),
+        ({"engine": {"prefix_caching": 1}}, r"engine\.prefix_caching must be true or false"),
         ({"engine": {"dtype": "float8"}}, "dtype must be one of"),
         ({"engine": []}, "engine must be a mapping"),
         ({"server": {"port": 70000}}, "port must be between"),
@@ -125,11 +125,11 @@ def test_environment_stands_between_flags_and_the_file(
         ([], "must be a mapping"),
         ({"engine": {1: 2}}, r"engine\.1 is not a setting; known: device"),
         ({"engine": {"device": 0}}, r"engine\.device must be one of auto, cpu, cuda, not 0$"),
-        ({"engine": {"max_seqs": 8.0}}, r"engine\.max_seqs must be int, not 8\.0$"),
-        ({"engine": {"max_model_len": "1k"}}, r"engine\.max_model_len must be int \| None, not '1k'$"),
-        ({"engine": {"kv_memory_gib": True}}, r"engine\.kv_memory_gib must be float \| None, not True$"),
+        ({"engine": {"max_seqs": 8.0}}, r"engine\.max_seqs must be a whole number, not 8\.0$"),
+        ({"engine": {"max_model_len": "1k"}}, r"engine\.max_model_len must be a whole number or null, not '1k'$"),
+        ({"engine": {"kv_memory_gib": True}}, r"engine\.kv_memory_gib must be a number or null, not True$"),
         ({"engine": {"sampling_defaults": {"top_k": "x"}}}, "sampling_defaults needs a number for top_k, not 'x'$"),
-        ({"server": {"host": 1}}, r"server\.host must be str, not 1$"),
+        ({"server": {"host": 1}}, r"server\.host must be text, not 1$"),
         (
             {"server": {"log_level": "loud"}},
             "log_level must be one of debug, info, warning, error, not 'loud'$",
@@ -227,10 +227,10 @@ def test_a_key_that_stands_twice(tmp_path: Path) -> None:
     """Of which YAML's reader would use the second, and forget the first."""
     file = tmp_path / "twice.yaml"
     file.write_text("server: {port: 1}\nmodel: a\ntenants:\n  acme: {}\nserver: {host: localhost}\n")
-    with pytest.raises(StartupError, match=r"server stands here and on line 1(.|\n)*line 5"):
+    with pytest.raises(StartupError, match=r"twice.yaml:5:1: .*server stands here and on line 1"):
         parse("--config", str(file))
     file.write_text("model: a\nserver: {port: 1, port: 2}\n")
-    with pytest.raises(StartupError, match="port stands here and on line 2"):
+    with pytest.raises(StartupError, match=r"twice.yaml:2:19: .*port stands here and on line 2"):
         parse("--config", str(file))
     file.write_text("base: &base {weight: 2}\ntenants:\n  acme: {<<: *base, weight: 3}\n")
     assert read_yaml(str(file))["tenants"] == {"acme": {"weight": 3}}

@@ -7,17 +7,14 @@ import dataclasses
 import re
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.environment import set_by
-from penstock.cli.settings import file_and_environment
+from penstock.cli.settings import file_and_environment, line_of
 from penstock.core.errors import StartupError
 from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
-    import yaml
-
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _PASSWORD = re.compile(r"(://[^/@]*:)[^/@]*@")
@@ -81,20 +78,8 @@ def _place(file: str | None, name: str) -> str:
     variable = set_by(name)
     if variable is not None or file is None:
         return variable or "environment"
-    import yaml
-
-    line = _line(yaml.compose(Path(file).read_text()), name)
+    line = line_of(file, name)
     return file if line is None else f"{file}:{line}"
-
-
-def _line(node: yaml.Node | None, name: str) -> int | None:
-    """The line of the key that leads to a setting, or of the nearest key above it."""
-    import yaml
-
-    for key, below in node.value if isinstance(node, yaml.MappingNode) else ():
-        if name == key.value or name.startswith(f"{key.value}."):
-            return _line(below, name.removeprefix(f"{key.value}.")) or int(key.start_mark.line) + 1
-    return None
 
 
 def as_yaml(settings: Settings) -> str:

@@ -70,7 +70,9 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
         if not name.startswith(PREFIX) or not text or name in (URL, API_KEY, WORKER_SECRET):
             continue
         if name not in known:
-            print(f"penstock: {name} is ignored: no such setting{did_you_mean(name, known)}", file=sys.stderr)
+            section_left_out = [other for other in known if other.endswith(f"__{name.removeprefix(PREFIX)}")]
+            hint = did_you_mean(name, section_left_out or known, least=0 if section_left_out else 0.6)
+            print(f"penstock: {name} is ignored: no such setting{hint}", file=sys.stderr)
             continue
         path, kind = known[name]
         section = values

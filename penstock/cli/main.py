@@ -28,7 +28,8 @@ from penstock.cli import (
     worker,
 )
 from penstock.cli.parser import Parser
-from penstock.core.errors import PenstockError
+from penstock.cli.settings import line_of
+from penstock.core.errors import PenstockError, StartupError
 
 
 def make_parser() -> ArgumentParser:
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except PenstockError as error:
-        print(f"penstock: {error.message}", file=sys.stderr)
+        print(f"{_place(error, getattr(args, 'config', None)) or 'penstock'}: {error.message}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         print(f"penstock: {error.name} is not installed; pip install 'penstock[serve]'", file=sys.stderr)
@@ -76,6 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _place(error: PenstockError, file: str | None) -> str | None:
+    """Where a settings file gives the setting that is wrong."""
+    if file is None or not isinstance(error, StartupError) or error.param in (None, "config"):
+        return None
+    line = line_of(file, error.param or "")
+    return None if line is None else f"{file}:{line}"
 
 
 if __name__ == "__main__":

@@ -30,11 +30,31 @@ def read_yaml(path: str | None) -> dict[str, Any]:
         values = yaml.safe_load(text) or {}
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror}", param="config") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = path if mark is None else f"{path}:{mark.line + 1}:{mark.column + 1}"
+        raise StartupError(f"{place}: not valid YAML: {error.problem}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StartupError(f"{path} is not valid YAML: {error}", param="config") from error
     if not isinstance(values, dict):
         raise StartupError(f"{path} must hold a mapping with model, engine and server", param="config")
     return values
+
+
+def line_of(file: str, name: str) -> int | None:
+    """Where a settings file gives a setting, or the nearest one above it."""
+    import yaml
+
+    return _line(yaml.compose(Path(file).read_text()), name)
+
+
+def _line(node: yaml.Node | None, name: str) -> int | None:
+    import yaml
+
+    for key, below in node.value if isinstance(node, yaml.MappingNode) else ():
+        if name == key.value or name.startswith(f"{key.value}."):
+            return _line(below, name.removeprefix(f"{key.value}.")) or int(key.start_mark.line) + 1
+    return None
 
 
 def _check_unique(node: yaml.Node | None) -> None:

@@ -117,8 +117,16 @@ def _unexpected(field: Field[Any], kind: Any, where: str, value: Any) -> Startup
     elif any(get_origin(option) is tuple for option in options):
         message = f"must be a list of names, not {value!r}"
     else:
-        message = f"must be {field.type}, not {value!r}"
+        message = f"must be {_spelled(options)}, not {value!r}"
     return _error(where, message)
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", NoneType: "null"}
+
+
+def _spelled(options: tuple[Any, ...]) -> str:
+    """Types as somebody who writes YAML calls them."""
+    return " or ".join(_WORDS.get(option, "a mapping") for option in options)
 
 
 def _error(name: str, message: str) -> StartupError:

@@ -98,6 +98,7 @@ class EngineLoop:
     def release(self) -> None:
         """After `run` has ended, for good: nothing here keeps the model in memory any longer."""
         del self._executor, self._masks
+        self._scheduler.times.release()
         self.adapters = None
 
     def run(self) -> None:

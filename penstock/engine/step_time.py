@@ -130,6 +130,10 @@ class StepTimes:
         """Whether enough was seen to say how fast this machine is, at prompts and at decoding."""
         return self._decode.ready and self._mixed.ready
 
+    def release(self) -> None:
+        """For good: who knows how steps are padded, the executor, is not kept any longer."""
+        self._padded = int
+
     def predict(self, shape: StepShape) -> float:
         """Seconds. 0 while nothing is known."""
         if shape.prefill:
