@@ -141,7 +141,7 @@ void Model::plan_adapters(const Step& s) {
     low_q_.resize(std::max(low_q_.size(), rows * stride));
     low_scale_.resize(std::max(low_scale_.size(), rows * MODULES));
     low_offset_.resize(std::max(low_offset_.size(), rows * MODULES));
-    expand_lines_.resize(pool_.size());
+    expand_streams_.resize(pool_.size());
 }
 
 template <class Work>
@@ -163,11 +163,9 @@ void Model::shrink(int layer, int stage, const Activations& x, Scheme scheme, Ra
 // What memory is asked for while a stage's GEMM of so many panels computes: B of the same panels, and evenly A of the
 // next stage.
 void Model::line_up(Range rows, int layer, int stage, int panels, int thread) {
-    std::vector<Expansion::Line>& lines = expand_lines_[thread];
-    lines.clear();
-    const auto add = [&](const uint8_t* at, size_t bytes) {
-        for (size_t line = 0; line < bytes; line += 64) lines.push_back({at + line, bytes});
-    };
+    std::vector<Expansion::Stream>& streams = expand_streams_[thread];
+    streams.clear();
+    const auto add = [&](const uint8_t* at, size_t bytes) { streams.push_back({at, bytes, int32_t((bytes + 63) / 64)}); };
     by_adapter(rows, layer, stage, [&](const AdapterStage& factors, int, int) {
         add(factors.b.panels, factors.b.panel_bytes * PANEL / 16);
     });
@@ -181,9 +179,9 @@ void Model::line_up(Range rows, int layer, int stage, int panels, int thread) {
 // The GEMM of these rows and panels, with what adapters add.
 void Model::multiply_adapted(const Matrix& w, const Activations& x, int layer, int stage, Range rows, Range panels,
                              const Output& out, int copies, int thread) {
-    const std::vector<Expansion::Line>& lines = expand_lines_[thread];
+    const std::vector<Expansion::Stream>& streams = expand_streams_[thread];
     const Expansion expansion{row_adapters_.data(),         layer * STAGES + stage, low_rank().from(copies),
-                              stage_modules_[stage].data(), lines.data(),           int(lines.size())};
+                              stage_modules_[stage].data(), streams.data(),         int(streams.size())};
     Output to = out;
     to.expansion = &expansion;
     kernels_->gemm(w, x.from(copies), rows, panels, to);

@@ -170,7 +170,7 @@ PENSTOCK_API void penstock_attention(const float* q, const float* k, const float
     for (int first = 0; first < tokens; first += tile) {
         const int count = std::min(tile, tokens - first), position = context - tokens + first;
         for (int h = 0; h < kv_heads; h++)
-            active->attend(cache, h, {table.data(), first, count, position, 0, position + count, window, -1}, buffers);
+            active->attend(cache, h, {table.data(), first, count, position, 0, position + count, window, -1}, {}, buffers);
     }
 }
 

@@ -39,9 +39,11 @@ static void add_range(const Workspace& w, int rows, int dim) {
     }
 }
 
-static void attend(const Cache& cache, int kv_head, const AttentionTask& task, const AttentionBuffers& buffers) {
+static void attend(const Cache& cache, int kv_head, const AttentionTask& task, const UpcomingKeys& next,
+                   const AttentionBuffers& buffers) {
     const int dim = cache.head_dim, group = buffers.heads / cache.kv_heads, rows = task.num_tokens * group;
     const Workspace w(buffers.scratch, dim);
+    const KeysAhead ahead(cache, kv_head, task, next);
     int visible[MAX_ROWS][2];
     for (int r = 0; r < rows; r++) {
         const int position = task.first_position + r / group;
@@ -61,7 +63,7 @@ static void attend(const Cache& cache, int kv_head, const AttentionTask& task, c
         end = range_end(begin) < task.key_end ? range_end(begin) : task.key_end;
         const Range keys{begin > oldest ? begin : oldest, end};
         begin_range(w, rows, dim);
-        (bytes ? attend_int8 : attend_bf16)(cache, kv_head, task.table, keys, rows, visible, w);
+        (bytes ? attend_int8 : attend_bf16)(cache, kv_head, task.table, keys, rows, visible, w, ahead);
         if (whole) add_range(w, rows, dim);
         for (int r = 0; !whole && r < rows; r++) {
             const size_t slot = task.partial + r / group * task.partial_step + number;

@@ -5,6 +5,7 @@
 // the limit is the float multiply rate.
 #pragma once
 
+#include "keys_ahead.h"
 #include "softmax.h"
 
 namespace PENSTOCK_ISA {
@@ -191,7 +192,7 @@ static void attend_bf16_many(const Cache& cache, int head, const int32_t* table,
 static void prepare_bf16(const Workspace&, int, int) {}  // queries are multiplied as they are
 
 static void attend_bf16(const Cache& cache, int head, const int32_t* table, Range keys, int rows,
-                        const int (*visible)[2], const Workspace& w) {
+                        const int (*visible)[2], const Workspace& w, const KeysAhead&) {
     switch (rows) {
         case 1: return attend_bf16_few<1>(cache, head, table, keys, visible, w);
         case 2: return attend_bf16_few<2>(cache, head, table, keys, visible, w);

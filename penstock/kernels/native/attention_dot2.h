@@ -3,6 +3,7 @@
 // Queries and softmax weights are rounded to bfloat16; sums are float32.
 #pragma once
 
+#include "keys_ahead.h"
 #include "softmax.h"
 
 namespace PENSTOCK_ISA {
@@ -98,7 +99,7 @@ static void prepare_bf16(const Workspace& w, int rows, int dim) {
 }
 
 static void attend_bf16(const Cache& cache, int head, const int32_t* table, Range keys, int rows,
-                        const int (*visible)[2], const Workspace& w) {
+                        const int (*visible)[2], const Workspace& w, const KeysAhead&) {
     const PairWorkspace p(w);
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int begin = keys.begin; begin < keys.end; begin += CHUNK) {

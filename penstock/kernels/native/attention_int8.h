@@ -4,6 +4,7 @@
 // chunk that lies in L1.
 #pragma once
 
+#include "keys_ahead.h"
 #include "ops.h"
 #include "softmax.h"
 
@@ -209,22 +210,20 @@ static void prepare_int8(const Workspace& w, int rows, int dim) {
     for (int r = 0; r < rows; r++) quantize_query(w.queries + r * dim, dim, r, Int8Workspace(w, dim));
 }
 
-// Have keys from `begin` on on their way from memory, a chunk at most: they lie in blocks too far apart for the hardware
-// to guess the next one.
-PENSTOCK_INLINE void request_chunk(const Cache& cache, int head, const int32_t* table, int begin, int end) {
-    for (int key = begin; key < end && key < begin + CHUNK; key += cache.block_size) {
-        const uint8_t* block = cache.keys(table[key / cache.block_size], head);
-        for (size_t at = 0; at < cache.head_bytes(); at += 64) prefetch_l2(block + at);
-    }
+// Have the values of a chunk come from L2 into L1 while its scores are computed.
+PENSTOCK_INLINE void request_values(const Cache& cache, const Chunk& c) {
+    for (int i = 0; 16 * i < c.count; i++)
+        for (int at = 0; at < 16 * cache.head_dim; at += 64) prefetch(c.values[i] + at);
 }
 
 static void attend_int8(const Cache& cache, int head, const int32_t* table, Range keys, int rows,
-                        const int (*visible)[2], const Workspace& w) {
+                        const int (*visible)[2], const Workspace& w, const KeysAhead& ahead) {
     const Int8Workspace q(w, cache.head_dim);
     const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
     for (int begin = keys.begin; begin < keys.end; begin += CHUNK) {
         const Chunk chunk = chunk_at(cache, head, table, begin, keys.end);
-        request_chunk(cache, head, table, begin + CHUNK, keys.end);
+        ahead.request(begin);
+        request_values(cache, chunk);
         for (int t = 0; t < tiles; t++) {
             const int first = rows * t / tiles, last = rows * (t + 1) / tiles;
             attend_rows<TILE_ROWS>(last - first, cache, chunk, first, visible, w, q);

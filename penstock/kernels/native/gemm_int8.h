@@ -7,6 +7,7 @@
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "gemm.h"
 
@@ -33,28 +34,37 @@ struct Int8Tile {
                                               const Output& out, A ahead) {
         constexpr int CHAINS = MR * NP == 1 ? 4 : MR * NP <= 3 ? 2 : 1;  // enough independent sums to hide the latency
         constexpr int STEPS = MR == 1 ? 4 : 2;
+        constexpr bool WITH_FACTORS = std::is_same_v<A, AheadWithFactors>;
         const size_t stream = m.panel_bytes();
         const uint8_t* w = m.panels + size_t(panel) * stream;
         const int8_t* a = x.q + row * x.stride;
         i32x16 acc[CHAINS][NP][MR][2] = {};
-        for (int k = 0; k < m.padded_k; k += 4 * STEPS) {
-            if constexpr (std::is_same_v<A, AheadWithFactors>) ahead.factors->request();
-#pragma GCC unroll 4
-            for (int step = 0; step < STEPS; step++) {
-#pragma GCC unroll 8
-                for (int p = 0; p < NP; p++) {
-                    ahead.template request<MR>(p * stream);
-                    const u8x64 w0 = load<u8x64>(w + p * stream), w1 = load<u8x64>(w + p * stream + 64);
-#pragma GCC unroll 12
-                    for (int r = 0; r < MR; r++) {
-                        const int8_t* four = a + r * x.stride + k + 4 * step;
-                        i32x16(&to)[2] = acc[step % CHAINS][p][r];
-                        to[0] = dot4(to[0], w0, four);
-                        to[1] = dot4(to[1], w1, four);
-                    }
+        for (int k = 0, end = m.padded_k; k < m.padded_k; end = m.padded_k) {
+            const uint8_t* lines = w;  // that are here already
+            if constexpr (WITH_FACTORS)
+                if (!ahead.factors->done()) {
+                    const auto [at, count] = ahead.factors->take((m.padded_k - k) / (4 * STEPS));
+                    lines = at, end = k + 4 * STEPS * count;
                 }
-                w += 128;
-                ahead.at += ahead.step;
+            for (; k < end; k += 4 * STEPS) {
+                if constexpr (WITH_FACTORS) prefetch_l2(std::exchange(lines, lines + 64));
+#pragma GCC unroll 4
+                for (int step = 0; step < STEPS; step++) {
+#pragma GCC unroll 8
+                    for (int p = 0; p < NP; p++) {
+                        ahead.template request<MR>(p * stream);
+                        const u8x64 w0 = load<u8x64>(w + p * stream), w1 = load<u8x64>(w + p * stream + 64);
+#pragma GCC unroll 12
+                        for (int r = 0; r < MR; r++) {
+                            const int8_t* four = a + r * x.stride + k + 4 * step;
+                            i32x16(&to)[2] = acc[step % CHAINS][p][r];
+                            to[0] = dot4(to[0], w0, four);
+                            to[1] = dot4(to[1], w1, four);
+                        }
+                    }
+                    w += 128;
+                    ahead.at += ahead.step;
+                }
             }
         }
         for (int p = 0; p < NP; p++) {

@@ -71,6 +71,7 @@ enum Epilogue : int32_t {
 
 struct Range {
     int begin, end;
+    int size() const { return end - begin; }
 };
 
 constexpr int MODULES = 4;  // that a stage of a layer may have, rounded up: query, key and value
@@ -108,18 +109,19 @@ struct LowRank {
 
 // What LoRA adapters add to the outputs of a GEMM, before its epilogue: B h.
 struct Expansion {
-    // What memory is asked for while a panel of the GEMM computes: where that is for its first panel, and the way to the
-    // next one's.
-    struct Line {
+    // What memory is asked for while a panel of the GEMM computes: so many cache lines, where they are for its first panel,
+    // and the way to the next one's.
+    struct Stream {
         const uint8_t* at;
         size_t step;
+        int32_t lines;
     };
     const AdapterStage* const* adapters;  // [row]: the stages of its adapter; null: it has none
     int32_t stage;                        // which of them this GEMM is
     LowRank h;
     const uint8_t* modules;  // of each 16 outputs
-    const Line* lines;
-    int32_t num_lines;
+    const Stream* streams;
+    int32_t num_streams;
 };
 
 struct Output {
@@ -179,6 +181,12 @@ struct AttentionTask {
     int32_t partial_step;              // from a token's slot to the next one's
 };
 
+// The keys that a thread reads next, after those of a task. Without a table it is not known which.
+struct UpcomingKeys {
+    const int32_t* table = nullptr;
+    int32_t kv_head = 0, begin = 0, end = 0;
+};
+
 struct AttentionBuffers {
     const float* q;    // scaled and rotated queries: [token][q_stride], head h at h * head_dim
     size_t q_stride;
@@ -215,7 +223,8 @@ struct Kernels {
     void (*rotate)(float* head, const float* cos_sin, int head_dim, float scale);
     void (*write_cache)(const Cache& cache, int head, int32_t slot, const float* key, const float* value);
     size_t (*attention_scratch)(int head_dim);
-    void (*attend)(const Cache& cache, int kv_head, const AttentionTask& task, const AttentionBuffers& buffers);
+    void (*attend)(const Cache& cache, int kv_head, const AttentionTask& task, const UpcomingKeys& next,
+                   const AttentionBuffers& buffers);
     void (*merge_partials)(const float* partials, int count, int heads, int head_dim, float* out);
     float (*dot_bf16)(const float* x, const uint16_t* w, int width);
     // In lora.h.

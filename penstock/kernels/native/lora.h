@@ -4,6 +4,8 @@
 // A row's sums run in one order whatever rows are computed beside it, so its numbers do not depend on them.
 #pragma once
 
+#include <algorithm>
+
 #include "ops.h"
 
 namespace PENSTOCK_ISA {
@@ -170,26 +172,39 @@ static __attribute__((noinline)) void expand(const Expansion& e, int row, int co
     }
 }
 
-// All lines that are due with tile `tile` of `tiles`, for `count` panels of the GEMM from `panel` on.
+// The share of tile `tile` of `tiles` in all lines, for `count` panels of the GEMM from `panel` on.
 static __attribute__((noinline)) void request_lines(const Expansion& e, int panel, int count, int tile, int tiles) {
-    for (int i = e.num_lines * tile / tiles; i < e.num_lines * (tile + 1) / tiles; i++)
-        for (int p = panel; p < panel + count; p++) prefetch_l2(e.lines[i].at + p * e.lines[i].step);
+    for (int i = 0; i < e.num_streams; i++) {
+        const Expansion::Stream& s = e.streams[i];
+        for (int p = panel; p < panel + count; p++)
+            for (int line = s.lines * tile / tiles; line < s.lines * (tile + 1) / tiles; line++)
+                prefetch_l2(s.at + p * s.step + 64 * line);
+    }
 }
 
-// Those of one panel, one by one, while tiles compute. Asked for at once they would hold up a tile for as long as they take.
+// The lines of one panel, one by one, while tiles compute. Asked for at once they would hold up a tile for as long as they
+// take.
 class Requests {
   public:
-    Requests(const Expansion& e, int panel) : next_(e.lines), end_(e.lines + e.num_lines), panel_(panel) {}
+    Requests(const Expansion& e, int panel) : next_(e.streams), end_(e.streams + e.num_streams), panel_(panel) {}
     bool done() const { return next_ == end_; }
-    inline __attribute__((always_inline)) void request() {
-        if (done()) return;
-        prefetch_l2(next_->at + panel_ * next_->step);
-        next_++;
+
+    // Of those that follow one another at most `most`, which the caller asks for.
+    struct Lines {
+        const uint8_t* at;
+        int count;
+    };
+    Lines take(int most) {
+        const Lines taken{next_->at + panel_ * next_->step + 64 * used_, std::min(most, next_->lines - used_)};
+        used_ += taken.count;
+        if (used_ == next_->lines) next_++, used_ = 0;
+        return taken;
     }
 
   private:
-    const Expansion::Line *next_, *end_;
+    const Expansion::Stream *next_, *end_;
     const size_t panel_;
+    int used_ = 0;  // lines of the next stream
 };
 
 }  // namespace PENSTOCK_ISA

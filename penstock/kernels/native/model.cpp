@@ -60,8 +60,9 @@ Model::Model(const ModelSpec& spec, const int32_t* windows, const float* inverse
       kernels_(&kernels),
       pool_(spec.threads),
       inverse_frequencies_(inverse_frequencies, inverse_frequencies + spec.head_dim / 2),
-      layers_(spec.layers),
-      counters_(size_t(spec.layers) * 10 + 4) {  // phases of a step with many rows
+      layers_(spec.layers) {
+    const size_t phases = size_t(spec.layers) * 10 + 4;  // of a step with many rows
+    for (Counters& c : counters_) c = {std::vector<WorkCounter>(phases), std::vector<WorkCounter>(phases * spec.threads)};
     weights_ = Region(lay_out(nullptr));
     lay_out(weights_.data());
     lay_out_modules();
@@ -290,7 +291,7 @@ std::string Model::forward(const Step& step) {
     }
     last_ = computed;
     last_.targets = nullptr;  // not ours, and gone by then
-    for (WorkCounter& counter : counters_) counter.reset();
+    steps_++;
     mark(0, PLAN, -1);
     pool_.run([&](int thread) { run(computed, thread); });
     return "";
@@ -318,20 +319,37 @@ bool Model::needs_logits(const Step& s) const {
     return false;
 }
 
-// A thread that comes late, because the system had given its core to someone else, finds phases done and skips them.
+void Model::Counters::clear(int thread, int threads) {
+    for (size_t i = thread; i < done.size(); i += threads) done[i].reset();
+    for (size_t i = thread; i < queues.size(); i += threads) queues[i].reset();
+}
+
+// `each` items for every one of some units, of which each thread has its share. It takes the items of these first, so that
+// what it wrote in the phase before is in its cache, what it reads next is known, and no counter goes to and fro; then those
+// of others. work(part, i): item i of a thread's part. A thread that comes late, because the system had given its core to
+// someone else, finds phases done and skips them.
 template <class Work>
-void Model::phase(int& number, int items, const Work& work) {
-    WorkCounter& counter = counters_[number++];
+void Model::phase(Progress& at, int units, int each, const Work& work) {
+    const int parts = pool_.size(), items = units * each;
+    WorkCounter &counter = *at.done++, *queues = std::exchange(at.queues, at.queues + parts);
     if (counter.all_done(items)) return;
     int done = 0;
-    for (int i; (i = counter.take()) < items; done++) work(i);
+    for (int p = 0; p < parts; p++) {
+        const int part = (at.thread + p) % parts, count = share(units, part, parts).size() * each;
+        for (int i; (i = queues[part].take()) < count; done++) work(part, i);
+    }
     counter.finish(done, items);
 }
 
 template <class Work>
-void Model::by_rows(int& number, int rows, const Work& work) {
+void Model::phase(Progress& at, int items, const Work& work) {
+    phase(at, items, 1, [&](int part, int i) { work(share(items, part, pool_.size()).begin + i); });
+}
+
+template <class Work>
+void Model::by_rows(Progress& at, int rows, const Work& work) {
     const int parts = std::min(rows, 4 * pool_.size());
-    phase(number, parts, [&](int i) {
+    phase(at, parts, [&](int i) {
         const Range mine = share(rows, i, parts);
         for (int row = mine.begin; row < mine.end; row++) work(row);
     });
@@ -340,35 +358,37 @@ void Model::by_rows(int& number, int rows, const Work& work) {
 void Model::run(const Step& step, int thread) {
     const int tokens = step.num_tokens, q_width = spec_.heads * spec_.head_dim;
     const int layers = step.layers ? step.layers : spec_.layers;
-    int number = 0;  // of the phase; the same in all threads
-    by_rows(number, tokens, [&](int token) { embed(token); });
+    Counters& counters = counters_[steps_ % 2];
+    Progress at{thread, counters.done.data(), counters.queues.data()};
+    counters_[(steps_ + 1) % 2].clear(thread, pool_.size());
+    by_rows(at, tokens, [&](int token) { embed(token); });
     mark(thread, EMBED, -1);
     for (int i = 0; i < layers; i++) {
         const Layer& layer = layers_[i];
         const Cache cache = cache_of(i);
-        multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, thread, number, i, 0,
+        multiply(layer.qkv, hidden_, tokens, {STORE, qkv_, qkv_stride_}, at, i, 0,
                  [&](int row, int to) { normalize(layer.input_norm, layer.qkv.scheme, row, to); });
-        by_rows(number, tokens * spec_.kv_heads, [&](int item) {
+        by_rows(at, tokens * spec_.kv_heads, [&](int item) {
             rotate_and_cache(layer, cache, item / spec_.kv_heads, item % spec_.kv_heads);
         });
         mark(thread, ROPE, i);
-        attend(layer, cache, thread, number);
+        attend(layer, cache, at);
         mark(thread, ATTENTION, i);
-        multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, thread, number, i, 1, [&](int row, int to) {
+        multiply(layer.o, attention_, tokens, {ADD, x_, hidden_stride_}, at, i, 1, [&](int row, int to) {
             copy_row(attention_, row, to, q_width);
             merge_attention(row, to);
             quantize(attention_, to, q_width, 0);
         });
-        multiply(layer.gate_up, hidden_, tokens, {SILU_MUL, mlp_.f, mlp_.stride}, thread, number, i, 2,
+        multiply(layer.gate_up, hidden_, tokens, {SILU_MUL, mlp_.f, mlp_.stride}, at, i, 2,
                  [&](int row, int to) { normalize(layer.post_norm, layer.gate_up.scheme, row, to); });
-        multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, thread, number, i, 3, [&](int row, int to) {
+        multiply(layer.down, mlp_, tokens, {ADD, x_, hidden_stride_}, at, i, 3, [&](int row, int to) {
             copy_row(mlp_, row, to, spec_.intermediate);
             quantize(mlp_, to, spec_.intermediate, spec_.mlp_transform);
         });
     }
-    multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, logits_stride_, peaks_.data()}, thread, number, -1, -1,
+    multiply(head_, hidden_, step.num_logits, {PEAKS, step.logits, logits_stride_, peaks_.data()}, at, -1, -1,
              [&](int row, int to) { normalize(final_norm_, head_.scheme, step.logit_rows[row], to); });
-    phase(number, int(sampled_runs_.size()), [&](int run) { sample_run(step, sampled_runs_[run], thread); });
+    phase(at, int(sampled_runs_.size()), [&](int run) { sample_run(step, sampled_runs_[run], thread); });
     mark(thread, SAMPLING, -1);
 }
 
@@ -468,19 +488,19 @@ void Model::quantize(const Activations& x, int row, int width, int transform) {
     kernels_->quantize_row(x, row, width, Scheme(spec_.scheme));
 }
 
-// Into how many runs of panels a GEMM is divided.
+// Into how many runs of panels a thread's part of a GEMM is divided. Some may be empty.
 int Model::runs_of(const Matrix& w, int rows) const {
-    const int panels = w.num_panels();
-    const int streams = int(round_up((panels + RUN_PANELS - 1) / RUN_PANELS, pool_.size()));
-    return std::min(panels, rows <= STREAMING_ROWS ? streams : 8 * pool_.size());
+    const int panels = (w.num_panels() + pool_.size() - 1) / pool_.size();
+    return std::min(panels, rows <= STREAMING_ROWS ? (panels + RUN_PANELS - 1) / RUN_PANELS : 8);
 }
 
 // prepare(row, to) makes row `to` of the operand. Many rows are prepared by all threads together; of a few, each thread
 // makes copies for itself behind the shared ones, once it has a part of the GEMM. Adapters change this GEMM as that of a
 // stage of a layer, unless the stage is negative.
 template <class Prepare>
-void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& number,
-                     int layer, int stage, const Prepare& prepare) {
+void Model::multiply(const Matrix& w, const Activations& x, int rows, const Output& out, Progress& at, int layer, int stage,
+                     const Prepare& prepare) {
+    const int thread = at.thread;
     const bool adapted = stage >= 0 && !adapter_runs_.empty();
     const int copies = rows <= OWN_ROWS ? (thread + 1) * rows : 0;
     const auto prepare_rows = [&](Range mine) {
@@ -488,16 +508,17 @@ void Model::multiply(const Matrix& w, const Activations& x, int rows, const Outp
         if (adapted) shrink(layer, stage, x, w.scheme, mine, copies);
     };
     const int parts = std::min(rows, 4 * pool_.size());
-    if (!copies) phase(number, parts, [&](int i) { prepare_rows(share(rows, i, parts)); });
+    if (!copies) phase(at, parts, [&](int i) { prepare_rows(share(rows, i, parts)); });
     if (!copies) mark(thread, PREPARED_BY[stage + 1], layer);
     bool prepared = !copies;
-    const int runs = runs_of(w, rows), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    const int own = runs_of(w, rows), runs = own * pool_.size(), blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
     int lined_up = -1;  // the block of rows
-    phase(number, blocks * runs, [&](int i) {
+    phase(at, runs, blocks, [&](int part, int i) {
         if (!prepared) prepare_rows({0, rows});
         prepared = true;
-        const Range mine = share(rows, i / runs, blocks), panels = share(w.num_panels(), i % runs, runs);
-        if (adapted && std::exchange(lined_up, i / runs) != i / runs) line_up(mine, layer, stage, w.num_panels(), thread);
+        const int block = i / own;
+        const Range mine = share(rows, block, blocks), panels = share(w.num_panels(), part * own + i % own, runs);
+        if (adapted && std::exchange(lined_up, block) != block) line_up(mine, layer, stage, w.num_panels(), thread);
         if (adapted)
             multiply_adapted(w, x, layer, stage, mine, panels, out, copies, thread);
         else
@@ -526,15 +547,23 @@ void Model::rotate_and_cache(const Layer& layer, const Cache& cache, int token, 
     kernels_->write_cache(cache, head, batch_.slots[token], k, v);
 }
 
-void Model::attend(const Layer& layer, const Cache& cache, int thread, int& number) {
+void Model::attend(const Layer& layer, const Cache& cache, Progress& at) {
     const AttentionBuffers buffers{qkv_,          qkv_stride_,      attention_.f,
-                                   attention_.stride, partials_.data(), reinterpret_cast<float*>(scratch_.data()) + thread * scratch_stride_,
+                                   attention_.stride, partials_.data(), reinterpret_cast<float*>(scratch_.data()) + at.thread * scratch_stride_,
                                    spec_.heads};
     const int count = int(tasks_.size());
-    phase(number, count * spec_.kv_heads, [&](int i) {
-        AttentionTask task = tasks_[i % count];
+    phase(at, count, spec_.kv_heads, [&](int part, int i) {
+        const int own = share(count, part, pool_.size()).size();
+        const auto task_of = [&](int i) { return tasks_[part + i % own * pool_.size()]; };  // the longest come first
+        AttentionTask task = task_of(i);
         task.window = layer.window;
-        kernels_->attend(cache, i / count, task, buffers);
+        UpcomingKeys next;
+        if (i + 1 < own * spec_.kv_heads) {
+            const AttentionTask following = task_of(i + 1);
+            const int oldest = layer.window > 0 ? following.first_position - layer.window + 1 : 0;
+            next = {following.table, (i + 1) / own, std::max(following.key_begin, oldest), following.key_end};
+        }
+        kernels_->attend(cache, i / own, task, next, buffers);
     });
 }
 

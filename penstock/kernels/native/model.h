@@ -187,14 +187,27 @@ class Model {
     void add_task(AttentionTask task, int parts);
     void plan_attention();
 
+    // Of the phases of a step. While it runs, each thread clears its part of those for the next one.
+    struct Counters {
+        std::vector<WorkCounter> done;    // [phase]
+        std::vector<WorkCounter> queues;  // [phase][thread]
+        void clear(int thread, int threads);
+    };
+    // How far a thread is in a step: the counters of the phases to come.
+    struct Progress {
+        const int thread;
+        WorkCounter *done, *queues;
+    };
     int runs_of(const Matrix& w, int rows) const;
     template <class Work>
-    void phase(int& number, int items, const Work& work);
+    void phase(Progress& at, int units, int each, const Work& work);
     template <class Work>
-    void by_rows(int& number, int rows, const Work& work);
+    void phase(Progress& at, int items, const Work& work);
+    template <class Work>
+    void by_rows(Progress& at, int rows, const Work& work);
     template <class Prepare>
-    void multiply(const Matrix& w, const Activations& x, int rows, const Output& out, int thread, int& number,
-                  int layer, int stage, const Prepare& prepare);
+    void multiply(const Matrix& w, const Activations& x, int rows, const Output& out, Progress& at, int layer, int stage,
+                  const Prepare& prepare);
 
     void lay_out_modules();
     void plan_adapters(const Step& step);
@@ -220,7 +233,7 @@ class Model {
     void copy_row(const Activations& x, int row, int to, int width);
     void quantize(const Activations& x, int row, int width, int transform);
     void rotate_and_cache(const Layer& layer, const Cache& cache, int token, int head);
-    void attend(const Layer& layer, const Cache& cache, int thread, int& number);
+    void attend(const Layer& layer, const Cache& cache, Progress& at);
     void merge_attention(int token, int to);
 
     ModelSpec spec_;
@@ -257,8 +270,9 @@ class Model {
     std::vector<int32_t> low_offset_;
     size_t low_stride_ = 0;
     std::vector<const AdapterStage*> row_adapters_;  // of a step, by row: the stages of its adapter, or null
-    std::vector<std::vector<Expansion::Line>> expand_lines_;  // per thread
-    std::vector<WorkCounter> counters_;
+    std::vector<std::vector<Expansion::Stream>> expand_streams_;  // per thread
+    Counters counters_[2];                      // of a step and of the next one
+    uint64_t steps_ = 0;
     std::vector<Range> sampled_runs_;           // of logit rows that are sampled in order
     std::vector<float> peaks_;                  // [logit row][panel of the output projection]
     std::vector<float> row_logits_;             // per thread: of one row
