@@ -235,7 +235,7 @@ struct Kernels {
     void (*attend_dense)(const DenseAttention& head);
     // Of n logits and the largest of each block of them, in sampling.h.
     void (*block_maxima)(const float* logits, int n, float* maxima);
-    void (*mask_logits)(float* logits, int n, const int32_t* mask, float* maxima);
+    void (*mask_logits)(float* logits, int n, const int32_t* mask, float* maxima, float margin);
     int (*count_above)(const float* logits, const float* maxima, int n, float limit, int enough);
     Masses (*masses)(const float* logits, const float* maxima, int n, float low, float high, float peak, float scale);
     int32_t (*draw)(const float* logits, const float* maxima, int n, float limit, float temperature, uint64_t seed,

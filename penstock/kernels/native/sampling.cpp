@@ -24,6 +24,10 @@ float from_ordered(int32_t i) { return std::bit_cast<float>(i ^ (i >> 31 & 0x7ff
 
 float next_below(float f) { return std::nextafter(f, -INFINITY); }
 
+// How far below the largest logit, in units of the temperature, nothing matters: the noise of two tokens differs by 20 at
+// most, and a million tokens there have less of the probability than a float can tell from none.
+constexpr double NEGLIGIBLE = 32;
+
 // A row of logits with the largest of each block, by which passes over it skip what is too small.
 struct Row {
     const Kernels& kernels;
@@ -80,7 +84,8 @@ struct Row {
                 kernels.draw(logits, maxima, n, floor, float(p.temperature), uint64_t(p.seed), uint32_t(position));
             const float logit = logits[token];
             if (p.top_p >= 1 || logit >= peak) return token;
-            const Masses found = masses(enough < 0 ? below_top_k : logit, logit, p.temperature);
+            const float low = std::max(below_top_k, float(peak - NEGLIGIBLE * p.temperature));
+            const Masses found = masses(enough < 0 ? low : logit, logit, p.temperature);
             if (enough < 0) enough = p.top_p * found.above_low;
             if (!(found.above_high >= enough)) return token;
             floor = logit;
@@ -177,7 +182,8 @@ int32_t Model::sample_row(const Choice& choice, SamplingRow& row, int thread) {
     if (changes) {
         row.change_logits(logits, choice.position);
         row.update_maxima(logits, n, maxima.data());
-        if (choice.mask) kernels_->mask_logits(logits, n, choice.mask, maxima.data());
+        const double margin = random ? NEGLIGIBLE * row.params().temperature : 0;
+        if (choice.mask) kernels_->mask_logits(logits, n, choice.mask, maxima.data(), float(margin + 1));  // or equals are lost
     }
     if (random)
         token = Row(*kernels_, logits, n, maxima).draw(row.params(), choice.position);

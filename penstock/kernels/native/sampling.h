@@ -110,33 +110,64 @@ static void block_maxima(const float* logits, int n, float* maxima) {
     for (int i = 0; i < n; i += SAMPLING_BLOCK) maxima[i / SAMPLING_BLOCK] = block_maximum(logits, n, i);
 }
 
-// Tokens whose bit is not set get -inf, except in blocks without any: there only the maximum gets it, which is enough.
-static void mask_logits(float* logits, int n, const int32_t* mask, float* maxima) {
+// The allowed logits of a block that has some: the others become -inf. Returns the largest.
+PENSTOCK_INLINE float mask_block(float* logits, int n, int block, int32_t word) {
     alignas(64) static constexpr int32_t BITS[32] = {
         1 << 0,  1 << 1,  1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,  1 << 8,  1 << 9,  1 << 10,
         1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15, 1 << 16, 1 << 17, 1 << 18, 1 << 19, 1 << 20, 1 << 21,
         1 << 22, 1 << 23, 1 << 24, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30, int32_t(1u << 31)};
-    const f32x16 nothing = splat(-__builtin_inff());
-    for (int i = 0; i < n; i += SAMPLING_BLOCK) {
-        const int32_t word = mask[i / SAMPLING_BLOCK];
-        if (word == -1) continue;
-        float& largest = maxima[i / SAMPLING_BLOCK];
-        if (word == 0) {
-            largest = -__builtin_inff();
+    for (int half = 0; half < 32; half += 16) {
+        const int i = block * SAMPLING_BLOCK + half;
+        const i32x16 forbidden = (load<i32x16>(BITS + half) & word) == 0;
+        const f32x16 left = select(forbidden, splat(-__builtin_inff()), logits_at(logits, n, i));
+        if (n - i >= 16) {
+            store(logits + i, left);
             continue;
         }
-        for (int half = 0; half < 32; half += 16) {
-            const i32x16 forbidden = (load<i32x16>(BITS + half) & word) == 0;
-            const f32x16 left = select(forbidden, nothing, logits_at(logits, n, i + half));
-            if (n - i - half >= 16) {
-                store(logits + i + half, left);
-                continue;
-            }
-            float some[16];
-            store(some, left);
-            for (int j = 0; i + half + j < n; j++) logits[i + half + j] = some[j];
+        float some[16];
+        store(some, left);
+        for (int j = 0; i + j < n; j++) logits[i + j] = some[j];
+    }
+    return block_maximum(logits, n, block * SAMPLING_BLOCK);
+}
+
+// Tokens whose bit is not set get -inf, and so do the maxima of blocks that do not come within `margin` of the largest
+// logit that is allowed; their logits are left as they are. Most blocks of peaked logits are not even read.
+static void mask_logits(float* logits, int n, const int32_t* mask, float* maxima, float margin) {
+    const int blocks = (n + SAMPLING_BLOCK - 1) / SAMPLING_BLOCK;
+    float reached = -__builtin_inff();
+    const auto apply = [&](int block) {
+        const int32_t word = mask[block];
+        if (word == 0)
+            maxima[block] = -__builtin_inff();
+        else if (word != -1)
+            maxima[block] = mask_block(logits, n, block, word);
+        reached = maxima[block] > reached ? maxima[block] : reached;
+    };
+    const f32x16 nothing = splat(-__builtin_inff());
+    f32x16 largest = nothing;
+    i32x16 index = {};
+    for (int first = 0; first < blocks; first += 16) {
+        const f32x16 tops = load<f32x16>(maxima + first);
+        const i32x16 better = tops > largest;
+        largest = select(better, tops, largest);
+        index = select(better, lane_numbers() + first, index);
+    }
+    const int top = index_of_best(largest, index);
+    apply(top);  // mostly it is allowed, and nearly all others are too small then
+    for (int first = 0; first < blocks; first += 16) {
+        const f32x16 tops = load<f32x16>(maxima + first);
+        if (!any_above(tops, reached - margin)) {
+            store(maxima + first, nothing);
+            continue;
         }
-        largest = block_maximum(logits, n, i);
+        for (int block = first; block < first + 16 && block < blocks; block++) {
+            if (block == top) continue;
+            if (maxima[block] > reached - margin)
+                apply(block);
+            else
+                maxima[block] = -__builtin_inff();
+        }
     }
 }
 
