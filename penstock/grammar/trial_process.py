@@ -8,6 +8,7 @@ long (SIGPROF) or too much memory.
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import sys
@@ -26,6 +27,8 @@ def main() -> None:
     from llguidance import LLTokenizer
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
+    if hasattr(os, "sched_setaffinity"):  # the thread that started it may be one that computes, kept on one CPU
+        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     memory = OWN_BYTES + STACK_BYTES + MAX_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -98,6 +98,21 @@ def test_several_at_once_do_not_wait_for_each_other() -> None:
     assert [process.poll() for process in trials._kept] == [None] * trial.MOST_KEPT
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are kept on CPUs on Linux alone")
+def test_a_process_may_use_all_cpus_whoever_starts_it() -> None:
+    """The thread that computes steps does, and is kept on one of them."""
+    trials = Trials()
+
+    def start() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        trials.start()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(start).result()
+    trials.try_out("regex", "a")
+    assert os.sched_getaffinity(trials._kept[0].pid) == os.sched_getaffinity(os.getpid())
+
+
 def test_a_process_ends_with_its_parent() -> None:
     trials = Trials()
     trials.start()
