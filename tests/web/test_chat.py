@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -89,6 +92,24 @@ def test_an_answer_is_stopped_regenerated_and_its_question_edited(tab: Tab, gate
     prompt = gateway.tokenizer.decode(list(gateway.engine.requests[-1].prompt))
     assert "Another question" in prompt
     assert "Again." not in prompt
+
+
+def test_an_answer_goes_on_while_another_page_is_shown(tab: Tab, gateway: Gateway) -> None:
+    shown = threading.Event()
+    first, *others, end = says(gateway.tokenizer, "One two three")[0]
+    gateway.runs(lambda request: [[first], partial(asyncio.to_thread, shown.wait, 20), *([t] for t in others), [end]])
+    ask(tab, gateway)
+    expect(tab.page.locator(".markdown")).to_have_text("One")
+    tab.page.get_by_role("link", name="Live").click()
+    expect(tab.page.get_by_role("button", name="Pause")).to_be_visible()
+    expect(tab.page.locator(".markdown")).to_have_count(0)
+    shown.set()
+    assert gateway.engine.ended[gateway.engine.requests[-1].id].wait(20)
+    tab.page.get_by_role("link", name="Chat").click()
+    expect(tab.page.locator(".markdown")).to_have_text("One two three")
+    expect(tab.page.locator(".ledger")).to_be_visible()
+    tab.page.reload()
+    expect(tab.page.locator(".markdown")).to_have_text("One two three")
 
 
 def test_two_models_answer_side_by_side_and_the_history_keeps_it(tab: Tab, gateway: Gateway) -> None:

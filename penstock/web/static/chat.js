@@ -9,12 +9,14 @@ import { parameterPanel } from "./parameters.js";
 
 const MAX_MODELS = 4;
 
+let page; // kept while other pages are shown, so that answers go on
+
 export function chatPage(main) {
-  const page = new ChatPage(main);
-  const onKey = () => page.loadModels();
-  document.addEventListener("keychange", onKey);
+  page ??= new ChatPage();
+  main.append(page.layout);
+  page.loadModels();
+  page.toEnd(true);
   return {
-    leave: () => { page.stop(); document.removeEventListener("keychange", onKey); },
     typed: { Enter: ["Send"], "Shift Enter": ["New line"] },
     shortcuts: {
       "/": ["Write a message", () => page.input.focus()],
@@ -29,7 +31,7 @@ export function chatPage(main) {
 }
 
 class ChatPage {
-  constructor(main) {
+  constructor() {
     this.cards = [];
     this.controllers = new Set();
     this.input = h("textarea", { id: "message", rows: "1", "aria-label": "Message", placeholder: "Write a message", oninput: () => this.fit(), onkeydown: (event) => this.typed(event) });
@@ -50,10 +52,9 @@ class ChatPage {
         h("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } },
           h("div", { class: "composer-box" }, this.input, this.stopButton, this.sendButton))),
       this.parameters);
-    main.append(this.layout);
     if (matchMedia("(min-width: 1000px)").matches) this.toggle("history");
     this.open(conversations()[0] || newConversation());
-    this.loadModels();
+    document.addEventListener("keychange", () => this.loadModels());
   }
 
   async loadModels() {
