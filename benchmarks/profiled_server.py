@@ -13,6 +13,7 @@ import asyncio
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,9 +33,12 @@ OUTPUT = 256  # tokens of each answer
 TOP = 15
 
 
-def write_model(name: str, folder: Path) -> Path:
-    """Its configuration, and a tokenizer whose tokens have no meaning."""
+def write_model(name: str, folder: Path, tokenizer_json: Path | None = None) -> Path:
+    """Its configuration, and a tokenizer, whose tokens have no meaning unless one is given."""
     path, alphabet = write_architecture(name, folder), pre_tokenizers.ByteLevel.alphabet()
+    if tokenizer_json is not None:
+        shutil.copy(tokenizer_json, path / "tokenizer.json")
+        return path
     tokens = [*sorted(alphabet), *(f"t{i}" for i in range(ARCHITECTURES[name]["vocab_size"] - len(alphabet)))]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -43,10 +47,10 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 @contextmanager
-def served(model: str) -> Iterator[str]:
+def served(model: str, tokenizer_json: Path | None = None) -> Iterator[str]:
     """A server with random weights of this architecture, at this address."""
     with tempfile.TemporaryDirectory() as folder:
-        path = write_model(model, Path(folder) / model)
+        path = write_model(model, Path(folder) / model, tokenizer_json)
         command = [sys.executable, "-m", "penstock.cli.main", "serve", f"dummy:{path}", "--port", "0"]
         server = subprocess.Popen([*command, "--state", "memory"], stdout=subprocess.PIPE, text=True)
         try:

@@ -9,7 +9,8 @@
 `valid`: batches of 32 constrained requests beside 8 free ones, in a KV cache too small for them, so that sequences are
 preempted, with prompts that share prefixes. Outputs that ended by themselves must be valid; those cut off by
 `max_tokens` are counted apart. `speed`: `text` is free, `string` is as long but inside a JSON string, where nothing is
-forced, `json` is an invoice, most of which is forced. `suite`: instances that the suite calls invalid must be refused;
+forced, `json` is an invoice, most of which is forced, and `mixture` has instances of all schemas, in another order for
+each sequence. `suite`: instances that the suite calls invalid must be refused;
 valid ones may be, where the grammar has one way to write a thing (the order of properties, 1 and not 1.0).
 """
 
@@ -30,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import LLM, SamplingParams
-from penstock.bench.schemas import INVOICE, SCHEMAS
+from penstock.bench.schemas import INVOICE, SCHEMAS, mixture
 from penstock.checkpoint.source import DEFAULT_MODEL, resolve
 from penstock.core.errors import EngineFailure, InvalidRequest
 from penstock.core.request import Grammar
@@ -141,9 +142,12 @@ def speed(rounds: int, sequences: int, sampling: dict[str, float]) -> None:
     common: dict[str, Any] = {**sampling, "ignore_eos": True}
     string, invoice = grammar({"type": "string", "minLength": 4000}), grammar(INVOICE)
     kinds = {
-        "text": SamplingParams(**common, max_tokens=48),
-        "string": SamplingParams(**common, max_tokens=48, grammar=string),
-        "json": SamplingParams(**common, max_tokens=200, grammar=invoice),
+        "text": [SamplingParams(**common, max_tokens=48)] * sequences,
+        "string": [SamplingParams(**common, max_tokens=48, grammar=string)] * sequences,
+        "json": [SamplingParams(**common, max_tokens=200, grammar=invoice)] * sequences,
+        "mixture": [
+            SamplingParams(**common, max_tokens=200, grammar=grammar(mixture(number))) for number in range(sequences)
+        ],
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for number in range(rounds + 1):

@@ -3,7 +3,8 @@
     python benchmarks/structured_http.py --model qwen3-0.6b [--streams 32] [--rounds 5] [--seconds 3]
 
 `text` is free, `string` the inside of a JSON string, `minimum` that of one with a `minLength`, whose masks take the
-longest, and `invoice` JSON most of which is forced. All at temperature 1. Ratios are medians of those within a round.
+longest, `invoice` JSON most of which is forced, and `mixture` instances of all our schemas, in another order for each
+stream. All at temperature 1. Ratios are medians of those within a round.
 """
 
 from __future__ import annotations
@@ -15,32 +16,35 @@ import re
 import statistics
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 from profiled_server import served
 
 from penstock.bench.architectures import ARCHITECTURES
-from penstock.bench.schemas import INVOICE
+from penstock.bench.schemas import INVOICE, Schema, mixture
 from penstock.client.http import HttpClient
 
 OUTPUT = 256  # tokens of each answer, at the most
-KINDS: dict[str, dict[str, Any] | None] = {
-    "text": None,
-    "string": {"type": "string"},
-    "minimum": {"type": "string", "minLength": 4000},
-    "invoice": INVOICE,
+KINDS: dict[str, Callable[[int], Schema | None]] = {  # by the number of a stream
+    "text": lambda stream: None,
+    "string": lambda stream: {"type": "string"},
+    "minimum": lambda stream: {"type": "string", "minLength": 4000},
+    "invoice": lambda stream: INVOICE,
+    "mixture": mixture,
 }
 
 
 class Load:
-    """Streams of one kind that follow each other without a pause."""
+    """Streams of one kind, each of requests that follow each other without a pause."""
 
-    def __init__(self, http: HttpClient, model: str, schema: dict[str, Any] | None, prompt: int) -> None:
-        self._http, self._model, self._prompt = http, model, prompt
-        self._extra = {} if schema is None else {"structured_outputs": {"json": schema}}
+    def __init__(self, http: HttpClient, model: str, kind: str, prompt: int) -> None:
+        self._http, self._model, self._kind, self._prompt = http, model, kind, prompt
         self.tokens = 0
 
-    async def keep_busy(self) -> None:
+    async def keep_busy(self, stream: int) -> None:
+        schema = KINDS[self._kind](stream)
+        extra = {} if schema is None else {"structured_outputs": {"json": schema}}
         while True:
             body = {
                 "model": self._model,
@@ -50,7 +54,7 @@ class Load:
                 "ignore_eos": True,
                 "stream": True,
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-                **self._extra,
+                **extra,
             }
             counted = 0
             async with self._http.stream("POST", "/v1/completions", body) as response:
@@ -64,8 +68,8 @@ class Load:
 
 async def measured_rate(http: HttpClient, args: argparse.Namespace, kind: str) -> float:
     """Output tokens a second, once all streams decode."""
-    load = Load(http, args.model, KINDS[kind], args.prompt)
-    streams = [asyncio.create_task(load.keep_busy()) for _ in range(args.streams)]
+    load = Load(http, args.model, kind, args.prompt)
+    streams = [asyncio.create_task(load.keep_busy(stream)) for stream in range(args.streams)]
     await asyncio.sleep(args.seconds / 2)
     began, before = time.monotonic(), load.tokens
     await asyncio.sleep(args.seconds)
@@ -101,8 +105,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS), help="beside text")
+    parser.add_argument("--tokenizer", type=Path, help="a tokenizer.json, in place of one whose tokens have no meaning")
     args = parser.parse_args()
-    with served(args.model) as url:
+    with served(args.model, args.tokenizer) as url:
         asyncio.run(measure(url, args))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 Schema = dict[str, Any]
@@ -173,3 +174,10 @@ def instances_with_faults(valid: Any) -> list[Any]:
 def compact(instance: Any) -> str:
     """JSON without blanks, as it is generated."""
     return json.dumps(instance, ensure_ascii=False, separators=(",", ":"))
+
+
+def mixture(seed: int) -> Schema:
+    """An object with an instance of each, in some order, without those whose references are to their own root."""
+    names = [name for name, schema in SCHEMAS.items() if "$ref" not in json.dumps(schema)]
+    random.Random(seed).shuffle(names)
+    return record({name: SCHEMAS[name] for name in names})
