@@ -10,8 +10,8 @@
 preempted, with prompts that share prefixes. Outputs that ended by themselves must be valid; those cut off by
 `max_tokens` are counted apart. `speed`: `text` is free, `string` is as long but inside a JSON string, where nothing is
 forced, `json` is an invoice, most of which is forced, and `mixture` has instances of all schemas, in another order for
-each sequence. `suite`: instances that the suite calls invalid must be refused;
-valid ones may be, where the grammar has one way to write a thing (the order of properties, 1 and not 1.0).
+each sequence. `suite`: instances that the suite calls invalid must be refused; valid ones may be, where the grammar has
+one way to write a thing (the order of properties, 1 and not 1.0).
 """
 
 from __future__ import annotations
@@ -141,19 +141,19 @@ def speed(rounds: int, sequences: int, sampling: dict[str, float]) -> None:
     llm = LLM(kv_memory_gib=0.5, max_model_len=512, max_seqs=sequences, prefix_caching=False)
     common: dict[str, Any] = {**sampling, "ignore_eos": True}
     string, invoice = grammar({"type": "string", "minLength": 4000}), grammar(INVOICE)
+    requests = 4 * sequences  # so that others take the places of those that are complete
+    mixtures = [grammar(mixture(number)) for number in range(sequences)]
     kinds = {
-        "text": [SamplingParams(**common, max_tokens=48)] * sequences,
-        "string": [SamplingParams(**common, max_tokens=48, grammar=string)] * sequences,
-        "json": [SamplingParams(**common, max_tokens=200, grammar=invoice)] * sequences,
-        "mixture": [
-            SamplingParams(**common, max_tokens=200, grammar=grammar(mixture(number))) for number in range(sequences)
-        ],
+        "text": [SamplingParams(**common, max_tokens=48)] * requests,
+        "string": [SamplingParams(**common, max_tokens=48, grammar=string)] * requests,
+        "json": [SamplingParams(**common, max_tokens=200, grammar=invoice)] * requests,
+        "mixture": [SamplingParams(**common, max_tokens=200, grammar=own) for own in 4 * mixtures],
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in kinds}
     for number in range(rounds + 1):
         for name, params in kinds.items():
             began, used = time.perf_counter(), time.process_time()
-            answers: list[Completion] = llm.generate(["An invoice: "] * sequences, params, progress=False)
+            answers: list[Completion] = llm.generate(["An invoice: "] * requests, params, progress=False)
             seconds, used = time.perf_counter() - began, time.process_time() - used
             if number:  # the first round is a warm-up
                 tokens = sum(len(answer.choices[0].token_ids) for answer in answers)
