@@ -13,7 +13,6 @@ import asyncio
 import json
 import random
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,15 +33,19 @@ TOP = 15
 
 
 def write_model(name: str, folder: Path, tokenizer_json: Path | None = None) -> Path:
-    """Its configuration, and a tokenizer, whose tokens have no meaning unless one is given."""
-    path, alphabet = write_architecture(name, folder), pre_tokenizers.ByteLevel.alphabet()
-    if tokenizer_json is not None:
-        shutil.copy(tokenizer_json, path / "tokenizer.json")
-        return path
-    tokens = [*sorted(alphabet), *(f"t{i}" for i in range(ARCHITECTURES[name]["vocab_size"] - len(alphabet)))]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
+    """Its configuration, and a tokenizer. Tokens that the given one lacks have no meaning, nor do any where none is."""
+    path = write_architecture(name, folder)
+    if tokenizer_json is None:
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(sorted(alphabet))}, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        described = json.loads(tokenizer.to_str())
+    else:
+        described = json.loads(tokenizer_json.read_text())
+    vocabulary = described["model"]["vocab"]
+    vocabulary.update({f"t{i}": i for i in range(len(vocabulary), ARCHITECTURES[name]["vocab_size"])})
+    (path / "tokenizer.json").write_text(json.dumps(described))
     return path
 
 
