@@ -15,7 +15,10 @@ from typing import Any
 
 # Compact JSON: a grammar that allows blanks lets a model write them until max_tokens. Not lenient: what cannot be
 # enforced is refused.
-JSON_OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+_OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
+# Without \uXXXX, by which a further property could have the name of one that the schema describes: llguidance does not
+# compare what an escape stands for.
+_OPTIONS_OF_OPEN_OBJECTS: Any = {**_OPTIONS, "json_allowed_escapes": 'nrbtf\\"'}
 # RFC 3339, without the year 0000 and without leap seconds, which most parsers do not take. llguidance allows 29
 # February of every year and a leap second in every minute.
 _DAYS = (
@@ -33,6 +36,15 @@ _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # whose va
 MOST_EXACT = 2**53  # integers up to this are exact as doubles, which llguidance reads numbers as
 MOST_MULTIPLE = 100_000  # states of the automaton that checks divisibility
 
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_WITHIN = 1e-6  # by how much a bound is moved that would otherwise be let through
+# Characters that JSON writes as \uXXXX: themselves, and as patterns write them outside of classes. Not \n and the like.
+_CONTROLS = re.compile("[\0-\7\v\x0e-\x1f\x7f]")
+_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
+_CONTROLS_IN_PATTERN = re.compile(
+    _CONTROLS.pattern + r"|\\(?:x|u00)(?:[01][0-9a-fA-F]|7[fF])|\\[xu]\{0*(?:1?[0-9a-fA-F]|7[fF])\}|\\[0-7acev]"
+)
+
 
 def checked_schema(source: str) -> str:
     """The schema as llguidance takes it. Raises ValueError."""
@@ -40,14 +52,11 @@ def checked_schema(source: str) -> str:
         schema = _decoder.decode(source)
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
-    if schema is True:
-        return "{}"
-    _check(schema)
-    return _exact_formats(source)
+    return _as_taken({}, "{}") if schema is True else _as_taken(schema, source.strip())
 
 
 def checked_lark(source: str) -> str:
-    """A Lark grammar whose JSON schemas (`%json {…}`) are checked as well and have our options. Raises ValueError."""
+    """A Lark grammar whose JSON schemas (`%json {…}`) are checked as well. Raises ValueError."""
     parts, end = list[str](), 0
     for place in re.finditer(r"%json\s*", source):
         if place.start() < end:
@@ -56,11 +65,19 @@ def checked_lark(source: str) -> str:
             schema, after = _decoder.raw_decode(source, place.end())
         except RecursionError:
             raise ValueError("a schema is nested too deeply") from None
-        _check(schema)
-        options = json.dumps({"x-guidance": JSON_OPTIONS})[:-1] + (", " if schema else "")
-        parts += [source[end : place.end()], options, _exact_formats(source[place.end() : after])[1:]]
+        parts += [source[end : place.end()], _as_taken(schema, source[place.end() : after])]
         end = after
     return "".join([*parts, source[end:]])
+
+
+def _as_taken(schema: Any, source: str) -> str:
+    """`schema` is what `source` says, with exact numbers."""
+    _check(schema)
+    is_open = any(map(_is_open, _subschemas(schema)))
+    if is_open:
+        _check_characters(schema)
+    options = json.dumps({"x-guidance": _OPTIONS_OF_OPEN_OBJECTS if is_open else _OPTIONS})[:-1]
+    return options + (", " if schema else "") + _sound(schema, source)[1:]
 
 
 def _check(schema: Any) -> None:
@@ -71,6 +88,14 @@ def _check(schema: Any) -> None:
     for number in _wanted_numbers(schema):
         if abs(number) > MOST_EXACT:
             raise ValueError(f"{number} in const or enum is beyond 2**53; write such a number as a string")
+    for each in _subschemas(schema):
+        least, required = each.get("minProperties"), each.get("required")
+        certain = 1 + (len(required) if isinstance(required, list) else 0)
+        if isinstance(least, int | Fraction) and least > certain:
+            raise ValueError(
+                f"minProperties {least} cannot be enforced: a key may come twice, so only those in required and one "
+                "more are sure to be different"
+            )
     multiple = Fraction(1)
     for value in _multiples(schema):
         multiple = Fraction(
@@ -80,28 +105,78 @@ def _check(schema: Any) -> None:
             raise ValueError(f"the least common multiple of all multipleOf must be at most {MOST_MULTIPLE:,}")
 
 
-def _exact_formats(source: str) -> str:
-    """The schema with the formats of dates and times as patterns."""
-    if '"format"' not in source or not any(f'"{name}"' in source for name in _FORMATS):
-        return source
-    return json.dumps(_with_patterns(json.loads(source)), allow_nan=False)
-
-
-def _with_patterns(schema: Any) -> Any:
+def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """This one and those in it, wherever they stand."""
     if isinstance(schema, list):
-        return [_with_patterns(each) for each in schema]
+        for each in schema:
+            yield from _subschemas(each)
+    elif isinstance(schema, dict):
+        yield schema
+        for key, value in schema.items():
+            if key in _NAMED and isinstance(value, dict):
+                yield from _subschemas(list(value.values()))
+            elif key not in _DATA:
+                yield from _subschemas(value)
+
+
+def _is_open(schema: dict[str, Any]) -> bool:
+    """Whether it describes properties by name and allows others."""
+    names = schema.get("properties") or schema.get("patternProperties")
+    return bool(names) and schema.get("additionalProperties") is not False
+
+
+def _check_characters(schema: Any) -> None:
+    """llguidance leaves out of a text what it has no escape for."""
+    for each in _subschemas(schema):
+        texts = _strings([each.get("const"), each.get("enum")])
+        patterns = _strings([each.get("pattern"), list(each.get("patternProperties") or ())])
+        if any(map(_CONTROLS.search, texts)) or any(_CONTROLS_IN_PATTERN.search(_CLASS.sub("", p)) for p in patterns):
+            raise ValueError(
+                "control characters in const, enum or pattern need additionalProperties: false in every object"
+            )
+
+
+def _strings(data: Any) -> Iterator[str]:
+    if isinstance(data, str):
+        yield data
+    for each in [*data.keys(), *data.values()] if isinstance(data, dict) else data if isinstance(data, list) else ():
+        yield from _strings(each)
+
+
+def _sound(schema: Any, source: str) -> str:
+    """What llguidance lets through although it is not valid, put so that it does not: formats of dates and times, as
+    patterns, and exclusive bounds that are integers of numbers that end before the next integer."""
+    limits = [each.get(key) for each in _subschemas(schema) for key in _BOUNDS]
+    bounds = [Fraction(value) for value in limits if isinstance(value, int | Fraction)]
+    moved = any(value.denominator != 1 for value in bounds) and '"exclusive' in source
+    if not moved and not ('"format"' in source and any(f'"{name}"' in source for name in _FORMATS)):
+        return source
+    return json.dumps(_rewritten(json.loads(source), bounds), allow_nan=False)
+
+
+def _rewritten(schema: Any, bounds: list[Fraction]) -> Any:
+    if isinstance(schema, list):
+        return [_rewritten(each, bounds) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {}
+    found: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
-            found[key] = {name: _with_patterns(each) for name, each in value.items()}
+            found[key] = {name: _rewritten(each, bounds) for name, each in value.items()}
         else:
-            found[key] = value if key in _DATA else _with_patterns(value)
+            found[key] = value if key in _DATA else _rewritten(value, bounds)
     name = found.get("format")
     if isinstance(name, str) and name in _FORMATS:
         del found["format"]
         found["allOf"] = [*found.get("allOf", ()), {"pattern": _FORMATS[name]}]
+    for inclusive, exclusive, way in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+        bound = found.get(exclusive)
+        if not isinstance(bound, int | float) or bound % 1 != 0:
+            continue
+        if gaps := [gap for b in bounds if 0 < (gap := way * (b - int(bound))) < 1]:
+            del found[exclusive]
+            inside = bound + way * min(_WITHIN, float(min(gaps)) / 1000)
+            found[inclusive] = max(inside, found.get(inclusive, inside), key=lambda limit: way * limit)
     return found
 
 

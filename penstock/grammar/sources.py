@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from penstock.grammar.schema import JSON_OPTIONS, checked_lark, checked_schema
+from penstock.grammar.schema import checked_lark, checked_schema
 
 _FIRST_RULE_OF_GBNF = re.compile(r"(?:\s|#[^\n]*\n)*[\w-]+\s*::=")  # elsewhere it may be text inside a Lark grammar
 
@@ -19,7 +19,7 @@ def llguidance_source(kind: str, source: str) -> str:
 
     try:
         if kind == "json_schema":
-            return str(LLMatcher.grammar_from_json_schema(checked_schema(source), overrides=JSON_OPTIONS))
+            return str(LLMatcher.grammar_from_json_schema(checked_schema(source)))
         if kind == "regex":
             return str(LLMatcher.grammar_from_regex(source))
         lark = gbnf_to_lark(source) if _FIRST_RULE_OF_GBNF.match(source) else source

@@ -128,6 +128,11 @@ def test_what_jsonschema_says(grammars: LLGuidance, tokenizer: Tokenizer, name: 
         ({"properties": {"a": {"x": {"uniqueItems": True}, "type": "array", "uniqueItems": True}}}, "uniqueItems"),
         ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "x-guidance"),
         ({"$ref": "#"}, "cannot be enforced"),
+        ({"type": "object", "required": ["a"], "minProperties": 3}, "minProperties 3"),
+        ({"properties": {"a": {"const": "\x1b"}}}, "control characters"),
+        ({"properties": {"a": {"enum": ["b", {"\x01": 1}]}}}, "control characters"),
+        ({"properties": {"a": {"pattern": "^a\x01b$"}}}, "control characters"),
+        ({"patternProperties": {r"^a\u{1b}": {}}}, "control characters"),
         (False, "object"),
         ([], "object"),
     ],
@@ -339,6 +344,47 @@ def test_dates_exist(grammars: LLGuidance, tokenizer: Tokenizer, name: str) -> N
 def test_data_that_looks_like_a_format_stays(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
     grammar = schema({"enum": [{"format": "date"}], "$defs": {"day": {"format": "date"}}})
     assert accepts(grammars, grammar, tokenizer, '{"format":"date"}')
+
+
+@pytest.mark.parametrize(
+    "spelled",
+    [r"\u0070ath", r"\u0070\u0061\u0074\u0068", r"pat\u0068", r"a\/b", r"q\u0022", r"\u00fc", r"\u00FC", r"x\u005f1"],
+)
+def test_no_other_spelling_of_a_key_evades_its_schema(grammars: LLGuidance, tokenizer: Tokenizer, spelled: str) -> None:
+    never = {"const": 1}
+    names = {"path": never, "a/b": never, 'q"': never, "ü": never}
+    source = {"type": "object", "properties": names, "patternProperties": {"^x_": never}}
+    for grammar in (schema(source), Grammar("lark", f"start: %json {json.dumps(source)}")):
+        assert accepts(grammars, grammar, tokenizer, '{"path":1,"other":2}')
+        assert accepts(grammars, grammar, tokenizer, '{"path":1,"\\n":"\\t"}')
+        assert not accepts(grammars, grammar, tokenizer, f'{{"{spelled}":2}}')
+        assert not accepts(grammars, grammar, tokenizer, f'{{"path":1,"{spelled}":2}}')
+
+
+def test_control_characters_where_no_key_can_be_spelled_with_them(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
+    closed = schema({"properties": {"a": {"type": "string"}}, "additionalProperties": False})
+    assert accepts(grammars, closed, tokenizer, r'{"a":"\u001b[1m"}')
+    assert accepts(grammars, schema({"const": "\x1b"}), tokenizer, r'"\u001b"')
+    class_of_others = schema({"properties": {"a": {"type": "string", "pattern": r"^[^\x00-\x1f]+$"}}})
+    assert accepts(grammars, class_of_others, tokenizer, '{"a":"b"}')
+
+
+def test_exclusive_bounds(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
+    """Also of numbers that end before the next integer, and where the bounds come together from several schemas."""
+    draw = random.Random(3)
+    for _ in range(40):
+        low = draw.choice([-3, -1, 0, 0.0, 0.25, 1, 2.0, 10])
+        high = draw.choice([low + 0.05, low + 0.5, low + 1, low + 2.5])
+        lower, upper = draw.choice(["minimum", "exclusiveMinimum"]), draw.choice(["maximum", "exclusiveMaximum"])
+        source: Any = {"type": "number", lower: low, upper: high}
+        if draw.random() < 0.3:
+            source = {"allOf": [{"type": "number", lower: low}, {upper: high}]}
+        judge, grammar = Validator(source), schema(source)
+        middle = f"{(low + high) / 2:g}"
+        assert accepts(grammars, grammar, tokenizer, middle), (source, middle)
+        for text in (f"{low:g}", f"{high:g}", f"{low:g}.0", f"{high:g}.0", "0", "-0", "-0.0", f"{high + 0.01:g}"):
+            if text.count(".") < 2 and accepts(grammars, grammar, tokenizer, text):
+                judge.validate(json.loads(text))
 
 
 def test_a_model_without_a_tokenizer() -> None:
