@@ -35,6 +35,7 @@ Authenticate = Callable[[Request], Awaitable[Tenant]]  # raises when the request
 _QUIET = frozenset(
     ("/health", "/load", "/metrics", "/ping", "/ready")
 )  # polled every few seconds; not worth a log line
+_MOST_SEGMENTS = 4  # of a path, the empty one before it among them, that show which API it belongs to
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
 
 
@@ -49,6 +50,7 @@ class Route:
 
 class Routes:
     def __init__(self, routes: list[Route]) -> None:
+        self._routes = routes
         self._plain: dict[str, dict[str, Route]] = {}
         self._patterns: dict[re.Pattern[str], dict[str, Route]] = {}
         for route in routes:
@@ -60,6 +62,15 @@ class Routes:
         for methods in (*self._plain.values(), *self._patterns.values()):
             path = next(iter(methods.values())).path
             methods["OPTIONS"] = Route("OPTIONS", path, _Options(_allowed([*methods, "OPTIONS"])), public)
+
+    def errors(self, path: str) -> ErrorFormat:
+        """Of the API that a path belongs to which has no route: the one of all routes that begin as it does."""
+        segments = path.split("/", _MOST_SEGMENTS)
+        for length in range(min(len(segments), _MOST_SEGMENTS), 1, -1):
+            formats = {r.errors for r in self._routes if r.path.split("/")[:length] == segments[:length]}
+            if formats:
+                return formats.pop() if len(formats) == 1 else OPENAI_ERRORS
+        return OPENAI_ERRORS
 
     def has(self, path: str) -> bool:
         return path in self._plain
@@ -146,7 +157,7 @@ class Edge:
         except (Exception, asyncio.CancelledError) as raised:
             error = _error_for_client(request, raised)
             if not isinstance(error, ClientGone):
-                await response.send_error(error, OPENAI_ERRORS if route is None else route.errors)
+                await response.send_error(error, self.routes.errors(request.path) if route is None else route.errors)
         finally:
             metrics.in_flight -= 1
             traffic.leave(request)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container
 from typing import Any
 
 from penstock.core.errors import InvalidRequest
+from penstock.grammar.schema import OWNER
+
+_OF_SOMEBODY = re.compile(
+    rf"at \d+\(\d+\): (?:failed to compile JSON schema: )?(?P<problem>[^\n]*)\n(?:.*\n)*?.*{OWNER.pattern}\s*\^"
+)
 
 
 class LLGuidanceMatcher:
@@ -73,5 +79,8 @@ class LLGuidanceMatcher:
 
 
 def one_line(message: str) -> str:
-    """An error of llguidance, which may be drawn below a line of the grammar."""
+    """An error of llguidance, which may be drawn below a line of the grammar. Where that says whose it is, it is left
+    out."""
+    if drawn := _OF_SOMEBODY.search(message):
+        message = f"{drawn['owner']}: {drawn['problem']}"
     return " ".join(message.removesuffix("<non-verbose/>").split())[:300]

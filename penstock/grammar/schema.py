@@ -30,6 +30,7 @@ _DATE = f"(?:{_YEAR}-(?:{_DAYS})|(?:[0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)-02-29)"
 _CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_CLOCK})"
 _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+OWNER = re.compile(r"// (?P<owner>arguments of [\w.-]+)\n")  # ends a line of a Lark grammar
 _DATA = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
 _NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # whose values are schemas by name
 
@@ -65,7 +66,12 @@ def checked_lark(source: str) -> str:
             schema, after = _decoder.raw_decode(source, place.end())
         except RecursionError:
             raise ValueError("a schema is nested too deeply") from None
-        parts += [source[end : place.end()], _as_taken(schema, source[place.end() : after])]
+        try:
+            taken = _as_taken(schema, source[place.end() : after])
+        except ValueError as error:
+            owner = OWNER.search(f"{source[after:]}\n".partition("\n")[0] + "\n")
+            raise ValueError(f"{owner['owner']}: {error}" if owner else str(error)) from None
+        parts += [source[end : place.end()], taken]
         end = after
     return "".join([*parts, source[end:]])
 

@@ -25,8 +25,8 @@ To call a function, answer with its name and arguments as JSON between tags:
 
 
 def normalize(messages: list[Message], *, keep_parts: bool, keep_developer: bool) -> list[Message]:
-    """Contents become strings (lists of text parts only where the template reads them), arguments become objects, and
-    the assistant's refusals what it said."""
+    """Contents become strings (lists of text parts only where the template reads them), arguments become objects unless
+    they are none, and the assistant's refusals what it said."""
     if not messages:
         raise InvalidRequest("messages must hold at least one message", param="messages")
     normalized = []
@@ -96,13 +96,19 @@ def _tool_call(call: Any, where: str) -> Message:
         raise InvalidRequest(f"{where}.function must hold a name and arguments", param=where)
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError as error:
-            raise InvalidRequest(f"{where}.function.arguments is not valid JSON: {error}", param=where) from error
-    if not isinstance(arguments, dict):
-        raise InvalidRequest(f"{where}.function.arguments must be a JSON object", param=where)
+        arguments = _parsed(arguments)
+    elif not isinstance(arguments, dict):
+        raise InvalidRequest(f"{where}.function.arguments must be a string of JSON", param=where)
     return {**call, "type": call.get("type") or "function", "function": {**function, "arguments": arguments}}
+
+
+def _parsed(arguments: str) -> Any:
+    """An object, or the text as it is where it is none, as in a call that was cut off."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def shape_calls(message: Message, *, long_ids: bool, text: bool, objects: bool) -> Message:
@@ -119,7 +125,7 @@ def shape_calls(message: Message, *, long_ids: bool, text: bool, objects: bool) 
 
 def _shape_call(call: Message, long_ids: bool, objects: bool) -> Message:
     function = call["function"]
-    if not objects:
+    if not objects and isinstance(function["arguments"], dict):
         function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
     return {**call, "id": call.get("id") if long_ids else _short_id(call.get("id") or ""), "function": function}
 

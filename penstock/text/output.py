@@ -47,7 +47,10 @@ class OutputForm:
     def constrain(self, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
         """With the grammar of calls, beside that of the content which the request may have, both after the reasoning.
 
-        A model that is free to begin with reasoning is held to the grammar from its first token, and so does not."""
+        A model that is free to begin with reasoning is held to the grammar from its first token, and so does not. Where
+        the answer consists of calls, no stop string may cut them off."""
+        if self.tools is not None and self.choice == "forced":
+            params = replace(params, stop=())
         grammar = params.grammar
         if self.tools is not None and (self.constrains or grammar is not None):
             grammar = self._tool_grammar(self.tools, grammar, tokenizer)

@@ -3,6 +3,7 @@ reasoning, content and tool calls."""
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class TextStream:
         self.output_tokens = 0  # as billed: with the end token, without what came after a stop string
         self.reasoning_tokens = 0  # of these
         self.finish_reason: FinishReason | None = None
+        self._cut = False  # by a stop string
 
     @property
     def text(self) -> str:
@@ -78,6 +80,17 @@ class TextStream:
     @property
     def reasoning(self) -> str:
         return "".join(self._thoughts)
+
+    @property
+    def called(self) -> bool:
+        """Whether the client is to make calls: not where a stop string has cut the last one off."""
+        if not self.calls or not self._cut:
+            return bool(self.calls)
+        try:
+            json.loads(self.calls[-1].arguments)
+        except ValueError:
+            return False
+        return True
 
     @property
     def reasons(self) -> bool:
@@ -107,7 +120,7 @@ class TextStream:
             delta.logprobs = chunk.logprobs if self._stops is None else self._release(delta)
         self._divide(delta)
         self._parts.append(delta.text)
-        self.finish_reason = delta.finish_reason
+        self.finish_reason, self._cut = delta.finish_reason, isinstance(delta.stop_matched, str)
         return delta
 
     def _until_stop(self, chunk: Chunk, stops: StopStrings, hidden: bool) -> TextDelta:

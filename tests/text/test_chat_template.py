@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
@@ -88,6 +89,24 @@ def test_what_templates_use_renders_as_in_transformers(reference: Any, thinking:
     assert '{"city": "Zürich"}' in ours
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "Zür', "[1]", "no JSON"])
+def test_arguments_that_are_no_object_come_back_as_they_were_written(tokenizer: Tokenizer, arguments: str) -> None:
+    """As those of a call that was cut off: the model is shown what it wrote, so that it can try again."""
+    cut: list[dict[str, Any]] = [
+        USER,
+        {"role": "assistant", "tool_calls": [{"id": "c1", "function": {"name": "weather", "arguments": arguments}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "not valid JSON"},
+    ]
+    quoted = json.dumps(arguments, ensure_ascii=False)
+    calls = "{% for m in messages %}{% for call in m.tool_calls or () %}"
+    ends = "{% endfor %}{% endfor %}{{ tools }}"
+    spelled_out = ChatTemplate(tokenizer.chat_template).render(cut, tools=[WEATHER])
+    assert f'<tool_call>\n{{"name": "weather", "arguments": {quoted}}}\n</tool_call>' in spelled_out
+    assert quoted in ChatTemplate(f"{calls}{{{{ call.function.arguments | tojson }}}}{ends}").render(cut)
+    as_text = ChatTemplate(f"{calls}{{{{ 'arguments: ' + call.function.arguments }}}}{ends}").render(cut)
+    assert f"arguments: {arguments}" in as_text
+
+
 def test_tools_reach_a_model_whose_template_has_none(tokenizer: Tokenizer) -> None:
     history: list[dict[str, Any]] = [
         {"role": "system", "content": "be brief"},
@@ -149,11 +168,7 @@ def test_developer_is_the_system_to_templates_that_do_not_know_it() -> None:
         ([{"role": "assistant", "tool_calls": "x"}], "messages[0].tool_calls"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "messages[0].tool_calls[0]"),
         (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
-            "messages[0].tool_calls[0]",
-        ),
-        (
-            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}],
             "messages[0].tool_calls[0]",
         ),
     ],

@@ -15,7 +15,7 @@ from penstock.core.errors import (
     Unavailable,
 )
 from penstock.gateway.api import anthropic_types as types
-from penstock.gateway.api.anthropic_reading import AnthropicChat, CountReader, MessagesReader
+from penstock.gateway.api.anthropic_reading import NO_THREADS, AnthropicChat, CountReader, MessagesReader
 from penstock.gateway.api.blocks import Block, BlockAnswer, Step, call_arguments
 from penstock.gateway.api.generation import Answer, Generation
 from penstock.gateway.api.serving import Incoming, Serving, encode_json
@@ -60,7 +60,10 @@ class AnthropicErrors:
         if kind is None:
             by_status = {408: "timeout_error", 504: "timeout_error"}
             kind = by_status.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        return encode_json(types.AnthropicErrorBody(types.AnthropicErrorDetail(kind, message), request_id))
+        detail = types.AnthropicErrorDetail(kind, message)
+        if error.code == NO_THREADS:
+            detail.details = types.AnthropicErrorCause(NO_THREADS, ["thread"])
+        return encode_json(types.AnthropicErrorBody(detail, request_id))
 
     def event(self, error: PenstockError, request_id: str) -> bytes:
         return b"event: error\ndata: %b\n\n" % self.body(error, request_id)

@@ -24,6 +24,8 @@ ATTRIBUTION = "x-anthropic-billing-header:"
 _EFFORTS = {"xhigh": "high", "max": "high"}  # no chat template knows more than three
 _TOOL_CHOICES: Mapping[str, str] = {"auto": "auto", "any": "required", "none": "none"}
 
+NO_THREADS = "thread_unsupported_request"  # by which Anthropic's clients know it
+
 
 class AnthropicChat(ChatRequest, kw_only=True):
     """A chat, and what the answer to it must know of the request that it was made of."""
@@ -38,6 +40,9 @@ class MessagesReader(ChatReader):
 
     def decode(self, body: bytes, terms: Terms) -> AnthropicChat:
         asked = decode_json(self.requests, body, ignore_unknown=terms.ignore_unknown)
+        if asked.thread is not None:
+            problem = "this server keeps no threads: send all messages, and no thread"
+            raise InvalidRequest(problem, param="thread", code=NO_THREADS)
         thinking = asked.thinking
         thinks = thinking is not None and thinking.type != "disabled"
         user = asked.metadata.user_id if asked.metadata is not None else None

@@ -131,6 +131,7 @@ class MessagesRequest(CountRequest, kw_only=True):
     stop_sequences: Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     temperature: float | None = None
+    thread: dict[str, Any] | None = None  # refused, in the way that makes clients send all messages
     top_k: Annotated[int, Meta(ge=0)] | None = None
     top_p: float | None = None
 
@@ -185,9 +186,15 @@ class TokenCount(Struct):
     input_tokens: int
 
 
+class AnthropicErrorCause(Struct):
+    error_code: str
+    unsupported: list[str]
+
+
 class AnthropicErrorDetail(Struct):
     type: str
     message: str
+    details: AnthropicErrorCause | UnsetType = UNSET
 
 
 class AnthropicErrorBody(Struct):

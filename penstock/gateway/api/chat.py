@@ -231,7 +231,7 @@ def _message(stream: TextStream) -> ChatMessage:
 
 def _finish_reason(choice: Choice) -> ChatFinishReason:
     assert choice.finish_reason is not None
-    return "tool_calls" if choice.stream.calls and choice.finish_reason == "stop" else choice.finish_reason
+    return "tool_calls" if choice.stream.called and choice.finish_reason == "stop" else choice.finish_reason
 
 
 def _deltas(delta: TextDelta, always: bool) -> list[ChatDelta]:

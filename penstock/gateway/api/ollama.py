@@ -33,6 +33,7 @@ class OllamaErrors:
     _NAMES: ClassVar = {
         "max_tokens": "options.num_predict",
         "repetition_penalty": "options.repeat_penalty",
+        "response_format.json_schema.schema": "format",
         "response_format": "format",
         "stop": "options.stop",
     }

@@ -85,7 +85,7 @@ class ResponsesReader(ChatReader):
     def prompts(self, asked: ChatRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
         assert isinstance(asked, ResponsesChat)
         if not asked.truncates:
-            return super().prompts(asked, text, bounds, semantic)
+            return self._of_messages(asked, asked.messages, text, bounds, semantic)
         output = max(asked.max_completion_tokens or 1, 1)
         room = bounds.max_model_len - output
         if room < 1:
@@ -96,14 +96,26 @@ class ResponsesReader(ChatReader):
             )
         within = bounds._replace(prompt_tokens=min(bounds.prompt_tokens, room))
         try:
-            return _fewest_dropped(asked.messages, lambda kept: self._try(asked, kept, text, within, semantic))
+            return _fewest_dropped(asked.messages, lambda kept: self._of_messages(asked, kept, text, within, semantic))
         except ContextTooLong:
             raise _still_too_long(bounds, output) from None
 
-    def _try(
-        self, asked: ResponsesChat, kept: list[Message], text: ModelText, bounds: Bounds, semantic: bool
+    def _of_messages(
+        self, asked: ResponsesChat, kept: Sequence[Message], text: ModelText, bounds: Bounds, semantic: bool
     ) -> list[Prompt]:
-        return super().prompts(msgspec.structs.replace(asked, messages=kept), text, bounds, semantic)
+        return super().prompts(msgspec.structs.replace(asked, messages=_turns(kept)), text, bounds, semantic)
+
+
+def _turns(messages: Sequence[Message]) -> list[Message]:
+    """What the user says in a row is one message, as chat templates want it."""
+    turns: list[Message] = []
+    for message in messages:
+        if turns and turns[-1].role == message.role == "user":
+            text = f"{turns[-1].content}\n{message.content}"
+            turns[-1] = msgspec.structs.replace(turns[-1], content=text)
+        else:
+            turns.append(message)
+    return turns
 
 
 def _fewest_dropped(messages: Sequence[Message], prompts: Callable[[list[Message]], list[Prompt]]) -> list[Prompt]:
@@ -253,8 +265,6 @@ def _add_message(messages: list[Message], item: types.InputItem, at: str) -> Non
     if item.role == "assistant":
         turn = _assistant(messages)
         turn.content = f"{turn.content or ''}{text}"
-    elif messages and messages[-1].role == item.role == "user":
-        messages[-1].content = f"{messages[-1].content}\n{text}"
     else:
         messages.append(Message(role=item.role or "user", content=text))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from penstock.text.tool_calls.grammar import CallGrammar, Spell, any_of, arguments_schema, json_rule, literal
+from penstock.text.tool_calls.grammar import CallGrammar, Spell, any_of, arguments_schema, json_rule, literal, owner
 from penstock.text.tool_calls.headed import HeadedParser
 from penstock.text.tool_calls.parser import Function, State
 
@@ -53,7 +53,7 @@ def grammar(functions: Sequence[Function], spell: Spell, one: bool) -> CallGramm
     rules = [
         f"call{number}: {spell(CALL)} {literal('function')} {spell(SEPARATOR)} "
         f"{literal(f'{function.name}{chr(10)}```json{chr(10)}')} {json_rule(arguments_schema(function))} "
-        f"{literal(f'{chr(10)}```')} {spell(CALL_END)}"
+        f"{literal(f'{chr(10)}```')} {spell(CALL_END)}{owner(function)}"
         for number, function in enumerate(functions)
     ]
     call = any_of("call", functions)
@@ -65,7 +65,7 @@ def plain_grammar(functions: Sequence[Function], spell: Spell, one: bool) -> Cal
     """As V3.1 has it."""
     rules = [
         f"call{number}: {spell(CALL)} {literal(function.name)} {spell(SEPARATOR)} "
-        f"{json_rule(arguments_schema(function))} {spell(CALL_END)}"
+        f"{json_rule(arguments_schema(function))} {spell(CALL_END)}{owner(function)}"
         for number, function in enumerate(functions)
     ]
     call = any_of("call", functions)

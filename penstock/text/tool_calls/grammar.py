@@ -1,7 +1,8 @@
 """Grammars that calls must match, in llguidance's dialect of Lark.
 
 Arguments are `%json` with the function's own schema, each a grammar of its own, so that `$ref` in a schema means what
-it meant to its author. The rest is literal text, as the models write it: it costs no choice of the model's.
+it meant to its author. The rest is literal text, as the models write it: it costs no choice of the model's. Lines with
+a schema end with a comment that says whose it is, which errors name.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ def json_rule(schema: dict[str, Any]) -> str:
     return f"%json {json.dumps(schema)}"
 
 
+def owner(function: Function) -> str:
+    return f" // arguments of {function.name}"
+
+
 def arguments_schema(function: Function) -> dict[str, Any]:
     if not function.parameters:
         return NO_PARAMETERS
@@ -71,7 +76,7 @@ def json_call(functions: Sequence[Function], key: str) -> tuple[str, str]:
         head = json.dumps({"name": function.name})[:-1] + f', "{key}": '
         rules += [
             f"call{number}: {literal(head)} arguments{number} {literal('}')}",
-            f"arguments{number}: {json_rule(arguments_schema(function))}",
+            f"arguments{number}: {json_rule(arguments_schema(function))}{owner(function)}",
         ]
     return any_of("call", functions), "\n".join(rules)
 

@@ -13,6 +13,7 @@ from penstock.text.tool_calls.grammar import (
     json_call,
     json_rule,
     literal,
+    owner,
 )
 from penstock.text.tool_calls.headed import HeadedParser
 from penstock.text.tool_calls.json_call import JsonCall
@@ -97,6 +98,7 @@ def named_grammar(functions: Sequence[Function], spell: Spell, one: bool) -> Cal
     """As tokenizers from v11 on have it."""
     rules = [
         f"call{number}: {literal(function.name)} {spell(ARGUMENTS)} {json_rule(arguments_schema(function))}"
+        f"{owner(function)}"
         for number, function in enumerate(functions)
     ]
     return CallGrammar(OPEN, any_of("call", functions), "", "\n".join(rules))

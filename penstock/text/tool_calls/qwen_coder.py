@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.text.tool_calls.grammar import CallGrammar, Spell, any_of, arguments_schema, json_rule, literal
+from penstock.text.tool_calls.grammar import CallGrammar, Spell, any_of, arguments_schema, json_rule, literal, owner
 from penstock.text.tool_calls.parser import Function, State, ToolParser, possible_beginning
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -118,7 +118,9 @@ def grammar(functions: Sequence[Function], spell: Spell, one: bool) -> CallGramm
         for place, (key, kind) in enumerate(properties.items()):
             name = f"p{number}-{place}"
             parameters.append(name if key in required else f"{name}?")
-            rules.append(f"{name}: {literal(f'{PARAMETER}{key}>{chr(10)}')} {_value(name, kind, shared, rules)}")
+            rules.append(
+                f"{name}: {literal(f'{PARAMETER}{key}>{chr(10)}')} {_value(name, kind, shared, rules)}{owner(function)}"
+            )
         head, end = literal(f"\n{FUNCTION}{function.name}>\n"), literal(f"{FUNCTION_END}\n")
         rules.append(f"call{number}: {head} {' '.join(parameters)} {end} {spell(CLOSE)}")
     return CallGrammar(OPEN, any_of("call", functions), literal("\n"), "\n".join(rules))

@@ -46,9 +46,9 @@ BAD_CHAT: list[tuple[str, dict[str, Any], str]] = [
     ("image part", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ("part without type", {"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages[0].content[0].type"),
     (
-        "tool arguments no JSON",
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "messages[0].tool_calls[0]",
+        "tool arguments a number",
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 3}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
     ),
     ("prompt too long", {"messages": [{"role": "user", "content": "x " * 2 * MAX_MODEL_LEN}]}, "messages"),
     ("max_tokens too large", {"max_tokens": MAX_MODEL_LEN}, "max_tokens"),

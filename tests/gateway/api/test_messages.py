@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.request import GenerateRequest
 from penstock.fleet.settings import ModelConfig
 from penstock.gateway.api.anthropic_types import MessagesRequest
 from penstock.gateway.settings import TenantConfig
 from penstock.settings import Settings
-from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL, says
 from penstock.text.tokenizer import Tokenizer
 from tests.families import family
 from tests.gateway.api.test_bad_input import JSON_VALUES
@@ -148,6 +149,28 @@ def test_results_go_back_to_the_model(gateway: Gateway) -> None:
     failed = {**result, "is_error": True, "content": "no such city"}
     create(gateway, tools=[WEATHER], messages=[*turns[:-1], {"role": "user", "content": [failed]}])
     assert "Error: no such city" in prompt_of(gateway)
+
+
+def test_the_tool_runner_of_the_client(gateway: Gateway) -> None:
+    """It asks for a thread at the server first, and goes on without one."""
+    anthropic = pytest.importorskip("anthropic")
+
+    @anthropic.beta_tool  # type: ignore[untyped-decorator]
+    def weather(city: str) -> str:
+        """Of a city."""
+        return f"It rains in {city}."
+
+    def script(request: GenerateRequest) -> list[Any]:
+        called = "It rains in Bonn." in gateway.tokenizer.decode(request.prompt)
+        return [[token] for token in says(gateway.tokenizer, "Take an umbrella." if called else CALLED)[0]]
+
+    gateway.runs(script)
+    runner = client_of(gateway).beta.messages.tool_runner(
+        model=MODEL, max_tokens=80, messages=[{"role": "user", "content": "Bonn?"}], tools=[weather]
+    )
+    answers = list(runner)
+    assert [answer.stop_reason for answer in answers] == ["tool_use", "end_turn"]
+    assert answers[-1].content[0].text == "Take an umbrella."
 
 
 def test_tool_choice(gateway: Gateway) -> None:
@@ -359,6 +382,16 @@ def test_errors_have_the_shape_of_anthropic(tokenizer: Tokenizer) -> None:
         with pytest.raises(anthropic.RateLimitError) as caught:
             client_of(gateway, key["x-api-key"]).messages.create(**asked)
         assert caught.value.body["error"]["type"] == "rate_limit_error"
+
+
+def test_unknown_paths_and_methods_have_it_too(gateway: Gateway) -> None:
+    with gateway.http() as http:
+        for refused in (http.get(PATH), http.post(f"{PATH}/batches", json={}), http.get(f"{PATH}/batches/b/results")):
+            body = refused.json()
+            assert refused.status_code in (404, 405)
+            assert (body["type"], set(body["error"])) == ("error", {"type", "message"})
+            assert body["request_id"] == refused.headers["x-request-id"]
+        assert set(http.get("/v1/no_such_path").json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_a_failure_in_mid_stream_is_an_event(gateway: Gateway) -> None:

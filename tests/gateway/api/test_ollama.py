@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from penstock.core.errors import EngineFailure
+from penstock.core.errors import EngineFailure, InvalidRequest
+from penstock.gateway.api.ollama import OllamaErrors
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL
 from penstock.text.tokenizer import Tokenizer
@@ -155,6 +156,11 @@ def test_errors_have_the_shape_of_ollama(gateway: Gateway) -> None:
         response = post(gateway, path, **fields)
         assert response.status_code == (404 if "show" in path else 400)
         assert named in response.json()["error"], response.text
+    with pytest.raises(ollama.ResponseError, match=r"^unknown path: POST /api/pull"):
+        client.pull("gpt")
+    schema = "response_format.json_schema.schema"
+    body = OllamaErrors().body(InvalidRequest(f"{schema} cannot be enforced: not", param=schema), "1")
+    assert json.loads(body) == {"error": "format cannot be enforced: not"}
     token = gateway.tokenizer.encode("Hi")[0]
     gateway.runs(lambda request: [[token], EngineFailure("the step failed")])
     *_, last = post(gateway, "/api/chat", messages=HI).text.splitlines()

@@ -186,6 +186,14 @@ def test_truncation_drops_the_oldest(gateway: Gateway) -> None:
     assert len(gateway.engine.requests[-1].prompt) + 20 <= MAX_MODEL_LEN
 
 
+def test_truncation_drops_messages_also_of_a_user_who_speaks_twice(gateway: Gateway) -> None:
+    long = {"role": "user", "content": "word " * 2 * MAX_MODEL_LEN}
+    said = [{"role": "user", "content": "first"}, {"role": "user", "content": "last"}]
+    create(gateway, input=[long, *said], truncation="auto", max_output_tokens=20)
+    assert "word" not in prompt_of(gateway)
+    assert "first\nlast" in prompt_of(gateway)
+
+
 def test_what_is_too_long_after_truncation_is_told_why(tokenizer: Tokenizer, gateway: Gateway) -> None:
     def refusal(param: str, **fields: Any) -> str:
         response = post(gateway, truncation="auto", **fields)

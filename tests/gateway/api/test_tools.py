@@ -139,6 +139,28 @@ def test_a_call_that_was_cut_off_says_so(gateway: Gateway) -> None:
     assert BONN.startswith(choice.message.tool_calls[0].function.arguments)
 
 
+@pytest.mark.parametrize("stop", ["\n", ",", "}", "<"])
+def test_stop_strings_do_not_cut_calls_off_that_must_come(gateway: Gateway, stop: str) -> None:
+    gateway.answers(CALLED)
+    for answer in (
+        ask(gateway, tools=[WEATHER], tool_choice="required", stop=[stop]),
+        streamed(gateway, tools=[WEATHER], tool_choice="required", stop=[stop]),
+    ):
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert calls_of(answer.choices[0]) == [("weather", {"city": "Bonn"})]
+        assert not answer.choices[0].message.content
+
+
+def test_a_call_that_a_stop_string_cut_off_is_not_to_be_made(gateway: Gateway) -> None:
+    gateway.answers(CALLED)
+    cut = ask(gateway, tools=[WEATHER], stop=["}"]).choices[0]
+    assert cut.finish_reason == "stop"
+    assert cut.message.tool_calls[0].function.arguments == BONN[:-1]
+    whole = ask(gateway, tools=[WEATHER], stop=["</tool_call>"])
+    assert whole.choices[0].finish_reason == "tool_calls"
+    assert calls_of(whole.choices[0]) == [("weather", {"city": "Bonn"})]
+
+
 def test_one_call_at_most_ends_the_work_at_the_second(gateway: Gateway) -> None:
     (ids,) = says(gateway.tokenizer, f"{CALLED}\n{CALLED}")
     gateway.runs(lambda request: [*([token] for token in ids[:-8]), hang])
@@ -372,6 +394,15 @@ def test_tools_of_the_parse_helper(gateway: Gateway) -> None:
     with gateway.client().chat.completions.stream(model=MODEL, messages=HI, tools=[tool]) as stream:
         done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
     assert [event.parsed_arguments for event in done] == [weather(city="Bonn")]
+
+
+def test_a_conversation_goes_on_after_a_call_that_was_cut_off(gateway: Gateway) -> None:
+    gateway.answers(CALLED)
+    message = ask(gateway, tools=[WEATHER], max_tokens=len(says(gateway.tokenizer, CALLED)[0]) - 12).choices[0].message
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "invalid JSON, again"}
+    answer = ask(gateway, tools=[WEATHER], messages=[*HI, message, result])
+    assert answer.choices[0].message.tool_calls
+    assert json.dumps(message.tool_calls[0].function.arguments) in prompt_of(gateway)
 
 
 def test_a_conversation_goes_on_with_what_the_client_got(gateway: Gateway) -> None:

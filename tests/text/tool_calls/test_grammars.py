@@ -153,6 +153,20 @@ def test_content_of_a_schema_beside_calls(case: tuple[ToolFormatName, Tokenizer,
         grammar(name, tokenizer, Grammar("regex", "a+"))
 
 
+def test_a_schema_that_cannot_be_enforced_is_named_by_its_function(
+    case: tuple[ToolFormatName, Tokenizer, Matcher, Any],
+) -> None:
+    name, tokenizer, matcher, _ = case
+    for bad, problem in (
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"minProperties": 3}, "minProperties"),
+    ):
+        unlike = Function("my.tool-2", {"type": "object", "properties": {"tags": bad}})
+        with pytest.raises(InvalidRequest, match=rf"tools.*arguments of my\.tool-2: .*{problem}") as caught:
+            matcher.accepts(grammar(name, tokenizer, choice="forced", functions=(ADD, unlike, PING)), "")
+        assert "%json" not in caught.value.message
+
+
 def test_one_call_or_several(tokenizer: Tokenizer) -> None:
     matcher = Matcher(tokenizer)  # which spells the markers
     twice = f"{hermes(GOOD_ARGUMENTS)}\n{hermes(GOOD_ARGUMENTS)}"
