@@ -62,6 +62,8 @@ class HermesParser(ToolParser):
         return self._go(self._in_text)
 
     def _end(self) -> None:
+        if self._closes and CLOSE.startswith(self._text):  # cut off there
+            self._text = ""
         if self._state == self._before_call:
             self._say(self._skipped)
         elif self._state == self._in_call and not self._call.begun:

@@ -90,6 +90,8 @@ class QwenCoderParser(ToolParser):
 
     def _end(self) -> None:
         """The text of a call that was cut off stays a beginning of JSON."""
+        if self._closes and CLOSE.startswith(self._text):
+            self._text = ""
         if self._state in (self._before_function, self._in_name):
             self._say(self._skipped)
         elif self._state == self._in_parameters:

@@ -157,6 +157,21 @@ def test_content_and_calls(name: ToolFormatName, text: str, expected: Read) -> N
     assert read(name, list(text)) == expected, "a character at a time"
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": {"x": 1}}'),
+        ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=x>\n1\n</parameter>\n</function>"),
+    ],
+)
+def test_an_end_tag_that_was_cut_off_is_no_content(name: ToolFormatName, call: str) -> None:
+    end = "\n</tool_call>"
+    for length in range(len(end) + 1):
+        assert read(name, [call + end[:length]]) == ("", [("add", '{"x": 1}')])
+    assert read(name, [call + end + "\n</tool"])[0] == "</tool"
+    assert read(name, [call + "\n</tooth>"])[0] == "</tooth>"
+
+
 def test_no_more_calls_than_asked_for() -> None:
     text = f"one: {hermes('weather', BONN)} two: {hermes('add', '{}')} three"
     parser = FORMATS["hermes"].parser(FUNCTIONS, 1)
