@@ -54,6 +54,7 @@ class InputLine(msgspec.Struct):
 class LineBody(msgspec.Struct):
     model: str
     stream: bool | None = False
+    background: bool | None = False
 
 
 _line_decoder = msgspec.json.Decoder(InputLine)
@@ -125,6 +126,9 @@ class Validation:
             )
         elif body.stream:
             self._wrong("unsupported_stream", "answers of batches are not streamed", number, "stream")
+        elif body.background:
+            why = "answers of batches are in the output file, not fetched later"
+            self._wrong("unsupported_background", why, number, "background")
         else:
             self.model = body.model if self.model is None else self.model
             raw = bytes(found.body)

@@ -133,6 +133,7 @@ def test_a_file_with_mistakes_is_refused_by_line(gateway: Gateway) -> None:
         jsonl({**line("e"), "body": {"model": "another"}}),
         b'{"custom_id": "f", "url": "/v1/chat/completions"}\n',
         b'{"custom_id": "g", "url": "\xff"}\n',
+        jsonl(line("h", background=True)),
     ]
     batch = ended(client, submitted(client, b"".join(lines)).id)
     assert batch.status == "failed"
@@ -146,6 +147,7 @@ def test_a_file_with_mistakes_is_refused_by_line(gateway: Gateway) -> None:
         (8, "model_not_found"),
         (9, "invalid_line"),
         (10, "invalid_json_line"),
+        (11, "unsupported_background"),
     ]
     assert ended(client, submitted(client, b"\n\n").id).errors.data[0].code == "empty_file"  # type: ignore[union-attr, index]
     long = submitted(client, jsonl(line("a", content="x" * 300_000)))
