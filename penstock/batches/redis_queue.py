@@ -40,7 +40,7 @@ def failures() -> Iterator[None]:
 def file_fields(file: StoredFile) -> list[str | int]:
     """As scripts take them."""
     expires = "" if file.expires_at is None else file.expires_at
-    return [file.id, file.tenant, file.bytes, file.created_at, expires, json.dumps(asdict(file))]
+    return [file.id, file.tenant, file.bytes, expires, json.dumps(asdict(file))]
 
 
 class RedisQueue:

@@ -1,11 +1,11 @@
 """The queue of batches in Redis: its keys, and Lua scripts for steps that must be whole or not at all.
 
     file:{id}                   a file's record, as JSON
-    files:{tenant}              sorted set of its file ids, by creation; `stored` has the sum of their bytes by tenant
+    files:{tenant}              sorted set of its file ids, numbered as they came; `stored`: their bytes by tenant
     expiring                    sorted set of file ids, by the time when they expire
     batch:{id}                  hash: record, status, ending, completed, failed, input; owner and lease_until of its job
-    batches:{tenant}            sorted set of its batch ids, by creation
-    active                      sorted set of batches that are not over or have lines left, by creation
+    batches:{tenant}            sorted set of its batch ids, numbered as they came
+    active                      sorted set of batches that are not over or have lines left, numbered as they came
     line:{batch}:{number}       hash of one line: where it is in the input, attempts, owner, journal, and its answer
     order:{batch}               list of its lines' numbers, as in the input
     models:{batch}              set of the models that its lines name
@@ -35,6 +35,10 @@ local function pending(id, model) return P .. 'pending:' .. id .. ':' .. model e
 local function active() return redis.call('ZRANGE', P .. 'active', 0, -1) end
 local OVER = {failed = true, completed = true, expired = true, cancelled = true}
 local function status(id) return redis.call('HGET', batch(id), 'status') end
+local function append(key, id)  -- created_at would not do: many are created in one second
+    local last = redis.call('ZREVRANGE', key, 0, 0, 'WITHSCORES')
+    redis.call('ZADD', key, (tonumber(last[2]) or 0) + 1, id)
+end
 local function reader_of(file)  -- a batch that is not over and has this input
     for _, id in ipairs(active()) do
         local found = redis.call('HMGET', batch(id), 'input', 'status')
@@ -48,10 +52,10 @@ local function forget_file(id)
     redis.call('ZREM', P .. 'expiring', id)
     redis.call('HINCRBY', P .. 'stored', record.tenant, -record.bytes)
 end
-local function add_file(id, tenant, bytes, created_at, expires_at, record)
+local function add_file(id, tenant, bytes, expires_at, record)
     if redis.call('EXISTS', P .. 'file:' .. id) == 1 then forget_file(id) end
     redis.call('SET', P .. 'file:' .. id, record)
-    redis.call('ZADD', P .. 'files:' .. tenant, created_at, id)
+    append(P .. 'files:' .. tenant, id)
     redis.call('HINCRBY', P .. 'stored', tenant, bytes)
     if expires_at ~= '' then redis.call('ZADD', P .. 'expiring', expires_at, id) end
 end
@@ -73,7 +77,7 @@ local files, bytes = tonumber(ARGV[1]), tonumber(ARGV[2])
 local count = redis.call('ZCARD', P .. 'files:' .. ARGV[4])
 local size = tonumber(redis.call('HGET', P .. 'stored', ARGV[4]) or '0')
 if files >= 0 and (count >= files or size + tonumber(ARGV[5]) > bytes) then return {0, count, size} end
-add_file(ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8])
+add_file(ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7])
 return {1, count, size}
 """
 )
@@ -102,14 +106,14 @@ end
 return gone
 """
 )
-# ARGV: id, tenant, created_at, input, status, record.
+# ARGV: id, tenant, input, status, record.
 ADD_BATCH = (
     _COMMON
     + """
-local fields = {'input', ARGV[4], 'status', ARGV[5], 'record', ARGV[6], 'ending', '', 'completed', 0, 'failed', 0}
+local fields = {'input', ARGV[3], 'status', ARGV[4], 'record', ARGV[5], 'ending', '', 'completed', 0, 'failed', 0}
 redis.call('HSET', batch(ARGV[1]), 'lease_until', 0, unpack(fields))
-redis.call('ZADD', P .. 'batches:' .. ARGV[2], ARGV[3], ARGV[1])
-redis.call('ZADD', P .. 'active', ARGV[3], ARGV[1])
+append(P .. 'batches:' .. ARGV[2], ARGV[1])
+append(P .. 'active', ARGV[1])
 """
 )
 # ARGV: id, the status that it must have, the owner that its job must have ('': any), status, ending, record, then the
@@ -120,8 +124,8 @@ SAVE_BATCH = (
 local found = redis.call('HMGET', batch(ARGV[1]), 'status', 'owner')
 if found[1] ~= ARGV[2] or (ARGV[3] ~= '' and found[2] ~= ARGV[3]) then return 0 end
 redis.call('HSET', batch(ARGV[1]), 'status', ARGV[4], 'ending', ARGV[5], 'record', ARGV[6])
-for at = 7, #ARGV, 6 do
-    add_file(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4], ARGV[at + 5])
+for at = 7, #ARGV, 5 do
+    add_file(ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3], ARGV[at + 4])
 end
 return 1
 """

@@ -112,7 +112,7 @@ class RedisBatches:
     # ------------------------------------------------------------ batches
 
     async def add_batch(self, batch: Batch) -> None:
-        fields = (batch.id, batch.tenant, batch.created_at, batch.input_file_id, batch.status)
+        fields = (batch.id, batch.tenant, batch.input_file_id, batch.status)
         await self._run(scripts.ADD_BATCH, *fields, record_of(batch))
 
     async def batch(self, tenant: str, id: str) -> Batch | None:

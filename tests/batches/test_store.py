@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -33,11 +33,8 @@ T = TypeVar("T")
 MODEL = "m"
 
 
-CREATED = itertools.count(int(time.time()))  # so that their order is known
-
-
 def batch_of(tenant: str = "", expires_at: int = 2**40) -> Batch:
-    return Batch(new_id("batch_"), tenant, "/v1/completions", "file-1", "24h", next(CREATED), expires_at)
+    return Batch(new_id("batch_"), tenant, "/v1/completions", "file-1", "24h", int(time.time()), expires_at)
 
 
 class Place(Protocol):
@@ -286,6 +283,21 @@ async def test_a_tenant_sees_its_own_and_has_limits(place: Place, store: BatchSt
     assert await store.file("b", mine[0].id) is None
     assert not await store.delete_file("b", mine[0].id)
     assert await store.delete_file("a", mine[0].id)
+
+
+@pytest.mark.parametrize("ascending", [False, True])
+async def test_what_is_created_in_one_second_is_listed_in_order(store: BatchStore, ascending: bool) -> None:
+    files = [StoredFile(new_id("file-"), "", "x", 1, 9, "batch") for _ in range(6)]
+    batches = [replace(batch_of(), created_at=9) for _ in range(6)]
+    for file, batch in zip(files, batches, strict=True):
+        await store.add_file(file, None)
+        await store.add_batch(batch)
+    assert await store.delete_file("", files.pop(2).id)
+    for made, found in ((files, store.files), (batches, store.batches)):
+        listed: Sequence[StoredFile | Batch] = made if ascending else made[::-1]
+        assert await found("", Page(10, None, ascending)) == listed
+        for at, each in enumerate(listed, 1):
+            assert await found("", Page(2, each.id, ascending)) == listed[at : at + 2]
 
 
 @pytest.mark.parametrize("place", ["sqlite"], indirect=True)
