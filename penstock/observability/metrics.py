@@ -31,7 +31,7 @@ GAP_SECONDS = (
 )  # fmt: skip
 
 TOKEN_COUNTERS = (
-    ("prompt_tokens", "Prompt tokens of finished choices"),
+    ("prompt_tokens", "Prompt tokens of choices that got a first token"),
     ("cached_tokens", "Those of them served from cache"),
     ("output_tokens", "Tokens sent to clients"),
 )
@@ -141,7 +141,9 @@ class ModelMetrics:
         self.output_tokens = 0
         self.classes: dict[str, ClassMetrics] = {}
         self.request_time = Histogram(
-            "penstock_request_seconds", "From arrival of a generation request to the end of its response", SECONDS
+            "penstock_request_seconds",
+            "From arrival of a generation request to the end of its response; of those that were not refused",
+            SECONDS,
         )
         self.queue_time = Histogram("penstock_queue_seconds", "From arrival at the engine to the first step", SECONDS)
 

@@ -20,7 +20,7 @@ from penstock.gateway.api.context import Context
 from penstock.gateway.api.openai_types import SamplingFields, Usage
 from penstock.gateway.api.slices import slices
 from penstock.gateway.api.trial import Escalated, Trial
-from penstock.gateway.api.usage import count_charged, usage_of
+from penstock.gateway.api.usage import count_charged, count_tokens, usage_of
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
@@ -74,6 +74,7 @@ class Generation:
 
         Without `emit` the choices hold what was generated.
         """
+        refused = False
         try:
             with self.request.cancelling_on_disconnect():
                 await self.reservation.admit(self.metering, *self._expected_tokens())
@@ -82,11 +83,12 @@ class Generation:
                         await self._run_choice(self.choices[0], emit)
                     else:
                         await self._run_all(emit)
-                except (Escalated, Unavailable, Overloaded, EngineFailure):
+                except (Escalated, Unavailable, Overloaded, EngineFailure) as error:
                     self.discarded = self.trial is not None and not self.response.status
+                    refused = isinstance(error, Overloaded) and not self._begun()
                     raise
                 finally:
-                    if not self.discarded:
+                    if not self.discarded and not refused:
                         self._record()
                         self._settle()
         finally:
@@ -181,11 +183,15 @@ class Generation:
         choice.vector = chunk.vector
         chunk.raise_failure()
 
+    def _begun(self) -> list[Choice]:
+        return [choice for choice in self.choices if choice.first is not None]
+
     def _record(self) -> None:
-        usage = self.final_usage = self.usage()
-        self.metrics.prompt_tokens += usage.prompt_tokens
-        self.metrics.cached_tokens += usage.prompt_tokens_details.cached_tokens
-        self.metrics.output_tokens += usage.completion_tokens
+        self.final_usage = self.usage()
+        prompt_tokens, cached_tokens, outputs = count_tokens(self._begun())
+        self.metrics.prompt_tokens += prompt_tokens
+        self.metrics.cached_tokens += cached_tokens
+        self.metrics.output_tokens += sum(outputs)
         self.metrics.request_time.observe(time.monotonic() - self.context.arrived, 1, self.request.trace_id)
 
     def _expected_tokens(self) -> tuple[int, int]:

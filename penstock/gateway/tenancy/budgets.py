@@ -94,7 +94,11 @@ class SpendMetrics(Collector):
         tokens = CounterMetricFamily(
             "penstock_tenant_tokens", "Tokens of finished requests; input includes cached", labels=[*labels, "kind"]
         )
-        requests = CounterMetricFamily("penstock_tenant_requests", "Finished requests", labels=labels)
+        requests = CounterMetricFamily(
+            "penstock_tenant_requests",
+            "Requests that were answered, failed or aborted; not those refused",
+            labels=labels,
+        )
         for (tenant, model), used in sorted(self.used.items()):
             spend.add_metric([tenant, model], used.cost / BILLION)
             requests.add_metric([tenant, model], used.requests)

@@ -128,7 +128,7 @@ class Reservation:
         metering.observe(tenant, outputs)
 
     def release(self) -> None:
-        """Give back what is not settled, of a request that failed before the work began."""
+        """Give back what is not settled, of a request that failed or was refused before the work began."""
         for grant in self._grants:
             self._store.settle(grant, UsageRecord())
         self._grants.clear()

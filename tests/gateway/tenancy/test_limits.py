@@ -13,10 +13,11 @@ import openai
 import pytest
 
 from penstock.core.engine import EngineStats
-from penstock.core.errors import DeadlineExceeded
+from penstock.core.errors import DeadlineExceeded, Overloaded
+from penstock.core.request import GenerateRequest
 from penstock.gateway.tenancy.budgets import Prices, machine_price
 from penstock.settings import settings_from_mapping
-from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL, hang
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL, Action, hang
 from penstock.state.memory import MemoryStore
 from penstock.state.store import BILLION
 from penstock.text.tokenizer import Tokenizer
@@ -216,7 +217,7 @@ def test_parallel_requests_share_what_is_left_of_a_budget(tokenizer: Tokenizer) 
         assert ask(0) == 200
 
 
-def test_nothing_is_charged_for_what_the_engine_refused(limited: Gateway) -> None:
+def test_nothing_is_charged_for_what_failed_in_the_engine(limited: Gateway) -> None:
     limited.runs(lambda request: [RuntimeError("no")])
     assert post(limited, "free").status_code == 500
     with limited.http() as http:
@@ -225,6 +226,45 @@ def test_nothing_is_charged_for_what_the_engine_refused(limited: Gateway) -> Non
         post(limited, "free")
         after = http.get("/admin/usage", params={"tenant": "free", **USAGE}).json()["data"][0]
     assert after == before | {"requests": before["requests"] + 1}
+
+
+def test_a_refusal_of_the_engine_counts_neither_as_a_request_nor_its_tokens(limited: Gateway) -> None:
+    refuses, begun = Overloaded("full", retry_after=1), asyncio.Event()
+    with limited.http() as http:
+        http.headers["authorization"] = f"Bearer {limited.key('')}"
+
+        def counted() -> dict[str, float]:
+            """What usage says of the tenant, and what the metrics do."""
+            days = http.get("/admin/usage", params={"tenant": "free", **USAGE}).json()["data"]
+            usage = {name: sum(day[name] for day in days) for name in ("requests", "input_tokens", "output_tokens")}
+            metrics = limited.edge.metrics.registry.get_sample_value
+            of_model = ("prompt_tokens_total", "output_tokens_total", "request_seconds_count")
+            found = {name: metrics(f"penstock_{name}", {"model": MODEL}) or 0 for name in of_model}
+            requests = metrics("penstock_tenant_requests_total", {"tenant": "free", "model": MODEL})
+            return {**usage, **found, "tenant_requests": requests or 0}
+
+        def gained(expected_status: int, **fields: Any) -> list[float]:
+            before = counted()
+            assert post(limited, "free", **fields).status_code == expected_status
+            return [after - before[name] for name, after in counted().items()]
+
+        limited.runs(lambda request: [refuses])
+        assert gained(429) == [0] * 7
+        limited.answers("Hello")
+        prompt = post(limited, "free", max_tokens=2).json()["usage"]["prompt_tokens"]
+        assert gained(200, max_tokens=2) == [1, prompt, 2, prompt, 2, 1, 1]
+
+        async def until_begun() -> None:
+            await begun.wait()
+
+        async def begin() -> None:
+            begun.set()
+
+        def one_of_two(request: GenerateRequest) -> list[Action]:
+            return [[5], begin, hang] if request.id.endswith("-0") else [until_begun, refuses]
+
+        limited.runs(one_of_two)
+        assert gained(429, n=2) == [1, prompt, 1, prompt, 1, 1, 1], "the engine had begun with one of them"
 
 
 def test_answers_from_the_result_cache_are_not_charged(tokenizer: Tokenizer) -> None:
