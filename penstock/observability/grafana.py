@@ -191,7 +191,7 @@ LATENCY = Dashboard(
             "Refused and expired",
             "reqps",
             (
-                (_rate("penstock_engine_refused_total"), "refused {{model}}"),
+                (_rate("penstock_refused_total"), "refused {{model}}"),
                 (_rate("penstock_engine_expired_total"), "deadline passed {{model}}"),
             ),
         ),

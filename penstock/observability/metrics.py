@@ -30,10 +30,11 @@ GAP_SECONDS = (
     0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0,
 )  # fmt: skip
 
-TOKEN_COUNTERS = (
+MODEL_COUNTERS = (
     ("prompt_tokens", "Prompt tokens of choices that got a first token"),
     ("cached_tokens", "Those of them served from cache"),
     ("output_tokens", "Tokens sent to clients"),
+    ("refused", "Requests that clients saw refused (429): no engine had room for them or could meet their objective"),
 )
 ENGINE_GAUGES = (
     ("running_sequences", "Sequences in the batch"),
@@ -62,7 +63,11 @@ ENGINE_COUNTERS = (
         "Estimate of the memory that steps on a CPU read: all weights, and the KV of each sequence, once a step; over "
         "engine_step_seconds: memory bandwidth",
     ),
-    ("refused", "Requests refused because their objective could not be met"),
+    (
+        "refused",
+        "Refusals by replicas, for lack of room or an objective that could not be met; a request that several refuse "
+        "counts at each, also where one more then serves it",
+    ),
     ("expired", "Requests stopped because their deadline passed"),
 )
 
@@ -139,6 +144,7 @@ class ModelMetrics:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
+        self.refused = 0
         self.classes: dict[str, ClassMetrics] = {}
         self.request_time = Histogram(
             "penstock_request_seconds",
@@ -223,11 +229,11 @@ class GatewayMetrics(Collector):
             for status, count in sorted(counted.answers.items()):
                 answers.add_metric([model, str(status)], count)
         yield answers
-        for name, help in TOKEN_COUNTERS:
-            tokens = CounterMetricFamily(f"penstock_{name}", help, labels=["model"])
+        for name, help in MODEL_COUNTERS:
+            counter = CounterMetricFamily(f"penstock_{name}", help, labels=["model"])
             for model, counted in self.models.items():
-                tokens.add_metric([model], getattr(counted, name))
-            yield tokens
+                counter.add_metric([model], getattr(counted, name))
+            yield counter
         for of_models in zip(*(counted.histograms for counted in self.models.values()), strict=True):
             family = HistogramMetricFamily(of_models[0].name, of_models[0].help, labels=["model"])
             for model, histogram in zip(self.models, of_models, strict=True):

@@ -134,9 +134,8 @@ ALERTS = (
     ),
     Alert(
         "PenstockRequestsRefused",
-        "sum by (model) (rate(penstock_engine_refused_total[1m])) > 0.05 * "
-        "sum by (model) (rate(penstock_answers_total[1m]))",
-        "Requests are refused (429) because their objective could not be kept",
+        "sum by (model) (rate(penstock_refused_total[1m])) > 0.05 * sum by (model) (rate(penstock_answers_total[1m]))",
+        "Requests are refused (429) because their objective could not be kept or too many wait",
         "Load is above what the objectives leave room for: add replicas, or relax the class's objective.",
     ),
     Alert(

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,8 +21,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import Server, start_server
+from tests.prometheus_server import wait_for
 
 SETTINGS = """
 models:
@@ -164,6 +167,27 @@ def test_what_is_wrong_is_said(running: Running) -> None:
     assert "penstock keys create --admin" in refusal("--url", running.server.url)
     assert "penstock keys create --admin" in refusal("--url", running.server.url, "--api-key", "psk-1-2")
     assert "use an admin key" in refusal("--url", running.server.url, "--api-key", running.user)
+
+
+def test_a_request_that_both_replicas_refuse_is_one_refusal(running: Running) -> None:
+    """For clients, and for the alert on them; the counter of the engines has both."""
+
+    def counted() -> dict[str, float]:
+        text = httpx.get(f"{running.server.url}/metrics", headers={"Authorization": f"Bearer {running.admin}"}).text
+        found: defaultdict[str, float] = defaultdict(float)
+        for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+            found[sample.name] += sample.value if sample.labels.get("model") == "small" else 0.0
+        return found
+
+    wait_for(lambda: counted()["penstock_replica_up"] == 2 or None, "both replicas serve")
+    names = ("penstock_refused_total", "penstock_engine_refused_total", "penstock_request_seconds_count")
+    before = counted()
+    headers = {"Authorization": f"Bearer {running.user}", "X-Penstock-Class": "hasty"}
+    body = {"model": "small", "prompt": "Rain falls", "max_tokens": 3}
+    refused = httpx.post(f"{running.server.base_url}/completions", json=body, headers=headers, timeout=100)
+    assert refused.status_code == httpx.codes.TOO_MANY_REQUESTS
+    expected = [before[name] + gain for name, gain in zip(names, (1, 2, 0), strict=True)]
+    wait_for(lambda: [counted()[name] for name in names] == expected or None, f"{names} are {expected}")
 
 
 async def test_a_model_is_replaced_under_load(running: Running) -> None:

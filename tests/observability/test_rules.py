@@ -52,8 +52,8 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
         [stays(f"penstock_waiting_sequences{MODEL}", 100)],
     ),
     "PenstockRequestsRefused": (
-        [grows(f"penstock_engine_refused_total{MODEL}", 10), *failed(0)],
-        [grows(f"penstock_engine_refused_total{MODEL}", 1), *failed(0)],
+        [grows(f"penstock_refused_total{MODEL}", 6), *failed(0)],
+        [grows(f"penstock_refused_total{MODEL}", 4), grows(f"penstock_engine_refused_total{MODEL}", 8), *failed(0)],
     ),
     "PenstockTenantFloods": (
         [grows(TOKENS % "ann", 90), grows(TOKENS % "bob", 10), stays(f"penstock_waiting_sequences{MODEL}", 20)],

@@ -85,7 +85,9 @@ class Generation:
                         await self._run_all(emit)
                 except (Escalated, Unavailable, Overloaded, EngineFailure) as error:
                     self.discarded = self.trial is not None and not self.response.status
-                    refused = isinstance(error, Overloaded) and not self._begun()
+                    if isinstance(error, Overloaded) and not self.discarded:
+                        self.metrics.refused += 1
+                        refused = not self._begun()
                     raise
                 finally:
                     if not self.discarded and not refused:
