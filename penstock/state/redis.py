@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import itertools
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -63,6 +64,8 @@ class RedisStore:
         self._clock = clock or (lambda: -1.0)
         self._reservations: deque[tuple[Claim, asyncio.Future[Grant | None]]] = deque()
         self._settlements: deque[Operation] = deque()
+        self._acknowledged = 0  # settlements before those
+        self._gateway = secrets.token_hex(8)  # who numbers them
         self._held: dict[str, dict[str, str]] = {}  # by request id: keys of leases and its members there
         self._kept: dict[str, dict[str, str]] = {}  # records as last read, by kind
         self._wake = asyncio.Event()
@@ -153,12 +156,13 @@ class RedisStore:
                 answer.set_result(None)
 
     async def _exchange(self) -> None:
-        """Send one batch. On failure nothing is forgotten: a settlement whose answer was lost is made again, as
-        counting a request twice is better than never."""
+        """Send one batch. On failure nothing is forgotten: a settlement whose answer was lost is sent again under its
+        number, and counts once."""
         waiting = [self._reservations.popleft() for _ in range(min(MAX_BATCH, len(self._reservations)))]
         settlements = list(itertools.islice(self._settlements, MAX_BATCH))
         reservations = [self._reservation(claim) for claim, _ in waiting]
-        batch = (self._clock(), LEASE_SECONDS, KEEP_SECONDS, settlements, reservations)
+        numbering = (self._gateway, self._acknowledged)
+        batch = (self._clock(), LEASE_SECONDS, KEEP_SECONDS, *numbering, settlements, reservations)
         try:
             await self._line.send_command("EVALSHA", BATCH_SHA, 0, self._prefix, encode(batch))
             answers = await self._line.read_response()
@@ -167,6 +171,7 @@ class RedisStore:
             raise
         for _ in settlements:
             self._settlements.popleft()
+        self._acknowledged += len(settlements)
         for (claim, answer), found in zip(waiting, answers, strict=True):
             grant = self._grant(claim, found)
             if not answer.done():

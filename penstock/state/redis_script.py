@@ -7,6 +7,7 @@ from it and are not declared, so this is for a single Redis, with replicas or wi
 from __future__ import annotations
 
 # ARGV: prefix of all keys, then in MessagePack: time (-1: the server's), seconds of a lease, seconds to keep spend,
+#   the gateway, how many of its settlements were acknowledged before these,
 #   settlements: tenant, model, id, second of the reservation, change of its requests, of its tokens, cost reserved,
 #                day, then requests, prompt, cached and output tokens, cost;
 #   reservations: tenant, model, id, requests, tokens, cost, day,
@@ -15,12 +16,13 @@ from __future__ import annotations
 #   reset in ms, second, what is left of a budget that refused it, spent today, spent this month.
 BATCH = """
 local prefix = ARGV[1] .. ':'
-local now, lease, keep, settlements, reservations = unpack(cmsgpack.unpack(ARGV[2]))
+local now, lease, keep, gateway, acknowledged, settlements, reservations = unpack(cmsgpack.unpack(ARGV[2]))
 if now < 0 then
     local time = redis.call('TIME')
     now = tonumber(time[1]) + tonumber(time[2]) / 1000000
 end
 local second = math.floor(now)
+local DAY = 86400  -- the longest outage after which a gateway may still send again what has run
 local AMOUNTS = {'requests', 'prompt_tokens', 'cached_tokens', 'output_tokens', 'cost'}
 
 local function correct(key, at, change)
@@ -153,8 +155,15 @@ local function reserve(
     }
 end
 
-for _, settlement in ipairs(settlements) do
-    settle(unpack(settlement))
+-- A gateway that got no answer sends its settlements again, and a Redis that was frozen then runs both batches, in
+-- either order. So each counts once, by its number.
+if #settlements > 0 then
+    local key = prefix .. 'settled:' .. gateway
+    local done = tonumber(redis.call('GET', key) or 0)
+    redis.call('SET', key, math.max(done, acknowledged + #settlements), 'EX', DAY)
+    for i, settlement in ipairs(settlements) do
+        if acknowledged + i > done then settle(unpack(settlement)) end
+    end
 end
 local answers = {}
 for i, reservation in ipairs(reservations) do

@@ -278,6 +278,54 @@ async def test_a_redis_that_hangs_is_given_up_soon(own_redis: RedisServer, monke
     await store.close()
 
 
+async def test_a_redis_that_hangs_counts_once_what_it_is_sent_again(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it goes on it runs the batch that was given up, beside that of the next connection."""
+    monkeypatch.setattr(redis_module, "TIMEOUT_SECONDS", 1.0)
+    store = RedisStore(own_redis.url)
+    await store.open()
+    grants = [await store.reserve(claim(concurrent=10)) for _ in range(6)]
+    for at, grant in enumerate(grants):
+        store.settle(grant, USED)
+        if at == 1:  # these two are answered
+            await store._settled.wait()
+            own_redis.pause()
+        elif at == 3:  # the next two are not, and the last two are sent with them
+            while store.online:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    own_redis.resume()
+    await store._settled.wait()
+    day = store.local.day()
+    found = await store.usage(day, day)
+    assert found == {UsageKey(day, "acme", "a model"): UsageRecord(6, 600, 240, 120, 30_000)}
+    await store.close()
+
+
+async def test_a_batch_that_comes_late_changes_nothing(redis_server: RedisServer) -> None:
+    """The next connection may be served before the one that was given up."""
+    store = RedisStore(redis_server.url, f"stores{next(_numbers)}")
+    await store.open()
+    sent: list[tuple[Any, ...]] = []
+    send = store._line.send_command
+
+    async def noted(*command: Any) -> None:
+        sent.append(command)
+        await send(*command)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store._line, "send_command", noted)
+        store.settle(await store.reserve(claim()), USED)
+        await store._settled.wait()
+        store.settle(await store.reserve(claim()), USED)
+        await store._settled.wait()
+    for command in reversed(sent):
+        await store.redis.evalsha(*command[1:])
+    day = store.local.day()
+    assert await store.usage(day, day) == {UsageKey(day, "acme", "a model"): UsageRecord(2, 200, 80, 40, 10_000)}
+    await store.close()
+
+
 async def test_without_redis_limits_are_local_and_spend_is_made_up_for(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
