@@ -22,7 +22,8 @@ logger = logging.getLogger("penstock.batches")
 @dataclass(slots=True)
 class Batches:
     store: BatchStore
-    contents: Contents
+    contents: Contents  # for clients, who are told soon that they cannot be had
+    work_contents: Contents  # the same for work that nobody waits for
     config: BatchesConfig
     folder: Path | None  # of this machine; has files and batches unless they are in Redis
     redis: str | None = None  # the URL of the Redis that has them
@@ -68,8 +69,14 @@ def _place(config: BatchesConfig, state: str | None) -> Batches | None:
         folder = None
     if shared:
         from penstock.batches.redis_contents import RedisContents
+        from penstock.batches.redis_queue import CLIENT_SECONDS
         from penstock.batches.redis_store import RedisBatches
 
         assert state is not None
-        return Batches(RedisBatches(state), RedisContents(state), config, folder, state)
-    return None if folder is None else Batches(SqliteBatches(folder), FolderContents(folder), config, folder)
+        return Batches(
+            RedisBatches(state), RedisContents(state, CLIENT_SECONDS), RedisContents(state), config, folder, state
+        )
+    if folder is None:
+        return None
+    contents = FolderContents(folder)
+    return Batches(SqliteBatches(folder), contents, contents, config, folder)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.batches.records import new_id
-from penstock.batches.redis_queue import connect, failures
+from penstock.batches.redis_queue import WORK_SECONDS, connect, failures
 from penstock.batches.redis_scripts import PREFIX
 
 CHUNK_BYTES = 2**22
@@ -26,8 +26,8 @@ def _pointer(id: str) -> str:
 
 
 class RedisContents:
-    def __init__(self, url: str) -> None:
-        self._redis = connect(url)
+    def __init__(self, url: str, seconds: float = WORK_SECONDS) -> None:
+        self._redis = connect(url, seconds)
 
     def create(self, id: str) -> RedisWriter:
         return RedisWriter(self, self._redis, id)

@@ -17,14 +17,16 @@ from penstock.batches.records import Batch, StoredFile, batch_of, record_of
 from penstock.batches.redis_scripts import PREFIX, SAVE_BATCH
 from penstock.core.errors import StorageFull, Unavailable
 
-TIMEOUT_SECONDS = 10.0
+# How long Redis may take to answer.
+CLIENT_SECONDS = 1.0  # what a client of the API waits for
+WORK_SECONDS = 20.0  # what nobody waits for: given up later than a Redis is usually busy, sooner than leases end
 
 
-def connect(url: str) -> Any:
-    """One more attempt, since a connection of before a restart of Redis is dead. Threads may share the client."""
-    return redis.Redis.from_url(
-        url, socket_timeout=TIMEOUT_SECONDS, socket_connect_timeout=TIMEOUT_SECONDS, retry=Retry(NoBackoff(), 1)
-    )
+def connect(url: str, seconds: float) -> Any:
+    """One more attempt, since a connection of before a restart of Redis is dead; none after a timeout, as a Redis that
+    was frozen still runs what it was sent. Threads may share the client."""
+    retry = Retry(NoBackoff(), 1, (redis.ConnectionError,))
+    return redis.Redis.from_url(url, socket_timeout=seconds, socket_connect_timeout=seconds, retry=retry)
 
 
 @contextlib.contextmanager
@@ -46,8 +48,8 @@ def file_fields(file: StoredFile) -> list[str | int]:
 class RedisQueue:
     """Its methods block: they are called on threads."""
 
-    def __init__(self, url: str) -> None:
-        self.redis = connect(url)
+    def __init__(self, url: str, seconds: float = WORK_SECONDS) -> None:
+        self.redis = connect(url, seconds)
         self._scripts: dict[str, Any] = {}
 
     def run(self, script: str, *args: str | float | bytes) -> Any:

@@ -17,7 +17,7 @@ import msgspec
 from penstock.batches import redis_scripts as scripts
 from penstock.batches.decisions import LEASE_SECONDS, cancelled, check_limits, in_use, next_status
 from penstock.batches.records import Answered, Batch, FileLimits, Job, Line, Page, StoredFile, new_id, record_of
-from penstock.batches.redis_queue import RedisQueue, batch_from, failures, file_fields
+from penstock.batches.redis_queue import CLIENT_SECONDS, WORK_SECONDS, RedisQueue, batch_from, failures, file_fields
 from penstock.batches.redis_scripts import NUMBER, PREFIX
 from penstock.batches.store import Kept
 from penstock.core.errors import StartupError, Unavailable
@@ -29,145 +29,141 @@ THREADS = 4  # on which answers of Redis are waited for
 _decode_file = msgspec.json.Decoder(StoredFile).decode
 
 
-class RedisBatches:
-    def __init__(self, url: str) -> None:
-        self.owner = new_id("")
-        self._queue = RedisQueue(url)
+class RedisOnThreads:
+    """The event loop does not wait for Redis."""
+
+    def __init__(self, url: str, seconds: float, deadline: float | None = None) -> None:
+        """`deadline`: seconds that a call may take, its wait for a thread included."""
+        self.queue = RedisQueue(url, seconds)
+        self._deadline = deadline
         self._threads = ThreadPoolExecutor(THREADS, "batches")
 
+    async def call(self, work: Callable[[RedisQueue], T]) -> T:
+        try:
+            async with asyncio.timeout(self._deadline):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, work, self.queue)
+        except TimeoutError as error:
+            raise Unavailable("Redis does not answer in time", code="store_unavailable") from error
+
+    async def run(self, script: str, *args: str | float | bytes) -> Any:
+        return await self.call(lambda queue: queue.run(script, *args))
+
+    async def close(self) -> None:
+        await asyncio.to_thread(self.queue.close)
+        self._threads.shutdown()
+
+
+class RedisBatches:
+    """What clients ask for and what the runner does go separate ways: neither waits for the other's threads."""
+
+    def __init__(self, url: str) -> None:
+        self.owner = new_id("")
+        self._clients = RedisOnThreads(url, CLIENT_SECONDS, deadline=2 * CLIENT_SECONDS)
+        self._work = RedisOnThreads(url, WORK_SECONDS)
+
     async def open(self) -> None:
-        def ping() -> None:
+        def ping(queue: RedisQueue) -> None:
             with failures():
-                self._queue.redis.ping()
+                queue.redis.ping()
 
         try:
-            await self._in_thread(ping)
+            await self._work.call(ping)
         except Unavailable as error:
             raise StartupError(f"cannot keep batches: {error.message}", param="state") from error
 
     async def close(self) -> None:
-        await self._in_thread(self._queue.close)
-        self._threads.shutdown()
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    async def _run(self, script: str, *args: str | float | bytes) -> Any:
-        return await self._in_thread(lambda: self._queue.run(script, *args))
+        await self._clients.close()
+        await self._work.close()
 
     # ------------------------------------------------------------ files
 
     async def add_file(self, file: StoredFile, limits: FileLimits | None) -> None:
         most = (-1, -1) if limits is None else (limits.files, limits.bytes)
-        added, count, size = await self._run(scripts.ADD_FILE, *most, *file_fields(file))
+        added, count, size = await self._clients.run(scripts.ADD_FILE, *most, *file_fields(file))
         if not added and limits is not None:
             check_limits(limits, count, size, file.bytes)
 
     async def file(self, tenant: str, id: str) -> StoredFile | None:
-        (found,) = await self._in_thread(lambda: self._files([id]))
+        (found,) = await self._clients.call(lambda queue: _files(queue, [id]))
         return found if found is not None and found.tenant == tenant else None
 
-    def _files(self, ids: Sequence[str]) -> list[StoredFile | None]:
-        with failures():
-            records = self._queue.redis.mget([f"{PREFIX}file:{id}" for id in ids])
-        return [None if record is None else _decode_file(record) for record in records]
-
     async def files(self, tenant: str, page: Page) -> list[StoredFile]:
-        return await self._in_thread(lambda: self._page(f"{PREFIX}files:{tenant}", self._files, page))
+        return await self._clients.call(lambda queue: _page(queue, f"{PREFIX}files:{tenant}", _files, page))
 
     async def delete_file(self, tenant: str, id: str) -> bool:
-        found = await self._run(scripts.DELETE_FILE, id, tenant)
+        found = await self._clients.run(scripts.DELETE_FILE, id, tenant)
         if isinstance(found, bytes):
             raise in_use(id, found.decode())
         return bool(found)
 
     async def unknown_files(self, ids: Collection[str]) -> list[str]:
-        found = await self._in_thread(lambda: self._files(list(ids))) if ids else []
+        found = await self._work.call(lambda queue: _files(queue, list(ids))) if ids else []
         return [id for id, file in zip(ids, found, strict=True) if file is None]
 
     async def expired_files(self, now: float) -> list[str]:
-        return [id.decode() for id in await self._run(scripts.EXPIRED_FILES, now)]
-
-    def _page(self, key: str, load: Callable[[Sequence[str]], list[T | None]], page: Page) -> list[T]:
-        redis, found = self._queue.redis, list[T]()
-        rank, read = (redis.zrank, redis.zrange) if page.ascending else (redis.zrevrank, redis.zrevrange)
-        start = 0
-        if page.after is not None:
-            with failures():
-                at = rank(key, page.after)
-            if at is None:
-                return []
-            start = at + 1
-        while len(found) < page.limit:
-            with failures():
-                ids = [id.decode() for id in read(key, start, start + page.limit - 1)]
-            if not ids:
-                break
-            start += len(ids)
-            for item in load(ids):
-                if item is not None and all(getattr(item, name) == value for name, value in page.extra.items()):
-                    found.append(item)
-        return found[: page.limit]
+        return [id.decode() for id in await self._work.run(scripts.EXPIRED_FILES, now)]
 
     # ------------------------------------------------------------ batches
 
     async def add_batch(self, batch: Batch) -> None:
         fields = (batch.id, batch.tenant, batch.input_file_id, batch.status)
-        await self._run(scripts.ADD_BATCH, *fields, record_of(batch))
+        await self._clients.run(scripts.ADD_BATCH, *fields, record_of(batch))
 
     async def batch(self, tenant: str, id: str) -> Batch | None:
-        found = await self._in_thread(lambda: self._queue.batch(id))
+        found = await self._clients.call(lambda queue: queue.batch(id))
         return found if found is not None and found.tenant == tenant else None
 
     async def batches(self, tenant: str, page: Page) -> list[Batch]:
-        return await self._in_thread(lambda: self._page(f"{PREFIX}batches:{tenant}", self._queue.batches, page))
+        return await self._clients.call(
+            lambda queue: _page(queue, f"{PREFIX}batches:{tenant}", RedisQueue.batches, page)
+        )
 
     async def cancel(self, tenant: str, id: str, now: float) -> Batch | None:
-        def work() -> Batch | None:
+        def work(queue: RedisQueue) -> Batch | None:
             while True:
-                found = self._queue.batch(id)
+                found = queue.batch(id)
                 if found is None or found.tenant != tenant:
                     return None
                 changed = cancelled(found, now)
-                if changed is found or self._queue.save(changed, found.status):
+                if changed is found or queue.save(changed, found.status):
                     return changed
 
-        return await self._in_thread(work)
+        return await self._clients.call(work)
 
     async def advance(self, now: float) -> Mapping[str, int]:
-        def work() -> Mapping[str, int]:
+        def work(queue: RedisQueue) -> Mapping[str, int]:
             lines = {}
-            for fields in self._queue.run(scripts.ADVANCE, now):
+            for fields in queue.run(scripts.ADVANCE, now):
                 batch, leased = batch_from(fields), int(fields[4])
                 unanswered = batch.total - batch.completed - batch.failed
                 found = next_status(batch, unanswered, leased, now)
                 if found is not None:
                     status, ending = found
                     changed = replace(batch, status=status, ending=ending, finalizing_at=int(now))
-                    self._queue.save(changed, batch.status)
+                    queue.save(changed, batch.status)
                 elif batch.status == "in_progress":
                     lines[batch.id] = unanswered
             return lines
 
-        return await self._in_thread(work)
+        return await self._work.call(work)
 
     async def claim_job(self, now: float) -> Job | None:
-        fields = await self._run(scripts.CLAIM_JOB, self.owner, now, now + LEASE_SECONDS)
+        fields = await self._work.run(scripts.CLAIM_JOB, self.owner, now, now + LEASE_SECONDS)
         if fields is None:
             return None
         batch = batch_from(fields)
         return Job("validate" if batch.status == "validating" else "assemble", batch)
 
     async def renew_job(self, job: Job, now: float) -> None:
-        await self._run(scripts.LEASE_JOB, job.batch.id, self.owner, now + LEASE_SECONDS)
+        await self._work.run(scripts.LEASE_JOB, job.batch.id, self.owner, now + LEASE_SECONDS)
 
     async def end_job(self, job: Job, retry_at: float) -> None:
-        await self._run(scripts.LEASE_JOB, job.batch.id, self.owner, retry_at)
+        await self._work.run(scripts.LEASE_JOB, job.batch.id, self.owner, retry_at)
 
     # ------------------------------------------------------------ lines
 
     async def lease(self, models: Collection[str], count: int, now: float) -> list[Line]:
-        answer = await self._run(scripts.LEASE, self.owner, now, now + LEASE_SECONDS, count, *models)
+        answer = await self._work.run(scripts.LEASE, self.owner, now, now + LEASE_SECONDS, count, *models)
         found = []
         for record, lines in answer:
             batch = batch_from((record, b"in_progress", b"0", b"0"))
@@ -195,17 +191,47 @@ class RedisBatches:
         fields: list[str | bytes] = []
         for line, journal in lines:
             fields += [line.batch, NUMBER.format(line.number), *_journal(journal)]
-        kept = await self._run(scripts.RENEW, self.owner, now + LEASE_SECONDS, *fields)
+        kept = await self._work.run(scripts.RENEW, self.owner, now + LEASE_SECONDS, *fields)
         return {(line.batch, line.number) for (line, _), is_kept in zip(lines, kept, strict=True) if not is_kept}
 
     async def answer(self, line: Line, answer: Answered, *, failed: bool) -> bool:
         where = (self.owner, line.batch, NUMBER.format(line.number), "failed" if failed else "completed")
-        return bool(await self._run(scripts.ANSWER, *where, answer.status, answer.request_id, answer.body))
+        return bool(await self._work.run(scripts.ANSWER, *where, answer.status, answer.request_id, answer.body))
 
     async def release(self, line: Line, not_before: float, *, counts: bool, journal: bytes | None) -> None:
         where = (self.owner, line.batch, NUMBER.format(line.number))
-        await self._run(scripts.RELEASE, *where, not_before, int(counts), *_journal(journal))
+        await self._work.run(scripts.RELEASE, *where, not_before, int(counts), *_journal(journal))
 
 
 def _journal(journal: bytes | None) -> tuple[str, bytes]:
     return ("0", b"") if journal is None else ("1", journal)
+
+
+def _files(queue: RedisQueue, ids: Sequence[str]) -> list[StoredFile | None]:
+    with failures():
+        records = queue.redis.mget([f"{PREFIX}file:{id}" for id in ids])
+    return [None if record is None else _decode_file(record) for record in records]
+
+
+def _page(
+    queue: RedisQueue, key: str, load: Callable[[RedisQueue, Sequence[str]], list[T | None]], page: Page
+) -> list[T]:
+    redis, found = queue.redis, list[T]()
+    rank, read = (redis.zrank, redis.zrange) if page.ascending else (redis.zrevrank, redis.zrevrange)
+    start = 0
+    if page.after is not None:
+        with failures():
+            at = rank(key, page.after)
+        if at is None:
+            return []
+        start = at + 1
+    while len(found) < page.limit:
+        with failures():
+            ids = [id.decode() for id in read(key, start, start + page.limit - 1)]
+        if not ids:
+            break
+        start += len(ids)
+        for item in load(queue, ids):
+            if item is not None and all(getattr(item, name) == value for name, value in page.extra.items()):
+                found.append(item)
+    return found[: page.limit]

@@ -13,7 +13,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 import msgspec
 
@@ -25,6 +26,9 @@ from penstock.batches.store import Kept
 from penstock.batches.work import EXIT_FULL, Assignment
 from penstock.core.errors import PenstockError, StorageFull, Unavailable
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
 logger = logging.getLogger("penstock.batches")
 
 POLL_SECONDS = 1.0  # between looks for what other processes have queued
@@ -32,6 +36,7 @@ LEASE_GAP_SECONDS = 0.02  # between two leases, so that lines which end together
 RETRY_SECONDS = 2.0  # before an answer that could not be kept is written again
 JOB_RETRY_SECONDS = 10.0  # before a batch that could not be validated or assembled is tried again
 SWEEP_SECONDS = 600.0  # between looks for files whose time has passed
+CONTENTS_THREADS = 4  # that wait for contents, so that requests of clients do not wait for those
 ABANDONED_SECONDS = 86_400.0  # after which contents without a record are no longer somebody's who is about to write it
 
 
@@ -81,7 +86,8 @@ class Answers(Protocol):
 class BatchRunner:
     def __init__(self, batches: Batches, answers: Answers, max_line_bytes: int) -> None:
         self._store = batches.store
-        self._contents = batches.contents
+        self._contents = batches.work_contents
+        self._threads = ThreadPoolExecutor(CONTENTS_THREADS, "batch-contents")
         self._place = batches
         self._config = batches.config
         self._answers = answers
@@ -116,6 +122,10 @@ class BatchRunner:
         for _, _, task in running:
             task.cancel()
         await asyncio.gather(*(task for _, _, task in running), return_exceptions=True)
+        self._threads.shutdown(wait=False)
+
+    async def _in_thread(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -195,7 +205,7 @@ class BatchRunner:
         if (refusal := self._answers.refusal(line.model)) is not None:
             return failure(refusal)
         try:
-            body = await asyncio.to_thread(self._contents.read, line.file, line.start, line.size)
+            body = await self._in_thread(self._contents.read, line.file, line.start, line.size)
         except PenstockError as error:
             return failure(error)._replace(retryable=error.retryable)
         if body is None or len(body) != line.size:
@@ -279,11 +289,11 @@ class BatchRunner:
 
     async def _sweep(self) -> None:
         gone = await self._store.expired_files(time.time())
-        await asyncio.to_thread(self._contents.delete, gone)
+        await self._in_thread(self._contents.delete, gone)
         before = time.time() - ABANDONED_SECONDS
-        await asyncio.to_thread(self._contents.clear_parts, before)
-        finished = await asyncio.to_thread(self._contents.finished, before)
-        await asyncio.to_thread(self._contents.delete, await self._store.unknown_files(finished))
+        await self._in_thread(self._contents.clear_parts, before)
+        finished = await self._in_thread(self._contents.finished, before)
+        await self._in_thread(self._contents.delete, await self._store.unknown_files(finished))
         await asyncio.sleep(SWEEP_SECONDS)
 
 

@@ -6,7 +6,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -23,10 +25,15 @@ from tests.redis_server import RedisServer
 
 
 @pytest.fixture
-def settings() -> Iterator[Settings]:
+def own_redis() -> Iterator[RedisServer]:
     server = RedisServer()
-    yield Settings(state=server.url, batches=BatchesConfig(concurrent=1))
+    yield server
     server.stop()
+
+
+@pytest.fixture
+def settings(own_redis: RedisServer) -> Settings:
+    return Settings(state=own_redis.url, batches=BatchesConfig(concurrent=1))
 
 
 @pytest.fixture
@@ -98,6 +105,47 @@ def test_a_redis_that_is_away_is_said(tokenizer: Tokenizer) -> None:
         ):
             assert answer.status_code == httpx.codes.SERVICE_UNAVAILABLE
             assert "Redis does not answer" in answer.json()["error"]["message"]
+
+
+def test_a_redis_that_hangs_is_said_soon_and_batches_go_on(tokenizer: Tokenizer, own_redis: RedisServer) -> None:
+    """Also while work that is patient with it takes all of its threads."""
+    is_frozen = threading.Event()
+    with serving(tokenizer, Settings(state=own_redis.url)) as gateway, gateway.http() as http:
+        answer, taken = gateway.engine.script, threading.Event()
+
+        async def until_frozen() -> None:
+            taken.set()
+            assert await asyncio.to_thread(is_frozen.wait, SECONDS)
+
+        gateway.runs(lambda request: [until_frozen, *answer(request)])
+        batch = submitted(gateway.client(), jsonl(*(line(f"l{n}") for n in range(20))))
+        assert taken.wait(SECONDS)
+        file, new = f"/v1/files/{batch.input_file_id}", {"endpoint": "/v1/chat/completions", "completion_window": "1h"}
+
+        def asked(method: str, path: str, **fields: Any) -> tuple[int, float]:
+            begun = time.monotonic()
+            return http.request(method, path, timeout=SECONDS, **fields).status_code, time.monotonic() - begun
+
+        own_redis.pause()
+        is_frozen.set()
+        try:
+            with ThreadPoolExecutor(32) as pool:
+                asking = [
+                    *(
+                        pool.submit(asked, "GET", path)
+                        for path in ("/v1/files", "/v1/batches", f"{file}/content", file) * 6
+                    ),
+                    pool.submit(asked, "POST", "/v1/batches", json={"input_file_id": batch.input_file_id, **new}),
+                    pool.submit(asked, "POST", f"/v1/batches/{batch.id}/cancel"),
+                    pool.submit(asked, "POST", "/v1/files", files={"file": b"x"}, data={"purpose": "batch"}),
+                    pool.submit(asked, "DELETE", file),
+                ]
+                answers = [each.result() for each in asking]
+        finally:
+            own_redis.resume()
+        assert {status for status, _ in answers} == {503}
+        assert max(seconds for _, seconds in answers) < 6, "2 seconds, and some for a slow machine"
+        assert len(lines_of(gateway.client(), ended(gateway.client(), batch.id).output_file_id)) == 20
 
 
 def test_a_batch_outlasts_a_restart_of_redis(
