@@ -76,13 +76,15 @@ class BatchMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         attempts = CounterMetricFamily(
-            "penstock_batch_lines", "Attempts to answer lines of batches", labels=["outcome"]
+            "penstock_batch_lines", "Attempts to answer lines of batches, by what became of them", labels=["outcome"]
         )
         for outcome, count in self._runner.outcomes.items():
             attempts.add_metric([outcome], count)
         yield attempts
-        yield GaugeMetricFamily("penstock_batch_lines_running", "Lines being computed", self._runner.running)
-        yield GaugeMetricFamily("penstock_batch_lines_waiting", "Lines not answered yet", self._runner.waiting)
+        yield GaugeMetricFamily("penstock_batch_lines_running", "Lines of batches being computed", self._runner.running)
+        yield GaugeMetricFamily(
+            "penstock_batch_lines_waiting", "Lines of batches not answered yet", self._runner.waiting
+        )
 
 
 @asynccontextmanager

@@ -29,7 +29,9 @@ class QueueMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        messages = CounterMetricFamily("penstock_queue_messages", "Requests from a queue", labels=["queue", "outcome"])
+        messages = CounterMetricFamily(
+            "penstock_queue_messages", "Requests from a queue, by what became of them", labels=["queue", "outcome"]
+        )
         for outcome, count in self._consumer.outcomes.items():
             messages.add_metric([self._queue, outcome], count)
         yield messages

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from prometheus_client.core import Metric
 
 from penstock.fleet.metrics import fleet_metrics
 from penstock.settings import settings_from_mapping
 from tests.gateway.conftest import serving
 from tests.gateway.scripted_server import load_built_in_tokenizer
+from tests.redis_server import RedisServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 HEAD = """# Metrics
@@ -27,8 +30,17 @@ This page is made from the code; a test fails where it is out of date.
 """
 
 
-def test_every_metric_is_documented() -> None:
-    settings = settings_from_mapping({"machine_per_hour": 2.5})
+@pytest.fixture
+def queue() -> Iterator[RedisServer]:
+    server = RedisServer()
+    yield server
+    server.stop()
+
+
+def test_every_metric_is_documented(tmp_path: Path, queue: RedisServer) -> None:
+    settings = settings_from_mapping(
+        {"machine_per_hour": 2.5, "batches": {"folder": str(tmp_path)}, "consume": {"url": queue.url}}
+    )
     with serving(load_built_in_tokenizer(), settings, cached=True) as gateway:
         families = list(gateway.edge.metrics.registry.collect())
     families += [family for collector in fleet_metrics((), ()) for family in collector.collect()]
