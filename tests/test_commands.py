@@ -91,6 +91,39 @@ def test_check_shows_what_a_file_comes_to(tmp_path: Path, capsys: pytest.Capture
     assert again.tenants["acme"].models == ("a",)
 
 
+def test_check_shows_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where a password has what ends one, and where a setting is of the wrong type."""
+    file = tmp_path / "secrets.yaml"
+    upstream = '{url: "http://up:1", headers: {authorization: "Bearer TOPSECRET"}}'
+    good = f"""
+state: "redis://:TOPSECRET/a@TOPSECRET@state:1/0"
+consume: {{url: "amqp://bob:TOPSECRET@broker:2/vhost"}}
+observability: {{otlp_endpoint: "http://TOPSECRET@collector:3/v1"}}
+jwt: {{jwks_url: "https://issuer/keys?p=policy&access_token=TOPSECRET", issuer: i, audience: a}}
+models: {{a: {{model: m, upstreams: [{upstream}]}}}}
+batches: {{folder: "sqlite:///srv/data@night"}}
+"""
+    file.write_text(good)
+    assert main(["check", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "TOPSECRET" not in printed
+    shown = yaml.safe_load(printed)
+    assert shown["state"] == "redis://:…@state:1/0"
+    assert shown["consume"]["url"] == "amqp://bob:…@broker:2/vhost"
+    assert shown["observability"]["otlp_endpoint"] == "http://…@collector:3/v1"
+    assert shown["jwt"]["jwks_url"] == "https://issuer/keys?p=policy&access_token=…"
+    assert shown["models"]["a"]["upstreams"][0]["headers"] == {"authorization": "…"}
+    assert shown["batches"]["folder"] == "sqlite:///srv/data@night"
+    for wrong in (
+        'state: ["redis://:TOPSECRET@state/0"]',
+        f"models: {{a: {{upstreams: {upstream}}}}}",
+        "models: {a: {upstreams: [{url: 'http://up:1', headers: [TOPSECRET]}]}}",
+    ):
+        file.write_text(wrong)
+        assert main(["check", str(file)]) == 1
+        assert "TOPSECRET" not in capsys.readouterr().err
+
+
 def test_check_finds_every_error_and_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

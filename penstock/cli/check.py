@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.environment import set_by
 from penstock.cli.settings import file_and_environment, line_of
 from penstock.core.errors import StartupError
+from penstock.core.secrets import shown
 from penstock.settings import Settings, settings_from_mapping
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-_PASSWORD = re.compile(r"(://[^/@]*:)[^/@]*@")
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -83,17 +80,8 @@ def _place(file: str | None, name: str) -> str:
 
 
 def as_yaml(settings: Settings) -> str:
-    """All settings, with their defaults. What is derived from model and machine is null."""
+    """All settings, with their defaults and without secrets. What is derived from model and machine is null."""
     import yaml
 
-    values = _plain(dataclasses.asdict(settings))
-    if settings.state:
-        values["state"] = _PASSWORD.sub(r"\1…@", settings.state)
-    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(shown(settings), sort_keys=False, allow_unicode=True)
     return text
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(below) for key, below in value.items()}
-    return list(value) if isinstance(value, tuple) else value

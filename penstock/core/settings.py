@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from penstock.core.errors import StartupError
+from penstock.core.secrets import HIDDEN, without_credentials
 from penstock.core.suggest import did_you_mean
 
 T = TypeVar("T")
@@ -76,7 +77,7 @@ def _convert(field: Field[Any], kind: Any, where: str, value: Any) -> Any:
     if get_origin(kind) is Mapping and is_dataclass(cls := get_args(kind)[1]):
         return _named_sections(field, cls, where, value)
     if get_origin(kind) is tuple and is_dataclass(cls := get_args(kind)[0]):
-        check(isinstance(value, list), where, f"must be a list of mappings, not {value!r}")
+        check(isinstance(value, list), where, "must be a list of mappings")
         return tuple(convert_section(cls, f"{where}.{number}", below) for number, below in enumerate(value))
     try:
         import msgspec
@@ -108,16 +109,17 @@ def _named_sections(field: Field[Any], cls: type[T], where: str, value: Any) -> 
 def _unexpected(field: Field[Any], kind: Any, where: str, value: Any) -> StartupError:
     options = _options(kind)
     literals = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
+    given = without_credentials(repr(value)) if field.repr else HIDDEN
     if (expected := field.metadata.get("expected")) is not None:
-        message = f"must be {expected}, not {value!r}"
+        message = f"must be {expected}, not {given}"
     elif value is None:
         message = "must not be empty"
     elif literals:
-        message = f"must be one of {', '.join(literals)}, not {value!r}"
+        message = f"must be one of {', '.join(literals)}, not {given}"
     elif any(get_origin(option) is tuple for option in options):
-        message = f"must be a list of names, not {value!r}"
+        message = f"must be a list of names, not {given}"
     else:
-        message = f"must be {_spelled(options)}, not {value!r}"
+        message = f"must be {_spelled(options)}, not {given}"
     return _error(where, message)
 
 

@@ -68,7 +68,7 @@ class TritonTensors:
 
 @dataclass(frozen=True, slots=True)
 class UpstreamConfig:
-    """Headers may hold secrets, so they are never shown."""
+    """Headers may hold secrets, so they are never shown (`repr=False`)."""
 
     url: str
     kind: UpstreamKind = "openai"
