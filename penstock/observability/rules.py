@@ -190,6 +190,15 @@ ALERTS = (
         "30s",
     ),
     Alert(
+        "PenstockModelDown",
+        "max by (model) (penstock_replica_up) == 0",
+        "No replica of {{ $labels.model }} serves",
+        "Its requests get 503; the gateway stays ready while another model works. penstock fleet list shows why its "
+        "replicas do not start.",
+        "critical",
+        "5m",
+    ),
+    Alert(
         "PenstockReplicaRestarted",
         "increase(penstock_replica_restarts_total[10m]) > 0",
         "Replica {{ $labels.replica }} of {{ $labels.model }} was lost and started again",

@@ -101,6 +101,10 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
         [stays(f"penstock_replica_up{REPLICA}", 0), stays(f"penstock_replica_restarts_total{REPLICA}", 1)],
         [stays(f"penstock_replica_up{REPLICA}", 0), stays(f"penstock_replica_restarts_total{REPLICA}", 0)],
     ),
+    "PenstockModelDown": (
+        [stays(f"penstock_replica_up{REPLICA}", 0), stays('penstock_replica_up{model="other",replica="other-0"}', 1)],
+        [stays(f"penstock_replica_up{REPLICA}", 0), stays('penstock_replica_up{model="m",replica="m-1"}', 1)],
+    ),
     "PenstockReplicaRestarted": (
         [grows(f"penstock_replica_restarts_total{REPLICA}", 0.05)],
         [stays(f"penstock_replica_restarts_total{REPLICA}", 3)],

@@ -378,7 +378,7 @@ class Detokenized(Struct):
 
 
 class HealthReport(Struct):
-    status: Literal["ok", "draining", "overloaded", "unhealthy"]
+    status: Literal["ok", "degraded", "draining", "overloaded", "unhealthy"]
     detail: str
 
 

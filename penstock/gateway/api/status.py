@@ -20,6 +20,8 @@ from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.tenants import Tenant
 from penstock.observability.metrics import exposition
 
+SERVES = ("ok", "degraded")  # degraded: some of the models do not work
+
 
 def class_cards(model: Model) -> dict[str, ClassCard]:
     """What each class of requests is promised."""
@@ -76,25 +78,27 @@ class StatusEndpoints:
         await self._send(response, self._health())
 
     async def ready(self, request: Request, response: Response, tenant: Tenant) -> None:
-        """Whether a request that came now would be taken: also no when the queue of every engine is full."""
+        """Whether a request that came now would be taken: also no when the queue of every model that works is full."""
         report = self._health()
-        queues = [model.engine.stats.waiting for model in self.serving.models.all]
-        if report.status == "ok" and min(queues) >= self.max_waiting:
-            waiting = sum(queues)
-            report = HealthReport("overloaded", f"{waiting} requests wait, and no more are taken")
+        queues = [model.engine.stats.waiting for model in self.serving.models.all if model.engine.health().ok]
+        if report.status in SERVES and min(queues) >= self.max_waiting:
+            report = HealthReport("overloaded", f"{sum(queues)} requests wait, and no more are taken")
         await self._send(response, report)
 
     def _health(self) -> HealthReport:
+        """Load balancers leave out a gateway that is not healthy, and with it the models that work."""
         if self.serving.traffic.draining:
             return HealthReport("draining", "the server is shutting down")
         found = [(model.name, model.engine.health()) for model in self.serving.models.all]
         failing = [(name, health) for name, health in found if not health.ok]
         parts = failing or found
         detail = parts[0][1].detail if len(found) == 1 else "; ".join(f"{name}: {part.detail}" for name, part in parts)
-        return HealthReport("unhealthy" if failing else "ok", detail)
+        if not failing:
+            return HealthReport("ok", detail)
+        return HealthReport("degraded" if len(failing) < len(found) else "unhealthy", detail)
 
     async def _send(self, response: Response, report: HealthReport) -> None:
-        await response.send(200 if report.status == "ok" else 503, encode_json(report))
+        await response.send(200 if report.status in SERVES else 503, encode_json(report))
 
     async def load(self, request: Request, response: Response, tenant: Tenant) -> None:
         stats = [model.engine.stats for model in self.serving.models.all]

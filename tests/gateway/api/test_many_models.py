@@ -183,14 +183,24 @@ def test_accounts_spend_and_metrics_are_by_canonical_name(gateway: Gateway) -> N
     assert samples["penstock_cost_per_million_tokens", MODEL] == pytest.approx(1.0)
 
 
-def test_health_names_the_model_that_fails(gateway: Gateway, second: ServedModel) -> None:
-    engine = engine_of(second)
+def test_a_gateway_is_ready_while_one_model_works(gateway: Gateway, second: ServedModel) -> None:
+    """Else a load balancer would leave out the models that work. The queue of the one that fails is empty."""
+    engine, idle = engine_of(second), gateway.engine.stats
     engine.healthy = False
     try:
         with gateway.http() as http:
-            assert http.get("/health").json() == {"status": "unhealthy", "detail": "bytes: no step for 60 s"}
+            for path in ("/health", "/ready"):
+                answer = http.get(path)
+                report = {"status": "degraded", "detail": "bytes: no step for 60 s"}
+                assert (answer.status_code, answer.json()) == (200, report)
+            gateway.engine.stats = replace(idle, waiting=4096)
+            assert (http.get("/ready").json()["status"], http.get("/health").status_code) == ("overloaded", 200)
+            gateway.engine.healthy = False
+            answer = http.get("/ready")
+            assert (answer.status_code, answer.json()["status"]) == (503, "unhealthy")
     finally:
-        engine.healthy = True
+        engine.healthy = gateway.engine.healthy = True
+        gateway.engine.stats = idle
 
 
 def test_two_models_cannot_have_the_same_name(tokenizer: Tokenizer) -> None:
