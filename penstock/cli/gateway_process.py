@@ -21,7 +21,8 @@ import uvloop
 
 from penstock.cache.brokered import BrokeredTier
 from penstock.cache.build import AnswerCache
-from penstock.cli.serve import SharedParts, label_of, serve_fleets, tokenizer_of
+from penstock.cli.checkpoints import for_upstreams, label_of
+from penstock.cli.serve import SharedParts, serve_fleets
 from penstock.core.engine import EngineInfo, Task
 from penstock.core.errors import PenstockError
 from penstock.fleet.build import elsewhere, local_launcher, start
@@ -148,17 +149,17 @@ async def _start(
     channel: Channel,
     brokered: Callable[[str], BrokeredLauncher],
     told: dict[str, Any],
-) -> None:
+) -> str:
     config, replicas = settings.served[name], told["replicas"]
     if config.autoscale is not None and config.autoscale.min_replicas == 0:
         fleet.wake = lambda: channel.tell("wake", fleet.model)
     if told["info"] is not None:
         fleet.info = msgspec.convert(told["info"], EngineInfo)
-    tokenizer = None
+    tokenizer = expected = None
     if config.upstreams:
-        _, tokenizer = await asyncio.to_thread(tokenizer_of, config.model or name)
+        tokenizer, expected = await asyncio.to_thread(for_upstreams, config.model or name, config)
     launchers = [*map(brokered, replicas), *elsewhere(config, tokenizer)]
-    await start(fleet, launchers, config, settings.server.drain_seconds, replicas)
+    return await start(fleet, launchers, config, settings.server.drain_seconds, replicas, expected)
 
 
 def _own(app: Edge, control: FleetControl) -> dict[str, Handler]:

@@ -21,7 +21,8 @@ from prometheus_client import CollectorRegistry
 
 from penstock.cache.brokered import answer_handlers
 from penstock.cli.autoscaling import autoscalers, running
-from penstock.cli.serve import Place, announce, end_at_signals, label_of, launchers_on, url_of
+from penstock.cli.checkpoints import label_of
+from penstock.cli.serve import Place, announce, end_at_signals, launchers_on, url_of
 from penstock.cli.served_adapters import adapters_at_start
 from penstock.core.engine import Task
 from penstock.core.errors import PenstockError, StartupError
@@ -150,7 +151,7 @@ class Gateways:
             for name, fleet in self._fleets.items()
         }
 
-    def end_if_failed(self, starting: asyncio.Task[None]) -> None:
+    def end_if_failed(self, starting: asyncio.Task[str]) -> None:
         """Gateways would wait for ever for workers that cannot start."""
         if not starting.cancelled() and (error := starting.exception()) and not self.all_ready.done():
             self.all_ready.set_exception(error)

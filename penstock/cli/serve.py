@@ -13,12 +13,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from penstock.checkpoint.source import DEFAULT_MODEL, HUB_ID
+from penstock.checkpoint.source import DEFAULT_MODEL
+from penstock.cli.checkpoints import for_upstreams, label_of, tokenizer_of
 from penstock.cli.environment import API_KEY, RAY_ADDRESS, ray_address
 from penstock.cli.settings import file_and_environment
+from penstock.core.errors import StartupError
 from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
 from penstock.observability.settings import LogFormat, LogLevel
 from penstock.settings import Settings, settings_from_mapping
@@ -26,7 +27,6 @@ from penstock.settings import Settings, settings_from_mapping
 if TYPE_CHECKING:
     from penstock.cache.build import AnswerCache
     from penstock.cache.tier import Tier
-    from penstock.checkpoint.source import Checkpoint
     from penstock.core.engine import Task
     from penstock.fleet.build import LocalLaunchers, NewLauncher
     from penstock.fleet.control import FleetControl
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from penstock.gateway.edge import Edge
     from penstock.gateway.settings import ServerConfig
     from penstock.state.store import Store
-    from penstock.text.tokenizer import Tokenizer
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -230,7 +229,7 @@ async def _serve_here(settings: Settings, on: Place) -> int:
 async def serve_fleets(
     settings: Settings,
     fleets: Mapping[str, Fleet],
-    starts: Sequence[asyncio.Task[None]],
+    starts: Sequence[asyncio.Task[str]],
     listener: socket.socket,
     stack: AsyncExitStack,
     new_launcher: NewLauncher,
@@ -272,7 +271,7 @@ async def serve_fleets(
         batches=batches,
         profiler=own.profiler,
     )
-    await asyncio.gather(*starts)
+    check_some_started(await asyncio.gather(*starts))
     await stack.enter_async_context(running(own.autoscalers.values()))
     await stack.enter_async_context(background_work(settings.consume, batches, app, directory))
     virtual = (name for name, config in settings.models.items() if config.is_virtual)
@@ -323,28 +322,23 @@ async def _start(
     ready: list[Launcher] | None,
     server: ServerConfig,
     new_launcher: NewLauncher,
-) -> None:
+) -> str:
     from penstock.fleet.build import launchers, start
 
+    expected = None
     if ready is None:
-        _, tokenizer = await asyncio.to_thread(tokenizer_of, checkpoint)
+        tokenizer, expected = await asyncio.to_thread(for_upstreams, checkpoint, config)
         ready = launchers(checkpoint, config, tokenizer, server.logs, new_launcher)
-    await start(fleet, ready, config, server.drain_seconds)
+    return await start(fleet, ready, config, server.drain_seconds, expected=expected)
 
 
-def label_of(name: str, config: ModelConfig) -> str:
-    """What a fleet is called before its checkpoint has been found."""
-    found = HUB_ID.fullmatch(config.model or "")
-    path = Path(found[1] if found else config.model or "")
-    return name or (path.stem if path.suffix in (".gguf", ".json") else path.name)
-
-
-def tokenizer_of(model: str) -> tuple[Checkpoint, Tokenizer]:
-    from penstock.checkpoint.source import resolve
-    from penstock.text.tokenizer import load_tokenizer
-
-    checkpoint = resolve(model, weights=False)
-    return checkpoint, load_tokenizer(checkpoint)
+def check_some_started(unavailable: Sequence[str]) -> None:
+    """A model that others serve may come later, and must not keep the rest from being served. `unavailable`: of each
+    model, why it does not serve yet, if so."""
+    if all(unavailable):
+        raise StartupError(f"no model can start: {'; '.join(unavailable)}")
+    for reason in filter(None, unavailable):
+        log.warning("serving without %s; it is tried again", reason)
 
 
 def end_at_signals(fleets: Sequence[Fleet]) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from urllib.parse import urlsplit
 
+from penstock.core.engine import EngineInfo
 from penstock.core.errors import StartupError
 from penstock.fleet.discovery import Discovery
 from penstock.fleet.fleet import Fleet
@@ -42,17 +43,29 @@ def elsewhere(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher
 
 
 async def start(
-    fleet: Fleet, launchers: Sequence[Launcher], config: ModelConfig, drain_seconds: float, names: Sequence[str] = ()
-) -> None:
+    fleet: Fleet,
+    launchers: Sequence[Launcher],
+    config: ModelConfig,
+    drain_seconds: float,
+    names: Sequence[str] = (),
+    expected: EngineInfo | None = None,
+) -> str:
     """As `Fleet.start`, with the workers that are found by DNS. Where there are no others, the first is waited for."""
     discovered = [(host, port) for scheme, host, port in map(_worker, config.workers) if scheme == "dns"]
     for host, port in discovered:
         launcher = partial(RemoteLauncher, port=port, secret=_secret())
         fleet.keep_doing(Discovery(fleet, host, launcher, drain_seconds).follow())
     if launchers or not discovered:
-        await fleet.start(launchers, names)
-    else:
-        await fleet.until_ready()
+        return await fleet.start(launchers, names, expected)
+    await fleet.until_ready()
+    return ""
+
+
+def expected_of_upstreams(name: str, config: ModelConfig, vocab_size: int, longest: int | None) -> EngineInfo | None:
+    """What upstreams are taken to be before they can be asked. `longest`: the context that the checkpoint was made for.
+    None: nobody says how long that is."""
+    lengths = [length for upstream in config.upstreams if (length := upstream.max_model_len or longest) is not None]
+    return EngineInfo(name, max(lengths), vocab_size) if lengths else None
 
 
 def local_launcher(checkpoint: str, config: ModelConfig, number: int, logs: LogConfig) -> Launcher:

@@ -13,7 +13,7 @@ from itertools import chain, repeat
 from operator import is_not
 
 from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
-from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, Unavailable
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, StartupError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
@@ -75,17 +75,35 @@ class Fleet:
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
-    async def start(self, launchers: Sequence[Launcher], names: Sequence[str] = ()) -> None:
+    async def start(
+        self, launchers: Sequence[Launcher], names: Sequence[str] = (), expected: EngineInfo | None = None
+    ) -> str:
         """Returns when the first replica serves; the others follow. Raises StartupError if the first one cannot. None
-        at all are needed where `info` is known."""
+        at all are needed where `info` is known.
+
+        `expected`: with this in place of `info`, a first replica that is unavailable for now need not be waited for.
+        Returns why it is, and launches it as soon as that is possible."""
         named = zip(launchers, chain(names, repeat(None)), strict=False)
         replicas = [self._new(launcher, name) for launcher, name in named]
+        unavailable = ""
         if replicas:
-            await replicas[0].start()
+            unavailable = await self._start_first(replicas[0], expected)
         for replica in replicas[1:]:
             replica.start_soon()
         if self.pool is not None:
             self.pool.start()
+        return unavailable
+
+    async def _start_first(self, replica: Replica, expected: EngineInfo | None) -> str:
+        try:
+            await replica.start()
+        except Unavailable as error:
+            if expected is None:
+                raise StartupError(f"{self.model}: {error.message}") from error
+            self.info = expected
+            replica.start_soon(error.message)
+            return f"{self.model}: {error.message}"
+        return ""
 
     def keep_doing(self, work: Coroutine[None, None, None]) -> None:
         """Until the fleet stops."""
@@ -377,5 +395,5 @@ class Fleet:
             problem = next((replica.detail for replica in self.replicas if replica.detail), "")
             return Health(not problem, problem or "no replica; the next request starts one")
         if len(self.replicas) == 1:
-            return ready[0].engine.health() if ready else Health(False, "the worker is not running")
+            return ready[0].engine.health() if ready else Health(False, "no replica is running")
         return Health(bool(ready), f"{len(ready)} of {len(self.replicas)} replicas ready")

@@ -80,7 +80,8 @@ class Launcher(Protocol):
     owns: bool
 
     async def launch(self) -> Instance:
-        """Returns when the engine serves. Raises StartupError with the reason why it cannot."""
+        """Returns when the engine serves. Raises StartupError with the reason why it cannot, or Unavailable where that
+        is the fault of somebody else and may pass."""
         ...
 
 

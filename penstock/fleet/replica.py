@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from penstock.core.engine import EngineStats, HostStats, ServedEngine
-from penstock.core.errors import PenstockError, StartupError
+from penstock.core.errors import PenstockError
 from penstock.core.request import GenerateRequest
 from penstock.core.start_times import listed
 from penstock.fleet.failover import CircuitBreaker
@@ -87,16 +87,17 @@ class Replica:
         return None if self._instance is None else self._instance.refusal(request)
 
     async def start(self) -> None:
-        """Launch it and wait until it serves. Raises StartupError with the engine's own words."""
+        """Launch it and wait until it serves. Raises StartupError or Unavailable with the engine's own words."""
         self._began(await self._launch())
         self._keeper = asyncio.create_task(self._keep())
 
-    def start_soon(self) -> None:
-        """Launch it, now or as soon as that is possible."""
-        self._keeper = asyncio.create_task(self._launch_and_keep())
+    def start_soon(self, failed: str = "") -> None:
+        """Launch it, now or as soon as that is possible. `failed`: why a first try has failed, so the next waits."""
+        self.detail = failed
+        self._keeper = asyncio.create_task(self._launch_and_keep(_FIRST_RETRY_SECONDS if failed else 0.0))
 
-    async def _launch_and_keep(self) -> None:
-        self._began(await self._relaunch(0.0))
+    async def _launch_and_keep(self, delay: float) -> None:
+        self._began(await self._relaunch(delay))
         await self._keep()
 
     async def _keep(self) -> None:
@@ -128,7 +129,7 @@ class Replica:
             except Exception as error:
                 delay = min(_LAST_RETRY_SECONDS, 2 * delay or _FIRST_RETRY_SECONDS)
                 self.detail = str(error)
-                unexpected = not isinstance(error, StartupError | OSError)
+                unexpected = not isinstance(error, PenstockError | OSError)
                 message = "replica %s did not start: %s; next try in %.0f s"
                 log.error(message, self.name, error, delay, exc_info=unexpected)
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from penstock.checkpoint.source import BUILT_IN_ENCODER, resolve
-from penstock.cli.serve import label_of
+from penstock.cli.checkpoints import label_of
 from penstock.fleet.settings import ModelConfig
 from penstock.kernels.native import bindings
 from tests.conftest import start_server

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.core.errors import PenstockError, StartupError, Unavailable
+from penstock.core.errors import PenstockError, Unavailable
 from penstock.core.request import GenerateRequest
 from penstock.fleet.launcher import Instance, Loss
 from penstock.fleet.upstream.engine import Upstream
@@ -24,7 +24,7 @@ class UpstreamLauncher:
         try:
             return UpstreamInstance(await Upstream.connect(self._config, self._tokenizer))
         except Unavailable as error:
-            raise StartupError(f"{self.place}: {error.message}") from error
+            raise Unavailable(f"{self.place}: {error.message}") from error
 
 
 class UpstreamInstance:

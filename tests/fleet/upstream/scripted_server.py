@@ -39,13 +39,13 @@ class StoryServer:
     left: threading.Event = field(default_factory=threading.Event)  # a client hung up
 
     @contextmanager
-    def running(self) -> Iterator[str]:
+    def running(self, port: int = 0) -> Iterator[str]:
         routes = [
             Route("/v1/models", self._models),
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/health", lambda request: Response(status_code=200 if self.healthy else 503)),
         ]
-        with serving(Starlette(routes=routes)) as url:
+        with serving(Starlette(routes=routes), port) as url:
             yield url
 
     async def _models(self, request: Request) -> Response:

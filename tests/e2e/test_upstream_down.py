@@ -1,0 +1,89 @@
+"""Models whose upstream is down, beside one that works."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from penstock.core.engine import EngineInfo
+from penstock.core.errors import StartupError
+from penstock.fleet.fleet import Fleet
+from penstock.fleet.upstream.launcher import UpstreamLauncher
+from penstock.fleet.upstream.settings import UpstreamConfig
+from penstock.text.tokenizer import Tokenizer
+from tests.conftest import Server, start_server
+from tests.fleet.upstream.conftest import tokenizer as tokenizer
+from tests.fleet.upstream.scripted_server import StoryServer
+
+
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """Nobody listens there, and nobody else gets it."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+def cloud(port: int) -> dict[str, Any]:
+    return {"model": "smollm2-135m", "upstreams": [{"url": f"http://127.0.0.1:{port}", "model": "m"}]}
+
+
+def serve(folder: Path, models: dict[str, Any], processes: int = 1, **settings: Any) -> Server:
+    file = folder / "penstock.yaml"
+    engine = {"kv_memory_gib": 0.1, "max_model_len": 1024}
+    file.write_text(json.dumps({"models": models, "engine": engine, "server": {"processes": processes}, **settings}))
+    return start_server("--config", str(file))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_others_are_served(tmp_path: Path, closed_port: int, processes: int) -> None:
+    models = {"good": {"model": "smollm2-135m"}, "cloud": cloud(closed_port)}
+    server = serve(tmp_path, models, processes, failover={"wait_seconds": 0})
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            for path in ("/health", "/ready"):
+                answer = http.get(path)
+                assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+                assert "cloud: no replica is running" in answer.json()["detail"]
+            assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["good", "cloud"]
+            asked = {"prompt": "Once", "max_tokens": 2}
+            assert http.post("/v1/completions", json={"model": "good", **asked}).status_code == 200
+            refused = http.post("/v1/completions", json={"model": "cloud", **asked})
+            assert (refused.status_code, "no replica of cloud" in refused.text) == (503, True)
+    finally:
+        server.stop()
+    assert f"serving without cloud: http://127.0.0.1:{closed_port}: " in "".join(server.log)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_model_can_start(tmp_path: Path, closed_port: int, processes: int) -> None:
+    with pytest.raises(AssertionError, match="exit code 1") as caught:
+        serve(tmp_path, {"cloud": cloud(closed_port), "other": cloud(closed_port)}, processes)
+    said = str(caught.value)
+    url = f"http://127.0.0.1:{closed_port}"
+    assert f"no model can start: cloud: {url}: " in said
+    assert f"; other: {url}: " in said
+    assert "Traceback" not in said
+
+
+async def test_an_upstream_is_joined_when_it_comes(tokenizer: Tokenizer, closed_port: int) -> None:
+    expected = EngineInfo("m", 2048, tokenizer.vocab_size)
+    fleet = Fleet("cloud")
+    launcher = UpstreamLauncher(UpstreamConfig(f"http://127.0.0.1:{closed_port}"), tokenizer)
+    try:
+        assert (await fleet.start([launcher], expected=expected)).startswith("cloud: http://")
+        assert (fleet.info, fleet.health().ok) == (expected, False)
+        with StoryServer().running(closed_port):
+            await fleet.until_ready()
+            assert (fleet.info.max_model_len, fleet.health().ok) == (512, True)
+    finally:
+        await fleet.stop()
+    with pytest.raises(StartupError, match="cloud: "):
+        await Fleet("cloud").start([launcher])
