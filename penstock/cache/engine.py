@@ -35,7 +35,7 @@ CLOSE_SECONDS = 2.0  # for answers on their way to a tier
 BYPASS = CacheStatus("bypass")
 SHARED = CacheStatus("shared")
 
-FlightName = tuple[bytes, CacheControl, str, int]
+FlightName = tuple[bytes, CacheControl, str, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class CachedEngine:
             return
         now = asyncio.get_running_loop().time()
         expires = None if request.deadline is None else now + request.deadline
-        name = (key, control, request.objective.name, request.priority)
+        name = (key, control, request.objective.name, request.priority, request.waits)
         flight = self._flights.get(name)
         joined = flight is not None and flight.outlasts(expires)
         if flight is None or not joined:

@@ -22,7 +22,7 @@ _encode = msgspec.msgpack.Encoder().encode
 # All fields but those that say how soon and for whom to compute, not what, and those that `_digest` has in another
 # form. `n` is fanned out and `params.seed` mixed into the request's own before they come here.
 _APART = {"id", "prompt", "params", "seed", "priority", "objective", "deadline", "session", "tenant", "weight"}
-_APART |= {"cache", "prefix_scope", "common_tokens", "prediction", "adapter"}
+_APART |= {"cache", "prefix_scope", "common_tokens", "prediction", "adapter", "waits"}
 _REQUEST = tuple(f.name for f in fields(GenerateRequest) if f.name not in _APART)
 _PARAMS = tuple(f.name for f in fields(SamplingParams) if f.name not in ("n", "seed", "logit_bias"))
 

@@ -215,6 +215,7 @@ class GenerateRequest:
     session: str = ""  # requests of one session find more in the prefix cache if they meet on one replica
     tenant: str = ""  # who pays; tenants share the engine by weight
     weight: float = 1.0  # of the tenant
+    waits: bool = True  # for a replica where none can take it; False: another model answers then
     cache: CacheControl | None = None  # for a result cache on the way; engines never see it
 
 

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import chain, repeat
 from operator import is_not
 
@@ -24,7 +23,7 @@ from penstock.fleet.replica import Replica
 from penstock.fleet.router import Placement, Router
 from penstock.fleet.settings import FailoverConfig, RoutingConfig
 from penstock.fleet.standby import StandbyPool
-from penstock.fleet.stats import combined, counters
+from penstock.fleet.stats import combined, combined_info, counters
 from penstock.fleet.stream import RequestStream
 from penstock.worker.client import GONE, LOST
 
@@ -202,16 +201,10 @@ class Fleet:
         self._tell()
 
     def _combine_infos(self) -> None:
-        """The longest context of any replica, since long requests go where they fit. While replicas have different
-        weights, as during a replacement, the revision names all of them: answers of one are not stored for another."""
         serving = [each for each in self.replicas if each.state in ("ready", "draining") and each.instance is not None]
         infos = [each.engine.info for each in serving]
         if infos:  # else what was known stays true of the replicas that are started again
-            self.info = replace(
-                infos[-1],
-                max_model_len=max(info.max_model_len for info in infos),
-                revision="+".join(sorted({info.revision for info in infos})),
-            )
+            self.info = combined_info(infos)
 
     def _tell(self) -> None:
         """Let those who wait for a replica, or for one to be idle, look again."""
@@ -302,6 +295,8 @@ class Fleet:
         try:
             async with asyncio.timeout(min(self._config.wait_seconds, remaining)):
                 while True:
+                    if not (journal.request.waits or journal.output or self._is_waking()):
+                        raise Unavailable(f"no replica of {self.model} can take it now")
                     if not any(replica.comes_back for replica in self.replicas):
                         if self.wake is None:
                             raise Unavailable(f"no replica of {self.model} is left; try again in a few seconds")
@@ -318,6 +313,10 @@ class Fleet:
             raise Unavailable(f"no replica of {self.model} is running; try again in a few seconds") from None
         finally:
             self.held -= 1
+
+    def _is_waking(self) -> bool:
+        """Whether it was scaled to zero and requests start it, as far as that does not fail."""
+        return self.wake is not None and not any(replica.detail for replica in self.replicas)
 
     def proved(self, journal: Journal, placed: Placement) -> None:
         """The first token of an attempt."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
-from penstock.core.engine import EngineStats
+from penstock.core.engine import EngineInfo, EngineStats
 
 _LARGEST = (
     "seconds_since_step",
@@ -43,3 +43,13 @@ def combined(readings: Sequence[EngineStats]) -> EngineStats:
 def counters(stats: EngineStats) -> EngineStats:
     """What stays of an engine that has gone: counters must not shrink."""
     return replace(stats, **dict.fromkeys(_GAUGES, 0))
+
+
+def combined_info(infos: Sequence[EngineInfo]) -> EngineInfo:
+    """The longest context of any replica, since long requests go where they fit. While replicas have different weights,
+    as during a replacement, the revision names all of them: answers of one are not stored for another."""
+    return replace(
+        infos[-1],
+        max_model_len=max(info.max_model_len for info in infos),
+        revision="+".join(sorted({info.revision for info in infos})),
+    )

@@ -25,7 +25,7 @@ from penstock.engine.settings import EngineConfig
 from penstock.observability.settings import LogConfig
 from penstock.profiling.summary import StepSummary
 
-VERSION = 3  # of all of this. Fields have places and no names, so ends of different versions would misread each other
+VERSION = 4  # of all of this. Fields have places and no names, so ends of different versions would misread each other
 HEARTBEAT_SECONDS = 0.25
 DEAD_AFTER_HEARTBEATS = 7  # without a byte: between 1.75 and 2 s
 MAX_FRAME = 256 * 2**20

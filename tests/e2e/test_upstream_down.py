@@ -44,19 +44,22 @@ def serve(folder: Path, models: dict[str, Any], processes: int = 1, **settings: 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_others_are_served(tmp_path: Path, closed_port: int, processes: int) -> None:
-    models = {"good": {"model": "smollm2-135m"}, "cloud": cloud(closed_port)}
-    server = serve(tmp_path, models, processes, failover={"wait_seconds": 0})
+    cascade = {"small": "cloud", "large": "good", "min_logprob": None}
+    models = {"good": {"model": "smollm2-135m"}, "cloud": cloud(closed_port), "edge": {"cascade": cascade}}
+    server = serve(tmp_path, models, processes, failover={"wait_seconds": 3600})
     try:
         with httpx.Client(base_url=server.url, timeout=60) as http:
             for path in ("/health", "/ready"):
                 answer = http.get(path)
                 assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
                 assert "cloud: no replica is running" in answer.json()["detail"]
-            assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["good", "cloud"]
+            assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["good", "cloud", "edge"]
             asked = {"prompt": "Once", "max_tokens": 2}
             assert http.post("/v1/completions", json={"model": "good", **asked}).status_code == 200
-            refused = http.post("/v1/completions", json={"model": "cloud", **asked})
-            assert (refused.status_code, "no replica of cloud" in refused.text) == (503, True)
+            stood_in = http.post("/v1/completions", json={"model": "edge", **asked})
+            assert (stood_in.status_code, stood_in.headers["x-penstock-model"]) == (200, "good")
+            late = http.post("/v1/completions", json={"model": "cloud", "deadline_ms": 1, **asked})
+            assert (late.status_code, "no replica was running" in late.text) == (504, True)
     finally:
         server.stop()
     assert f"serving without cloud: http://127.0.0.1:{closed_port}: " in "".join(server.log)

@@ -247,6 +247,26 @@ async def test_it_does_not_wait_for_ever() -> None:
             await answer(fleet, asking("r", [1, 2, 3]))
 
 
+async def test_where_another_model_stands_in_nothing_is_waited_for() -> None:
+    """Neither by a request that comes when no replica runs, nor by one that is lost with its replica. What has tokens,
+    which may have been sent, goes on."""
+    async with running(SimulatedLauncher(hold_the_first(8)), wait_seconds=3600) as (fleet, (launcher,)):
+        half = asking("half", [1, 2, 3], 20, waits=False)
+        began = asyncio.Event()
+        going_on = asyncio.create_task(answer(fleet, half, lambda count: began.set()))
+        await began.wait()
+        lost = asyncio.create_task(answer(fleet, asking("lost", [1] * 3000, waits=False)))
+        await until(lambda: fleet.streams(fleet.replicas[0]) == 2)
+        launcher.failing = True
+        launcher.worker.die()
+        with pytest.raises(Unavailable, match="no replica of m can take it"):
+            await lost
+        with pytest.raises(Unavailable, match="no replica of m can take it"):
+            await answer(fleet, asking("later", [1, 2, 3], waits=False))
+        launcher.failing = False
+        assert tokens_of(await going_on) == expected(half)
+
+
 async def test_a_drained_replica_finishes_what_it_has() -> None:
     async with running(SimulatedLauncher(), SimulatedLauncher()) as (fleet, _):
         requests = [asking(str(number), [number, 2, 3], 300) for number in range(8)]

@@ -176,6 +176,8 @@ class TextEndpoint(ABC, Generic[B]):
         if cascade is not None:
             self._check_easy(choices, wanted, cascade)
             trial = Trial(cascade, len(choices), show_logprobs=self.wanted(body).logprobs is not None)
+            for choice in choices:
+                choice.request = replace(choice.request, waits=False)
         generation = Generation(self.serving.metrics, reservation, response, context, choices, trial)
         return self.answer_type(body, generation)
 
