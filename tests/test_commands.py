@@ -145,6 +145,27 @@ def test_check_finds_every_error_and_its_line(
     assert errors["PENSTOCK_CACHE__MEMORY_MIB"] == "cache.memory_mib must be a number, not 'lots'"
 
 
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("consume: {requests: q}\n", ":1: consume.url must be given"),
+        ('consume: {url: "http://x"}\n', ":1: consume.url must begin with redis://"),
+        ("models:\n  a: {model: m, upstreams: [{model: x}]}\n", ":2: models.a.upstreams.0.url must be given"),
+    ],
+)
+def test_what_must_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text + "stat: memory\n")
+    assert main(["check", str(file)]) == 1
+    unknown, *others = sorted(capsys.readouterr().err.splitlines(), key=lambda line: "stat is" not in line)
+    assert "stat is not a setting" in unknown
+    assert len(others) == 1
+    assert others[0].startswith(f"{file}{error}")
+    file.write_text(text)
+    assert main(["serve", "--config", str(file)]) == 1
+    assert capsys.readouterr().err.startswith(f"{file}{error}")
+
+
 @pytest.mark.parametrize("command", [["serve"], ["worker", "--listen", "127.0.0.1:0"], ["keys", "list"]])
 @pytest.mark.parametrize(
     ("text", "line", "problem"),

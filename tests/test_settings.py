@@ -170,6 +170,8 @@ def test_environment_stands_between_flags_and_the_file(
         ),
         ({"adapter_folder": "f", "engine": {"max_adapters": 0}}, "needs engine.max_adapters to be above 0"),
         ({"models": {"m": {}, "v": {"versions": {"absent": 1}}}}, "names 'absent', which is not one of the models"),
+        ({"consume": {"requests": "q"}}, r"^consume\.url must be given$"),
+        ({"models": {"m": {"upstreams": [{"model": "x"}]}}}, r"^models\.m\.upstreams\.0\.url must be given$"),
         ({"prices": 1}, "^prices must be a mapping of model names to prices"),
         ({"prices": {"m": {"input": -1}}}, r"^prices\.m\.input must be between 0 and 1,000,000$"),
     ],

@@ -35,14 +35,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def problems(values: Mapping[str, Any]) -> tuple[list[StartupError], Settings | None]:
-    """Collect all errors: each setting with an error is removed, and the rest is checked again."""
+    """Collect all errors: each setting with an error is removed, and the rest is checked again. Of one that must be
+    given, the error counts, and not that it is missing then."""
     found: list[StartupError] = []
     rest = dict(values)
     while True:
         try:
             settings = settings_from_mapping(rest)
         except StartupError as error:
-            found.append(error)
+            if error.param not in [known.param for known in found]:
+                found.append(error)
             path = path_in(rest, error.param or "")
             if not path:
                 return found, None

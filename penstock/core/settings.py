@@ -9,7 +9,7 @@ keyword arguments of `LLM` are a section too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -41,6 +41,9 @@ def convert_section(cls: type[T], where: str, values: Any) -> T:
             hint = did_you_mean(str(key), known)
             raise _error(_path(where, key), f"is not a setting{hint}; known: {', '.join(known)}")
     typed = {name: _convert(*known[name], _path(where, name), value) for name, value in values.items()}
+    for name, (field, _) in known.items():
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        check(name in typed or has_default, _path(where, name), "must be given")
     try:
         return cls(**typed)
     except StartupError as error:  # raised in __post_init__, where the path is not known
