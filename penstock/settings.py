@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -84,21 +84,27 @@ class Settings:
         check(price is None or 0 < price < 1e6, "machine_per_hour", "must be above 0")
         check_class("default_class", self.default_class, self.classes)
         check_class("tenant_defaults.default_class", self.tenant_defaults.default_class, self.classes)
-        self._check_adapters()
+        self._check_names()
         for name, config in self.models.items():
             for setting, other in config.named_models().items():
                 self._check_named(f"models.{name}.{setting}", name, other)
         for name, tenant in self.tenants.items():
             check_class(f"tenants.{name}.default_class", tenant.default_class, self.classes)
 
-    def _check_adapters(self) -> None:
+    def _check_names(self) -> None:
+        """What clients may call a model or adapter is the name of one."""
         check(not (self.models and self.adapters), "adapters", "belongs to one of the models beside models")
-        taken = {name for model, config in self.models.items() for name in (model, *config.aliases)}
-        taken |= {self.server.served_model_name} if self.server.served_model_name else set()
-        for config in self.served.values():
-            for name in config.adapter_names:
-                check(name not in taken, "adapters", f"has {name!r}, which is the name of another model or adapter")
+        taken = {*self.models, self.server.served_model_name}
+
+        def take(where: str, names: Iterable[str]) -> None:
+            for name in names:
+                check(name not in taken, where, f"has {name!r}, which names a model or adapter already")
                 taken.add(name)
+
+        for model, config in self.models.items():
+            take(f"models.{model}.aliases", (alias for alias in config.aliases if "*" not in alias))
+        for model, config in self.served.items():
+            take(f"models.{model}.adapters" if self.models else "adapters", config.adapter_names)
 
     def _check_named(self, where: str, entry: str, named: str) -> None:
         """An adapter of the settings is as good as a model."""
@@ -143,7 +149,8 @@ def settings_from_mapping(values: Any) -> Settings:
     if isinstance(given.get("prices"), dict):  # to YAML, the name of a model can look like a number
         given["prices"] = {str(name): price or {} for name, price in given["prices"].items()}
     if isinstance(given.get("models"), dict) and given["models"]:
-        check(given.get("model", DEFAULT_MODEL) == DEFAULT_MODEL, "model", "must not be given beside models")
+        for name in ("model", "replicas"):
+            check(name not in given, name, "must not be given beside models, each of which has its own")
         given["models"] = {str(name): _with_defaults(model or {}, given) for name, model in given["models"].items()}
     settings = convert_section(Settings, "", given)
     defaults = {} if values.get("tenant_defaults") is None else values["tenant_defaults"]

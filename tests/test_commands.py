@@ -97,7 +97,7 @@ def test_check_shows_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[st
     upstream = '{url: "http://up:1", headers: {authorization: "Bearer TOPSECRET"}}'
     good = f"""
 state: "redis://:TOPSECRET/a@TOPSECRET@state:1/0"
-consume: {{url: "amqp://bob:TOPSECRET@broker:2/vhost"}}
+consume: {{url: "redis://bob:TOPSECRET@broker:2/0"}}
 observability: {{otlp_endpoint: "http://TOPSECRET@collector:3/v1"}}
 jwt: {{jwks_url: "https://issuer/keys?p=policy&access_token=TOPSECRET", issuer: i, audience: a}}
 models: {{a: {{model: m, upstreams: [{upstream}]}}}}
@@ -109,7 +109,7 @@ batches: {{folder: "sqlite:///srv/data@night"}}
     assert "TOPSECRET" not in printed
     shown = yaml.safe_load(printed)
     assert shown["state"] == "redis://:…@state:1/0"
-    assert shown["consume"]["url"] == "amqp://bob:…@broker:2/vhost"
+    assert shown["consume"]["url"] == "redis://bob:…@broker:2/0"
     assert shown["observability"]["otlp_endpoint"] == "http://…@collector:3/v1"
     assert shown["jwt"]["jwks_url"] == "https://issuer/keys?p=policy&access_token=…"
     assert shown["models"]["a"]["upstreams"][0]["headers"] == {"authorization": "…"}
@@ -164,6 +164,40 @@ def test_what_must_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     file.write_text(text)
     assert main(["serve", "--config", str(file)]) == 1
     assert capsys.readouterr().err.startswith(f"{file}{error}")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("models:\n  a: {model: m}\n  b:\n    aliases: [a]\n", ":4: models.b.aliases has 'a', which names"),
+        ("model: smollm2-135m\nmodels:\n  a: {model: m}\n", ":1: model must not be given beside models"),
+        ("model: m\nserver:\n  tls: {cert: /nowhere, key: /nowhere}\n", ":3: cannot use /nowhere with /nowhere: "),
+        ("jwt:\n  issuer: i\n  audience: a\n  key_file: /nowhere\n", ":4: jwt.key_file /nowhere: "),
+    ],
+)
+def test_check_finds_what_serve_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
+) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    for command in (["check", str(file)], ["serve", "--config", str(file)]):
+        assert main(command) == 1
+        captured = capsys.readouterr()
+        assert (captured.out, len(captured.err.splitlines())) == ("", 1)
+        assert captured.err.startswith(f"{file}{error}")
+
+
+def test_a_variable_or_a_flag_that_is_wrong_is_not_blamed_on_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "good.yaml"
+    file.write_text("server: {port: 9000}\n")
+    monkeypatch.setenv("PENSTOCK_SERVER__PORT", "abc")
+    for config in (["--config", str(file)], []):
+        assert main(["serve", *config]) == 1
+        assert capsys.readouterr().err == "PENSTOCK_SERVER__PORT: server.port must be a whole number, not 'abc'\n"
+        assert main(["serve", *config, "--port", "70000"]) == 1
+        assert capsys.readouterr().err.startswith("penstock: server.port must be between")
 
 
 @pytest.mark.parametrize("command", [["serve"], ["worker", "--listen", "127.0.0.1:0"], ["keys", "list"]])

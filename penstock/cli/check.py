@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.environment import set_by
-from penstock.cli.settings import file_and_environment, line_of
+from penstock.cli.requirements import check_requirements
+from penstock.cli.settings import file_and_environment, place_of
 from penstock.core.errors import StartupError
 from penstock.core.secrets import shown
 from penstock.settings import Settings, settings_from_mapping
@@ -27,10 +27,16 @@ def run(args: argparse.Namespace) -> int:
     values = file_and_environment(args.file)
     found, settings = problems(values)
     if settings is not None:
-        print(as_yaml(settings), end="")
-        return 0
+        try:
+            check_requirements(settings, "local")
+        except StartupError as missing:
+            found = [missing]
+        else:
+            print(as_yaml(settings), end="")
+            return 0
     for error in found:
-        print(f"{_place(args.file, error.param or '')}: {error.message}", file=sys.stderr)
+        place = place_of(error.param or "", args.file) or args.file or "environment"
+        print(f"{place}: {error.message}", file=sys.stderr)
     return 1
 
 
@@ -70,15 +76,6 @@ def without(values: Mapping[Any, Any], path: list[Any]) -> dict[Any, Any]:
     if not rest:
         return {key: value for key, value in values.items() if key != first}
     return {**values, first: without(values[first], rest)}
-
-
-def _place(file: str | None, name: str) -> str:
-    """FILE:LINE of a setting, as editors understand it, or the variable that gives it."""
-    variable = set_by(name)
-    if variable is not None or file is None:
-        return variable or "environment"
-    line = line_of(file, name)
-    return file if line is None else f"{file}:{line}"
 
 
 def as_yaml(settings: Settings) -> str:

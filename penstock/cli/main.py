@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from penstock import __version__
@@ -28,7 +28,7 @@ from penstock.cli import (
     worker,
 )
 from penstock.cli.parser import Parser
-from penstock.cli.settings import line_of
+from penstock.cli.settings import place_of
 from penstock.core.errors import PenstockError, StartupError
 
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(args.run(args))
     except PenstockError as error:
-        print(f"{_place(error, getattr(args, 'config', None)) or 'penstock'}: {error.message}", file=sys.stderr)
+        print(f"{_place(error, args) or 'penstock'}: {error.message}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
         print(f"penstock: {error.name} is not installed; pip install 'penstock[serve]'", file=sys.stderr)
@@ -79,12 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _place(error: PenstockError, file: str | None) -> str | None:
-    """Where a settings file gives the setting that is wrong."""
-    if file is None or not isinstance(error, StartupError) or error.param in (None, "config"):
+def _place(error: PenstockError, args: Namespace) -> str | None:
+    """Where the setting that is wrong is given, unless that is a flag."""
+    name = error.param
+    if not hasattr(args, "config") or not isinstance(error, StartupError) or name in (None, "config"):
         return None
-    line = line_of(file, error.param or "")
-    return None if line is None else f"{file}:{line}"
+    section, _, last = name.rpartition(".")
+    is_flag = section in ("", "server", "engine") and getattr(args, last, None) is not None
+    return None if is_flag else place_of(name, args.config)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,10 @@ def check_requirements(settings: Settings, on: str) -> None:
         from penstock.gateway.http.tls import Certificate
 
         Certificate(settings.server.tls)
+    if settings.jwt is not None:
+        from penstock.gateway.tenancy.web_tokens import TokenVerifier
+
+        TokenVerifier(settings.jwt)
     if settings.cache.enabled and settings.cache.semantic.routes:
         from penstock.cache.encoder import encoder_folder
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.environment import settings_from_environment
+from penstock.cli.environment import set_by, settings_from_environment
 from penstock.core.errors import StartupError
 
 if TYPE_CHECKING:
@@ -41,11 +41,15 @@ def read_yaml(path: str | None) -> dict[str, Any]:
     return values
 
 
-def line_of(file: str, name: str) -> int | None:
-    """Where a settings file gives a setting, or the nearest one above it."""
+def place_of(name: str, file: str | None) -> str | None:
+    """What gives a setting, or the nearest one above it: a variable, or FILE:LINE as editors understand it."""
     import yaml
 
-    return _line(yaml.compose(Path(file).read_text()), name)
+    variable = set_by(name)
+    if variable is not None or file is None:
+        return variable
+    line = _line(yaml.compose(Path(file).read_text()), name)
+    return None if line is None else f"{file}:{line}"
 
 
 def _line(node: yaml.Node | None, name: str) -> int | None:
