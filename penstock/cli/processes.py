@@ -36,6 +36,7 @@ from penstock.fleet.ray.launcher import RayLaunchers
 from penstock.fleet.shared import SharedFleet, in_time, launcher_handlers
 from penstock.gateway.http.listener import bind
 from penstock.observability.merging import merged, snapshot
+from penstock.observability.process_metrics import ProcessMetrics
 from penstock.settings import Settings
 from penstock.state.brokered import store_handlers
 from penstock.state.open import is_shared, open_store
@@ -248,6 +249,7 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
             handlers |= answer_handlers(settings.cache.memory_mib)
         control.autoscalers = autoscalers(settings, fleets, control)
         registry = CollectorRegistry(auto_describe=False)
+        registry.register(ProcessMetrics())
         registry.register(ScalingMetrics(by_label.values(), control.autoscalers.values()))
         url = partial(url_of, tls=server.tls is not None)
         here = LocalGatewayLauncher(start, host)

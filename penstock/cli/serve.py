@@ -348,6 +348,7 @@ def end_at_signals(fleets: Sequence[Fleet]) -> None:
     def end(sig: signal.Signals) -> None:
         for fleet in fleets:
             fleet.kill()
+        logging.shutdown()
         print(f"penstock: ended by {sig.name} while starting", file=sys.stderr, flush=True)
         os._exit(128 + sig)
 

@@ -54,6 +54,7 @@ from penstock.gateway.tenancy.limits import Metering, metered
 from penstock.gateway.tenancy.prefixes import Prefixes
 from penstock.gateway.tenancy.tenants import Directory, DirectoryMetrics
 from penstock.observability.metrics import GatewayMetrics
+from penstock.observability.process_metrics import ProcessMetrics
 from penstock.observability.request_log import RequestLog
 from penstock.observability.tracing import start_tracing
 from penstock.state.memory import MemoryStore
@@ -81,7 +82,7 @@ def create_app(
         raise StartupError("a gateway must serve at least one model name", param="served_model_name")
     traffic = Traffic()
     metrics = GatewayMetrics({model.names[0]: _stats_of(model.engine) for model in served})
-    for collector in collectors:
+    for collector in (ProcessMetrics(), *collectors):
         metrics.registry.register(collector)
     directory = directory or Directory(settings, MemoryStore())
     metrics.registry.register(DirectoryMetrics(directory))

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import os
 import re
+import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import lru_cache
 from types import NoneType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.observability.settings import LogConfig
 
 WRITE_SECONDS = 0.05  # for how long a line may wait for others
+FLUSH_SECONDS = 2.0  # for how long a process that ends waits for whoever reads its log
+MAX_UNWRITTEN = 2**22  # characters of lines
 
 Fields = Mapping[str, object]
 
@@ -96,15 +99,24 @@ def _unicode(text: str) -> str:
 
 
 class LineHandler(logging.Handler):
-    """Lines of an event loop are written some times a second, all at once: a write for each would take longer than all
-    the rest of it. Warnings, and lines from elsewhere, are written at once."""
+    """Lines are written by a thread of their own, in order: whoever logs does not wait for who reads the log, be it a
+    pipe whose reader hangs or a terminal after Ctrl-S. They are written some times a second, all at once: a write for
+    each would take longer than all the rest of it. Warnings are written at once.
 
-    def __init__(self, stream: TextIO, line: Callable[[Event], str]) -> None:
+    What finds no room while nobody reads is dropped and counted; a line tells how many, once the reader goes on."""
+
+    def __init__(self, descriptor: int, line: Callable[[Event], str]) -> None:
+        """`descriptor` to write to: `sys.stderr` has a lock, which the thread may hold when Python wants to exit."""
         super().__init__()
-        self._stream = stream
+        self.dropped = 0  # lines
+        self._descriptor = descriptor
         self._line = line
-        self._lines: list[str] = []
-        self._due_in: asyncio.AbstractEventLoop | None = None
+        self._lines: list[str] = []  # to be written
+        self._characters = 0  # of them
+        self._untold = 0  # lines that were dropped, of which the log does not tell yet
+        self._urgent = self._writing = self._closed = False
+        self._changed = threading.Condition(self.lock)
+        threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         message, fields = getattr(record, "structured", None) or (record.getMessage(), {})
@@ -114,42 +126,90 @@ class LineHandler(logging.Handler):
     def add(self, event: Event) -> None:
         self.acquire()
         try:
-            self._lines.append(self._line(event))
-            loop = asyncio._get_running_loop() if event.level < logging.WARNING else None
-            if loop is None:
-                self.flush()
-            elif loop is not self._due_in:
-                self._due_in = loop
-                loop.call_later(WRITE_SECONDS, self.flush)
+            line = self._line(event)
+            if self._characters + len(line) > MAX_UNWRITTEN:
+                self.dropped += 1
+                self._untold += 1
+                return
+            self._lines.append(line)
+            self._characters += len(line)
+            if event.level >= logging.WARNING:
+                self._urgent = True
+            elif len(self._lines) > 1:
+                return  # the thread knows
+            self._changed.notify_all()
         finally:
             self.release()
 
-    def flush(self) -> None:
-        """Also at the end of the process. A log that cannot be written must not end what it tells of."""
-        self.acquire()
+    def _write_lines(self) -> None:
+        """The thread's work."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._closed)
+                self._changed.wait_for(lambda: self._urgent or self._closed, WRITE_SECONDS)
+                if not self._lines:
+                    return
+                lines, self._lines, self._characters, self._urgent = self._lines, [], 0, False
+                self._writing = True
+                if self._untold:
+                    lines.append(self._line(_dropped(self._untold)))
+                    self._untold = 0
+            written = self._write("\n".join(lines) + "\n")
+            with self._changed:
+                self._writing = False
+                self.dropped += 0 if written else len(lines)
+                self._changed.notify_all()
+
+    def _write(self, text: str) -> bool:
+        """A log that cannot be written must not end what it tells of."""
+        unwritten = memoryview(text.encode("utf-8", "backslashreplace"))
         try:
-            lines, self._lines, self._due_in = self._lines, [], None
-            with suppress(OSError, ValueError):
-                if lines:
-                    self._stream.write("\n".join(lines) + "\n")
-                    self._stream.flush()
-        finally:
-            self.release()
+            while unwritten:
+                try:
+                    unwritten = unwritten[os.write(self._descriptor, unwritten) :]
+                except BlockingIOError:  # somebody else has made the terminal or the pipe non-blocking
+                    select.select([], [self._descriptor], [])
+        except OSError:
+            return False
+        return True
+
+    def flush(self) -> None:
+        """Wait until what was logged is written, as at the end of the process, but not for ever."""
+        with self._changed:
+            self._urgent = bool(self._lines)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._lines and not self._writing, FLUSH_SECONDS)
+
+    def close(self) -> None:
+        """What was logged is still written."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        super().close()
+
+
+def _dropped(lines: int) -> Event:
+    message = "lines of the log were dropped: nobody read it"
+    return Event(time.time(), logging.WARNING, __name__, message, {"lines": lines}, "")
+
+
+def dropped_lines() -> int:
+    """Lines of this process that nobody has read in time."""
+    return sum(handler.dropped for handler in logging.root.handlers if isinstance(handler, LineHandler))
 
 
 _DEFAULT = LogConfig()
 
 
-def configure_logging(logs: LogConfig = _DEFAULT, stream: TextIO | None = None) -> None:
-    """Send every logger of the process to one stream (stderr unless told), replacing what was set up before. Libraries
-    only warn, unless everything is asked for: one of them has a line for each of the dozens of requests of a
-    download."""
+def configure_logging(logs: LogConfig = _DEFAULT) -> None:
+    """Send every logger of the process to standard error, replacing what was set up before. Libraries only warn, unless
+    everything is asked for: one of them has a line for each of the dozens of requests of a download."""
     line = JsonFormat() if logs.format == "json" else TextFormat()
     level = logging.getLevelNamesMapping()[logs.level.upper()]
     others = level if level == logging.DEBUG else max(level, logging.WARNING)
-    logging.basicConfig(level=others, handlers=[LineHandler(stream or sys.stderr, line)], force=True)
+    logging.basicConfig(level=others, handlers=[LineHandler(sys.stderr.fileno(), line)], force=True)
     logging.getLogger("penstock").setLevel(level)
-    logging.captureWarnings(logs.format == "json")  # otherwise lines of their own
+    logging.captureWarnings(True)  # otherwise lines of their own, which wait for the reader
     # None of these is in a line, and finding them out takes half of the time of a record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.getLogger("asyncio").setLevel(max(logging.WARNING, logging.getLogger().level))

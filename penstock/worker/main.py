@@ -180,6 +180,7 @@ async def _end_if_stalled(engine: EngineLoop) -> None:
         turns = engine.turns
         if engine.overdue(silent):
             log.error("no step finished for %.0f s with work to do; this worker ends so that another can start", silent)
+            logging.shutdown()
             os._exit(SOFTWARE_ERROR)
 
 
@@ -208,6 +209,7 @@ def _run(engine: EngineLoop, executor: LoadedExecutor) -> None:
         engine.run()
     except BaseException:
         log.exception("the engine stopped; this worker ends so that it can be started again")
+        logging.shutdown()
         os._exit(SOFTWARE_ERROR)  # the gateway sees the socket close at once
 
 
