@@ -25,6 +25,7 @@ from penstock.cli.checkpoints import for_upstreams, label_of
 from penstock.cli.serve import SharedParts, serve_fleets
 from penstock.core.engine import EngineInfo, Task
 from penstock.core.errors import PenstockError
+from penstock.core.machine import raise_file_limit
 from penstock.fleet.build import elsewhere, local_launcher, start
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
@@ -189,6 +190,7 @@ def main() -> int:
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     start = read_start(sys.stdin.buffer)
+    raise_file_limit()  # on another node it is Ray's
     with suppress(OSError):
         os.chdir(start.folder)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

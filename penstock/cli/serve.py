@@ -20,6 +20,7 @@ from penstock.cli.checkpoints import for_upstreams, label_of, tokenizer_of
 from penstock.cli.environment import API_KEY, RAY_ADDRESS, ray_address
 from penstock.cli.settings import file_and_environment
 from penstock.core.errors import StartupError
+from penstock.core.machine import raise_file_limit
 from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
 from penstock.observability.settings import LogFormat, LogLevel
 from penstock.settings import Settings, settings_from_mapping
@@ -143,6 +144,7 @@ def serve_settings(values: dict[str, Any], on: Place) -> int:
 
     from penstock.observability.logging import configure_logging
 
+    raise_file_limit()
     configure_logging(settings.server.logs)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(settings, values, on))

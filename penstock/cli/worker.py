@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.serve import add_engine_arguments, add_log_arguments, engine_values, log_values
 from penstock.cli.settings import file_and_environment, merged
 from penstock.core.errors import StartupError
-from penstock.core.machine import process_began
+from penstock.core.machine import process_began, raise_file_limit
 from penstock.core.start_times import StartTimes, listed
 from penstock.settings import settings_from_mapping
 
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         values["model"] = args.model
     settings = settings_from_mapping(values)
+    raise_file_limit()
     configure_logging(settings.server.logs)
     address = _ADDRESS.fullmatch(args.listen)
     if address is None:

@@ -1,13 +1,15 @@
-"""What this process may use of the machine: CPUs by affinity and quota, memory by limit, a cache folder."""
+"""What this process may use of the machine: CPUs by affinity and quota, memory and files by limit, a cache folder."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,6 +44,30 @@ def keep_compiled(package: str) -> None:
 def keep_kernels() -> None:
     """Before Triton compiles anything: in the cache folder, as other kernels, unless it was told otherwise."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
+
+
+def raise_file_limit() -> None:
+    """Of this process and those that it starts, as far as it may: every connection takes a file descriptor, and the
+    soft limit of most systems is 1,024, for the sake of programs that use select()."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS has a lower limit than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def file_limit() -> int:
+    """File descriptors that this process may have open."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def open_files() -> int:
+    """File descriptors that this process has open."""
+    try:
+        # The first takes microseconds, but says 0 before Linux 6.2.
+        return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError:
+        return len(os.listdir("/dev/fd"))
+    except OSError:  # there is none left to look with
+        return file_limit()
 
 
 def usable_cpus() -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,23 @@ def test_a_package_that_is_missing(
     flags = [word for name in ("state", "on") if name in settings for word in (f"--{name}", settings[name])]
     file.write_text(json.dumps({name: value for name, value in settings.items() if name != "on"}))  # is YAML too
     assert message in cannot_start("--config", str(file), *flags)
+
+
+def test_a_server_may_have_as_many_connections_as_the_hard_limit_allows() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard > 512
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+    try:
+        server = start_server("--processes", "2", "--kv-memory-gib", "0.2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 1024)), hard))
+    try:
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        with ExitStack() as stack:
+            connections = [stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(400)]
+            for connection in connections:
+                connection.sendall(b"GET /health HTTP/1.1\r\nHost: penstock\r\n\r\n")
+            assert {connection.recv(12) for connection in connections} == {b"HTTP/1.1 200"}
+    finally:
+        server.stop()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -24,10 +24,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import __version__
 from penstock.core.errors import StartupError
+from penstock.core.machine import open_files
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.models import ServedModel
 from penstock.gateway.app import create_app
+from penstock.gateway.http import server as http_server
 from penstock.gateway.http.listener import bind
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
@@ -35,7 +37,8 @@ from penstock.gateway.http.server import serve
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MODEL, hang
-from tests.gateway.conftest import Gateway
+from penstock.text.tokenizer import Tokenizer
+from tests.gateway.conftest import Gateway, serving
 from tests.gateway.wire import CHAT as RAW_CHAT
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -153,6 +156,23 @@ def test_metrics(gateway: Gateway) -> None:
     assert samples["penstock_kv_utilisation", MODEL] == 0.25
     assert samples["penstock_engine_preemptions_total", MODEL] == 1
     assert samples["penstock_requests_in_flight",] == 1, "the scrape itself"
+
+
+def test_few_file_descriptors_are_warned_of_but_not_at_every_look(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = threading.Semaphore(0)
+
+    def limit() -> int:
+        looks.release()
+        return open_files() + 1
+
+    monkeypatch.setattr(http_server, "SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(http_server, "file_limit", limit)
+    with caplog.at_level(logging.WARNING, "penstock.gateway"), serving(tokenizer):
+        for _ in range(3):
+            assert looks.acquire(timeout=20)
+    assert sum("few file descriptors are left" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_access_log_is_one_line_whatever_the_path(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from penstock.core.machine import file_limit, open_files
 from penstock.gateway.http.connection import HEAD_SECONDS, Connection
 from penstock.gateway.http.listener import cannot_listen
 from penstock.gateway.http.request import Request
@@ -29,6 +30,8 @@ SWITCH_SECONDS = 0.0005  # for how long a thread that tokenises or writes to dis
 
 BACKLOG = 2048  # connections not accepted yet
 SWEEP_SECONDS = 5.0  # between looks for stale connections
+MANY_FILES = 0.95  # of the file descriptors that may be open
+REMIND_SECONDS = 60.0  # between warnings of the same
 CLOSE_SECONDS = 1.0  # after draining, all that is left to do is closing
 
 OnReady = Callable[[str, int], None]  # host, port
@@ -86,6 +89,7 @@ class _Server:
         self._connections: set[Connection] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        self._remind_at = 0.0
         self._listening: asyncio.Server | None = None
         self.stopped: asyncio.Future[int] = self._loop.create_future()
 
@@ -113,6 +117,15 @@ class _Server:
                 connection.close_if_stale(self._loop.time())
             if self._certificate is not None:
                 self._certificate.reload_if_changed()
+            self._watch_files()
+
+    def _watch_files(self) -> None:
+        """Without any left, libuv closes new connections and says nothing."""
+        taken, limit, now = open_files(), file_limit(), self._loop.time()
+        if taken >= MANY_FILES * limit and now >= self._remind_at:
+            self._remind_at = now + REMIND_SECONDS
+            said = "few file descriptors are left, and without any new connections are closed; raise ulimit -Hn"
+            log(logger, logging.WARNING, said, open=taken, limit=limit)
 
     def _on_signal(self, sig: signal.Signals) -> None:
         if not self._draining:
