@@ -16,7 +16,7 @@ from penstock.cli.requirements import check_requirements
 from penstock.cli.serve import url_of
 from penstock.core.errors import StartupError
 from penstock.fleet.channel import Channel
-from penstock.fleet.gateways import GatewayProcess, LaunchedGateway, LocalGateway
+from penstock.fleet.gateways import GatewayProcess, LaunchedGateway, LocalGateway, send_heartbeats
 from penstock.settings import settings_from_mapping
 from penstock.state.brokered import BrokeredStore, store_handlers
 from penstock.state.memory import MemoryStore
@@ -33,6 +33,7 @@ class Scripted:
         self._script = script
         self.launches: asyncio.Queue[Channel] = asyncio.Queue()
         self.signals: list[int] = []
+        self.kills = 0
 
     async def launch(self) -> LaunchedGateway:
         if self._script is None:
@@ -50,7 +51,7 @@ class Scripted:
         return 0
 
     def kill(self) -> None:
-        pass
+        self.kills += 1
 
 
 def ready(channel: Channel) -> None:
@@ -109,6 +110,28 @@ async def test_one_that_is_lost_is_started_again(monkeypatch: pytest.MonkeyPatch
     first.close()
     await launcher.launches.get()
     assert found._here[0].restarts == 1
+    found.stop(signal.SIGTERM, -10.0)
+    await found.ended()
+
+
+async def test_one_that_falls_silent_is_killed_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Counted from its first heartbeat: it may take any time to start."""
+    monkeypatch.setattr("penstock.fleet.gateways.HEARTBEAT_SECONDS", 0.01)
+    launcher = Scripted(ready)
+    found = gateways(launcher, monkeypatch)
+    found.start()
+    await found.all_ready
+    channel = await launcher.launches.get()
+    await asyncio.sleep(0.3)  # three times as long as it may be silent
+    heartbeats = asyncio.create_task(send_heartbeats(channel))
+    await asyncio.sleep(0.3)
+    assert (found._here[0].restarts, launcher.kills) == (0, 0)
+    heartbeats.cancel()
+    await launcher.launches.get()
+    assert (found._here[0].restarts, launcher.kills) == (1, 1)
+    assert "gateway-0 was lost: nothing heard from it for 0.1 s" in caplog.text
     found.stop(signal.SIGTERM, -10.0)
     await found.ended()
 

@@ -30,7 +30,7 @@ from penstock.fleet.build import elsewhere, local_launcher, start
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
 from penstock.fleet.fleet import Fleet
-from penstock.fleet.gateways import GatewayStart, read_start
+from penstock.fleet.gateways import GatewayStart, read_start, send_heartbeats
 from penstock.fleet.shared import BrokeredLauncher, RemoteControl, gateway_handlers
 from penstock.gateway.api.adapters import NamedAdapter
 from penstock.gateway.edge import Edge
@@ -130,6 +130,8 @@ async def _serve(channel: Channel, handlers: dict[str, Handler], fleets: dict[st
         def on_ready(app: Edge, own: FleetControl, cache: AnswerCache, models: dict[str, Task], open: bool) -> None:
             handlers.update({**_own(app, own), "own_flush": cache.flush})
             channel.tell("ready", models, open, listener.getsockname()[1], os.getpid())
+            heartbeats = asyncio.create_task(send_heartbeats(channel))
+            channel.closed.add_done_callback(lambda _: heartbeats.cancel())
 
         store, answers = (None, None) if start.own_store else (BrokeredStore(channel), BrokeredTier(channel))
         adapters = msgspec.convert(start.adapters, list[NamedAdapter])

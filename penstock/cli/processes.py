@@ -29,7 +29,7 @@ from penstock.core.errors import PenstockError, StartupError
 from penstock.fleet.build import own_launchers
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
-from penstock.fleet.gateways import Gateway, GatewayLauncher, GatewayStart, LocalGatewayLauncher
+from penstock.fleet.gateways import Gateway, GatewayLauncher, GatewayStart, Heartbeats, LocalGatewayLauncher
 from penstock.fleet.metrics import ScalingMetrics
 from penstock.fleet.ray.gateways import RayGateways
 from penstock.fleet.ray.launcher import RayLaunchers
@@ -76,7 +76,7 @@ class Gateways:
         self._own_metrics = own_metrics
         self._url = url
         self._fleets = fleets
-        self._handlers = {**handlers, **self._shared(handlers["replicas"])}
+        self._handlers = {**handlers, **self._shared(handlers["replicas"]), "hello": self._told_of_fleets}
         self._here = [Gateway(f"gateway-{number}", launcher) for number in range(count)]
         self._elsewhere: list[Gateway] = []
         self._keepers: dict[asyncio.Task[int], Gateway] = {}
@@ -133,13 +133,21 @@ class Gateways:
             if all(one in self._ready for one in self._here) and not self.all_ready.done():
                 self.all_ready.set_result((models, open))
 
-        own: dict[str, Handler] = {"hello": self._told_of_fleets, "failed": failed, "ready": ready}
+        async def end_if_silent() -> None:
+            gateway.detail = await heartbeats.until_silent()
+            launched.kill()
+            channel.close()
+
+        heartbeats = Heartbeats()
+        own: dict[str, Handler] = {"failed": failed, "ready": ready, "heartbeat": heartbeats.heard}
         with self._lent() as lent:
             channel = Channel(launched.connection, {**self._handlers, **lent, **own})
             self.channels.append(channel)
+            watching = asyncio.create_task(end_if_silent())
             try:
                 await channel.closed
             finally:
+                watching.cancel()
                 self._ready.pop(gateway, None)
                 self.channels.remove(channel)
                 gateway.url = ""

@@ -10,6 +10,11 @@ from typing import Any, BinaryIO, Literal, Protocol
 
 import msgspec
 
+from penstock.fleet.channel import Channel
+
+HEARTBEAT_SECONDS = 0.5
+DEAD_AFTER_HEARTBEATS = 10  # that are missed
+
 _END_SECONDS = 10.0  # for a process whose channel has closed
 _LENGTH = 4  # bytes, of the length before what a process is told
 
@@ -140,6 +145,38 @@ class GatewayProcess:
     def kill(self) -> None:
         if self._process.returncode is None:
             self._process.kill()
+
+
+async def send_heartbeats(channel: Channel) -> None:
+    """From a gateway process, for as long as its event loop runs."""
+    while True:
+        channel.tell("heartbeat")
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+
+
+class Heartbeats:
+    """Those of a gateway process, from the first on: it may take any time to start.
+
+    They are counted, and not timed: where this process did not run itself (stopped, suspended, short of CPU), it finds
+    out late but misses one heartbeat, and the channel is read before the next.
+    """
+
+    def __init__(self) -> None:
+        self._missed = 0
+        self._begun = asyncio.Event()
+
+    async def heard(self) -> None:
+        """The handler of the channel."""
+        self._missed = 0
+        self._begun.set()
+
+    async def until_silent(self) -> str:
+        """Returns when too many are missing, and says so."""
+        await self._begun.wait()
+        while self._missed < DEAD_AFTER_HEARTBEATS:
+            self._missed += 1
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+        return f"nothing heard from it for {DEAD_AFTER_HEARTBEATS * HEARTBEAT_SECONDS:.2g} s"
 
 
 def read_start(told: BinaryIO) -> GatewayStart:

@@ -7,9 +7,11 @@ import itertools
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +22,8 @@ import httpx
 import openai
 import pytest
 
-from tests.conftest import Server, start_server
+from penstock.fleet.gateways import DEAD_AFTER_HEARTBEATS, HEARTBEAT_SECONDS
+from tests.conftest import Server, start_server, start_with_admin
 from tests.e2e.test_server import MODEL, is_alive
 from tests.prometheus_server import openmetrics_families, wait_for
 
@@ -163,6 +166,35 @@ async def test_one_gateway_dies_and_the_streams_of_the_others_go_on(monkeypatch:
         pids = gateway_processes(server)
         server.stop()
     assert not any(map(is_alive, pids))
+
+
+def test_a_frozen_gateway_is_replaced_and_a_suspended_machine_is_left_alone(tmp_path: Path) -> None:
+    server, key = start_with_admin(tmp_path, "server: {processes: 2}\nengine: {kv_memory_gib: 0.2}")
+    try:
+        before = gateway_processes(server)
+        suspended = [server.process.pid, *before]
+        for pid in suspended:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(DEAD_AFTER_HEARTBEATS * HEARTBEAT_SECONDS + 1)
+        for pid in suspended:
+            os.kill(pid, signal.SIGCONT)
+        end = os.pidfd_open(before[0])
+        os.kill(before[0], signal.SIGSTOP)
+        assert select.select([end], [], [], 60)[0], "it was not killed"
+        os.close(end)
+        wait_for_gateways(server, key)
+        assert before[1] in gateway_processes(server)
+    finally:
+        server.stop()
+    assert len([line for line in server.log if "was lost: nothing heard from it for 5 s" in line]) == 1
+
+
+def wait_for_gateways(server: Server, key: str) -> None:
+    while True:
+        fleet = httpx.get(f"{server.url}/admin/fleet", headers={"Authorization": f"Bearer {key}"}, timeout=60).json()
+        if [each["state"] for each in fleet["gateways"]] == ["ready", "ready"]:
+            return
+        time.sleep(0.05)
 
 
 def test_what_cannot_start_says_why() -> None:
