@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from penstock.observability.settings import LogConfig
 WRITE_SECONDS = 0.05  # for how long a line may wait for others
 FLUSH_SECONDS = 2.0  # for how long a process that ends waits for whoever reads its log
 MAX_UNWRITTEN = 2**22  # characters of lines
+STANDARD_ERROR = 2
 
 Fields = Mapping[str, object]
 
@@ -207,7 +207,7 @@ def configure_logging(logs: LogConfig = _DEFAULT) -> None:
     line = JsonFormat() if logs.format == "json" else TextFormat()
     level = logging.getLevelNamesMapping()[logs.level.upper()]
     others = level if level == logging.DEBUG else max(level, logging.WARNING)
-    logging.basicConfig(level=others, handlers=[LineHandler(sys.stderr.fileno(), line)], force=True)
+    logging.basicConfig(level=others, handlers=[LineHandler(STANDARD_ERROR, line)], force=True)
     logging.getLogger("penstock").setLevel(level)
     logging.captureWarnings(True)  # otherwise lines of their own, which wait for the reader
     # None of these is in a line, and finding them out takes half of the time of a record.
