@@ -62,6 +62,9 @@ def read_request(payload: bytes, endpoints: Collection[str], *, stream: bool) ->
         raise InvalidRequest(f"custom_id must have 1 to {MAX_ID} characters", param="custom_id")
     if request.url not in endpoints or request.method != "POST":
         raise InvalidRequest(f"url must be one of {', '.join(endpoints)}, with the method POST", param="url")
+    if bytes(request.body.get("background", b"")) not in (b"", b"false", b"null"):
+        problem = "background must be left out: the answer goes to the queue, and is not fetched later"
+        raise InvalidRequest(problem, param="background")
     body = {**request.body, "stream": msgspec.Raw(b"true" if stream else b"false")}
     return request, _encode(body)
 
