@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 from collections.abc import Callable
 from functools import partial
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
 from penstock.cli.processes import Gateways, Lent, nothing_lent
 from penstock.cli.requirements import check_requirements
@@ -17,6 +18,7 @@ from penstock.cli.serve import url_of
 from penstock.core.errors import StartupError
 from penstock.fleet.channel import Channel
 from penstock.fleet.gateways import GatewayProcess, LaunchedGateway, LocalGateway, send_heartbeats
+from penstock.observability.merging import snapshot
 from penstock.settings import settings_from_mapping
 from penstock.state.brokered import BrokeredStore, store_handlers
 from penstock.state.memory import MemoryStore
@@ -34,18 +36,26 @@ class Scripted:
         self.launches: asyncio.Queue[Channel] = asyncio.Queue()
         self.signals: list[int] = []
         self.kills = 0
+        self.count: int | None = None  # of requests, as metrics say; None: it does not answer
 
     async def launch(self) -> LaunchedGateway:
         if self._script is None:
             raise StartupError("the node has no Penstock")
         self.connection, theirs = socket.socketpair()
-        channel = Channel(theirs, {"signal": self._signal})
+        channel = Channel(theirs, {"signal": self._signal, "own_metrics": self._metrics})
         self._script(channel)
         self.launches.put_nowait(channel)
         return self
 
     async def _signal(self, number: int) -> None:
         self.signals.append(number)
+
+    async def _metrics(self) -> bytes:
+        registry = CollectorRegistry(auto_describe=False)
+        while self.count is None:
+            await asyncio.Event().wait()
+        Counter("penstock_requests", "", registry=registry).inc(self.count)
+        return snapshot(registry)
 
     async def end(self) -> int:
         return 0
@@ -132,6 +142,33 @@ async def test_one_that_falls_silent_is_killed_and_started_again(
     await launcher.launches.get()
     assert (found._here[0].restarts, launcher.kills) == (1, 1)
     assert "gateway-0 was lost: nothing heard from it for 0.1 s" in caplog.text
+    found.stop(signal.SIGTERM, -10.0)
+    await found.ended()
+
+
+async def test_counters_outlive_the_process_that_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that does not answer."""
+    launcher = Scripted(ready)
+    found = gateways(launcher, monkeypatch)
+    found.start()
+    await found.all_ready
+
+    async def counted(channel: Channel) -> str:
+        text = bytes(await channel.call("metrics", False)).decode()
+        found = re.search(r"^penstock_requests_total (\d+)", text, re.M)
+        return "" if found is None else found[1]
+
+    for number, sum in ((30, "30"), (4, "34")):
+        channel = await launcher.launches.get()
+        launcher.count = number
+        assert await counted(channel) == sum
+        launcher.count = None
+        with monkeypatch.context() as patch:
+            patch.setattr("penstock.cli.processes._ASK_SECONDS", -0.99)  # beside the second that all answers may take
+            assert await counted(channel) == sum, "it does not answer"
+        channel.close()
+    launcher.count = 0
+    assert await counted(await launcher.launches.get()) == "34"
     found.stop(signal.SIGTERM, -10.0)
     await found.ended()
 

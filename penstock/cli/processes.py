@@ -35,7 +35,7 @@ from penstock.fleet.ray.gateways import RayGateways
 from penstock.fleet.ray.launcher import RayLaunchers
 from penstock.fleet.shared import SharedFleet, in_time, launcher_handlers
 from penstock.gateway.http.listener import bind
-from penstock.observability.merging import merged, snapshot
+from penstock.observability.merging import merged, retired, snapshot
 from penstock.observability.process_metrics import ProcessMetrics
 from penstock.settings import Settings
 from penstock.state.brokered import store_handlers
@@ -81,6 +81,8 @@ class Gateways:
         self._elsewhere: list[Gateway] = []
         self._keepers: dict[asyncio.Task[int], Gateway] = {}
         self._ready: dict[Gateway, Channel] = {}
+        self._metrics: dict[Channel, bytes] = {}  # snapshots, as they were read last
+        self._retired = retired([])  # what processes that have gone had counted by then
         self._stopping = False
         self.channels: list[Channel] = []
         self.all_ready: asyncio.Future[tuple[dict[str, Task], bool]] = asyncio.get_running_loop().create_future()
@@ -149,6 +151,7 @@ class Gateways:
             finally:
                 watching.cancel()
                 self._ready.pop(gateway, None)
+                self._retired = retired([self._retired, self._metrics.pop(channel, retired([]))])
                 self.channels.remove(channel)
                 gateway.url = ""
         return await launched.end()
@@ -197,11 +200,18 @@ class Gateways:
         )
         return [answer for answer in answers if answer is not None]
 
+    async def _read_metrics(self, channel: Channel) -> None:
+        """What one that does not answer said before stays: its counters must not be missing."""
+        found = await in_time(channel.call("own_metrics"), _ASK_SECONDS)
+        if found is not None and not channel.closed.done():
+            self._metrics[channel] = found
+
     def _shared(self, launched: Handler) -> dict[str, Handler]:
         """What one process asks for and all of them know. `launched` are the replicas of the launching process."""
 
         async def metrics(openmetrics: bool) -> bytes:
-            snapshots = [snapshot(self._own_metrics), *await self._ask("own_metrics")]
+            await asyncio.gather(*map(self._read_metrics, self._ready.values()))
+            snapshots = [snapshot(self._own_metrics), *self._metrics.values(), self._retired]
             return await asyncio.to_thread(merged, snapshots, openmetrics)
 
         async def account(tenant: str, id: str) -> bytes | None:

@@ -58,6 +58,21 @@ def snapshot(registry: CollectorRegistry) -> bytes:
 
 
 def merged(snapshots: Iterable[bytes], openmetrics: bool) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Merged(_added(snapshots)))
+    return exposition(registry, openmetrics)
+
+
+def retired(snapshots: Iterable[bytes]) -> bytes:
+    """What stays of processes that have gone, as the snapshot of one: a counter that shrinks passes for one that has
+    been reset, and Prometheus adds up all of it again. Counters of a replica are the replica's own, and go with it."""
+    families = [family for family in _added(snapshots) if family.type != "gauge"]
+    for family in families:
+        family.samples = [sample for sample in family.samples if "replica" not in sample.labels]
+    return _encode(families)
+
+
+def _added(snapshots: Iterable[bytes]) -> list[_Family]:
     """What each process counts for itself adds up; of what all of them see, the largest reading is taken. A bucket of a
     histogram has the latest exemplar of all."""
     families: dict[str, _Family] = {}
@@ -72,9 +87,9 @@ def merged(snapshots: Iterable[bytes], openmetrics: bool) -> bytes:
                 if before is not sample:
                     before.value = add(before.value, sample.value)
                     before.exemplar = latest(before.exemplar, sample.exemplar)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Merged([(family, samples[name].values()) for name, family in families.items()]))
-    return exposition(registry, openmetrics)
+    for name, family in families.items():
+        family.samples = list(samples[name].values())
+    return list(families.values())
 
 
 def _addition(family: _Family) -> Callable[[float, float], float]:
@@ -85,13 +100,13 @@ def _addition(family: _Family) -> Callable[[float, float], float]:
 
 
 class _Merged(Collector):
-    def __init__(self, families: Iterable[tuple[_Family, Iterable[_Sample]]]) -> None:
+    def __init__(self, families: Iterable[_Family]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        for family, samples in self._families:
+        for family in self._families:
             metric = Metric(family.name, family.help, family.type)
-            for sample in samples:
+            for sample in family.samples:
                 exemplar = None if sample.exemplar is None else Exemplar(*sample.exemplar)
                 metric.add_sample(sample.name, sample.labels, sample.value, exemplar=exemplar)
             yield metric

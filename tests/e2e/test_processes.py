@@ -169,6 +169,7 @@ async def test_one_gateway_dies_and_the_streams_of_the_others_go_on(monkeypatch:
 
 
 def test_a_frozen_gateway_is_replaced_and_a_suspended_machine_is_left_alone(tmp_path: Path) -> None:
+    """What gateways have counted outlives them."""
     server, key = start_with_admin(tmp_path, "server: {processes: 2}\nengine: {kv_memory_gib: 0.2}")
     try:
         before = gateway_processes(server)
@@ -178,21 +179,39 @@ def test_a_frozen_gateway_is_replaced_and_a_suspended_machine_is_left_alone(tmp_
         time.sleep(DEAD_AFTER_HEARTBEATS * HEARTBEAT_SECONDS + 1)
         for pid in suspended:
             os.kill(pid, signal.SIGCONT)
+        for _ in range(30):
+            httpx.get(f"{server.url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=60)
+        assert requests_counted(server, key) == 30
         end = os.pidfd_open(before[0])
         os.kill(before[0], signal.SIGSTOP)
         assert select.select([end], [], [], 60)[0], "it was not killed"
         os.close(end)
-        wait_for_gateways(server, key)
+        wait_for_gateways(server, key, 1)
         assert before[1] in gateway_processes(server)
+        assert requests_counted(server, key) == 30
+        end = os.pidfd_open(before[1])
+        os.kill(before[1], signal.SIGKILL)
+        select.select([end], [], [])
+        os.close(end)
+        wait_for_gateways(server, key, 2)
+        assert requests_counted(server, key) == 30
     finally:
         server.stop()
     assert len([line for line in server.log if "was lost: nothing heard from it for 5 s" in line]) == 1
 
 
-def wait_for_gateways(server: Server, key: str) -> None:
+def requests_counted(server: Server, key: str) -> int:
+    """Those of the list of models."""
+    text = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {key}"}, timeout=60).text
+    return int(re.findall(r'^penstock_requests_total{endpoint="/v1/models",status="200"} (\d+)', text, re.M)[0])
+
+
+def wait_for_gateways(server: Server, key: str, restarts: int) -> None:
+    """Until so many have been started again."""
     while True:
         fleet = httpx.get(f"{server.url}/admin/fleet", headers={"Authorization": f"Bearer {key}"}, timeout=60).json()
-        if [each["state"] for each in fleet["gateways"]] == ["ready", "ready"]:
+        states = [each["state"] for each in fleet["gateways"]]
+        if states == ["ready", "ready"] and sum(each["restarts"] for each in fleet["gateways"]) == restarts:
             return
         time.sleep(0.05)
 

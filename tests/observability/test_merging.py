@@ -6,10 +6,11 @@ import time
 from functools import partial
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.engine import EngineStats
-from penstock.observability.merging import merged, snapshot
+from penstock.observability.merging import merged, retired, snapshot
 from penstock.observability.metrics import GatewayMetrics, exposition
 from tests.prometheus_server import openmetrics_families
 
@@ -34,6 +35,29 @@ def test_own_counts_add_up_and_what_all_see_is_counted_once() -> None:
     assert samples["penstock_queue_seconds_count", ("m",)] == 2
     assert samples["penstock_engine_steps_total", ("m",)] == 100
     assert samples["penstock_running_sequences", ("m",)] == 3
+
+
+def test_counters_of_processes_that_have_gone_stay() -> None:
+    gone = retired([])
+    for requests, steps in ((3, 120), (4, 110)):
+        gone = retired([gone, snapshot(process(requests, 5, steps).registry)])
+    text = merged([snapshot(process(10, 1, 50).registry), gone], False).decode()
+    samples = {
+        (sample.name, tuple(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert samples["penstock_requests_total", ("/v1/completions", "200")] == 17
+    assert samples["penstock_requests_in_flight", ()] == 1
+    assert samples["penstock_queue_seconds_count", ("m",)] == 3
+    assert samples["penstock_engine_steps_total", ("m",)] == 120
+
+
+def test_counters_of_replicas_go_with_them() -> None:
+    """Those of a process that has started again begin at 0 too."""
+    registry = CollectorRegistry(auto_describe=False)
+    Counter("penstock_replica_cpu_seconds", "", ["model", "replica"], registry=registry).labels("m", "m-0").inc(500)
+    assert b"m-0" not in merged([retired([snapshot(registry)])], False)
 
 
 @pytest.mark.parametrize("openmetrics", [False, True])
