@@ -20,7 +20,7 @@ from penstock.cache.tier import Tier
 from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health, ServedEngine
 from penstock.core.errors import NotCached
 from penstock.core.ledger import Ledger
-from penstock.core.request import CacheControl, CacheStatus, Chunk, GenerateRequest, Share
+from penstock.core.request import CacheControl, CacheStatus, Chunk, GenerateRequest, Share, Waits
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
 
@@ -35,7 +35,7 @@ CLOSE_SECONDS = 2.0  # for answers on their way to a tier
 BYPASS = CacheStatus("bypass")
 SHARED = CacheStatus("shared")
 
-FlightName = tuple[bytes, CacheControl, str, int, bool]
+FlightName = tuple[bytes, CacheControl, str, int, Waits]
 
 
 @dataclass(frozen=True, slots=True)

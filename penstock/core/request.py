@@ -191,6 +191,9 @@ class Adapter:
     folder: str  # where an engine reads it
 
 
+Waits = Literal["always", "begun", "never"]  # begun: once it has output, which may have been sent
+
+
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One sequence for an engine. Text, choices and stop strings have been dealt with before."""
@@ -215,7 +218,7 @@ class GenerateRequest:
     session: str = ""  # requests of one session find more in the prefix cache if they meet on one replica
     tenant: str = ""  # who pays; tenants share the engine by weight
     weight: float = 1.0  # of the tenant
-    waits: bool = True  # for a replica where none can take it; False: another model answers then
+    waits: Waits = "always"  # for a replica where none can take it; otherwise another model answers
     cache: CacheControl | None = None  # for a result cache on the way; engines never see it
 
 

@@ -295,7 +295,7 @@ class Fleet:
         try:
             async with asyncio.timeout(min(self._config.wait_seconds, remaining)):
                 while True:
-                    if not (journal.request.waits or journal.output or self._is_waking()):
+                    if not (journal.waits or self._is_waking()):
                         raise Unavailable(f"no replica of {self.model} can take it now")
                     if not any(replica.comes_back for replica in self.replicas):
                         if self.wake is None:

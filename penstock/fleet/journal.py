@@ -89,6 +89,11 @@ class Journal:
         deadline = self.request.deadline
         return inf if deadline is None else deadline - (self._clock() - self.started)
 
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a replica, which one does not in whose place another model can answer."""
+        return self.request.waits == "always" or (self.request.waits == "begun" and bool(self.output))
+
     def waited(self) -> None:
         """There is a replica for it now, as there was not when it came or when its own was lost."""
         if not self.attempt:

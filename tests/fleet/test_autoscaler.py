@@ -106,7 +106,9 @@ async def test_zero_holds_requests_until_a_replica_serves() -> None:
         await asleep(one)
         assert one.fleet.health().ok
         assert one.fleet.info.revision == revision
-        requests = [asking(str(number), [1, 2, number], waits=number < 3) for number in range(5)]
+        requests = [
+            asking(str(number), [1, 2, number], waits="never" if number < 3 else "always") for number in range(5)
+        ]
         asked = [asyncio.create_task(answer(one.fleet, request)) for request in requests]
         await until(lambda: one.fleet.held == 5)
         assert await one.look() == 1

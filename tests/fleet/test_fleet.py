@@ -248,21 +248,24 @@ async def test_it_does_not_wait_for_ever() -> None:
 
 
 async def test_where_another_model_stands_in_nothing_is_waited_for() -> None:
-    """Neither by a request that comes when no replica runs, nor by one that is lost with its replica. What has tokens,
-    which may have been sent, goes on."""
+    """Neither by a request that comes when no replica runs, nor by one that is lost with its replica. A stream that has
+    begun goes on."""
     async with running(SimulatedLauncher(hold_the_first(8)), wait_seconds=3600) as (fleet, (launcher,)):
-        half = asking("half", [1, 2, 3], 20, waits=False)
-        began = asyncio.Event()
-        going_on = asyncio.create_task(answer(fleet, half, lambda count: began.set()))
-        await began.wait()
-        lost = asyncio.create_task(answer(fleet, asking("lost", [1] * 3000, waits=False)))
-        await until(lambda: fleet.streams(fleet.replicas[0]) == 2)
+        half, began = asking("half", [1, 2, 3], 20, waits="begun"), [asyncio.Event(), asyncio.Event()]
+        going_on = asyncio.create_task(answer(fleet, half, lambda count: began[0].set()))
+        whole = asking("whole", [1, 2, 3], 20, waits="never")
+        lost = [asyncio.create_task(answer(fleet, whole, lambda count: began[1].set()))]
+        await asyncio.gather(*(event.wait() for event in began))
+        lost.append(asyncio.create_task(answer(fleet, asking("prompt", [1] * 3000, waits="begun"))))
+        await until(lambda: fleet.streams(fleet.replicas[0]) == 3)
         launcher.failing = True
         launcher.worker.die()
-        with pytest.raises(Unavailable, match="no replica of m can take it"):
-            await lost
-        with pytest.raises(Unavailable, match="no replica of m can take it"):
-            await answer(fleet, asking("later", [1, 2, 3], waits=False))
+        for one in lost:
+            with pytest.raises(Unavailable, match="no replica of m can take it"):
+                await one
+        for waits in ("begun", "never"):
+            with pytest.raises(Unavailable, match="no replica of m can take it"):
+                await answer(fleet, asking(f"later {waits}", [1, 2, 3], waits=waits))
         launcher.failing = False
         assert tokens_of(await going_on) == expected(half)
 

@@ -177,7 +177,7 @@ class TextEndpoint(ABC, Generic[B]):
             self._check_easy(choices, wanted, cascade)
             trial = Trial(cascade, len(choices), show_logprobs=self.wanted(body).logprobs is not None)
             for choice in choices:
-                choice.request = replace(choice.request, waits=False)
+                choice.request = replace(choice.request, waits="begun" if body.stream else "never")
         generation = Generation(self.serving.metrics, reservation, response, context, choices, trial)
         return self.answer_type(body, generation)
 
