@@ -54,8 +54,11 @@ class SamplingRow {
         int32_t token, count;  // how often it was sampled; 0 where it stands in the prompt only
     };
     bool penalises() const { return params_.repetition != 1 || params_.presence != 0 || params_.frequency != 0; }
-    // Whether the output would be too short if it ended with a token at this position.
-    bool forbids(int position) const { return position - params_.prompt_len < params_.min_tokens; }
+    // Whether the output would be too short if it ended with a token at this position. A sequence that wants nothing but
+    // the argmax may have a row that was set for another one, with a longer prompt.
+    bool forbids(int position) const {
+        return params_.min_tokens > 0 && position - params_.prompt_len < params_.min_tokens;
+    }
 
     RowParams params_;  // without the arrays
     std::vector<Bias> biases_;

@@ -217,6 +217,17 @@ def test_output_counts_wherever_it_came_from(isa: str) -> None:
     assert [sample(preempted) for _ in range(2)] == [9, 9]
 
 
+def test_a_row_keeps_nothing_of_the_sequences_before(isa: str) -> None:
+    """One that wants nothing but the argmax may end where those before it had their prompts."""
+    rows, ends = HostRows(1, 1, VOCAB), STOP_IDS[0]
+    logits = np.zeros((1, VOCAB), dtype=np.float32)
+    logits[0, ends], logits[0, 7] = 2, 1
+    before = (SamplingParams(temperature=0.7, min_tokens=5), 90), (SamplingParams(temperature=0), 90)
+    for params, prompt_len in (*before, (SamplingParams(temperature=0), 10)):
+        rows.apply(Step(setups=[RowSetup(0, params, 0, (1,) * prompt_len, prompt_len, STOP_IDS)]))
+    assert make_model().sample(logits, rows.sampling, SampledLogits([0], [20])) == [ends]
+
+
 def test_scores_are_of_the_unmodified_logits(isa: str) -> None:
     widths = [0, 1, 5, 20]
     logits = np.random.default_rng(2).standard_normal((8, VOCAB), dtype=np.float32) * 5
