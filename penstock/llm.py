@@ -10,11 +10,13 @@ for completion in llm.generate(["Rain falls because", "A penstock is"], Sampling
 from __future__ import annotations
 
 import gc
+import operator
 import queue
 import sys
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +114,9 @@ class LLM:
         batch = _as_batch(prompts)
         per_prompt = list(params) if isinstance(params, Sequence) else [params or self.sampling_defaults] * len(batch)
         names = list(adapter) if adapter is not None and not isinstance(adapter, str) else [adapter] * len(batch)
+        for one in per_prompt:
+            if not isinstance(one, SamplingParams):
+                raise InvalidRequest(f"params must be SamplingParams, not {one!r}", param="params")
         for given, what in ((per_prompt, "params"), (names, "adapters")):
             if len(given) != len(batch):
                 raise InvalidRequest(f"{len(batch)} prompts but {len(given)} {what}; give one each, or one for all")
@@ -150,6 +155,8 @@ class LLM:
     ) -> AsyncGenerator[TextDelta, None]:
         """Complete one prompt, yielding text as it is generated. Closing the generator aborts it."""
         params = params or self.sampling_defaults
+        if params.n > 1:
+            raise InvalidRequest("n must be 1: what is streamed is one answer", param="n")
         text = TextStream(self.tokenizer, params)
         chunks = self.engine.submit(_request(self._encode(prompt), params, 0, self._adapter(adapter)))
         try:
@@ -166,6 +173,9 @@ class LLM:
         self, messages: list[dict[str, Any]], params: SamplingParams | None = None, *, adapter: str | None = None
     ) -> Completion:
         """Answer a conversation, using the model's chat template."""
+        if isinstance(messages, str) or not all(isinstance(message, dict) for message in messages):
+            problem = 'messages must be a list such as [{"role": "user", "content": "Hello!"}]'
+            raise InvalidRequest(problem, param="messages")
         tokenizer = self.tokenizer
         text = self._template.render(messages, bos_token=tokenizer.bos_token, eos_token=tokenizer.eos_token)
         prompt = tokenizer.encode(text, add_special_tokens=False)
@@ -180,7 +190,12 @@ class LLM:
         return self._adapters[name]
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise InvalidRequest("a prompt must be text or a list of token ids", param="prompt") from None
 
     def close(self) -> None:
         """Stop the engine and free its memory. What still runs ends with an error, and so does every later call."""
@@ -223,6 +238,6 @@ def _request(prompt: Sequence[int], params: SamplingParams, choice: int, adapter
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt may be given bare: a text, or a list of token ids."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ def adapter_table(adapters: list[dict[str, Any]]) -> RenderableType:
 def run_check(args: argparse.Namespace) -> int:
     from penstock.checkpoint.source import resolve
     from penstock.cli.served_adapters import same_model
-    from penstock.lora.checkpoint import adapter_digest, summarize_adapter
+    from penstock.lora.checkpoint import adapter_digest, read_adapter, summarize_adapter
     from penstock.lora.fit import check_fit, projections
     from penstock.lora.tokenizer import check_tokenizer
     from penstock.models.config import read_config
@@ -116,6 +116,7 @@ def run_check(args: argparse.Namespace) -> int:
     try:
         check_fit(found.modules, projections(read_config(checkpoint)), args.max_rank)
         check_tokenizer(folder, lambda: load_tokenizer(checkpoint).vocabulary)
+        read_adapter(folder)  # which looks at every value
     except InvalidRequest as error:
         print(f"It does not fit {checkpoint.name}: {error.message}")
         return 1

@@ -99,7 +99,7 @@ async def find_server(args: argparse.Namespace, console: Console) -> str | None:
 
 
 async def answer_stdin(conversation: Conversation) -> int:
-    question = sys.stdin.read().strip()
+    question = sys.stdin.buffer.read().decode(errors="replace").strip()
     if not question:
         raise InvalidRequest("standard input is empty; pipe a prompt in, or run in a terminal", param="stdin")
     shown = PlainAnswer()

@@ -60,11 +60,14 @@ async def adapters_at_start(settings: Settings) -> list[NamedAdapter]:
 
     def read() -> list[NamedAdapter]:
         found: list[NamedAdapter] = []
+        refused: dict[str, str] = {}
         for name, config in settings.served.items():
             if config.adapters or config.adapter_folder is not None:
                 checkpoint = resolve(config.model or name, weights=False)
                 if (base := adapter_base(checkpoint, config, load_tokenizer(checkpoint))) is not None:
-                    found += served.adapters_at_start(name or checkpoint.name, config, base)
+                    found += served.adapters_at_start(name or checkpoint.name, config, base, refused)
+        for name in sorted(refused.keys() - {adapter.name for adapter in found}):  # which fit no other model either
+            log.warning("adapter_folder: %s is not served: %s", name, refused[name])
         return found
 
     return await asyncio.to_thread(read)

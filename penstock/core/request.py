@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import operator
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from penstock.core.errors import Failure, InvalidRequest, PenstockError
 from penstock.core.ledger import Ledger
@@ -14,6 +16,8 @@ FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 
 # Where a prompt leaves a model: within its reasoning, after it, or free to begin with it.
 ReasoningStart = Literal["open", "closed", "free"]
+
+GrammarKind = Literal["json_schema", "regex", "lark"]
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -64,16 +68,36 @@ RANGES = {
 }
 
 
+_WHOLE = {"top_k", "seed", "max_tokens", "min_tokens", "n", "logprobs", "prompt_logprobs"}
+_OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
+
+
+def _number(name: str, value: Any) -> Any:
+    whole = name in _WHOLE
+    if type(value) is int or (type(value) is float and not whole) or (value is None and name in _OPTIONAL):
+        return value
+    try:  # those of numpy, say
+        return operator.index(value) if whole else float(value + 0.0)
+    except TypeError:
+        kind = "a whole number" if whole else "a number"
+        raise InvalidRequest(f"{name} must be {kind}, not {value!r}", param=name) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What the output must match, for whoever compiles it beside the engine."""
 
-    kind: Literal["json_schema", "regex", "lark"]
+    kind: GrammarKind
     source: str  # the JSON of a schema, a regular expression, or a grammar: GBNF, or llguidance's dialect of Lark
     after: tuple[int, ...] = ()  # tokens that end a part which may be anything, such as </think>; (): there is none
     param: str = "grammar"  # what the request calls it, for errors
 
     def __post_init__(self) -> None:
+        kinds = get_args(GrammarKind)
+        _require(self.kind in kinds, self.param, f"must be of kind {', '.join(kinds)}, not {self.kind!r}")
+        if self.kind == "json_schema" and not isinstance(self.source, str):
+            object.__setattr__(self, "source", json.dumps(self.source))
+        _require(isinstance(self.source, str), self.param, "must have a source that is text")
         size = len(self.source.encode(errors="replace"))
         _require(size <= MAX_GRAMMAR_BYTES, self.param, f"must have at most {MAX_GRAMMAR_BYTES // 1024} KiB")
 
@@ -93,7 +117,8 @@ class SamplingParams:
     seed: int | None = None
     max_tokens: int | None = None  # None: until the context is full; 0: the prompt is computed and nothing sampled
     min_tokens: int = 0
-    stop: tuple[str, ...] = ()  # applied to text, outside the engine, and not within reasoning
+    # Applied to text, outside the engine, and not within reasoning. A string by itself is taken for one.
+    stop: tuple[str, ...] = ()
     reasoning: ReasoningStart | None = None  # None: whatever it is, it is part of the text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -104,11 +129,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, allowed in RANGES.items():
-            allowed.check(name, getattr(self, name))
+            given = getattr(self, name)
+            if (value := _number(name, given)) is not given:
+                object.__setattr__(self, name, value)
+            allowed.check(name, value)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         _require(all(-100 <= v <= 100 for v in self.logit_bias.values()), "logit_bias", "values must be in -100..100")
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
+        _require(all(isinstance(text, str) for text in self.stop), "stop", "must hold strings")
         _require(all(self.stop), "stop", "must not contain an empty string")
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable
 
@@ -27,6 +28,7 @@ class LocalEngine:
         self.info = info
         self._sinks: dict[str, Callable[[Chunk], None]] = {}
         self._closed = False
+        self._process = os.getpid()
         self._loop = EngineLoop(scheduler, executor, self._deliver, grammars, adapters)
         self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
         self._thread.start()
@@ -44,6 +46,9 @@ class LocalEngine:
     def check_open(self) -> None:
         if self._closed:
             raise Unavailable("the engine has been closed; load the model again to use it", code="closed")
+        if os.getpid() != self._process:
+            problem = "the engine belongs to the process that this one was forked from; load the model in this one"
+            raise Unavailable(problem, code="forked")
 
     def abort(self, request_id: str) -> None:
         if self._sinks.pop(request_id, None) is not None:

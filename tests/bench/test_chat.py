@@ -248,3 +248,22 @@ def test_the_server_it_starts_ends_with_it(home: dict[str, str], tiny_model: Pat
     child.expect(pexpect.EOF)
     child.wait()
     assert [pid for pid in (server, *workers) if Path(f"/proc/{pid}").exists()] == []
+
+
+def test_piped_text_need_not_be_utf8_and_nobody_need_read_the_answer(
+    scripted: ScriptedServer, home: dict[str, str]
+) -> None:
+    command = [*CHAT, "--url", scripted.url]
+    answered = subprocess.run(command, input=b"caf\xe9", capture_output=True, env=home, timeout=60)
+    assert (answered.returncode, answered.stderr) == (0, b"")
+    assert scripted.bodies[-1]["messages"][-1]["content"] == "caf�"
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = subprocess.run(command, input=b"Hi", stdout=writing, stderr=subprocess.PIPE, env=home, timeout=60)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+    with Path("/dev/full").open("wb") as full:
+        failed = subprocess.run(command, input=b"Hi", stdout=full, stderr=subprocess.PIPE, env=home, timeout=60)
+    assert (failed.returncode, failed.stderr) == (1, b"penstock: standard output: No space left on device\n")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from penstock import LLM, SamplingParams
 from penstock.checkpoint.source import resolve
 from penstock.core.errors import ContextTooLong, EngineFailure, InvalidRequest, StartupError, Unavailable
+from penstock.core.request import Grammar
 from penstock.kernels.native.model import NativeModel
 from penstock.llm import Completion
 from penstock.lora.fit import projections
@@ -154,6 +157,65 @@ def test_what_cannot_fit_is_refused_and_others_go_on(llm: LLM) -> None:
         llm.generate([[1, 2], []], greedy(), progress=False)
     assert llm.generate("Hello", greedy(), progress=False)[0].text
     assert llm.engine.stats.running == 0
+
+
+def test_a_stop_string_by_itself_is_one(llm: LLM) -> None:
+    whole = llm.generate("Rain falls because", greedy(), progress=False)[0].text
+    word = whole.split()[3]
+    cut = llm.generate("Rain falls because", greedy(stop=word), progress=False)[0]
+    assert cut.text == whole[: whole.index(word)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"temperature": None}, "temperature"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"min_tokens": 1.5}, "min_tokens"),
+        ({"logprobs": 2.5}, "logprobs"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"stop": (3,)}, "stop"),
+    ],
+)
+def test_parameters_of_a_wrong_type_are_named(wrong: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest, match="must") as caught:
+        SamplingParams(**wrong)
+    assert caught.value.param == param
+
+
+def test_calls_that_make_no_sense_are_refused_and_others_go_on(llm: LLM) -> None:
+    async def several() -> None:
+        async for _ in llm.stream("Count", SamplingParams(n=3)):
+            pass
+
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: llm.generate([[1.5]], greedy()), "prompt"),  # type: ignore[arg-type]
+        (lambda: llm.generate("a", {"temperature": 0}), "params"),  # type: ignore[arg-type]
+        (lambda: llm.chat("hi"), "messages"),  # type: ignore[arg-type]
+        (lambda: asyncio.run(several()), "n"),
+        (lambda: Grammar("ebnf", "x"), "grammar"),  # type: ignore[arg-type]
+    ]
+    for call, param in calls:
+        with pytest.raises(InvalidRequest, match="must") as caught:
+            call()
+        assert caught.value.param == param
+    ids = llm.tokenizer.encode("Rain falls because")
+    (expected,) = llm.generate([ids], greedy(), progress=False)
+    numbers = llm.generate(np.array(ids), greedy(top_k=np.int64(4)), progress=False)  # type: ignore[arg-type]
+    assert numbers[0].text == expected.text
+
+
+def test_a_forked_process_is_told_to_load_a_model_of_its_own(llm: LLM) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            llm.generate("Hi", greedy(), progress=False)
+        except Unavailable as error:
+            os._exit(0 if error.code == "forked" else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert llm.generate("Hi", greedy(), progress=False)[0].text
 
 
 def test_without_params_the_model_is_sampled_as_recommended(llm: LLM) -> None:

@@ -82,8 +82,11 @@ class AdapterBase:
         return Adapter(adapter_digest(folder), str(folder))
 
 
-def adapters_at_start(model: str, config: ModelConfig, base: AdapterBase) -> Iterator[NamedAdapter]:
-    """Those of the settings, which must all be right, and those in the folder that can be used. Blocks."""
+def adapters_at_start(
+    model: str, config: ModelConfig, base: AdapterBase, refused: dict[str, str]
+) -> Iterator[NamedAdapter]:
+    """Those of the settings, which must all be right, and those in the folder that can be used. The others go to
+    `refused`, by name, with the reason. Blocks."""
     for entry in config.adapters:
         try:
             found = base.read(Path(entry.path).expanduser().resolve())
@@ -102,7 +105,7 @@ def adapters_at_start(model: str, config: ModelConfig, base: AdapterBase) -> Ite
             _check_name(path.name)
             found = base.read(path.resolve())
         except InvalidRequest as error:
-            logger.warning("adapter_folder: %s is not served: %s", path.name, error.message)
+            refused[path.name] = error.message
             continue
         yield NamedAdapter(name=path.name, model=model, adapter=found, loaded=int(time.time()), source="folder")
 

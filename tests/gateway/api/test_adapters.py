@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 def gateway_of(tokenizer: Tokenizer, folder: Path, settings: Settings | None = None, **more: Any) -> Iterator[Gateway]:
     """Whose engine says which adapter it computes with."""
     base = base_of(folder)
-    known = list(adapters_at_start(MODEL, ModelConfig(adapter_folder=str(folder)), base))
+    known = list(adapters_at_start(MODEL, ModelConfig(adapter_folder=str(folder)), base, {}))
     with serving(tokenizer, settings, adapter_base=base, **({"adapters": known} | more)) as gateway:
         gateway.runs(lambda request: says_adapter(tokenizer, request))
         yield gateway
@@ -237,7 +237,7 @@ def test_loads_that_are_refused(
     write_adapter(folder / "large", BASE, rank=16)
     write_adapter(folder / "dora", BASE, use_dora=True)
     fixed = adapters_at_start(
-        MODEL, ModelConfig(adapters=(AdapterConfig("fixed", str(folder / "first")),)), base_of(None)
+        MODEL, ModelConfig(adapters=(AdapterConfig("fixed", str(folder / "first")),)), base_of(None), {}
     )
     with gateway_of(tokenizer, folder, adapters=list(fixed)) as gateway:
         assert words in check_error(load(gateway, name, path, **more), 400, param)["message"]
@@ -406,7 +406,7 @@ def test_virtual_models_may_name_adapters(tokenizer: Tokenizer, folder: Path) ->
         "careful": {"cascade": {"small": "first", "large": MODEL, "min_logprob": None}},
     }
     settings = settings_from_mapping({"models": models})
-    known = list(adapters_at_start(MODEL, settings.models[MODEL], base_of(None)))
+    known = list(adapters_at_start(MODEL, settings.models[MODEL], base_of(None), {}))
     with gateway_of(tokenizer, folder, settings, adapters=known) as gateway:
         digests = [adapter_digest(folder / name) for name in ("first", "second")]
         found = {user: answer(gateway, "split", user=user) for user in map(str, range(20))}
@@ -416,14 +416,15 @@ def test_virtual_models_may_name_adapters(tokenizer: Tokenizer, folder: Path) ->
         assert answer(gateway, "careful") == digests[0]
 
 
-def test_what_is_there_from_the_start(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_there_from_the_start(folder: Path) -> None:
     write_adapter(folder / "large", BASE, rank=16)
     write_adapter(folder / "bad name", BASE)
     (folder / "empty").mkdir()
     config = ModelConfig(
         adapters=(AdapterConfig("mine", str(folder / "first"), ("alias",)),), adapter_folder=str(folder)
     )
-    found = {each.name: each for each in adapters_at_start(MODEL, config, base_of(folder))}
+    refused: dict[str, str] = {}
+    found = {each.name: each for each in adapters_at_start(MODEL, config, base_of(folder), refused)}
     assert {name: each.source for name, each in found.items()} == {
         "mine": "settings",
         "alias": "settings",
@@ -431,18 +432,18 @@ def test_what_is_there_from_the_start(folder: Path, caplog: pytest.LogCaptureFix
         "second": "folder",
     }
     assert found["alias"].adapter == found["mine"].adapter
-    warnings = [record.getMessage() for record in caplog.records]
-    assert [warning.split(":")[1].split()[0] for warning in warnings] == ["bad", "large"]
+    assert list(refused) == ["bad name", "large"]
+    assert refused["large"].startswith("the adapter's rank is 16")
     bad = ModelConfig(adapters=(AdapterConfig("mine", str(folder / "large")),))
     with pytest.raises(StartupError, match=r"adapter mine of .*: the adapter's rank is 16"):
-        list(adapters_at_start(MODEL, bad, base_of(None)))
+        list(adapters_at_start(MODEL, bad, base_of(None), {}))
     with pytest.raises(StartupError, match="is not a folder"):
-        list(adapters_at_start(MODEL, ModelConfig(), base_of(folder / "absent")))
+        list(adapters_at_start(MODEL, ModelConfig(), base_of(folder / "absent"), {}))
 
 
 def test_a_model_and_an_adapter_of_one_name_cannot_be_served(tokenizer: Tokenizer, folder: Path) -> None:
     from penstock.state.memory import MemoryStore
 
-    known: list[NamedAdapter] = list(adapters_at_start(MODEL, ModelConfig(), base_of(folder)))
+    known: list[NamedAdapter] = list(adapters_at_start(MODEL, ModelConfig(), base_of(folder), {}))
     with pytest.raises(StartupError, match="both served as 'second'"):
         Adapters(MemoryStore(), {MODEL: base_of(folder)}, known, taken=["second"])
