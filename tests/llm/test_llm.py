@@ -6,7 +6,7 @@ import asyncio
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,21 @@ def test_what_cannot_fit_is_refused_and_others_go_on(llm: LLM) -> None:
         llm.generate([[1, 2], []], greedy(), progress=False)
     assert llm.generate("Hello", greedy(), progress=False)[0].text
     assert llm.engine.stats.running == 0
+
+
+def test_an_answer_ends_as_it_does_alone_whoever_had_its_row_before() -> None:
+    """The rows of a batch had longer prompts, and a neighbour is sampled."""
+    with LLM("smollm2-135m", kv_memory_gib=0.3, max_seqs=2, max_model_len=512) as model:
+        asked = model.tokenizer.encode("<|im_start|>user\nSay hi.<|im_end|>\n<|im_start|>assistant\n")
+        (alone,) = model.generate([asked], greedy(max_tokens=60), progress=False)
+        assert alone.choices[0].finish_reason == "stop"
+        for temperature in (1.0, 0.0):
+            params = SamplingParams(temperature=temperature, max_tokens=4)
+            model.generate(["word " * 300, "other " * 300], params, progress=False)
+        beside = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True)
+        prompts: list[str | Sequence[int]] = [asked, "Once"]
+        answers = model.generate(prompts, [greedy(max_tokens=60), beside], progress=False)
+        assert answers[0].choices == alone.choices
 
 
 def test_a_stop_string_by_itself_is_one(llm: LLM) -> None:
