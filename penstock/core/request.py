@@ -83,6 +83,13 @@ def _number(name: str, value: Any) -> Any:
         raise InvalidRequest(f"{name} must be {kind}, not {value!r}", param=name) from None
 
 
+def _token(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidRequest(f"{name} must hold token ids, not {value!r}", param=name) from None
+
+
 @dataclass(frozen=True, slots=True)
 class Grammar:
     """What the output must match, for whoever compiles it beside the engine."""
@@ -135,6 +142,15 @@ class SamplingParams:
             allowed.check(name, value)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            _require(isinstance(getattr(self, name), tuple | list), name, "must be a tuple")
+        _require(isinstance(self.logit_bias, dict), "logit_bias", "must be a dict from token ids to numbers")
+        if self.logit_bias:
+            bias = {_token("logit_bias", t): _number("logit_bias", value) for t, value in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", bias)
+        if self.stop_token_ids:
+            ids = tuple(_token("stop_token_ids", token) for token in self.stop_token_ids)
+            object.__setattr__(self, "stop_token_ids", ids)
         _require(all(-100 <= v <= 100 for v in self.logit_bias.values()), "logit_bias", "values must be in -100..100")
         if self.max_tokens is not None:
             _require(self.min_tokens <= self.max_tokens, "min_tokens", "must not exceed max_tokens")

@@ -190,6 +190,11 @@ def test_a_stop_string_by_itself_is_one(llm: LLM) -> None:
         ({"logprobs": 2.5}, "logprobs"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"stop": (3,)}, "stop"),
+        ({"stop": None}, "stop"),
+        ({"stop_token_ids": (1.5,)}, "stop_token_ids"),
+        ({"logit_bias": {1.5: 1.0}}, "logit_bias"),
+        ({"logit_bias": {5: "x"}}, "logit_bias"),
+        ({"logit_bias": None}, "logit_bias"),
     ],
 )
 def test_parameters_of_a_wrong_type_are_named(wrong: dict[str, Any], param: str) -> None:
