@@ -27,6 +27,7 @@ from tests.lora.peft_folder import write_adapter
 
 MODEL = "smollm2-135m"
 TOKENS = 120
+MIDSTREAM = 20  # tokens after which replicas are killed; the shortest answer has 37
 PROMPT = "Tell me a long story about a ship, a storm and a light on the shore. It begins like this: once upon a time"
 LONG = " ".join(f"{number} ships left the harbour and {number + 1} came back." for number in range(12))
 # More than may be written; forced and sampled tokens alternate.
@@ -104,7 +105,7 @@ def every_kind(streamed: bool) -> dict[str, Ask]:
 
 
 async def ask(
-    http: HttpClient, what: Ask, on_event: Callable[[int], None] = lambda event: None, cached: bool = False
+    http: HttpClient, what: Ask, on_event: Callable[[Stream], None] = lambda stream: None, cached: bool = False
 ) -> tuple[Stream, list[dict[str, Any]]]:
     """The answer, and the events that it came in. An answer that is not streamed is one event."""
     headers = {"x-penstock-ledger": "true"} | ({} if cached else {"Cache-Control": "no-store"})
@@ -122,7 +123,7 @@ async def ask(
             if event != "[DONE]":
                 events.append(json.loads(event))
                 take(stream, events[-1])
-                on_event(len(events))
+                on_event(stream)
     assert stream.error is None
     return stream, events
 
@@ -140,17 +141,15 @@ async def kill_when_busy(admin: Admin, streams: int, replicas: int) -> None:
 async def disturbed(
     http: HttpClient, admin: Admin, asks: Sequence[Ask], replicas: int, cached: bool = False
 ) -> Answers:
-    """The answers where replicas are killed; streamed ones in the middle of the stream. On a replica that reads its
-    vocabulary for a grammar they may not have begun then: those of the other one would end before they do."""
+    """The answers where replicas are killed; streamed ones in the middle of the stream, which is counted in tokens: an
+    event brings all that have come since the one before. On a replica that reads its vocabulary for a grammar they may
+    not have begun then: those of the other one would end before they do."""
     await admin.until_ready()
-    begun = 0
     midstream = asyncio.Event()
 
     async def answer(what: Ask) -> tuple[Stream, list[dict[str, Any]]]:
-        def on_event(event: int) -> None:
-            nonlocal begun
-            begun += event == 4
-            if begun == len(asks) or event == TOKENS // 4 * what.body.get("n", 1):
+        def on_event(stream: Stream) -> None:
+            if any(len(choice.token_ids) >= MIDSTREAM for choice in stream.choices.values()):
                 midstream.set()
 
         return await ask(http, what, on_event, cached)
