@@ -17,6 +17,7 @@ PenstockError
 ├── Unavailable               503  no worker can serve now (starting, draining, died)
 ├── StorageFull               507  there is no room on disk for what was sent or is to be kept
 ├── EngineFailure             500  a step failed; the request was lost, others go on
+├── InvalidLogits             500  the model computed no numbers for this request, as it would on any replica
 └── StartupError              --   settings, checkpoint or memory do not allow serving at all
 
 An error knows its HTTP status and whether sending the same request again can help. Between processes it travels as a
@@ -135,6 +136,10 @@ class EngineFailure(PenstockError):
     retryable = True
 
 
+class InvalidLogits(PenstockError):
+    code = "invalid_logits"
+
+
 class StartupError(PenstockError):
     """Raised before serving begins; the message says what to change."""
 
@@ -151,6 +156,7 @@ _BETWEEN_PROCESSES: dict[str, type[PenstockError]] = {
         DeadlineExceeded,
         Unavailable,
         EngineFailure,
+        InvalidLogits,
         StartupError,
     )
 }

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TokenMask: TypeAlias = npt.NDArray[np.int32]
 
 SAMPLED = -1  # in Step.tokens: the token this row sampled last, which only the device knows yet
+NOT_A_NUMBER = -2  # in StepResult.tokens, in place of a token: no logit is a number, as after an overflow
 
 
 NO_ADAPTER = -1  # in RowSetup.adapter
@@ -95,7 +96,7 @@ class StepResult:
     tokens: list[list[int]]
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # by index of the sequence in the step
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)  # for positions start+1 … start+count
-    vectors: dict[int, bytes] = field(default_factory=dict)  # `Chunk.vector` of those whose prompts are complete
+    vectors: dict[int, bytes] = field(default_factory=dict)  # `Chunk.vector` of complete prompts; empty: not numbers
 
 
 def masks_by_sequence(step: Step, masks: TokenMask) -> dict[int, TokenMask]:
@@ -106,11 +107,11 @@ def masks_by_sequence(step: Step, masks: TokenMask) -> dict[int, TokenMask]:
 
 
 def by_sequence(samples: list[int], tokens: list[int]) -> list[list[int]]:
-    """`StepResult.tokens` from those of all sampled positions, one after the other; negative where none was sampled."""
+    """`StepResult.tokens` from those of all sampled positions, one after the other; SAMPLED where there is none."""
     if len(tokens) == len(samples) and all(samples):
         return [[token] for token in tokens]
     sampled = iter(tokens)
-    return [[token for token in islice(sampled, count) if token >= 0] for count in samples]
+    return [[token for token in islice(sampled, count) if token != SAMPLED] for count in samples]
 
 
 class Executor(Protocol):

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import GenerateRequest, Grammar, SamplingParams
-from penstock.engine.executor import StepResult, TokenMask
+from penstock.engine.executor import NOT_A_NUMBER, StepResult, TokenMask
 
 if TYPE_CHECKING:
     from penstock.engine.planned_step import PlannedStep
@@ -221,9 +221,10 @@ class Masks:
         refused: dict[int, EngineSequence] = {}  # by index
         for index in planned.step.checked:
             sequence = planned.sequences[index]
-            if sequence.finished is not None or (constraint := sequence.constraint) is None:
+            token = result.tokens[index][0]
+            if sequence.finished is not None or (constraint := sequence.constraint) is None or token == NOT_A_NUMBER:
                 continue
-            if not constraint.take(result.tokens[index][0]):
+            if not constraint.take(token):
                 refused[index] = sequence
         rows = self._rows(len(refused))
         return dict(zip(refused, rows, strict=True)), self._fill(dict(enumerate(refused.values())), rows)

@@ -157,9 +157,8 @@ class Scheduler:
         head = self.waiting.first(ranking, self.times) if self.running else None
         if head is None or head.pending:
             return
-        lead = ranking.leads.get(head.counter, 0)
         for sequence in ranking.giving_way(head, self.running):
-            if self._placement.fits(head, self.running, leads=lead > 0):
+            if self._placement.fits(head, self.running, leads=ranking.leads.get(head.counter, 0) > 0):
                 return
             self._preempt(sequence)
 
@@ -314,7 +313,7 @@ class Scheduler:
         if samples > 1:
             books.drafted(sequence, samples - 1, len(sampled) - 1, self.counters)
         reason, constraint = None, sequence.constraint
-        if samples != 1 or sampled[0] in sequence.stop_ids or len(tokens) >= sequence.max_len or constraint is not None:
+        if samples != 1 or constraint is not None or sequence.may_end_with(sampled[0]):
             try:
                 reason = sequence.cut(sampled, samples)
             except PenstockError as error:
@@ -338,6 +337,8 @@ class Scheduler:
 
     def _prefilled(self, sequence: Sequence, vector: bytes | None, now: float) -> Chunk:
         """The only chunk of a sequence that samples nothing: all its tokens are computed."""
+        if vector == b"":
+            return self._fail(sequence, "error", sequence.no_numbers("vector"), now)
         chunk = Chunk(sequence.request.id, finish_reason="length", vector=vector)
         self.counters.output_tokens -= 1
         self._first_chunk(sequence, chunk, now)

@@ -12,9 +12,10 @@ import math
 from dataclasses import dataclass, field
 
 from penstock.core.block_hashes import extend_block_hashes
+from penstock.core.errors import InvalidLogits
 from penstock.core.ledger import Ledger
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
-from penstock.engine.executor import NO_ADAPTER, AdapterWeights
+from penstock.engine.executor import NO_ADAPTER, NOT_A_NUMBER, AdapterWeights
 from penstock.engine.fairness import TenantCounter
 from penstock.engine.grammar import Constraint, follow
 
@@ -67,9 +68,16 @@ class Sequence:
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    def may_end_with(self, token: int) -> bool:
+        """Whether `cut` may end it at this token, the last one that it has."""
+        return token in self.stop_ids or token == NOT_A_NUMBER or len(self.tokens) >= self.max_len
+
     def cut(self, sampled: list[int], samples: int) -> FinishReason | None:
         """Why these tokens, the last ones, of up to `samples` that a step might have given, end it, if they do. Those
-        after the one that ends it are deleted here and in `sampled`."""
+        after the one that ends it are deleted here and in `sampled`. Raises InvalidLogits where no token is left."""
+        if sampled[-1] == NOT_A_NUMBER:
+            del self.tokens[-1]
+            raise self.no_numbers("logits")
         if self.row >= 0:
             self.computed -= samples - len(sampled)  # tokens that were proposed and rejected
         first = len(self.tokens) - len(sampled)
@@ -94,6 +102,11 @@ class Sequence:
     def _stops(self, token: int, end: int) -> bool:
         """Whether a token at this end of the output ends it."""
         return token in self.stop_ids and end - self.prompt_len >= self.request.params.min_tokens
+
+    def no_numbers(self, what: str) -> InvalidLogits:
+        """The error of a sequence for which no numbers come out."""
+        whose = "of the model" if self.adapter is None else "of the model or of its LoRA adapter"
+        return InvalidLogits(f"the {what} of this request hold NaN: computing them overflows with the weights {whose}")
 
     def block_hashes(self, block_size: int, blocks: int) -> list[bytes]:
         """Hashes of the first `blocks` full blocks, extended as tokens become known."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.engine.executor import TokenMask
+from penstock.engine.executor import NOT_A_NUMBER, TokenMask
 from penstock.runner.row_state import TorchRows
 from penstock.runner.rows import Needs
 from penstock.runner.transfer import to_device
@@ -46,7 +46,8 @@ def sample(
     positions: npt.NDArray[np.int32],
     masks: Mapping[int, TokenMask] | None = None,
 ) -> torch.Tensor:
-    """Choose one token per row and remember it there. `greedy_N` is the argmax, which greedy rows take as it is."""
+    """Choose one token per row and remember it there. `greedy_N` is the argmax, which greedy rows take as it is.
+    NOT_A_NUMBER where a logit is NaN."""
     device = logits_NV.device
     needs = state.needs[rows]
     rows_N = to_device(rows, device)
@@ -57,7 +58,9 @@ def sample(
         if len(penalised):
             index = to_device(penalised, device)
             state.counts_RV[rows_N[index], tokens_N[index]] += 1
-    state.last_token_R[rows_N] = tokens_N
+    largest_N = logits_NV.gather(-1, greedy_N[:, None])[:, 0]  # NaN if any logit is
+    tokens_N = torch.where(largest_N.isnan(), NOT_A_NUMBER, tokens_N)
+    state.last_token_R[rows_N] = tokens_N.clamp(min=0)
     return tokens_N
 
 

@@ -42,10 +42,10 @@ class VectorExecutor:
 
 
 def packed_vectors(vectors_ND: Floats, *, normalize: bool = False, sigmoid: bool = False) -> list[bytes]:
-    """Each as `Chunk.vector`."""
+    """Each as `Chunk.vector`; empty where not all of it are numbers."""
     exact_ND = vectors_ND.astype(np.float64)
     if normalize:
         exact_ND /= np.maximum(np.sqrt(np.square(exact_ND).sum(axis=1)), 1e-12)[:, None]
     if sigmoid:
         exact_ND = 1 / (1 + np.exp(-exact_ND))
-    return [row.tobytes() for row in exact_ND.astype("<f4")]
+    return [row.tobytes() if np.isfinite(row).all() else b"" for row in exact_ND.astype("<f4")]

@@ -150,7 +150,7 @@ class ModelDrafter:
         sampled = self._run(step, StepShape(len(going), sum(starts)))
         for (_, draft), (token,) in zip(going, sampled, strict=True):
             draft.computed += 1
-            draft.tokens.append(token)
+            draft.tokens.append(max(token, 0))  # where no logit is a number any draft will do
 
     def _run(self, step: Step, shape: StepShape) -> list[list[int]]:
         step.setups, self._setups = self._setups, []

@@ -101,6 +101,16 @@ def test_a_tenant_uses_its_adapters_alone(running: Running) -> None:
     assert httpx.post(f"{running.server.base_url}/load_lora_adapter", json=body, headers=key).status_code == 403
 
 
+def test_an_adapter_that_overflows_is_an_error_and_no_answer(running: Running) -> None:
+    folder = write_adapter(running.folder / "adapters" / "huge", BASE, size=1e19)
+    loaded = running.command("load", "huge", str(folder))
+    assert loaded.returncode == 0, loaded.stderr
+    status, message = running.ask("huge")
+    assert (status, "weights of the model or of its LoRA adapter" in message) == (500, True), message
+    assert running.ask(MODEL)[0] == 200
+    assert running.command("unload", "huge").returncode == 0
+
+
 def test_a_folder_is_checked_without_a_server(running: Running) -> None:
     def check(folder: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -20,7 +20,7 @@ from penstock.core.errors import (
 )
 from penstock.core.ledger import Ledger
 from penstock.core.request import Adapter, Chunk, GenerateRequest, Grammar, SamplingParams
-from penstock.engine.executor import AdapterWeights, Step, StepResult
+from penstock.engine.executor import NOT_A_NUMBER, AdapterWeights, Step, StepResult
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
@@ -279,6 +279,33 @@ def test_a_grammar_that_fails_ends_its_own_request(runs_ahead: bool) -> None:
     assert harness.outcomes[beside].tokens == harness.expected(beside)
     with pytest.raises(InvalidRequest):
         harness.submit([1, 2, 3], 12, grammar="broken")
+
+
+@pytest.mark.parametrize("grammar", [None, "30"])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_request_without_numbers_fails_alone(runs_ahead: bool, grammar: str | None) -> None:
+    harness = Harness(limits(num_blocks=64), runs_ahead=runs_ahead)
+    beside = harness.submit([1, 2, 3], 12)
+    broken = harness.submit([1, 2, 3, 4], 12, ignore_eos=True, grammar=grammar)
+    collect, results = harness.executor.collect, list[StepResult]()
+
+    def overflow(handle: Any) -> StepResult:
+        """The third token of the request is none."""
+        results.append(result := collect(handle))
+        if len(results) == 3:
+            result.tokens[-1] = [NOT_A_NUMBER]
+        return result
+
+    harness.executor.collect = overflow  # type: ignore[method-assign]
+    harness.run()
+    outcome = harness.outcomes[broken]
+    assert outcome.finish_reasons == ["error"]
+    assert outcome.error is not None
+    assert (outcome.error.error, outcome.error.code) == ("InvalidLogits", "invalid_logits")
+    assert outcome.tokens == harness.expected(broken)[: len(outcome.tokens)]
+    assert outcome.ledger is not None
+    assert outcome.ledger.output_tokens == len(outcome.tokens)
+    assert harness.outcomes[beside].tokens == harness.expected(beside)
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])

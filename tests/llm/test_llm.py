@@ -16,7 +16,14 @@ import torch
 
 from penstock import LLM, SamplingParams
 from penstock.checkpoint.source import resolve
-from penstock.core.errors import ContextTooLong, EngineFailure, InvalidRequest, StartupError, Unavailable
+from penstock.core.errors import (
+    ContextTooLong,
+    EngineFailure,
+    InvalidLogits,
+    InvalidRequest,
+    StartupError,
+    Unavailable,
+)
 from penstock.core.request import Grammar
 from penstock.kernels.native.model import NativeModel
 from penstock.llm import Completion
@@ -55,6 +62,26 @@ def test_text_and_token_ids_are_the_same_prompt(llm: LLM) -> None:
     assert by_text[0].text == llm.tokenizer.decode(by_text[0].choices[0].token_ids)
 
 
+def test_an_adapter_that_overflows_fails_its_own_request(llm: LLM, tmp_path: Path) -> None:
+    base, prompt = projections(read_config(resolve("smollm2-135m"))), "The three primary colours are"
+    llm.load_adapter("huge", write_adapter(tmp_path / "huge", base, size=1e19))
+    alone = llm.generate(prompt, greedy(), progress=False)[0].text
+
+    async def both() -> list[str | InvalidLogits]:
+        async def text_of(adapter: str | None) -> str:
+            return "".join([delta.text async for delta in llm.stream(prompt, greedy(), adapter=adapter)])
+
+        return await asyncio.gather(text_of("huge"), text_of(None), return_exceptions=True)  # type: ignore[return-value]
+
+    failed, text = asyncio.run(both())
+    assert isinstance(failed, InvalidLogits)
+    assert "adapter" in failed.message
+    assert text == alone
+    for params in (greedy(logprobs=2), SamplingParams(temperature=1, top_p=0.9, max_tokens=5)):
+        with pytest.raises(InvalidLogits):
+            llm.generate(prompt, params, adapter="huge", progress=False)
+
+
 def test_one_params_each(llm: LLM) -> None:
     short, long = llm.generate(["Water boils at"] * 2, [greedy(max_tokens=2), greedy(max_tokens=5)], progress=False)
     assert [len(c.choices[0].token_ids) for c in (short, long)] == [2, 5]
@@ -71,7 +98,7 @@ def test_an_adapter_for_each_prompt(llm: LLM, adapter_folder: Path) -> None:
     assert [completion.text for completion in mixed] == [*alone, alone[1]]
     with pytest.raises(InvalidRequest, match="2 prompts but 1 adapters"):
         llm.generate(["a", "b"], greedy(), adapter=["one"], progress=False)
-    with pytest.raises(InvalidRequest, match="no adapter 'three'; loaded: one, two"):
+    with pytest.raises(InvalidRequest, match=r"no adapter 'three'; loaded: .*two"):
         llm.generate(prompt, greedy(), adapter="three", progress=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,27 @@ def test_prompts_in_chunks_and_with_cached_prefixes_give_the_vectors_of_transfor
     # Of a cached prefix only keys and values are there, no hidden states that a mean would need.
     assert chunks[1].cached_tokens == (48 if kind == "lasttoken" else 0)
     assert all(chunk.finish_reason == "length" and chunk.token_ids == [] for chunk in chunks)
+
+
+def test_a_vector_without_numbers_is_an_error(tmp_path: Path, model: Any) -> None:
+    """And not NaN, which is no JSON."""
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.embed_tokens.weight[7] = torch.nan
+    broken.save_pretrained(tmp_path)
+    say_pooling(tmp_path)
+    scheduler, executor, info = start(str(tmp_path), EngineConfig(**SMALL))
+    engine = LocalEngine(scheduler, executor, info)
+
+    async def both() -> list[Chunk]:
+        return list(await asyncio.gather(collected(engine, 0, [7, 8]), collected(engine, 1, [8, 9])))
+
+    failed, whole = asyncio.run(both())
+    engine.close()
+    assert failed.error is not None
+    assert failed.error.error == "InvalidLogits"
+    assert whole.error is None
+    assert np.isfinite(np.frombuffer(whole.vector or b"", dtype="<f4")).all()
 
 
 def test_settings_make_a_model_for_text_one_for_embeddings_and_back(model: Any, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import RowSetup, Step
+from penstock.engine.executor import NOT_A_NUMBER, RowSetup, Step
 from penstock.runner.row_state import TorchRows
 from penstock.runner.sampler import gumbel, gumbel_of, philox, sample
 
@@ -130,6 +130,14 @@ def test_min_tokens_forbids_stop_ids_until_reached() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 50], logits[0, 60], logits[0, 70] = 9, 8, 7
     assert [draw(state, logits.clone(), [position])[0] for position in (2, 3, 4)] == [70, 70, 50]
+
+
+def test_a_row_without_numbers_has_no_token() -> None:
+    asked = [SamplingParams(temperature=0), SamplingParams(temperature=1, top_k=5), SamplingParams(presence_penalty=1)]
+    state, logits = state_with(*asked, SamplingParams(temperature=0)), torch.zeros(4, VOCAB)
+    logits[:3], logits[3, 7] = torch.nan, 1
+    assert draw(state, logits, [0] * 4) == [NOT_A_NUMBER] * 3 + [7]
+    assert (state.last_token_R >= 0).all()
 
 
 def test_greedy_does_not_touch_logits() -> None:

@@ -4,8 +4,11 @@
 
 struct Head {
     float* logits;
-    i64 *token, *last_token;  // the argmax goes to both
+    i64 *token, *last_token;  // the argmax goes to both; NOT_A_NUMBER to the first where no logit is a number
 };
+
+constexpr int NOT_A_NUMBER = -2;  // as in engine/executor.py
+#define LOWEST __int_as_float(0xFF800000)  // -infinity
 
 // A key orders tokens: a higher score has a higher key, and of equal scores the lower token. No key is UNDECIDED.
 constexpr u64 UNDECIDED = ~0ull;
@@ -35,7 +38,7 @@ DEVICE u64 highest_of_cta(Shared& shared, u64 key) {
 // Returns the key of their argmax.
 DEVICE u64 compute_logits(Ring& ring, const Head& head, const Rows& rows, float factor, float eps) {
     Shared& shared = ring.shared;
-    float best = __int_as_float(0xFF800000);  // of none
+    float best = LOWEST;
     int argmax = rows.first;
     for (int base = 0; base < rows.count; base += HEAD_ROWS) {
         const int group = base / HEAD_ROWS, count = least(rows.count - base, HEAD_ROWS), to = group % 2 * HEAD_ROWS;
@@ -65,5 +68,8 @@ DEVICE void choose_token(Shared& shared, const Head& head, bf16* exchange, u64 k
     }
     sync_warps();  // all have read what highest_of_cta left
     const u64 highest = highest_of_cta(shared, theirs);
-    if (threadIdx.x == 0) *head.token = *head.last_token = NOTHING - static_cast<u32>(highest);
+    if (threadIdx.x > 0) return;
+    const bool found = highest >> 32 > key_of(LOWEST, 0) >> 32;
+    *head.last_token = NOTHING - static_cast<u32>(highest);
+    *head.token = found ? *head.last_token : NOT_A_NUMBER;
 }

@@ -398,7 +398,7 @@ void Model::sample_run(const Step& step, Range rows, int thread) {
     for (int row = rows.begin; row < rows.end; row++) {
         int32_t& sampled = step.sampled[row] = choose(step, row, thread);
         if (step.sampling && step.logits) sampled = sample_logits(step, row, sampled, step.mask(row), thread);
-        if (last_of >= 0) step.last_tokens[last_of] = sampled;
+        if (last_of >= 0) step.last_tokens[last_of] = std::max(sampled, 0);
         if (row + 1 < rows.end && batch_.tokens[step.logit_rows[row + 1]] != sampled) return;
     }
 }
@@ -429,9 +429,9 @@ std::string Model::resample(int count, const int32_t* rows, const int32_t* const
     return "";
 }
 
-// The token of a row's largest logit. Where an output projection in int8 is the embedding, which exists in bfloat16 too,
-// logits near the largest are computed again from that. Logits that were not stored are computed once more, panel by
-// panel: which tokens count as near depends on neither. Peaks are those of the stored logits in the end.
+// The token of a row's largest logit, or NOT_A_NUMBER. Where an output projection in int8 is the embedding, which exists
+// in bfloat16 too, logits near the largest are computed again from that. Logits that were not stored are computed once
+// more, panel by panel: which tokens count as near depends on neither. Peaks are those of the stored logits in the end.
 int Model::choose(const Step& step, int row, int thread) {
     const bool again = spec_.tied && head_.scheme != BF16;
     const int panels = head_.num_panels(), token = step.logit_rows[row];
@@ -441,7 +441,7 @@ int Model::choose(const Step& step, int row, int thread) {
     float *normed = hidden_.f + row * hidden_.stride, best = -INFINITY;
     if (!step.logits) normalize(final_norm_, head_.scheme, token, row);
     if (again) kernels_->rms_norm(x_ + token * hidden_stride_, exact_norm_, spec_.norm_eps, spec_.hidden, normed);
-    int chosen = 0;
+    int chosen = NOT_A_NUMBER;
     for (int panel = 0; panel < panels; panel++) {
         if (peaks[panel] < limit) continue;
         if (!step.logits) kernels_->gemm(head_, hidden_.from(row), {0, 1}, {panel, panel + 1}, {STORE, logits, 0});

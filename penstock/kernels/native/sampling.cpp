@@ -169,7 +169,7 @@ int32_t Model::sample_row(const Choice& choice, SamplingRow& row, int thread) {
     const bool changes = samples && (choice.mask || row.changes_logits(choice.position));
     const int alternatives = samples ? row.params().logprobs : row.params().prompt_logprobs;
     int32_t token = samples ? choice.argmax : choice.target;
-    if (!random && !changes && alternatives < 0) return token;
+    if (token == NOT_A_NUMBER || (!random && !changes && alternatives < 0)) return token;
     auto& [maxima, copy] = sampling_scratch_[thread];
     maxima.assign(round_up(blocks, 16), -INFINITY);
     std::copy_n(choice.maxima, blocks, maxima.begin());

@@ -8,6 +8,7 @@ namespace penstock {
 
 constexpr int MAX_LOGPROBS = 20;
 constexpr int32_t SAMPLED = -1;
+constexpr int32_t NOT_A_NUMBER = -2;  // in place of a sampled token: no logit is a number
 
 // The C ABI's view of a row's parameters; mirrored field by field in bindings.py. Arrays belong to the caller.
 struct RowParams {

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.overlap import overlaps_launches
+from penstock.kernels.triton.sampling_row import NOT_A_NUMBER
 
 _CHUNK = 8192  # tokens per program
 _BLOCK = 2048
@@ -46,10 +47,12 @@ def _argmax_kernel(
         real = chunks < num_chunks
         scores = tl.load(best_scores + at + chunks, mask=real, other=float("-inf"), cache_modifier=".cg")
         tokens = tl.load(best_tokens + at + chunks, mask=real, other=0x7FFFFFFF, cache_modifier=".cg")
-        winner = tl.min(tl.where(scores == tl.max(scores, 0), tokens, 0x7FFFFFFF), 0)
-        tl.store(out + row, winner.to(out.dtype.element_ty))
+        highest = tl.max(scores, 0)
+        winner = tl.min(tl.where(scores == highest, tokens, 0x7FFFFFFF), 0)
         if FEED:
             tl.store(last_tokens + tl.load(places + row), winner.to(last_tokens.dtype.element_ty))
+        winner = tl.where(highest > float("-inf"), winner, NOT_A_NUMBER)
+        tl.store(out + row, winner.to(out.dtype.element_ty))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +79,9 @@ def argmax(
     scratch: ArgmaxScratch,
     feed: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Greedy tokens of [S, V] logits; the lowest token wins a tie.
+    """Greedy tokens of [S, V] logits; the lowest token wins a tie. NOT_A_NUMBER where no logit is a number.
 
-    `feed` is (last tokens of all rows [R], rows [S]): the token of each goes to its row as well.
+    `feed` is (last tokens of all rows [R], rows [S]): the token of each, or some token, goes to its row as well.
     """
     S, V = logits.shape
     chunks = triton.cdiv(V, _CHUNK)

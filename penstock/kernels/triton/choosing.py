@@ -15,6 +15,7 @@ from penstock.kernels.triton.sampling_row import (
     MIN_P,
     MOST_COUNTED,
     NO_TOKEN,
+    NOT_A_NUMBER,
     PENALTIES,
     TEMPERATURE,
     TOP_K,
@@ -267,7 +268,7 @@ def choose_kernel(
     row = tl.load(rows + index).to(tl.int64)
     words = row_params + row * WORDS
     needs = tl.load(words)
-    if needs == 0:
+    if (needs == 0) | (tl.load(out + index) == NOT_A_NUMBER):
         return
     raw = logits + index * stride
     values = raw

@@ -46,7 +46,7 @@ def _accept_kernel(
     while accepted:
         last = tl.load(sampled + entry)
         if counts:
-            at = seen + row * vocab + last
+            at = seen + row * vocab + tl.maximum(last, 0)
             known = tl.load(at).to(tl.int32)
             tl.store(at, tl.where((known & MOST_COUNTED) < MOST_COUNTED, known + 1, known).to(tl.int16))
             tl.debug_barrier()
@@ -54,7 +54,7 @@ def _accept_kernel(
         real = entry < num_entries
         same = real & (tl.load(firsts + entry, mask=real, other=-1) == first)
         accepted = same & (tl.load(tokens + entry, mask=same, other=-1).to(tl.int64) == last)
-    tl.store(last_tokens + row, last)
+    tl.store(last_tokens + row, tl.maximum(last, 0))  # some token where no logit is a number
 
 
 def accept(

@@ -153,9 +153,9 @@ class SamplingInputs:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Results. Rows that ask for nothing keep the token that is there."""
+    """Results. Rows that ask for nothing keep the token that is there, and all do that have no logit."""
 
-    tokens: torch.Tensor  # int64 [S]
+    tokens: torch.Tensor  # int64 [S]: the greedy ones before, or NOT_A_NUMBER
     logprobs: torch.Tensor  # float32 [S], of the tokens under the unmodified logits, where asked for
     top_logprobs: torch.Tensor  # float32 [S, MOST_ALTERNATIVES]
     top_tokens: torch.Tensor  # int32 [S, MOST_ALTERNATIVES]

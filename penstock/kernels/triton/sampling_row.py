@@ -36,6 +36,7 @@ GRAMMAR = tl.constexpr(128)
 ADJUST = tl.constexpr(4 + 8 + 16 + 128)  # whatever changes logits before temperature does
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+NOT_A_NUMBER = tl.constexpr(-2)  # in place of a token, as in engine/executor.py
 LOWEST = tl.constexpr(-2147483648)
 
 

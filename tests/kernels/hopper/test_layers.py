@@ -11,6 +11,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
+from penstock.engine.executor import NOT_A_NUMBER
 from penstock.kernels.hopper import decode
 from penstock.kernels.hopper import layers as hopper_layers
 from penstock.kernels.hopper.layers import (
@@ -120,6 +121,21 @@ def test_layers(emulated: None, shape: LayerShape, cases: list[tuple[int, int]])
             assert float((actual.float() - wanted).norm() / wanted.norm()) < 1e-2
         assert chosen.tolist() == logits.argmax(-1).tolist() == last_token[1:].tolist()
         assert last_token[0] == -1
+
+
+@pytest.mark.skipif(not emulated_gpu.available, reason="no g++")
+def test_says_that_no_logit_is_a_number(emulated: None) -> None:
+    weight = torch.ones(2 * PLAIN.inner, PLAIN.hidden, dtype=torch.bfloat16)
+    stacked = stack_layers(PLAIN, [[weight.data_ptr()] * 12], weight, weight[0] * torch.nan, weight, EPS, CTAS)
+    caches = [torch.zeros((1, 2, 1, BLOCK, D), dtype=torch.bfloat16) for _ in range(2)]
+    tables, row, length = torch.ones((1, 2), dtype=torch.int32), *torch.tensor([[0], [1]], dtype=torch.int32)
+    last_token, chosen = torch.tensor([5]), torch.empty(1, dtype=torch.int64)
+    logits = torch.empty(1, len(weight))
+    cache = KVCache(caches[0], caches[1], torch.ones((16, D)), SCALE)
+    decode_step(stacked, cache, row, length, last_token, tables, logits, chosen)
+    assert logits.isnan().all()
+    assert chosen.tolist() == [NOT_A_NUMBER]
+    assert last_token.tolist() == [0], "the next step, which is under way, reads it"
 
 
 @pytest.mark.skipif(not emulated_gpu.available, reason="no g++")

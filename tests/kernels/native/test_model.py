@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from penstock.core.errors import EngineFailure
+from penstock.engine.executor import NOT_A_NUMBER
 from penstock.kernels.native import bindings
 from penstock.kernels.native.bindings import KVFormat, Scheme
 from penstock.kernels.native.decoder_reference import ReferenceDecoder, stages, untied
@@ -195,6 +196,18 @@ def test_greedy_choice_prefers_the_first_of_equals() -> None:
         model.model.embed_tokens.weight[100:] = model.model.embed_tokens.weight[99]
     logits, argmax = build(model).forward(*step([(np.arange(20), 0, [1, 2])]))
     assert (argmax == logits.argmax(axis=1)).all()
+
+
+@pytest.mark.parametrize("scheme", get_args(Scheme))
+def test_a_row_without_numbers_has_no_token(isa: str, scheme: Scheme) -> None:
+    """And its neighbours have theirs."""
+    model = reference("llama", scheme)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = torch.nan
+    runner, healthy = build(model, scheme), step([(np.array([9, 8]), 0, [2])], last_only=True)
+    _, alone = runner.forward(*healthy)
+    _, tokens = runner.forward(*step([(np.array([5]), 0, [1]), (np.array([9, 8]), 0, [2])], last_only=True))
+    assert tokens == [NOT_A_NUMBER, *alone]
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])

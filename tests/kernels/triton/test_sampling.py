@@ -8,6 +8,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
+from penstock.engine.executor import NOT_A_NUMBER
 from penstock.kernels.sampling_reference import philox4x32, sample_reference
 from penstock.kernels.triton import sampling_row
 from penstock.kernels.triton.sampling import (
@@ -43,9 +44,10 @@ def test_kernels_know_the_bits_of_needs() -> None:
             assert getattr(sampling_row, str(need.name)).value == need.value
     changing = Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.GRAMMAR
     assert changing.value == sampling_row.ADJUST.value
+    assert sampling_row.NOT_A_NUMBER.value == NOT_A_NUMBER
 
 
-def run(logits: torch.Tensor, params: np.ndarray) -> Sampled:
+def run(logits: torch.Tensor, params: np.ndarray, greedy: int = -1) -> Sampled:
     """All rows at one position, without tables or masks."""
     count = len(params)
     rows = SamplingRows(
@@ -58,14 +60,14 @@ def run(logits: torch.Tensor, params: np.ndarray) -> Sampled:
     numbers, none = torch.arange(count, dtype=torch.int32), torch.full((count,), -1, dtype=torch.int32)
     positions = torch.full((count,), POSITION, dtype=torch.int32)
     out = Sampled(
-        tokens=torch.full((count,), -1),
+        tokens=torch.full((count,), greedy),
         logprobs=torch.zeros(count),
         top_logprobs=torch.zeros((count, MOST_ALTERNATIVES)),
         top_tokens=torch.zeros((count, MOST_ALTERNATIVES), dtype=torch.int32),
     )
     inputs = SamplingInputs(logits, numbers, positions, none, torch.zeros((1, WORDS), dtype=torch.int32))
     sample(inputs, rows, out, sampling_scratch(count, VOCAB, logits.device))
-    assert rows.last_tokens.tolist() == out.tokens.tolist()
+    assert rows.last_tokens.tolist() == out.tokens.clamp(min=-1).tolist()
     return out
 
 
@@ -132,9 +134,15 @@ def test_rows_that_ask_for_nothing_keep_their_token() -> None:
     assert run(torch.zeros(1, VOCAB), params).tokens.tolist() == [-1]
 
 
+NO_NUMBERS_CASES = [(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 40, 0.9, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
+
+
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
-def test_logits_that_are_no_numbers_end_in_some_token(broken: float) -> None:
-    logits = torch.full((4, VOCAB), broken)
-    cases = [(1.0, 0, 1.0, 0.0), (1.0, 40, 0.9, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)]
-    tokens = run(logits, asked(*cases)).tokens
+def test_rows_in_which_nothing_may_be_sampled_end_in_some_token(broken: float) -> None:
+    tokens = run(torch.full((5, VOCAB), broken), asked(*NO_NUMBERS_CASES)).tokens
     assert ((tokens >= 0) & (tokens < VOCAB)).all()
+
+
+def test_rows_without_a_number_are_left_alone() -> None:
+    found = run(torch.full((5, VOCAB), torch.nan), asked(*NO_NUMBERS_CASES), greedy=NOT_A_NUMBER)
+    assert (found.tokens == NOT_A_NUMBER).all()
