@@ -13,6 +13,7 @@ N x work / (N x work + output tokens x fixed). The smaller share is the capacity
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from penstock.core.engine import EngineStats
 
@@ -40,11 +41,20 @@ class Load:
     held: int  # requests that wait for a replica because there is none
     in_flight: int  # requests at replicas
     ttft: float = 0.0  # forecast for a usual prompt sent now to the best replica; 0: unknown
+    idle_ttft: float = 0.0  # the same where nothing else is computed
     ttft_objective: float | None = None  # that the fleet is sized for
 
     @property
     def replicas(self) -> int:
         return self.ready + self.starting
+
+    @property
+    def lateness(self) -> float:
+        """What a request sent now waits for others, as a share of what its objective leaves for that. Where it leaves
+        nothing, with however many replicas, as a share of the objective."""
+        objective = self.ttft_objective or inf
+        left = objective - self.idle_ttft
+        return max(0.0, self.ttft - self.idle_ttft) / (left if left > 0 else objective)
 
 
 class Meter:
@@ -72,6 +82,7 @@ class Meter:
         held: int,
         warmup_seconds: float,
         ttft: float = 0.0,
+        idle_ttft: float = 0.0,
     ) -> Load:
         """`stats`: of all replicas together (`fleet/stats.py`), those that have gone included: counters only grow."""
         last = self._last or EngineStats()
@@ -100,6 +111,7 @@ class Meter:
             held=held,
             in_flight=stats.running + stats.waiting,
             ttft=ttft,
+            idle_ttft=idle_ttft,
             ttft_objective=self.ttft_objective,
         )
 

@@ -17,7 +17,7 @@ from penstock.autoscaling.load import Load
 from penstock.autoscaling.policy import Need, Policy, imported_policy
 from penstock.autoscaling.settings import BUILT_IN_POLICIES, AutoscaleConfig
 
-_TTFT_SHARE = 0.5  # of the TTFT objective that a forecast may take up before there are too few replicas
+_MOST_LATENESS = 0.5  # of a request sent now, before there are too few replicas
 
 
 def replicas_for(load: Load, rate: float, spread: float, config: AutoscaleConfig) -> float:
@@ -36,7 +36,7 @@ def reactive(load: Load, arrivals: Arrivals, config: AutoscaleConfig) -> Need:
     if load.ttft_objective is not None:
         queue = load.queued / load.ttft_objective / load.capacity
         needs.append(Need(queue, f"queue of {load.queued:.1f} s"))
-        late = load.ttft / load.ttft_objective - _TTFT_SHARE
+        late = load.lateness - _MOST_LATENESS
         if late > 0:
             needs.append(Need(load.ready * min(2.0, 1 + late), f"forecast TTFT {load.ttft * 1e3:.0f} ms"))
     return max(needs, key=lambda need: need.replicas)

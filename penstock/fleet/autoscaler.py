@@ -118,6 +118,7 @@ class Autoscaler:
         meter.ttft_objective = ttft if config.ttft_ms is None else config.ttft_ms / 1000
         meter.itl_objective = itl if config.itl_ms is None else config.itl_ms / 1000
         self._start_seconds = max((replica.launch_seconds for replica in ready), default=self._start_seconds)
+        forecasts = [_forecast_ttft(replica, round(meter.prompt_tokens)) for replica in ready]
         is_warm = fleet.pool is not None and fleet.pool.prepared > 0
         return meter.load(
             self._clock(),
@@ -126,7 +127,8 @@ class Autoscaler:
             starting=len(self.current) - len(ready),
             held=fleet.held,
             warmup_seconds=min(self._start_seconds, _WARM_SECONDS) if is_warm else self._start_seconds,
-            ttft=min((_forecast_ttft(replica, meter.prompt_tokens) for replica in ready), default=0.0),
+            ttft=min((now for now, _ in forecasts), default=0.0),
+            idle_ttft=min((idle for _, idle in forecasts), default=0.0),
         )
 
     def _act(self, decision: Decision) -> None:
@@ -154,11 +156,12 @@ class Autoscaler:
         task.add_done_callback(self._tasks.discard)
 
 
-def _forecast_ttft(replica: Replica, tokens: float) -> float:
-    """By what the replica says of itself, whoever sends requests there."""
+def _forecast_ttft(replica: Replica, tokens: int) -> tuple[float, float]:
+    """By what the replica says of itself, whoever sends requests there: of a prompt sent now, and of one sent while it
+    is idle."""
     snapshot = Snapshot(replica.name, 0)
     snapshot.kv_tokens = replica.stats.kv_blocks * replica.engine.info.block_size
     snapshot.heard(replica.stats)
     snapshot.prefill_tokens = replica.stats.prefill_tokens
     snapshot.derive()
-    return forecast_ttft(snapshot, round(tokens), 0)
+    return forecast_ttft(snapshot, tokens, 0), tokens * snapshot.token_seconds

@@ -120,6 +120,18 @@ def test_to_zero_when_idle_and_back_for_a_held_request() -> None:
     assert scaler.look(replace(idle, now=now + 102, ready=0, starting=1, requests=2.0, held=1)).replicas == 1
 
 
+@pytest.mark.parametrize("idle_ttft", [0.9, 1.9, 2.5])
+def test_how_long_a_prompt_takes_by_itself_needs_no_replica(idle_ttft: float) -> None:
+    """More of them would compute it no faster, also where that alone takes up most of the objective, or more."""
+    config, arrivals = AutoscaleConfig(), Arrivals(AutoscaleConfig().period_seconds)
+    idle = replace(LOAD, ready=3, in_flight=0, ttft=idle_ttft, idle_ttft=idle_ttft)
+    assert reactive(idle, arrivals, config).replicas == 0
+    busy = replace(idle, in_flight=9, ttft=idle_ttft + 2.0)
+    need = reactive(busy, arrivals, config)
+    assert need.replicas > 3
+    assert need.reason == f"forecast TTFT {busy.ttft * 1e3:.0f} ms"
+
+
 def test_says_why() -> None:
     scaler = Scaler(AutoscaleConfig(max_replicas=3), as_queued)
     decision = scaler.look(replace(LOAD, queued=5.0))
