@@ -31,6 +31,9 @@ from penstock.queues.settings import ConsumeConfig
 from penstock.state import settings as state_settings
 
 
+OF_ONE_MODEL = ("model", "replicas")  # settings that cannot be given beside `models`
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a settings file holds, with the defaults of what it leaves out."""
@@ -149,7 +152,7 @@ def settings_from_mapping(values: Any) -> Settings:
     if isinstance(given.get("prices"), dict):  # to YAML, the name of a model can look like a number
         given["prices"] = {str(name): price or {} for name, price in given["prices"].items()}
     if isinstance(given.get("models"), dict) and given["models"]:
-        for name in ("model", "replicas"):
+        for name in OF_ONE_MODEL:
             check(name not in given, name, "must not be given beside models, each of which has its own")
         given["models"] = {str(name): _with_defaults(model or {}, given) for name, model in given["models"].items()}
     settings = convert_section(Settings, "", given)

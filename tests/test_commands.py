@@ -91,6 +91,35 @@ def test_check_shows_what_a_file_comes_to(tmp_path: Path, capsys: pytest.Capture
     assert again.tenants["acme"].models == ("a",)
 
 
+def test_what_check_shows_comes_to_the_same_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, again = tmp_path / "models.yaml", tmp_path / "again.yaml"
+    file.write_text(f"""
+models:
+  small: {{model: smollm2-135m, replicas: 2, aliases: [default], engine: {{speculation: {{method: "off"}}}}}}
+  wide: {{model: smollm2-135m, adapters: [{{name: legal, path: legal}}], shadow: {{model: small}}}}
+  "70": {{model: smollm2-135m, workers: ["tcp://gpu7:9000"], tool_parser: none}}
+  cloud: {{model: smollm2-135m, upstreams: [{{url: "http://up:1", timeouts: {{check: 1}}}}]}}
+  canary: {{versions: {{small: 9, wide: 1}}, aliases: ["claude-*"]}}
+  cheap: {{cascade: {{small: small, large: wide, min_logprob: null}}}}
+engine: {{max_seqs: 8, sampling_defaults: {{temperature: 0}}}}
+autoscale: {{min_replicas: 0, max_replicas: 3}}
+adapter_folder: {tmp_path}
+classes: {{quick: {{ttft_ms: 300}}, slow: {{rank: 1}}}}
+tenant_defaults: {{weight: 2, model_limits: {{small: {{tokens_per_minute: 9}}}}}}
+tenants: {{acme: {{models: [small], model_limits: {{cloud: {{concurrent: 1}}}}}}, other: }}
+prices: {{"70": {{input: 1}}}}
+jwt: {{jwks_url: "https://issuer/keys", issuer: i, audience: a}}
+cache: {{semantic: {{routes: [/v1/completions]}}}}
+consume: {{url: "redis://broker:2/0"}}
+""")
+    assert main(["check", str(file)]) == 0
+    again.write_text(shown := capsys.readouterr().out)
+    assert main(["check", str(again)]) == 0
+    assert capsys.readouterr().out == shown
+    before, after = (settings_from_mapping(yaml.safe_load(each.read_text())) for each in (file, again))
+    assert after == before
+
+
 def test_check_shows_no_secrets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also where a password has what ends one, and where a setting is of the wrong type."""
     file = tmp_path / "secrets.yaml"

@@ -11,7 +11,7 @@ from penstock.cli.requirements import check_requirements
 from penstock.cli.settings import file_and_environment, place_of
 from penstock.core.errors import StartupError
 from penstock.core.secrets import shown
-from penstock.settings import Settings, settings_from_mapping
+from penstock.settings import OF_ONE_MODEL, Settings, settings_from_mapping
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -79,8 +79,10 @@ def without(values: Mapping[Any, Any], path: list[Any]) -> dict[Any, Any]:
 
 
 def as_yaml(settings: Settings) -> str:
-    """All settings, with their defaults and without secrets. What is derived from model and machine is null."""
+    """A settings file that comes to the same settings, with all defaults and without secrets. What is derived from
+    model and machine is null."""
     import yaml
 
-    text: str = yaml.safe_dump(shown(settings), sort_keys=False, allow_unicode=True)
+    values = {name: value for name, value in shown(settings).items() if not (settings.models and name in OF_ONE_MODEL)}
+    text: str = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
     return text

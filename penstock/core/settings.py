@@ -90,7 +90,7 @@ def _convert(field: Field[Any], kind: Any, where: str, value: Any) -> Any:
         converted = msgspec.convert(value, kind)
     except msgspec.ValidationError:
         raise _unexpected(field, kind, where, value) from None
-    if converted == ():  # an empty list is a mistake
+    if converted == () != field.default:  # it would allow nothing at all, and not what a setting left out allows
         raise _unexpected(field, kind, where, value)
     return converted
 
