@@ -157,6 +157,11 @@ class LoadedExecutor(Executor, Protocol):
     verifies_drafts: bool  # whether `Step.samples` may be more than one
 
     @property
+    def device(self) -> str:
+        """What computes, for people: the device, and the kernels there."""
+        ...
+
+    @property
     def kernel_probe(self) -> KernelProbe | None:
         """Times its kernels while a profile is taken. None: it cannot be done."""
         ...

@@ -85,11 +85,6 @@ class KernelProbe(Protocol):
     """Times the kernels of an executor while a profile is taken."""
 
     @property
-    def device(self) -> str:
-        """For people."""
-        ...
-
-    @property
     def work(self) -> ModelWork: ...
 
     @property

@@ -30,6 +30,8 @@ def load_encoder(folder: Path, config: EncoderConfig, dtype: str, device: str) -
 
 
 class Encoder:
+    device = "plain torch"
+
     def __init__(self, config: EncoderConfig, tensors: dict[str, torch.Tensor]) -> None:
         """`tensors` by the names of `encoder_weights`."""
         self.config = config

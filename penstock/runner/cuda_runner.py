@@ -83,6 +83,7 @@ class CudaRunner:
         self.idle_seconds: float | None = 0.0
         self._forward = forward
         self.kernel_probe = CudaProbe(forward)
+        self.device = self.kernel_probe.device
         self._state = state
         self._adapters = adapters
         self.adapter_modules = adapters.modules

@@ -15,6 +15,8 @@ from penstock.runner.vectors import VectorExecutor, packed_vectors
 
 
 class TextEncoder(Protocol):
+    device: str  # what computes, for people
+
     def encode(
         self, tokens: Sequence[int], counts: Sequence[int], seconds: Sequence[int] = ()
     ) -> npt.NDArray[np.float32]:
@@ -28,6 +30,7 @@ class EncoderRunner(VectorExecutor):
         self, encoder: TextEncoder, num_blocks: int, *, normalize: bool, sigmoid: bool, niceness: int = 0
     ) -> None:
         self.num_blocks = num_blocks
+        self.device = encoder.device
         self._encoder = encoder
         self._normalize, self._sigmoid = normalize, sigmoid
         self._niceness = niceness

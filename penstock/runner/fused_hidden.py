@@ -53,6 +53,10 @@ class FusedHidden:
         self._states_TC = torch.empty((padded, width), dtype=forward.embedding.dtype, device=forward.device)
 
     @property
+    def device(self) -> str:
+        return self.kernel_probe.device
+
+    @property
     def num_blocks(self) -> int:
         return self._forward.attention.num_blocks
 

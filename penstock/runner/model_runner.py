@@ -25,6 +25,7 @@ class ModelRunner:
     runs_ahead = False
     verifies_drafts = True
     host_memory = None
+    device = "plain torch"
     kernel_probe = None
 
     def __init__(

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from penstock.engine.step_work import Gemm, Kernel, KernelRecord, Limits, ModelWork
-from penstock.kernels.native.bindings import isa
 from penstock.kernels.native.model import NativeModel
 from penstock.kernels.native.shape import tensor_shapes
 from penstock.kernels.native.timers import (
@@ -17,7 +16,6 @@ from penstock.kernels.native.timers import (
     kernel_times,
     read_bandwidth,
     set_timed,
-    thread_count,
 )
 
 _MODULES = {
@@ -36,7 +34,6 @@ class NativeProbe:
         self._model = model
         self._best = (0.0, 0.0)  # bytes and FLOPs a second, of all measurements
         self._steps: list[KernelTimes] = []
-        self.device = f"CPU, {thread_count(model)} threads, {isa()}, {model.scheme} weights"
 
     @property
     def work(self) -> ModelWork:

@@ -10,8 +10,10 @@ from weakref import WeakKeyDictionary
 
 from penstock.engine.executor import SAMPLED, AdapterWeights, HostMemory, Step, StepResult, TokenMask, by_sequence
 from penstock.kernels.native.adapters import NativeAdapter
+from penstock.kernels.native.bindings import device_name
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
 from penstock.kernels.native.shape import adapter_modules
+from penstock.kernels.native.timers import thread_count
 from penstock.runner.host_rows import HostRows
 from penstock.runner.native_probe import NativeProbe
 from penstock.runner.scoring import scored_prompts
@@ -35,6 +37,7 @@ class NativeRunner:
         many of the model's layers are computed, from the first on, then its final norm and head; 0: all."""
         self.model = model
         self.kernel_probe = NativeProbe(model)
+        self.device = device_name(thread_count(model), model.scheme)
         self.num_blocks = model.num_blocks - spare_blocks
         self._layers = layers
         self.adapter_modules = adapter_modules(model.config)

@@ -14,7 +14,9 @@ from penstock.core.errors import EngineFailure
 from penstock.core.machine import lower_priority
 from penstock.engine.executor import HostMemory, Step, StepResult
 from penstock.engine.step_work import KernelProbe
+from penstock.kernels.native.bindings import device_name
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
+from penstock.kernels.native.timers import thread_count
 from penstock.models.pooling import Pooling
 from penstock.runner.host_rows import HostRows
 from penstock.runner.native_probe import NativeProbe
@@ -30,6 +32,9 @@ class Hidden(Protocol):
 
     @property
     def num_blocks(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
 
     @property
     def kernel_probe(self) -> KernelProbe | None: ...
@@ -52,6 +57,7 @@ class NativeHidden:
     def __init__(self, model: NativeModel, state: HostRows) -> None:
         self.num_blocks = model.num_blocks
         self.kernel_probe = NativeProbe(model)
+        self.device = device_name(thread_count(model), model.scheme)
         self._model = model
         self._state = state
         self._rows = NativeRows(state.tables_RM, state.last_token_R, state.sampling)
@@ -85,6 +91,10 @@ class PooledRunner(VectorExecutor):
         self._pooling = pooling
         self._prompts: dict[int, int] = {}  # tokens of the prompt, by row
         self._sums: dict[int, Floats] = {}  # of the hidden states so far, by row
+
+    @property
+    def device(self) -> str:
+        return self._hidden.device
 
     @property
     def host_memory(self) -> HostMemory | None:

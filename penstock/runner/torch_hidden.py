@@ -16,6 +16,7 @@ from penstock.runner.row_state import TorchRows
 
 class TorchHidden:
     host_memory = None
+    device = "plain torch"
     kernel_probe = None
 
     def __init__(self, forward: TorchForward, state: TorchRows, num_blocks: int, block_size: int) -> None:

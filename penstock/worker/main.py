@@ -150,7 +150,7 @@ async def serve(
     server.info, server.start_seconds = info, start_seconds
     if grammars is not None:
         grammars.pausing = server.pausing
-    server.profile = WorkerProfiler(server, scheduler, executor, executor.kernel_probe).take
+    server.profile = WorkerProfiler(server, scheduler, executor, executor.device, executor.kernel_probe).take
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     gc.collect()
     gc.freeze()  # what was loaded stays; collecting garbage must not walk through it in the middle of a step

@@ -186,11 +186,18 @@ class WorkerProfiler:
     """Takes one profile at a time."""
 
     def __init__(
-        self, server: WorkerServer, scheduler: Scheduler, executor: Executor, probe: KernelProbe | None
+        self,
+        server: WorkerServer,
+        scheduler: Scheduler,
+        executor: Executor,
+        device: str,
+        probe: KernelProbe | None,
     ) -> None:
+        """`device` says to people what computes."""
         self._server = server
         self._scheduler = scheduler
         self._executor = executor
+        self._device = device
         self._probe = probe
         self._busy = False
 
@@ -269,7 +276,7 @@ class WorkerProfiler:
         return msgspec.msgpack.encode(WorkerProfile(fragment(process, number, recorder.events, offset), summary))
 
     def _summary(self, events: list[Event], steps: StepRecorder, record: KernelRecord, replica: str) -> StepSummary:
-        all_steps, probe, count = steps.totals, self._probe, max(1, steps.totals.steps)
+        all_steps, count = steps.totals, max(1, steps.totals.steps)
         limits, began, ended = steps.limits or Limits(None, None, "not known"), steps.began, steps.ended
         in_time = (e for e in events if e.category == "engine" and e.ended <= ended)
         spans = totals(((e.name, e.began, e.ended) for e in in_time), _ENGINE_PARTS)
@@ -284,7 +291,7 @@ class WorkerProfiler:
         return StepSummary(
             replica=replica,
             model=self._server.info.model,
-            device="plain torch" if probe is None else probe.device,
+            device=self._device,
             seconds=seconds,
             busy=min(1.0, turns / seconds),
             steps=all_steps.steps,

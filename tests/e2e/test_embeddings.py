@@ -8,12 +8,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import numpy as np
 import openai
 import pytest
 
 from penstock.cache.encoder import SentenceEncoder, encoder_folder
 from penstock.checkpoint.source import BUILT_IN_ENCODER
+from penstock.core.machine import usable_cpus
 from penstock.kernels.native import bindings
 from tests.conftest import Server, start_server
 from tests.models.tiny_encoders import cosines
@@ -59,3 +61,9 @@ def test_int8_is_near_float32_and_outlives_its_worker(server: Server, texts: lis
     exact = SentenceEncoder(encoder_folder(None))
     expected = np.stack([vector for text in texts if (vector := exact.encode(text)) is not None])
     assert cosines(found, expected).min() > 0.995
+
+
+def test_a_profile_says_what_computes_it(server: Server) -> None:
+    taken = httpx.post(f"{server.url}/admin/profile", params={"seconds": 0.1}, timeout=60).json()
+    (replica,) = taken["summary"]["replicas"]
+    assert replica["device"] == f"CPU, {usable_cpus()} threads, {bindings.isa()}, int8 weights"

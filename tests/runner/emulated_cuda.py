@@ -77,6 +77,7 @@ def emulated_runner(
     max_step_tokens: int, adapter_rank: int = 0, **options: Any,
 ) -> tuple[CudaRunner, Replayed]:  # fmt: skip
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    patch.setattr(torch.cuda, "get_device_name", lambda _: "none")
     length = config.max_position
     forward = FusedForward(
         model,

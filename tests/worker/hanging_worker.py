@@ -30,6 +30,7 @@ class HangingExecutor:
     host_memory = None
     adapter_modules: Mapping[str, tuple[int, int]] = {}
     verifies_drafts = False
+    device = "nothing"
     kernel_probe = None
 
     def enter_thread(self) -> None:

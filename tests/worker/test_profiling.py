@@ -36,7 +36,6 @@ HOUR = 3_600_000_000_000  # nanoseconds
 class ScriptedProbe:
     """Finds one kernel of a microsecond in every step; or fails at the end."""
 
-    device = "a script"
     work = ModelWork({"gemm": Gemm(100, 200)}, Gemm(10, 20), kv_token_bytes=2, attention_width=4)
 
     def __init__(self, failure: Exception | None = None, most_steps: int | None = None) -> None:
@@ -67,7 +66,7 @@ async def worker(probe: KernelProbe | None, gateways: int = 1) -> AsyncIterator[
     server, scheduler, executor = WorkerServer(), Scheduler(LIMITS), PagedExecutor(LIMITS.num_blocks, LIMITS.block_size)
     server.info = EngineInfo("m", LIMITS.max_model_len, VOCAB)
     engine = server.engine = EngineLoop(scheduler, executor, server.emit)
-    profiler, idle = WorkerProfiler(server, scheduler, executor, probe), asyncio.Event()
+    profiler, idle = WorkerProfiler(server, scheduler, executor, "a script", probe), asyncio.Event()
     idle.set()
 
     async def take(asked: Profile) -> bytes:

@@ -153,6 +153,11 @@ def isa() -> Isa:
     return cast("Isa", bytes(library().penstock_isa()).decode())
 
 
+def device_name(threads: int, scheme: Scheme | EncoderScheme) -> str:
+    """What computes a model with weights in this scheme, for people."""
+    return f"CPU, {threads} threads, {isa()}, {'bf16' if scheme == 'none' else scheme} weights"
+
+
 def set_isa(name: Isa) -> None:
     """Use these kernels for models made from now on."""
     if not library().penstock_set_isa(name.encode()):

@@ -17,6 +17,7 @@ from penstock.kernels.native.bindings import (
     SCHEMES,
     EncoderScheme,
     Floats,
+    device_name,
     library,
     transform_blocks,
     unavailable_reason,
@@ -91,6 +92,8 @@ class NativeEncoder:
             raise StartupError(reason)
         self.config, self.scheme = config, scheme
         self.width = config.labels or config.hidden_size
+        threads = threads or usable_cpus()
+        self.device = device_name(threads, scheme)
         self._library = library()
         self._transform, self._inner = (
             hadamard_block(size) if scheme == "int8" else 0 for size in (config.hidden_size, config.intermediate_size)
@@ -108,7 +111,7 @@ class NativeEncoder:
             inner=self._inner,
             pooling=POOLING[config.pooling],
             labels=config.labels,
-            threads=threads or usable_cpus(),
+            threads=threads,
             eps=config.norm_eps,
         )
         error = ctypes.c_char_p()
