@@ -26,6 +26,7 @@ from penstock.cli.serve import Place, announce, end_at_signals, launchers_on, ur
 from penstock.cli.served_adapters import adapters_at_start
 from penstock.core.engine import Task
 from penstock.core.errors import PenstockError, StartupError
+from penstock.core.machine import ending_signals
 from penstock.fleet.build import own_launchers
 from penstock.fleet.channel import Channel, Handler
 from penstock.fleet.control import FleetControl
@@ -285,7 +286,7 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
         stack.callback(gateways.kill)
         gateways.start()
         models, open = await gateways.all_ready
-        for sig in (signal.SIGINT, signal.SIGTERM):
+        for sig in ending_signals():
             asyncio.get_running_loop().add_signal_handler(sig, gateways.stop, sig, server.drain_seconds)
         await stack.enter_async_context(running(control.autoscalers.values()))
         announce(host, port, models, open=open, tls=server.tls is not None)

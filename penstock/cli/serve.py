@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -20,7 +20,7 @@ from penstock.cli.checkpoints import for_upstreams, label_of, tokenizer_of
 from penstock.cli.environment import API_KEY, RAY_ADDRESS, ray_address
 from penstock.cli.settings import file_and_environment
 from penstock.core.errors import StartupError
-from penstock.core.machine import raise_file_limit
+from penstock.core.machine import ending_signals, raise_file_limit
 from penstock.engine.settings import Device, Dtype, KVDtype, Quantization
 from penstock.observability.settings import LogFormat, LogLevel
 from penstock.settings import Settings, settings_from_mapping
@@ -351,10 +351,11 @@ def end_at_signals(fleets: Sequence[Fleet]) -> None:
         for fleet in fleets:
             fleet.kill()
         logging.shutdown()
-        print(f"penstock: ended by {sig.name} while starting", file=sys.stderr, flush=True)
+        with suppress(OSError):  # the terminal may be closed
+            print(f"penstock: ended by {sig.name} while starting", file=sys.stderr, flush=True)
         os._exit(128 + sig)
 
-    for sig in (signal.SIGINT, signal.SIGTERM):
+    for sig in ending_signals():
         asyncio.get_running_loop().add_signal_handler(sig, end, sig)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from penstock.cli.serve import add_engine_arguments, add_log_arguments, engine_values, log_values
 from penstock.cli.settings import file_and_environment, merged
 from penstock.core.errors import StartupError
-from penstock.core.machine import process_began, raise_file_limit
+from penstock.core.machine import ending_signals, process_began, raise_file_limit
 from penstock.core.start_times import StartTimes, listed
 from penstock.settings import settings_from_mapping
 
@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
     if not secret:
         raise StartupError(f"set {SECRET} to the same secret here and at the gateways")
     listener = bind(address[1] or address[2], int(address[3]))
-    signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    for sig in ending_signals():
+        if sig != signal.SIGTERM:
+            signal.signal(sig, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     times = StartTimes(process_began())
     scheduler, executor, info = load(Start(settings.model, settings.engine, settings.server.logs), times)
     host, port = listener.getsockname()[:2]

@@ -1,10 +1,12 @@
-"""What this process may use of the machine: CPUs by affinity and quota, memory and files by limit, a cache folder."""
+"""What this process may use of the machine: CPUs by affinity and quota, memory and files by limit, a cache folder; and
+which signals end it."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import resource
+import signal
 import sys
 import threading
 import time
@@ -44,6 +46,12 @@ def keep_compiled(package: str) -> None:
 def keep_kernels() -> None:
     """Before Triton compiles anything: in the cache folder, as other kernels, unless it was told otherwise."""
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Those that ask a server to end. SIGHUP, which a terminal that is closed sends, unless nohup has it ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
 def raise_file_limit() -> None:

@@ -26,7 +26,8 @@ OWN_BYTES = 512 * 2**20  # of address space, of Python and libraries; they use 2
 def main() -> None:
     from llguidance import LLTokenizer
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
+    for sig in (signal.SIGINT, signal.SIGHUP):  # a terminal's Ctrl-C and its end are for the server
+        signal.signal(sig, signal.SIG_IGN)
     if hasattr(os, "sched_setaffinity"):  # the thread that started it may be one that computes, kept on one CPU
         os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
     memory = OWN_BYTES + STACK_BYTES + MAX_BYTES

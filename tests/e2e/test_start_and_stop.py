@@ -20,7 +20,7 @@ from tests.conftest import start_server
 LOADING = "KV cache:"  # the first that a worker says
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_while_starting_ends_gateway_and_worker(tmp_path: Path, sig: signal.Signals) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()

@@ -187,8 +187,8 @@ def test_access_log_is_one_line_whatever_the_path(gateway: Gateway, caplog: pyte
 
 
 @contextmanager
-def server_process(drain_seconds: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "tests.gateway.scripted_server", str(drain_seconds)]
+def server_process(drain_seconds: float, *before: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [*before, sys.executable, "-m", "tests.gateway.scripted_server", str(drain_seconds)]
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -208,15 +208,17 @@ def wait_until_draining(url: str) -> None:
 STREAM = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 3}
 
 
-def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])
+def test_signals_let_streams_finish_and_refuse_new_requests(signals: list[signal.Signals]) -> None:
     with (
         server_process(drain_seconds=60) as (process, url),
         httpx.stream("POST", url + CHAT, json=STREAM, timeout=20) as response,
     ):
         lines = response.iter_lines()
         next(lines)
-        process.send_signal(signal.SIGTERM)
-        wait_until_draining(url)
+        for sig in signals:
+            process.send_signal(sig)
+            wait_until_draining(url)
         refused = httpx.post(url + CHAT, json=STREAM, timeout=20)
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
@@ -224,6 +226,14 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
         process.stdin.write("go on\n")
         process.stdin.flush()
         assert "data: [DONE]" in list(lines)
+        assert process.wait(20) == 0
+
+
+def test_nohup_keeps_a_server_from_draining_with_its_terminal() -> None:
+    with server_process(60, "nohup") as (process, url):
+        process.send_signal(signal.SIGHUP)
+        assert httpx.get(f"{url}/health").json()["status"] == "ok"
+        process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
 

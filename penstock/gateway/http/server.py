@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.core.machine import file_limit, open_files
+from penstock.core.machine import ending_signals, file_limit, open_files
 from penstock.gateway.http.connection import HEAD_SECONDS, Connection
 from penstock.gateway.http.listener import cannot_listen
 from penstock.gateway.http.request import Request
@@ -64,8 +64,9 @@ async def serve(
 ) -> int:
     """Serve until a signal, over TLS if there are files for it, and return the exit status of the process.
 
-    The first SIGTERM or SIGINT drains: new requests are refused while those in flight may take `drain_seconds`;
-    then 0. A second one ends everything at once; then 128 plus its number.
+    The first SIGTERM, SIGINT or SIGHUP drains: new requests are refused while those in flight may take
+    `drain_seconds`; then 0. A second one ends everything at once; then 128 plus its number. Not so SIGHUP, which both
+    the kernel and the shell send when a terminal is closed.
     Run it on uvloop (`asyncio.Runner(loop_factory=uvloop.new_event_loop)`), which is twice as fast.
     """
     with listener:
@@ -107,7 +108,7 @@ class _Server:
             raise cannot_listen(host, port, error) from error
         self._tasks.append(self._loop.create_task(self._sweep()))
         if threading.current_thread() is threading.main_thread():
-            for sig in (signal.SIGINT, signal.SIGTERM):
+            for sig in ending_signals():
                 self._loop.add_signal_handler(sig, self._on_signal, sig)
 
     async def _sweep(self) -> None:
@@ -133,7 +134,7 @@ class _Server:
             said, requests = "draining; another signal ends at once", len(self._traffic.requests)
             log(logger, logging.INFO, said, signal=sig.name, in_flight=requests, at_most_seconds=self._drain_seconds)
             self._tasks.append(self._loop.create_task(self._drain()))
-        else:
+        elif sig != signal.SIGHUP:
             self._traffic.abort()
             self._stop(128 + sig)
 
