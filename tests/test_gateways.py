@@ -32,18 +32,19 @@ class Scripted:
 
     def __init__(self, script: Callable[[Channel], None] | None) -> None:
         """What a gateway does when it is started; None: it cannot be."""
-        self._script = script
+        self.script = script
         self.launches: asyncio.Queue[Channel] = asyncio.Queue()
         self.signals: list[int] = []
         self.kills = 0
+        self.code = 0  # that it ends with
         self.count: int | None = None  # of requests, as metrics say; None: it does not answer
 
     async def launch(self) -> LaunchedGateway:
-        if self._script is None:
+        if self.script is None:
             raise StartupError("the node has no Penstock")
         self.connection, theirs = socket.socketpair()
         channel = Channel(theirs, {"signal": self._signal, "own_metrics": self._metrics})
-        self._script(channel)
+        self.script(channel)
         self.launches.put_nowait(channel)
         return self
 
@@ -58,7 +59,7 @@ class Scripted:
         return snapshot(registry)
 
     async def end(self) -> int:
-        return 0
+        return self.code
 
     def kill(self) -> None:
         self.kills += 1
@@ -231,6 +232,25 @@ async def test_a_gateway_that_does_not_end_is_left_after_its_time(monkeypatch: p
     found.stop(signal.SIGTERM, -9.9)
     assert await found.ended() == 0
     assert launcher.signals == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(("script", "status"), [(ready, 143), (lambda channel: None, 0)], ids=["ready", "starting"])
+async def test_one_that_is_still_starting_does_not_decide_the_exit_status(
+    script: Callable[[Channel], None], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first signal ends it at once."""
+    launcher = Scripted(ready)
+    found = gateways(launcher, monkeypatch)
+    found.start()
+    await found.all_ready
+    launcher.script, launcher.code = script, 128 + signal.SIGTERM
+    (await launcher.launches.get()).close()
+    again = await launcher.launches.get()
+    while script is ready and found._here[0].state != "ready":  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    found.stop(signal.SIGTERM, 60.0)
+    again.close()
+    assert await found.ended() == status
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ class Gateways:
         self._keepers |= {asyncio.create_task(self._keep(gateway)): gateway for gateway in self._elsewhere}
 
     async def _keep(self, gateway: Gateway) -> int:
-        """Returns the exit code of its last process."""
+        """Returns the exit code of its last process, 0 if that had nothing to lose yet when it was told to stop."""
         delay = _RETRY_SECONDS
         while True:
             try:
@@ -106,7 +106,7 @@ class Gateways:
             except (PenstockError, OSError) as error:
                 code, gateway.detail = 1, str(error)
             if self._stopping:
-                return code
+                return code if gateway.state == "ready" else 0
             if gateway in self._here and not self.all_ready.done():
                 self.all_ready.set_exception(StartupError(gateway.detail or f"{gateway.name} ended with {code}"))
                 return code
