@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from penstock.cli.environment import add_server_arguments
+from penstock.cli.fleet import plain_console
 from penstock.client.http import HttpClient, Response, failure, openai_base
 from penstock.core.errors import NotFound
 
@@ -64,9 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    asyncio.run(_run(args, Console(highlight=False, markup=False)))
+    asyncio.run(_run(args, plain_console()))
     return 0
 
 

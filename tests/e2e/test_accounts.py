@@ -114,7 +114,8 @@ def check_early_end(account: dict[str, Any]) -> None:
 
 def test_explain_says_where_the_time_of_a_real_answer_went(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     with httpx.Client(base_url=server.url, timeout=120) as http:
-        answer = http.post("/v1/completions", json={**ASK, "seed": 77}).json()
+        named = {"x-request-id": f"of-a-client-{'x' * 60}"}
+        answer = http.post("/v1/completions", json={**ASK, "seed": 77}, headers=named).json()
     assert main(["explain", answer["id"], "--url", server.url]) == 0
     shown = capsys.readouterr().out
     for words in (
@@ -126,3 +127,6 @@ def test_explain_says_where_the_time_of_a_real_answer_went(server: Server, capsy
         "Most of it:",
     ):
         assert words in shown, shown
+    title = shown.splitlines()[0]
+    assert "/v1/completions" in title
+    assert title.endswith(f"  (x-request-id {named['x-request-id']})"), "a pipe has no width"
