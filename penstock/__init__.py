@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from penstock.core.request import Grammar, SamplingParams
-
 if TYPE_CHECKING:
+    from penstock.core.request import Grammar, SamplingParams
     from penstock.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Grammar", "SamplingParams", "__version__"]
 
+# Imported when they are asked for: the gateway does without the engine, and a command without any of them.
+_PLACES = {"LLM": "penstock.llm", "Grammar": "penstock.core.request", "SamplingParams": "penstock.core.request"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # brings in the engine, which the gateway does without
-        from penstock.llm import LLM
-
-        return LLM
+    if name in _PLACES:
+        return getattr(import_module(_PLACES[name]), name)
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

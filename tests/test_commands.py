@@ -292,3 +292,20 @@ def test_help_of_every_command_can_be_shown(capsys: pytest.CaptureFixture[str]) 
             main([command, "--help"])
         assert exit.value.code == 0
         assert capsys.readouterr().out.startswith(f"usage: penstock {command}")
+
+
+@pytest.mark.parametrize("module", ["penstock.core.errors", "penstock.core.request", "penstock.settings", "ssl"])
+def test_ctrl_c_is_quiet_from_the_first_import_on(tmp_path: Path, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, signal, sys
+interrupted = []
+def hook(event, args):
+    if event == "import" and args[0] == {module!r} and not interrupted:
+        interrupted.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(hook)
+""")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "penstock.cli.main", "status"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")

@@ -1,4 +1,7 @@
-"""The entry point of the `penstock` command: it finds the subcommand and runs it."""
+"""The entry point of the `penstock` command: it finds the subcommand and runs it.
+
+Nothing but the standard library is imported before `main` runs, so that Ctrl-C ends a command quietly from the start.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +9,62 @@ import errno
 import os
 import signal
 import sys
-from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from penstock import __version__
-from penstock.cli import (
-    adapters,
-    batch,
-    bench,
-    chaos,
-    chat,
-    check,
-    completion,
-    consume,
-    dashboards,
-    explain,
-    fleet,
-    keys,
-    profile,
-    quantize,
-    serve,
-    status,
-    usage,
-    worker,
-)
-from penstock.cli.parser import Parser
-from penstock.cli.settings import place_of
-from penstock.core.errors import PenstockError, StartupError
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+    from penstock.core.errors import PenstockError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+@contextmanager
+def _exit_at_ctrl_c() -> Iterator[None]:
+    """While modules are imported: a KeyboardInterrupt is lost when it comes in a callback of the import system."""
+    raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # ignored in `command &` of a script
+    if not raises or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def make_parser() -> ArgumentParser:
+    from penstock import __version__
+    from penstock.cli import (
+        adapters,
+        batch,
+        bench,
+        chaos,
+        chat,
+        check,
+        completion,
+        consume,
+        dashboards,
+        explain,
+        fleet,
+        keys,
+        profile,
+        quantize,
+        serve,
+        status,
+        usage,
+        worker,
+    )
+    from penstock.cli.parser import Parser
+
     parser: ArgumentParser = Parser(prog="penstock", description="LLM serving that keeps a latency promise.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -63,8 +92,11 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+def _run(argv: Sequence[str] | None) -> int:
+    with _exit_at_ctrl_c():
+        from penstock.core.errors import PenstockError
+
+        args = make_parser().parse_args(argv)
     try:
         return int(args.run(args))
     except PenstockError as error:
@@ -81,12 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"penstock: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def _place(error: PenstockError, args: Namespace) -> str | None:
     """Where the setting that is wrong is given, unless that is a flag."""
+    from penstock.cli.settings import place_of
+    from penstock.core.errors import StartupError
+
     name = error.param
     if not hasattr(args, "config") or not isinstance(error, StartupError) or name in (None, "config"):
         return None
