@@ -87,6 +87,12 @@ class ArrivalPlan:
         return [base for base in bases if isinstance(base, Workload)]
 
     def _promised(self, workload: Workload) -> Workload:
+        for name in self.objectives:
+            if name not in workload.classes:
+                theirs = ", ".join(workload.classes) or "no class; give them some by mix"
+                raise InvalidRequest(
+                    f"objectives: no request is of class {name!r}; all are of {theirs}", param="objectives"
+                )
         promised = with_objectives(workload, self.objectives, self.objective_scale)
         if self.attainment is not None and not promised.objectives:
             raise InvalidRequest(
@@ -128,7 +134,7 @@ def with_classes(workload: Workload, shares: Mapping[str, float]) -> Workload:
         jobs = workload.generate(source)
         return [replace(job, kind=source.random.choices(names, weights)[0]) for job in jobs]
 
-    return replace(workload, generate=generate, objectives={})
+    return replace(workload, generate=generate, classes=names, objectives={})
 
 
 def with_objectives(workload: Workload, given: Mapping[str, Objective], scale: float) -> Workload:
@@ -198,7 +204,8 @@ def trace_workload(path: str) -> Workload:
 
     rate = len(entries) / span if span else float(len(entries))
     about = f"{len(entries)} requests in {span:g} s"
-    return Workload(f"trace {Path(path).stem}", about, "output_tok_s", generate, rate=rate)
+    classes = sorted({entry["class"] for entry in entries if "class" in entry})
+    return Workload(f"trace {Path(path).stem}", about, "output_tok_s", generate, rate=rate, classes=classes)
 
 
 def _trace_entry(where: str, line: str) -> dict[str, Any]:

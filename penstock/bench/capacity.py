@@ -42,6 +42,11 @@ class CapacitySearch:
             self.failed = rate
 
 
+def holds(share_met: float | None, attainment: float) -> bool:
+    """`share_met` of the requests with an objective. None: there was none of them, as may be where they are few."""
+    return share_met is None or share_met >= attainment
+
+
 def allowed_misses(requests: int, attainment: float) -> int:
     return int((1 - attainment) * requests + 1e-9)
 

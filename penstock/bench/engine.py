@@ -16,7 +16,7 @@ from typing import Any
 from penstock.bench.adapters import RandomAdapters
 from penstock.bench.architectures import ARCHITECTURES, write_architecture
 from penstock.bench.arrivals import ArrivalPlan, mix_needs_rate
-from penstock.bench.capacity import CapacitySearch
+from penstock.bench.capacity import CapacitySearch, holds
 from penstock.bench.html_report import write_html
 from penstock.bench.report import Result, announce, print_report, spoken_capacity, write_json
 from penstock.bench.runs import LoadedEngine, Run, better_run, pooled
@@ -132,7 +132,7 @@ class EngineBench:
         while (rate := search.next_rate()) is not None:
             workload = _as_in(variant, arrivals.workload(base, rate))
             run = self.engine.measure(variant.mode, workload, 0, attainment, variant.drafts)
-            search.record(rate, held=not run.stopped_early and (run.summary.share_met or 0.0) >= attainment)
+            search.record(rate, held=not run.stopped_early and holds(run.summary.share_met, attainment))
             announce(f"{workload.name} {variant.mode}", workload.metric, run.summary, run.stopped_early)
             results.append(self._result(workload, variant, [run]))
         return search.held, results

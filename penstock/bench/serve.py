@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from penstock.bench.arrivals import ArrivalPlan, mix_needs_rate
-from penstock.bench.capacity import CapacitySearch, allowed_misses
+from penstock.bench.capacity import CapacitySearch, allowed_misses, holds
 from penstock.bench.html_report import write_html
 from penstock.bench.measure import Timeline, summarise
 from penstock.bench.progress import Progress
@@ -144,7 +144,7 @@ async def find_capacity(
         # A seed of its own for each probe: the server may remember prefixes.
         own = replace(load, seed=load.seed + search.tried)
         result = await measure(server, arrivals.workload(base, rate), own, attainment)
-        held = not result.detail["stopped_early"] and (result.summary.share_met or 0.0) >= attainment
+        held = not result.detail["stopped_early"] and holds(result.summary.share_met, attainment)
         search.record(rate, held)
         results.append(result)
     return search.held, results
@@ -173,7 +173,9 @@ async def _run(args: Namespace) -> int:
         load = Load(seed, args.concurrency, args.requests, args.prompts == "ids", names_classes, tenants, args.targets)
         server = await connect(http, args.model, chat=args.chat, seed=load.seed)
         if arrivals.shares and not arrivals.objectives:
-            arrivals = replace(arrivals, objectives=await promised_objectives(http))
+            promised = await promised_objectives(http)
+            known = {name: objective for name, objective in promised.items() if name in arrivals.shares}
+            arrivals = replace(arrivals, objectives=known)
         workloads = arrivals.workloads(bases)
         if not server.ignore_eos:
             print("the server refuses ignore_eos: answers may end before their length", file=sys.stderr)

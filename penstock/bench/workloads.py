@@ -8,7 +8,7 @@ speculative decoding. The open-loop mixes also have arrival times and objectives
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -161,7 +161,8 @@ class Workload:
     generate: Callable[[Source], list[Job]]
     clients: int | None = None  # requests in flight; None: all of them at once
     rate: float | None = None  # arrivals a second of an open loop: requests come at their time, whatever has finished
-    objectives: Mapping[str, Objective] = field(default_factory=dict)  # by kind of job
+    classes: Sequence[str] = ()  # of the jobs, which their `kind` names; empty: they have none
+    objectives: Mapping[str, Objective] = field(default_factory=dict)  # by class
     sampling: str = "greedy"
     adapters: int = 0  # LoRA adapters, which the jobs use in turn
 
@@ -220,6 +221,7 @@ def mix_workload(name: str, rate: float, seconds: float) -> Workload:
         metric="share_met",
         generate=lambda source: source.arrivals(mix, rate, seconds),
         rate=rate,
+        classes=list(mix.objectives),
         objectives=mix.objectives,
     )
 

@@ -198,6 +198,29 @@ def test_capacity_search_prints_its_answer_and_stops_hopeless_probes(
     assert "no rate tried holds 99.0%" in (tmp_path / "r.html").read_text()
 
 
+def test_a_capacity_search_goes_on_where_no_request_with_an_objective_came(
+    scripted: ScriptedServer, tmp_path: Path
+) -> None:
+    options = ["--find-capacity", "--rate", "10", "--output-tokens", "2", "--probes", "3", "--seconds", "1"]
+    options += ["--mix", "rare=1e-9,usual=1", "--objectives", "rare=20000/20000"]
+    assert [result["rate"] for result in bench(scripted, tmp_path, *options)["results"]] == [10, 20, 40]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--mix", "chat=1", "--objectives", "chat=9/9,interactve=9/9"], "class 'interactve'; all are of chat"),
+        (["--objectives", "chat=9/9"], "class 'chat'; all are of no class; give them some by mix"),
+        (["--workload", "slo_mix", "--objectives", "chat=9/9"], "class 'chat'; all are of short, long"),
+    ],
+)
+def test_an_objective_of_a_class_without_requests_is_named(
+    scripted: ScriptedServer, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["bench", "serve", "--url", scripted.url, "--find-capacity", *options]) == 1
+    assert f"penstock: objectives: no request is of {said}\n" in capsys.readouterr().err
+
+
 async def test_a_vanished_server_is_an_error_of_each_request_not_of_the_run() -> None:
     async with HttpClient("http://127.0.0.1:9") as http:
         timelines = await closed_loop(Server(http, "m"), [Call("x", Job([1], 1))] * 2, clients=1)
