@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from penstock.core.engine import EngineInfo
 from penstock.core.errors import StartupError
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.upstream.launcher import UpstreamLauncher
-from penstock.fleet.upstream.settings import UpstreamConfig
+from penstock.fleet.upstream.settings import UpstreamConfig, UpstreamTimeouts
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server, start_server
 from tests.fleet.upstream.conftest import tokenizer as tokenizer
@@ -76,12 +78,18 @@ def test_no_model_can_start(tmp_path: Path, closed_port: int, processes: int) ->
     assert "Traceback" not in said
 
 
-async def test_an_upstream_is_joined_when_it_comes(tokenizer: Tokenizer, closed_port: int) -> None:
+@pytest.mark.parametrize("silent", [False, True], ids=["refuses", "accepts and says nothing"])
+async def test_an_upstream_is_joined_when_it_comes(tokenizer: Tokenizer, closed_port: int, silent: bool) -> None:
     expected = EngineInfo("m", 2048, tokenizer.vocab_size)
     fleet = Fleet("cloud")
-    launcher = UpstreamLauncher(UpstreamConfig(f"http://127.0.0.1:{closed_port}"), tokenizer)
+    config = UpstreamConfig(f"http://127.0.0.1:{closed_port}", timeouts=UpstreamTimeouts(check=1))
+    launcher = UpstreamLauncher(config, tokenizer)
     try:
-        assert (await fleet.start([launcher], expected=expected)).startswith("cloud: http://")
+        with socket.create_server(("127.0.0.1", closed_port)) if silent else nullcontext():
+            async with asyncio.timeout(30):
+                said = await fleet.start([launcher], expected=expected)
+        assert said.startswith("cloud: http://")
+        assert ("/v1/models was not answered within 1 s" in said) == silent
         assert (fleet.info, fleet.health().ok) == (expected, False)
         with StoryServer().running(closed_port):
             await fleet.until_ready()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
-from penstock.client.http import HttpClient
+from penstock.client.http import HttpClient, Response
 from penstock.core.errors import InvalidRequest, StartupError, Unavailable
 from penstock.core.request import GenerateRequest, SamplingParams, TokenLogprob
 from penstock.fleet.upstream.capabilities import Capabilities
@@ -31,6 +32,7 @@ from penstock.fleet.upstream.protocol import (
     Piece,
     Usage,
     collect,
+    described,
     finish_reason,
     status_error,
 )
@@ -39,6 +41,8 @@ from penstock.fleet.upstream.settings import UpstreamConfig
 
 PATH = "/v1/completions"
 MODELS = "/v1/models"
+
+Get = Callable[[str], Awaitable[Response]]
 
 
 class OpenAIProtocol:
@@ -52,12 +56,13 @@ class OpenAIProtocol:
     # ------------------------------------------------------------ probing
 
     async def probe(self, http: HttpClient) -> Found:
-        card = await self._model_card(http)
-        server = await self._server(http, card)
+        get = partial(described, http, seconds=self._config.timeouts.check)
+        card = await self._model_card(http.url, get)
+        server = await self._server(get, card)
         dialect, model = DIALECTS[server], str(card["id"])
         if self._config.capabilities.token_ids_out is False:
             dialect = dialect.without_token_ids()
-        max_model_len = self._config.max_model_len or await _context_length(http, card)
+        max_model_len = self._config.max_model_len or await _context_length(get, card)
         if max_model_len is None:
             raise StartupError(f"{http.url} does not say how long its context is", param="max_model_len")
 
@@ -78,13 +83,13 @@ class OpenAIProtocol:
             params=frozenset(dialect.fields),
             grammars=frozenset(dialect.grammars if dialect.grammars and await heeds_grammar(ask, prompt) else ()),
         )
-        path = self._config.health_path or ("/health" if (await http.get("/health")).status == 200 else MODELS)
+        path = self._config.health_path or ("/health" if (await get("/health")).status == 200 else MODELS)
         return Found(server, model, max_model_len, path, dialect, found.overridden(self._config.capabilities))
 
-    async def _model_card(self, http: HttpClient) -> Mapping[str, Any]:
-        response = await http.get(MODELS)
+    async def _model_card(self, url: str, get: Get) -> Mapping[str, Any]:
+        response = await get(MODELS)
         if response.status != 200:
-            raise Unavailable(f"{http.url}{MODELS} answers {response.status}: {response.error_message}")
+            raise Unavailable(f"{url}{MODELS} answers {response.status}: {response.error_message}")
         listed = response.json()
         cards = listed.get("data") if isinstance(listed, dict) else None
         named = [card for card in cards or [] if isinstance(card, dict) and "id" in card]
@@ -92,16 +97,14 @@ class OpenAIProtocol:
         for card in named:
             if wanted in (None, card["id"]):
                 return card
-        raise Unavailable(
-            f"{http.url} serves {', '.join(str(card['id']) for card in named) or 'nothing'}, not {wanted}"
-        )
+        raise Unavailable(f"{url} serves {', '.join(str(card['id']) for card in named) or 'nothing'}, not {wanted}")
 
-    async def _server(self, http: HttpClient, card: Mapping[str, Any]) -> str:
+    async def _server(self, get: Get, card: Mapping[str, Any]) -> str:
         if self._config.server != "auto":
             return self._config.server
         if (known := BY_OWNER.get(str(card.get("owned_by")))) is not None:
             return known
-        response = await http.get("/info")
+        response = await get("/info")
         return "tgi" if response.status == 200 and b'"max_total_tokens"' in response.body else "openai"
 
     async def _first_trial(self, http: HttpClient, ask: Ask) -> tuple[Prompt, list[Piece]]:
@@ -212,12 +215,12 @@ def _reported(error: Any) -> Exception:
     return status_error(code if isinstance(code, int) else 500, str(error.get("message") or error), {})
 
 
-async def _context_length(http: HttpClient, card: Mapping[str, Any]) -> int | None:
+async def _context_length(get: Get, card: Mapping[str, Any]) -> int | None:
     """vLLM, SGLang and Penstock say it in the list of models, llama.cpp in /props, TGI in /info."""
     if isinstance(length := card.get("max_model_len"), int):
         return length
     for path, keys in (("/props", ("default_generation_settings", "n_ctx")), ("/info", ("max_total_tokens",))):
-        response = await http.get(path)
+        response = await get(path)
         value: Any = response.json() if response.status == 200 and response.body.startswith(b"{") else None
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None

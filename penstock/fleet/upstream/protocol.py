@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.client.http import HttpClient, StreamingResponse
+from penstock.client.http import HttpClient, Response, StreamingResponse
 from penstock.core.errors import InvalidRequest, Overloaded, PenstockError, Unavailable
 from penstock.core.request import FinishReason, GenerateRequest, TokenLogprob
 from penstock.fleet.upstream.capabilities import Capabilities
@@ -80,6 +81,15 @@ def finish_reason(word: str | None) -> FinishReason | None:
     if word not in _FINISH:
         raise Unavailable(f"the upstream ended the request: {word}", code="aborted")
     return _FINISH[word]
+
+
+async def described(http: HttpClient, path: str, seconds: float) -> Response:
+    """What a server says of itself. It computes nothing for that, so it takes no longer than a health check."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await http.get(path)
+    except TimeoutError:
+        raise Unavailable(f"{path} was not answered within {seconds:g} s", code="timeout") from None
 
 
 async def collect(http: HttpClient, protocol: UpstreamProtocol, path: str, body: Mapping[str, Any]) -> list[Piece]:

@@ -16,7 +16,7 @@ from penstock.core.request import GenerateRequest, SamplingParams
 from penstock.fleet.upstream.capabilities import OPTIONAL_PARAMS, Capabilities
 from penstock.fleet.upstream.dialects import Dialect
 from penstock.fleet.upstream.probing import TRIAL_PROMPT, TRIAL_TOKENS, Prompt, continues_text, heeds_seed
-from penstock.fleet.upstream.protocol import Found, Piece, collect, finish_reason, status_error
+from penstock.fleet.upstream.protocol import Found, Piece, collect, described, finish_reason, status_error
 from penstock.fleet.upstream.retokenizer import Vocabulary
 from penstock.fleet.upstream.settings import UpstreamConfig
 
@@ -38,11 +38,11 @@ class TritonProtocol:
     async def probe(self, http: HttpClient) -> Found:
         if self._config.max_model_len is None:
             raise StartupError("max_model_len must be set: a Triton server does not say it", param="max_model_len")
-        metadata = await _get(http, self._model)
+        metadata = await self._described(http, self._model)
         inputs, outputs = ({tensor["name"] for tensor in metadata.get(side, [])} for side in ("inputs", "outputs"))
         self._check_tensor("text_input", self._tensors.text_input, inputs)
         self._check_tensor("text_output", self._tensors.text_output, outputs)
-        backend = str((await _get(http, f"{self._model}/config")).get("backend", ""))
+        backend = str((await self._described(http, f"{self._model}/config")).get("backend", ""))
         parameters = dict(self._tensors.parameters or _known_parameters(backend, inputs))
         self._max_tokens = parameters.pop("max_tokens", "max_tokens")
         dialect = Dialect(parameters, neutral_sent=False, seeds=SEEDS)
@@ -68,6 +68,13 @@ class TritonProtocol:
             dialect=dialect,
             capabilities=capabilities.overridden(self._config.capabilities),
         )
+
+    async def _described(self, http: HttpClient, path: str) -> Mapping[str, Any]:
+        response = await described(http, path, self._config.timeouts.check)
+        value = response.json() if response.status == 200 else None
+        if not isinstance(value, dict):
+            raise Unavailable(f"{http.url}{path} answers {response.status}: {response.error_message}")
+        return value
 
     def _check_tensor(self, setting: str, name: str, names: set[str]) -> None:
         if name not in names:
@@ -108,11 +115,3 @@ def _known_parameters(backend: str, inputs: set[str]) -> dict[str, str]:
         return {name: name for name in ("max_tokens", *_SCALARS)}
     found = {name: name for name in ("max_tokens", *_SCALARS) if name in inputs}
     return {name: other for name, other in _OTHER_NAMES.items() if other in inputs} | found
-
-
-async def _get(http: HttpClient, path: str) -> Mapping[str, Any]:
-    response = await http.get(path)
-    value = response.json() if response.status == 200 else None
-    if not isinstance(value, dict):
-        raise Unavailable(f"{http.url}{path} answers {response.status}: {response.error_message}")
-    return value
