@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.source import HUB_ID, Checkpoint, resolve
+from penstock.core.engine import EngineInfo, Task
 from penstock.core.errors import StartupError
 
 if TYPE_CHECKING:
-    from penstock.core.engine import EngineInfo
+    from penstock.engine.settings import EngineConfig
     from penstock.fleet.settings import ModelConfig
     from penstock.text.tokenizer import Tokenizer
 
@@ -28,14 +31,37 @@ def tokenizer_of(model: str) -> tuple[Checkpoint, Tokenizer]:
     return checkpoint, load_tokenizer(checkpoint)
 
 
-def for_upstreams(model: str, config: ModelConfig) -> tuple[Tokenizer, EngineInfo | None]:
-    """The tokenizer that a model's upstreams need, and what they are taken to be before they can be asked."""
-    from penstock.fleet.build import expected_of_upstreams
-    from penstock.models.config import read_config
-
+def for_others(model: str, config: ModelConfig) -> tuple[Tokenizer, EngineInfo | None]:
+    """The tokenizer that a model's upstreams need, and what they and the workers of other machines are taken to be
+    before they can be asked. None: nobody says how long the context is."""
     checkpoint, tokenizer = tokenizer_of(model)
     try:
-        longest = read_config(checkpoint).max_position
+        here = _as_computed_here(checkpoint, config.engine, tokenizer.vocab_size)
     except StartupError:  # of an architecture that runs elsewhere alone
-        longest = None
-    return tokenizer, expected_of_upstreams(checkpoint.name, config, tokenizer.vocab_size, longest)
+        here = None
+    given = [upstream.max_model_len for upstream in config.upstreams]
+    if config.workers:
+        given.append(config.engine.max_model_len)
+    longest = max(length or (here.max_model_len if here else 0) for length in given)
+    if here is None or not config.workers:
+        here = EngineInfo(checkpoint.name, longest, tokenizer.vocab_size)
+    return tokenizer, replace(here, max_model_len=longest) if longest else None
+
+
+def _as_computed_here(checkpoint: Checkpoint, config: EngineConfig, vocab_size: int) -> EngineInfo:
+    """Raises StartupError where Penstock cannot compute it."""
+    from penstock.models.config import read_config, sampling_defaults
+    from penstock.models.encoder_config import encoder_architecture, read_encoder_config
+    from penstock.runner.encoder_startup import decoder_pooling
+
+    revision = secrets.token_hex(8)  # until it is known, so that no stored answer passes for one of it
+    info = EngineInfo(checkpoint.name, 0, vocab_size, revision)
+    if encoder_architecture(checkpoint) is not None:
+        encoder = read_encoder_config(checkpoint.path)
+        task: Task = "score" if encoder.labels else "embed"
+        return replace(info, max_model_len=encoder.max_position, task=task, width=encoder.labels or encoder.hidden_size)
+    decoder = read_config(checkpoint)
+    sampling = sampling_defaults(checkpoint.name, decoder, config.sampling_defaults)
+    info = replace(info, max_model_len=decoder.max_position, sampling_defaults=sampling)
+    pools = decoder_pooling(checkpoint, config) is not None
+    return replace(info, task="embed", width=decoder.hidden_size) if pools else info

@@ -21,7 +21,7 @@ import uvloop
 
 from penstock.cache.brokered import BrokeredTier
 from penstock.cache.build import AnswerCache
-from penstock.cli.checkpoints import for_upstreams, label_of
+from penstock.cli.checkpoints import for_others, label_of
 from penstock.cli.serve import SharedParts, serve_fleets
 from penstock.core.engine import EngineInfo, Task
 from penstock.core.errors import PenstockError
@@ -159,8 +159,8 @@ async def _start(
     if told["info"] is not None:
         fleet.info = msgspec.convert(told["info"], EngineInfo)
     tokenizer = expected = None
-    if config.upstreams:
-        tokenizer, expected = await asyncio.to_thread(for_upstreams, config.model or name, config)
+    if config.upstreams or config.workers:
+        tokenizer, expected = await asyncio.to_thread(for_others, config.model or name, config)
     launchers = [*map(brokered, replicas), *elsewhere(config, tokenizer)]
     return await start(fleet, launchers, config, settings.server.drain_seconds, replicas, expected)
 

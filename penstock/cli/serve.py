@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from penstock.checkpoint.source import DEFAULT_MODEL
-from penstock.cli.checkpoints import for_upstreams, label_of, tokenizer_of
+from penstock.cli.checkpoints import for_others, label_of, tokenizer_of
 from penstock.cli.environment import API_KEY, RAY_ADDRESS, ray_address
 from penstock.cli.settings import file_and_environment
 from penstock.core.errors import StartupError
@@ -218,9 +218,10 @@ async def _serve_here(settings: Settings, on: Place) -> int:
         starts = []
         for name, config in settings.served.items():
             stack.push_async_callback(fleets[name].stop)
-            # The longest part of a cold start, so all else is done meanwhile. Upstreams need a tokenizer first.
+            # The longest part of a cold start, so all else is done meanwhile. Others' replicas need a tokenizer first.
             checkpoint = config.model or name
-            ready = None if config.upstreams else launchers(checkpoint, config, None, server.logs, new_launcher)
+            here = config.local_replicas and not config.upstreams
+            ready = launchers(checkpoint, config, None, server.logs, new_launcher) if here else None
             starting = asyncio.create_task(_start(fleets[name], checkpoint, config, ready, server, new_launcher))
             stack.callback(starting.cancel)
             starts.append(starting)
@@ -329,7 +330,7 @@ async def _start(
 
     expected = None
     if ready is None:
-        tokenizer, expected = await asyncio.to_thread(for_upstreams, checkpoint, config)
+        tokenizer, expected = await asyncio.to_thread(for_others, checkpoint, config)
         ready = launchers(checkpoint, config, tokenizer, server.logs, new_launcher)
     return await start(fleet, ready, config, server.drain_seconds, expected=expected)
 

@@ -61,13 +61,6 @@ async def start(
     return ""
 
 
-def expected_of_upstreams(name: str, config: ModelConfig, vocab_size: int, longest: int | None) -> EngineInfo | None:
-    """What upstreams are taken to be before they can be asked. `longest`: the context that the checkpoint was made for.
-    None: nobody says how long that is."""
-    lengths = [length for upstream in config.upstreams if (length := upstream.max_model_len or longest) is not None]
-    return EngineInfo(name, max(lengths), vocab_size) if lengths else None
-
-
 def local_launcher(checkpoint: str, config: ModelConfig, number: int, logs: LogConfig) -> Launcher:
     """Of the replica with this number. Replicas that share a GPU get equal shares of its memory."""
     devices, engine = config.devices, config.engine

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from penstock.core.engine import ServedEngine
-from penstock.core.errors import PenstockError, StartupError
+from penstock.core.errors import PenstockError, StartupError, Unavailable
 from penstock.core.request import GenerateRequest
 from penstock.worker.client import WorkerClient
 from penstock.worker.control import send_gateway
@@ -297,7 +297,7 @@ class RemoteLauncher:
                 connection = await connect_over_network(*self._address, self._secret)
                 return RemoteInstance(await WorkerClient.connect(connection))
         except (OSError, TimeoutError) as error:
-            raise StartupError(f"no worker answers at {self.place}: {error or 'timed out'}") from error
+            raise Unavailable(f"no worker answers at {self.place}: {error or 'timed out'}") from error
 
 
 async def connect_over_network(host: str, port: int, secret: str) -> socket.socket:

@@ -13,8 +13,8 @@ from typing import Any
 from penstock.checkpoint.end_tokens import gguf_end_ids, tokenizer_end_id
 from penstock.checkpoint.gguf import GGUFFile
 from penstock.checkpoint.source import BUILT_IN, Checkpoint
-from penstock.core.errors import StartupError
-from penstock.core.request import RECOMMENDED
+from penstock.core.errors import InvalidRequest, StartupError
+from penstock.core.request import RECOMMENDED, SamplingParams
 
 SUPPORTED = (
     "LlamaForCausalLM",
@@ -219,6 +219,20 @@ def _sampling(recommended: Mapping[str, Any]) -> dict[str, float]:
     """As vLLM reads it: `do_sample` is ignored, for temperature 0 says the same. GGUF's float32 are rounded back."""
     given = {name: value for name, value in recommended.items() if type(value) in (int, float)}
     return {name: int(value) if name == "top_k" else round(value, 6) for name, value in given.items()}
+
+
+def sampling_defaults(name: str, model: ModelConfig, given: Mapping[str, Any]) -> SamplingParams:
+    """Of requests that do not say: what the settings give, else what the model's authors recommend, else OpenAI's."""
+    values = {**model.sampling, **given}
+    if not 0 <= values.get("top_k", 0) < model.vocab_size:  # -1 is a common spelling of "all tokens"
+        values["top_k"] = 0
+    try:
+        return SamplingParams(**values)
+    except InvalidRequest as error:
+        raise StartupError(
+            f"{name} recommends a {error.message}; say another in engine.sampling_defaults",
+            param="engine.sampling_defaults",
+        ) from None
 
 
 def _ids(*values: int | list[int] | None) -> tuple[int, ...]:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, cast
 from penstock.checkpoint.revision import revision
 from penstock.checkpoint.source import Checkpoint, is_on_hub, resolve
 from penstock.core.engine import EngineInfo
-from penstock.core.errors import InvalidRequest, StartupError
+from penstock.core.errors import StartupError
 from penstock.core.machine import keep_compiled, keep_kernels, usable_cpus, with_niceness
 from penstock.core.onednn import cap_onednn
-from penstock.core.request import SamplingParams
 from penstock.core.start_times import StartTimes
 from penstock.engine.executor import HostMemory, LoadedExecutor
 from penstock.engine.limits import SchedulerLimits
@@ -24,7 +23,7 @@ from penstock.engine.settings import EngineConfig
 from penstock.engine.step_time import kept_step_times
 from penstock.kernels.native.bindings import KVFormat, Scheme, isa
 from penstock.kernels.native.shape import native_block_bytes, unsupported_reason
-from penstock.models.config import ModelConfig, read_config
+from penstock.models.config import ModelConfig, read_config, sampling_defaults
 from penstock.models.encoder_config import encoder_architecture
 from penstock.models.pooling import Pooling
 from penstock.runner.device import DeviceKind, device_of, need
@@ -132,7 +131,7 @@ def start(
         return start_encoder(checkpoint, config, device, times)
     plan = planned(checkpoint, config, device, progress, times)
     model_config = plan.model
-    sampling = _sampling_defaults(checkpoint, model_config, config)
+    sampling = sampling_defaults(checkpoint.name, model_config, config.sampling_defaults)
     # First: what it leaves of the memory is the KV cache's.
     native, drafter = device == "cpu" and cpu_scheme(plan) is not None, None
     if plan.pooling is None:
@@ -187,20 +186,6 @@ def _limits(plan: _Plan, executor: LoadedExecutor) -> SchedulerLimits:
         kv_token_bytes=memory.cache // (executor.num_blocks * config.block_size),
         query_tile=_TILE_ROWS * model.num_kv_heads // model.num_heads if plan.device_kind == "cuda" else 1,
     )
-
-
-def _sampling_defaults(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig) -> SamplingParams:
-    """What the settings say, else what the model's authors recommend, else OpenAI's."""
-    values = {**model.sampling, **config.sampling_defaults}
-    if not 0 <= values.get("top_k", 0) < model.vocab_size:  # -1 is a common spelling of "all tokens"
-        values["top_k"] = 0
-    try:
-        return SamplingParams(**values)
-    except InvalidRequest as error:
-        raise StartupError(
-            f"{checkpoint.name} recommends a {error.message}; say another in engine.sampling_defaults",
-            param="engine.sampling_defaults",
-        ) from None
 
 
 def _cpu_executor(plan: _Plan) -> LoadedExecutor:

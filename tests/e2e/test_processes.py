@@ -226,8 +226,9 @@ def test_what_cannot_start_says_why() -> None:
 
 
 @contextmanager
-def worker_on_its_own(secret: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "penstock.cli.main", "worker", "--listen", "127.0.0.1:0", "--kv-memory-gib", "0.2"]
+def worker_on_its_own(secret: str, port: int = 0) -> Iterator[str]:
+    place = ("--listen", f"127.0.0.1:{port}")
+    command = [sys.executable, "-m", "penstock.cli.main", "worker", *place, "--kv-memory-gib", "0.2"]
     process = subprocess.Popen(
         command, env={**os.environ, "PENSTOCK_WORKER_SECRET": secret}, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""Models whose upstream is down, beside one that works."""
+"""Models whose upstreams and workers on other machines are down, beside one that works."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from penstock.fleet.upstream.launcher import UpstreamLauncher
 from penstock.fleet.upstream.settings import UpstreamConfig, UpstreamTimeouts
 from penstock.text.tokenizer import Tokenizer
 from tests.conftest import Server, start_server
+from tests.e2e.test_processes import worker_on_its_own
 from tests.fleet.upstream.conftest import tokenizer as tokenizer
 from tests.fleet.upstream.scripted_server import StoryServer
 
@@ -67,14 +68,40 @@ def test_the_others_are_served(tmp_path: Path, closed_port: int, processes: int)
     assert f"serving without cloud: http://127.0.0.1:{closed_port}: " in "".join(server.log)
 
 
+def far(port: int) -> dict[str, Any]:
+    return {"model": "smollm2-135m", "workers": [f"tcp://127.0.0.1:{port}"]}
+
+
 @pytest.mark.parametrize("processes", [1, 2])
-def test_no_model_can_start(tmp_path: Path, closed_port: int, processes: int) -> None:
+def test_a_worker_elsewhere_is_joined_when_it_comes(
+    tmp_path: Path, closed_port: int, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_WORKER_SECRET", "correct-horse")
+    models = {"good": {"model": "smollm2-135m"}, "far": far(closed_port)}
+    server = serve(tmp_path, models, processes, failover={"wait_seconds": 3600})
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as http:
+            answer = http.get("/health")
+            assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+            assert "far: no replica is running" in answer.json()["detail"]
+            asked = {"prompt": "Once", "max_tokens": 2}
+            assert http.post("/v1/completions", json={"model": "good", **asked}).status_code == 200
+            with worker_on_its_own("correct-horse", closed_port):
+                answer = http.post("/v1/completions", json={"model": "far", **asked})
+                assert (answer.status_code, answer.headers["x-penstock-replica"]) == (200, "far-0")
+    finally:
+        server.stop()
+    assert f"serving without far: no worker answers at tcp://127.0.0.1:{closed_port}: " in "".join(server.log)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_model_can_start(tmp_path: Path, closed_port: int, processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_WORKER_SECRET", "correct-horse")
     with pytest.raises(AssertionError, match="exit code 1") as caught:
-        serve(tmp_path, {"cloud": cloud(closed_port), "other": cloud(closed_port)}, processes)
+        serve(tmp_path, {"cloud": cloud(closed_port), "far": far(closed_port)}, processes)
     said = str(caught.value)
-    url = f"http://127.0.0.1:{closed_port}"
-    assert f"no model can start: cloud: {url}: " in said
-    assert f"; other: {url}: " in said
+    assert f"no model can start: cloud: http://127.0.0.1:{closed_port}: " in said
+    assert f"; far: no worker answers at tcp://127.0.0.1:{closed_port}: " in said
     assert "Traceback" not in said
 
 

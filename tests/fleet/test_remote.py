@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from penstock.core.errors import StartupError
+from penstock.core.errors import StartupError, Unavailable
 from penstock.core.request import GenerateRequest, SamplingParams
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import RemoteLauncher
@@ -110,7 +110,7 @@ async def test_who_is_no_gateway_gets_nothing() -> None:
 async def test_a_place_where_nobody_listens_says_so() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(StartupError, match=f"no worker answers at tcp://127.0.0.1:{port}"):
+    with pytest.raises(Unavailable, match=f"no worker answers at tcp://127.0.0.1:{port}"):
         await RemoteLauncher("127.0.0.1", port, SECRET).launch()
 
 
