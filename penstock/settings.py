@@ -10,6 +10,7 @@ from penstock.autoscaling.settings import AutoscaleConfig
 from penstock.batches.settings import BatchesConfig
 from penstock.cache.settings import CacheConfig
 from penstock.checkpoint.source import DEFAULT_MODEL
+from penstock.core.setting_paths import MODEL, PATH, STATE
 from penstock.core.settings import check, convert_section
 from penstock.core.suggest import did_you_mean
 from penstock.engine.settings import EngineConfig
@@ -30,7 +31,6 @@ from penstock.observability.settings import ObservabilityConfig
 from penstock.queues.settings import ConsumeConfig
 from penstock.state import settings as state_settings
 
-
 OF_ONE_MODEL = ("model", "replicas")  # settings that cannot be given beside `models`
 
 
@@ -38,11 +38,11 @@ OF_ONE_MODEL = ("model", "replicas")  # settings that cannot be given beside `mo
 class Settings:
     """What a settings file holds, with the defaults of what it leaves out."""
 
-    model: str = field(default=DEFAULT_MODEL, metadata={"expected": "a name or a path"})
+    model: str = field(default=DEFAULT_MODEL, metadata=MODEL)
     replicas: int = 1  # worker processes that serve it
     standby: int = 0  # worker processes kept prepared, for each model
     adapters: tuple[AdapterConfig, ...] = ()  # LoRA adapters of the one model
-    adapter_folder: str | None = None  # these two: of every model that does not say
+    adapter_folder: str | None = field(default=None, metadata=PATH)  # these two: of every model that does not say
     adapter_paths: AdapterPaths = "folder"
     models: Mapping[str, ModelConfig] = field(  # in place of `model`, several of them by name
         default_factory=dict, metadata={"expected": "a mapping of names to models"}
@@ -60,7 +60,7 @@ class Settings:
     default_class: str | None = None  # of requests that name none; default: standard
     cache: CacheConfig = field(default_factory=CacheConfig)
     state: str | None = field(  # default: SQLite in the state folder
-        default=None, metadata={"expected": state_settings.EXPECTED}
+        default=None, metadata={**STATE, "expected": state_settings.EXPECTED}
     )
     batches: BatchesConfig = field(default_factory=BatchesConfig)
     consume: ConsumeConfig | None = None  # a queue that requests come from

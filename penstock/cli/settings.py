@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.environment import set_by, settings_from_environment
 from penstock.core.errors import StartupError
+from penstock.core.setting_paths import with_absolute_paths
+from penstock.settings import Settings
 
 if TYPE_CHECKING:
     import yaml
@@ -19,7 +22,7 @@ def file_and_environment(path: str | None) -> dict[str, Any]:
 
 
 def read_yaml(path: str | None) -> dict[str, Any]:
-    """The contents of a settings file; empty without a file."""
+    """The contents of a settings file, in which relative paths begin at its folder; empty without a file."""
     if path is None:
         return {}
     import yaml
@@ -38,7 +41,9 @@ def read_yaml(path: str | None) -> dict[str, Any]:
         raise StartupError(f"{path} is not valid YAML: {error}", param="config") from error
     if not isinstance(values, dict):
         raise StartupError(f"{path} must hold a mapping with model, engine and server", param="config")
-    return values
+    folder = os.path.dirname(os.path.abspath(path)) if os.path.isfile(path) else os.getcwd()  # a pipe has none
+    absolute: dict[str, Any] = with_absolute_paths(Settings, values, folder)
+    return absolute
 
 
 def place_of(name: str, file: str | None) -> str | None:

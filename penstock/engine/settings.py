@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.request import RECOMMENDED, SamplingParams
+from penstock.core.setting_paths import MODEL
 from penstock.core.settings import check, check_choice
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -25,7 +26,7 @@ class SpeculationConfig:
 
     # suffix: look up repeated text; draft: ask a smaller model; early_exit: ask the model's own first layers; off
     method: SpeculationMethod = "suffix"
-    model: str = field(default="", metadata={"expected": "a name or a path"})  # that drafts
+    model: str = field(default="", metadata=MODEL)  # that drafts
     quantization: Literal["auto", "none", "int8", "int4"] = "auto"  # of that model's weights; auto: int8
     layers: int | None = None  # that draft with early_exit; default: what the checkpoint says
     max_tokens: int = 15  # of one draft; how many pay is decided for every step

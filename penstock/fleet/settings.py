@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
 
 from penstock.autoscaling.settings import AutoscaleConfig
+from penstock.core.setting_paths import MODEL, PATH
 from penstock.core.settings import check, check_choice
 from penstock.engine.settings import EngineConfig
 from penstock.fleet.ray.settings import ResourcesConfig
@@ -90,7 +91,7 @@ class AdapterConfig:
     """A LoRA adapter of a model, which clients name in `model` as they do the model itself."""
 
     name: str = ""
-    path: str = ""  # the folder that PEFT wrote
+    path: str = field(default="", metadata=PATH)  # the folder that PEFT wrote
     aliases: tuple[str, ...] = ()  # other names that clients may use
 
     def __post_init__(self) -> None:
@@ -105,7 +106,7 @@ class ModelConfig:
     """A model, and the replicas that serve it: worker processes here, workers on other machines, other servers. Or a
     virtual model, with `versions` or a `cascade` in place of all that: its requests go to other models."""
 
-    model: str | None = field(default=None, metadata={"expected": "a name or a path"})  # default: its key in `models`
+    model: str | None = field(default=None, metadata=MODEL)  # default: its key in `models`
     aliases: tuple[str, ...] = ()  # other names that clients may use; with a *, as claude-*, all that match
     replicas: int | None = None  # worker processes here; default: one, or none beside workers and upstreams
     autoscale: AutoscaleConfig | None = None  # in place of `replicas`: as many as the load needs
@@ -116,7 +117,8 @@ class ModelConfig:
     devices: tuple[str, ...] = ()  # GPUs or MIG instances by id, for one replica after the other; default: all
     resources: ResourcesConfig = field(default_factory=ResourcesConfig)  # of each replica on a Ray cluster
     adapters: tuple[AdapterConfig, ...] = ()  # LoRA adapters, served from the start
-    adapter_folder: str | None = None  # every folder in it is an adapter of its name; more are loaded from there
+    # Every folder in it is an adapter of its name; more are loaded from there.
+    adapter_folder: str | None = field(default=None, metadata=PATH)
     adapter_paths: AdapterPaths = "folder"  # what may be loaded at run time; any: from wherever a request says
     tool_parser: ToolFormatName | Literal["auto", "none"] = "auto"  # of its tool calls; auto: as its template has them
     reasoning_parser: ReasoningFormatName | Literal["auto", "none"] = "auto"

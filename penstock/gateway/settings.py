@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from penstock.cache.settings import CacheConfig
+from penstock.core.setting_paths import PATH
 from penstock.core.settings import check, convert_section
 from penstock.engine.settings import EngineConfig
 from penstock.fleet.settings import ModelConfig
@@ -25,8 +26,8 @@ class TlsConfig:
     """Files in PEM: the certificate with those of its issuers below the root, and its private key, not encrypted. Both
     are read again within seconds of a change."""
 
-    cert: str = ""
-    key: str = ""
+    cert: str = field(default="", metadata=PATH)
+    key: str = field(default="", metadata=PATH)
 
     def __post_init__(self) -> None:
         for name in ("cert", "key"):
@@ -159,7 +160,8 @@ class PriceConfig:
 class JwtConfig:
     """Bearer tokens of an identity provider, beside Penstock's own keys."""
 
-    key_file: str = ""  # PEM public key for RS and ES algorithms, the shared secret for HS
+    # PEM public key for RS and ES algorithms, the shared secret for HS
+    key_file: str = field(default="", metadata=PATH)
     jwks_url: str = ""  # instead: where the issuer publishes its public keys
     issuer: str = ""
     audience: str = ""
