@@ -27,6 +27,7 @@ An error knows its HTTP status and whether sending the same request again can he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 
 class PenstockError(Exception):
@@ -49,8 +50,19 @@ class InvalidRequest(PenstockError):
 
 
 class ContextTooLong(InvalidRequest):
+    """Client libraries know it by words of its message rather than by its code: see `beyond`."""
+
     code = "context_length_exceeded"
     param = "messages"
+    excess = ""  # "600 tokens > 511 maximum", as Anthropic says it; empty: only the message is known
+
+    @classmethod
+    def beyond(cls, limit: int, however: str, *, param: str, excess: str = "") -> Self:
+        """In OpenAI's words. `limit`: tokens of prompt and output together; `however`: what is wrong with this request,
+        and the way out."""
+        error = cls(f"This model's maximum context length is {limit} tokens. However, {however}", param=param)
+        error.excess = excess
+        return error
 
 
 class RequestTooLarge(InvalidRequest):

@@ -49,17 +49,18 @@ class SchedulerLimits:
         if self.pools and request.params.max_tokens != 0:
             raise InvalidRequest("this model computes vectors and generates no text", param="model")
         if len(request.prompt) - self.pools >= self.longest_sequence:
-            raise ContextTooLong(
-                f"the prompt has {len(request.prompt)} tokens; this server holds at most {self.longest_sequence} "
-                f"tokens per request{'' if self.pools else ', prompt and output together'}",
+            tokens, most = len(request.prompt), self.longest_sequence - (not self.pools)
+            left = "" if self.pools else ", and at least one must be left for the output"
+            raise ContextTooLong.beyond(
+                self.longest_sequence,
+                f"there are {tokens} tokens in the prompt{left}; shorten the prompt",
                 param="prompt",
+                excess=f"{tokens} tokens > {most} maximum",
             )
         if len(request.prompt) + len(request.output) > self.longest_sequence:
-            raise ContextTooLong(
-                f"prompt and output have {len(request.prompt) + len(request.output)} tokens; this server holds at most "
-                f"{self.longest_sequence} tokens per request",
-                param="output",
-            )
+            tokens = len(request.prompt) + len(request.output)
+            however = f"there are {tokens} tokens in prompt and output"
+            raise ContextTooLong.beyond(self.longest_sequence, however, param="output")
         if request.adapter is not None and not self.max_adapters:
             raise InvalidRequest("this engine runs without LoRA adapters", param="model")
         params = request.params

@@ -96,5 +96,7 @@ def test_a_class_with_an_objective_goes_first() -> None:
 
 def test_a_prompt_may_fill_the_window_and_no_more() -> None:
     run([[1] * WINDOW])
-    with pytest.raises(ContextTooLong, match=r"17 tokens; this server holds at most 16 tokens per request$"):
+    with pytest.raises(
+        ContextTooLong, match=r"is 16 tokens\. However, there are 17 tokens in the prompt; shorten the prompt$"
+    ):
         run([[1] * (WINDOW + 1)])

@@ -101,8 +101,11 @@ class Upstream:
 
     def refusal(self, request: GenerateRequest) -> PenstockError | None:
         """What `submit` would raise for this request without asking the server."""
-        if len(request.prompt) >= self.info.max_model_len:
-            return ContextTooLong(f"the prompt must be shorter than {self.info.max_model_len} tokens")
+        tokens, limit = len(request.prompt), self.info.max_model_len
+        if tokens >= limit:
+            however = f"there are {tokens} tokens in the prompt, and at least one must be left for the output"
+            excess = f"{tokens} tokens > {limit - 1} maximum"
+            return ContextTooLong.beyond(limit, f"{however}; shorten the prompt", param="messages", excess=excess)
         return self.capabilities.refusal(request)
 
     async def submit(self, request: GenerateRequest) -> AsyncGenerator[Chunk, None]:

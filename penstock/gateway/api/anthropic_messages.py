@@ -6,6 +6,7 @@ import msgspec
 
 from penstock.core.errors import (
     BudgetSpent,
+    ContextTooLong,
     Forbidden,
     NotFound,
     Overloaded,
@@ -54,7 +55,9 @@ class AnthropicErrors:
 
     def body(self, error: PenstockError, request_id: str) -> bytes:
         message, param = renamed(error, NAMES)
-        if param is not None and param not in message:
+        if isinstance(error, ContextTooLong):
+            message = f"prompt is too long: {error.excess + '. ' if error.excess else ''}{message}"
+        elif param is not None and param not in message:
             message = f"{param}: {message}"
         kind = next((kind for of, kind in self._KINDS if isinstance(error, of)), None)
         if kind is None:

@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import RANGES
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.generation import Emit
 from penstock.gateway.api.logprobs import chat_logprobs, prompt_logprobs
@@ -33,7 +34,7 @@ from penstock.gateway.api.openai_types import (
     TokenizeRequest,
     Usage,
 )
-from penstock.gateway.api.reading import BlamedOn, Bounds, ModelText, Prompt, Terms
+from penstock.gateway.api.reading import BlamedOn, ModelText, Prompt, Terms
 from penstock.gateway.api.semantic import similar_chat
 from penstock.gateway.api.serving import event
 from penstock.gateway.api.slices import shaped

@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import MAX_CHOICES, RANGES, TokenLogprob
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.generation import Emit, Generation
 from penstock.gateway.api.logprobs import completion_logprobs, prompt_logprobs
@@ -23,7 +24,7 @@ from penstock.gateway.api.openai_types import (
     TokenIds,
     Usage,
 )
-from penstock.gateway.api.reading import BlamedOn, Bounds, ModelText, Prompt
+from penstock.gateway.api.reading import BlamedOn, ModelText, Prompt
 from penstock.gateway.api.semantic import similar_completion
 from penstock.gateway.api.serving import check_token_ids, encode_json, event
 from penstock.gateway.api.slices import joined, shaped, slices

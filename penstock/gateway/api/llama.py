@@ -10,13 +10,14 @@ import msgspec
 from penstock import __version__
 from penstock.core.request import RECOMMENDED
 from penstock.gateway.api import llama_types as types
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.completions import CompletionReader, infilling
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.embeddings import EmbeddingAnswer, EmbeddingReader, EmbeddingRequest, Embeddings
 from penstock.gateway.api.models import Model
 from penstock.gateway.api.openai_types import CompletionRequest
-from penstock.gateway.api.reading import Bounds, ModelText, Prompt, Terms
+from penstock.gateway.api.reading import ModelText, Prompt, Terms
 from penstock.gateway.api.serving import Serving, encode_json, event
 from penstock.gateway.api.text_generation import TextAnswer, TextEndpoint, Wanted
 from penstock.gateway.errors import OpenAIErrors, require

@@ -10,8 +10,9 @@ from penstock.core.engine import ServedEngine
 from penstock.core.errors import StartupError
 from penstock.fleet.settings import ModelConfig
 from penstock.gateway.api.adapters import AdapterBase
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.objectives import Objectives
-from penstock.gateway.api.reading import Bounds, ModelText, model_not_found
+from penstock.gateway.api.reading import ModelText, model_not_found
 from penstock.gateway.tenancy.limits import Metering
 from penstock.gateway.tenancy.prefixes import Prefixes
 from penstock.gateway.tenancy.tenants import Tenant
@@ -44,9 +45,7 @@ class Model:
 
     def bounds(self, tenant: Tenant) -> Bounds:
         """What a tenant's prompt for this model may be."""
-        info, most = self.engine.info, tenant.max_prompt_tokens
-        room = info.max_model_len - (info.task == "generate")
-        return Bounds(room if most is None else min(room, most), info.max_model_len, info.vocab_size, info.task)
+        return Bounds.of(self.engine.info, tenant.max_prompt_tokens)
 
 
 class TenantBounds(Mapping[str, Bounds]):

@@ -9,12 +9,13 @@ import msgspec
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.api import ollama_types as types
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.chat import ChatReader
 from penstock.gateway.api.completions import infilling
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.messages import FunctionCall, Message, ToolCall
 from penstock.gateway.api.openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
-from penstock.gateway.api.reading import BlamedOn, Bounds, ModelText, Prompt, Terms
+from penstock.gateway.api.reading import BlamedOn, ModelText, Prompt, Terms
 from penstock.gateway.errors import require
 
 

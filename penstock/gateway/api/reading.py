@@ -24,6 +24,7 @@ import msgspec
 from penstock.core.engine import Task
 from penstock.core.errors import ContextTooLong, InvalidRequest, NotFound, PenstockError, Unavailable
 from penstock.core.request import SimilarPrompt
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.decoding import decode_json
 from penstock.observability.settings import LogConfig
 from penstock.text.chat_template import ChatTemplate
@@ -39,8 +40,6 @@ INLINE_BYTES = 2048  # a body up to this takes about a millisecond at worst
 LANES = (131_072, 2**62)  # bytes of a body: those of moderate size do not wait behind the largest
 BATCHES = frozenset(("embeddings", "rerank", "score"))  # readers of many texts, which have a lane of their own
 MAX_OPTION = 65_536  # bytes of a field that is not part of the prompt
-MAX_COUNTED = 65_536  # tokens of a text that need not fit, or
-COUNTED_CONTEXTS = 4  # times what the model holds, if that is more: enough to see where to cut it
 PIECE = 262_144  # bytes written at once
 LENGTH = struct.Struct("<I")
 
@@ -95,35 +94,6 @@ class ModelText:
     def __reduce__(self) -> tuple[Any, ...]:
         """To be sent to another process."""
         return ModelText, (self.tokenizer, *self._parsers)
-
-
-class Bounds(NamedTuple):
-    """What a tenant's prompt for one model may be."""
-
-    prompt_tokens: int  # of one prompt, at most
-    max_model_len: int
-    vocab_size: int
-    task: Task = "generate"
-
-    @property
-    def countable(self) -> int:
-        """Tokens of a text that is cut down, or only counted."""
-        return max(MAX_COUNTED, COUNTED_CONTEXTS * self.max_model_len)
-
-    def too_long(self, param: str, count: str = "") -> ContextTooLong:
-        count = count or f"more than {self.prompt_tokens}"
-        if self.prompt_tokens < self.max_model_len - (self.task == "generate"):
-            why = f"this tenant is limited to {self.prompt_tokens}"
-        elif self.task != "generate":
-            why = f"the model reads at most {self.max_model_len}; send truncate_prompt_tokens: -1 to have it cut"
-        else:
-            why = f"max_model_len is {self.max_model_len} and at least one token must be left for the output"
-        return ContextTooLong(f"{param}: the prompt has {count} tokens, but {why}; shorten the prompt", param=param)
-
-    @property
-    def does(self) -> str:
-        """What the model is for, in words."""
-        return {"generate": "generates text", "embed": "makes embeddings", "score": "scores pairs of texts"}[self.task]
 
 
 # A section of the settings for each task that a request may be for.

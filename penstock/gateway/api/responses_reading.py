@@ -16,11 +16,12 @@ from msgspec import Raw
 
 from penstock.core.errors import ContextTooLong, InvalidRequest
 from penstock.gateway.api import responses_types as types
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.chat import ROLES, ChatReader
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.messages import FunctionCall, Message, ToolCall
 from penstock.gateway.api.openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
-from penstock.gateway.api.reading import LENGTH, Bounds, ModelText, Prompt, Terms
+from penstock.gateway.api.reading import LENGTH, ModelText, Prompt, Terms
 from penstock.gateway.api.serving import encode_json
 from penstock.gateway.errors import require
 
@@ -89,11 +90,8 @@ class ResponsesReader(ChatReader):
         output = max(asked.max_completion_tokens or 1, 1)
         room = bounds.max_model_len - output
         if room < 1:
-            raise ContextTooLong(
-                f"max_output_tokens is {output}, but max_model_len is {bounds.max_model_len} and the prompt must fit "
-                "in as well; ask for fewer tokens",
-                param="max_output_tokens",
-            )
+            however = f"max_output_tokens is {output} and the prompt must fit in as well; ask for fewer tokens"
+            raise ContextTooLong.beyond(bounds.max_model_len, however, param="max_output_tokens")
         within = bounds._replace(prompt_tokens=min(bounds.prompt_tokens, room))
         try:
             return _fewest_dropped(asked.messages, lambda kept: self._of_messages(asked, kept, text, within, semantic))
@@ -141,12 +139,12 @@ def _still_too_long(bounds: Bounds, output: int) -> ContextTooLong:
     if bounds.prompt_tokens < room:
         why = f"this tenant is limited to {bounds.prompt_tokens}"
     elif output > 1:
-        why = f"max_model_len is {bounds.max_model_len} and max_output_tokens is {output}"
+        why = f"max_output_tokens is {output}"
         way_out += ", or ask for fewer tokens"
     else:
-        why = f"max_model_len is {bounds.max_model_len} and at least one token must be left for the output"
-    count = f"more than {min(bounds.prompt_tokens, room)} tokens even after truncation"
-    return ContextTooLong(f"messages: the prompt has {count}, but {why}; {way_out}", param="messages")
+        why = "at least one must be left for the output"
+    however = f"there are more than {min(bounds.prompt_tokens, room)} tokens in messages even after truncation"
+    return ContextTooLong.beyond(bounds.max_model_len, f"{however}, and {why}; {way_out}", param="messages")
 
 
 def _chat(asked: types.ResponsesRequest, history: History) -> ResponsesChat:

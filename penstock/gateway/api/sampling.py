@@ -8,6 +8,7 @@ from functools import lru_cache
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import ContextTooLong
 from penstock.core.request import Range, SamplingParams
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.openai_types import SamplingFields
 from penstock.gateway.api.structured import grammar_of
 from penstock.gateway.errors import require
@@ -88,27 +89,19 @@ def output_limit(
 ) -> int:
     """How many tokens a prompt may be answered with. What was asked for explicitly must fit the model; a default is
     clamped, and so is everything to what the tenant may have."""
-    if tenant.max_prompt_tokens is not None and prompt_tokens > tenant.max_prompt_tokens:
-        raise ContextTooLong(
-            f"{prompt_param}: the prompt has {prompt_tokens} tokens, and this tenant is limited to "
-            f"{tenant.max_prompt_tokens}; shorten the prompt",
-            param=prompt_param,
-        )
+    bounds = Bounds.of(info, tenant.max_prompt_tokens)
+    if prompt_tokens > bounds.prompt_tokens:
+        raise bounds.too_long(prompt_param, str(prompt_tokens))
     room = info.max_model_len - prompt_tokens
-    if room < 1:
-        raise ContextTooLong(
-            f"{prompt_param}: the prompt has {prompt_tokens} tokens, but max_model_len is {info.max_model_len} "
-            "and at least one token must be left for the output; shorten the prompt",
-            param=prompt_param,
-        )
     ceiling = room if tenant.max_tokens is None else min(tenant.max_tokens, room)
     if requested is None:
         return ceiling if default is None else min(default, ceiling)
     OUTPUT_TOKENS.check(param, requested)
     if requested > room:
-        raise ContextTooLong(
-            f"the prompt has {prompt_tokens} tokens and {param} is {requested}, but max_model_len is "
-            f"{info.max_model_len}; shorten the prompt or ask for at most {room} tokens",
+        raise ContextTooLong.beyond(
+            info.max_model_len,
+            f"there are {prompt_tokens} tokens in {prompt_param} and {param} is {requested}; shorten the prompt or ask "
+            f"for at most {room} tokens",
             param=param,
         )
     return min(requested, ceiling)

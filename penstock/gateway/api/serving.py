@@ -15,6 +15,7 @@ import msgspec
 from penstock.core.errors import NotFound, Unavailable
 from penstock.fleet.versions import assigned_version
 from penstock.gateway.api.adapters import Adapters, NamedAdapter
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.context import Context, Options
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.models import Entry, Model, Models, TenantBounds
@@ -22,7 +23,6 @@ from penstock.gateway.api.objectives import deadline
 from penstock.gateway.api.openai_types import SUPPORTED_VALUES, SamplingFields
 from penstock.gateway.api.reading import (
     INLINE_BYTES,
-    Bounds,
     LongRequests,
     ModelReader,
     ModelText,

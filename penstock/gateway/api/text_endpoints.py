@@ -7,10 +7,11 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock.core.errors import InvalidRequest
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.chat import tokenize_chat
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.openai_types import Detokenized, DetokenizeRequest, Piece, Tokenized, TokenizeRequest
-from penstock.gateway.api.reading import BlamedOn, Bounds, ModelText, Prompt, Reader, Terms
+from penstock.gateway.api.reading import BlamedOn, ModelText, Prompt, Reader, Terms
 from penstock.gateway.api.serving import Incoming, Serving, check_token_ids, encode_json
 from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response

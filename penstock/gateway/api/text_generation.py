@@ -22,6 +22,7 @@ from penstock.core.request import SamplingParams
 from penstock.fleet.cascade import small_may_try
 from penstock.fleet.settings import CascadeConfig
 from penstock.fleet.versions import is_shadowed
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.cascade import CascadedAnswer
 from penstock.gateway.api.choices import Choice, build_choices
 from penstock.gateway.api.context import Context
@@ -29,7 +30,7 @@ from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Answer, Emit, Generation
 from penstock.gateway.api.objectives import reported_tier
 from penstock.gateway.api.openai_types import SamplingFields, Usage
-from penstock.gateway.api.reading import INLINE_BYTES, BlamedOn, Bounds, ModelText, Prompt, Terms, checked_options
+from penstock.gateway.api.reading import INLINE_BYTES, BlamedOn, ModelText, Prompt, Terms, checked_options
 from penstock.gateway.api.sampling import output_limit, sampling_params, truncated
 from penstock.gateway.api.serving import DONE, Incoming, Serving, check_values, encode_json, event
 from penstock.gateway.api.shadow import ShadowedAnswer

@@ -15,11 +15,12 @@ from msgspec import Meta, Struct
 from penstock.core.engine import EngineInfo, Task
 from penstock.core.errors import EngineFailure
 from penstock.core.request import SamplingParams
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.choices import Choice, build_choices
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.openai_types import MAX_DEADLINE_MS, Ignored, Int32
-from penstock.gateway.api.reading import INLINE_BYTES, BlamedOn, Bounds, ModelText, Prompt, Terms, checked_options
+from penstock.gateway.api.reading import INLINE_BYTES, BlamedOn, ModelText, Prompt, Terms, checked_options
 from penstock.gateway.api.serving import Incoming, Serving
 from penstock.gateway.errors import require
 from penstock.gateway.http.request import Request

@@ -170,11 +170,21 @@ def test_a_wrong_choice_names_the_right_ones(shared_gateway: Gateway) -> None:
 
 def test_too_long_says_how_long(shared_gateway: Gateway) -> None:
     with shared_gateway.http() as http:
-        response = http.post(TEXT, json={"model": MODEL, "prompt": [1] * 600})
-    error = check_error(response, 400, "prompt")
-    assert error["code"] == "context_length_exceeded"
-    assert "600" in error["message"]
-    assert str(MAX_MODEL_LEN) in error["message"]
+        prompt = http.post(TEXT, json={"model": MODEL, "prompt": [1] * 600})
+        output = http.post(TEXT, json={"model": MODEL, "prompt": [1] * 10, "max_tokens": 600})
+    limit = f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, there are "  # clients look for it
+    for response, param, however in (
+        (prompt, "prompt", "600 tokens in prompt, and at least one must be left for the output; shorten the prompt"),
+        (
+            output,
+            "max_tokens",
+            "10 tokens in prompt and max_tokens is 600; shorten the prompt or ask for at most "
+            f"{MAX_MODEL_LEN - 10} tokens",
+        ),
+    ):
+        error = check_error(response, 400, param)
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"] == limit + however
 
 
 def body(text: str) -> bytes:

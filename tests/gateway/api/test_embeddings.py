@@ -131,7 +131,7 @@ def test_a_text_that_is_too_long_is_named_or_cut(gateway: Gateway, encoders: lis
     for texts, param in (([TEXTS[0], long], "input[1]"), (long, "input")):
         error = check_error(ask(gateway, EMBEDDINGS, input=texts), 400, param)
         assert error["code"] == "context_length_exceeded"
-        assert "at most 256" in error["message"]
+        assert f"context length is 256 tokens. However, there are more than 256 tokens in {param};" in error["message"]
         assert "truncate_prompt_tokens" in error["message"]
     ids = encoders[0].tokenizer.encode(long)
     cut = embedded(gateway, input=[long], truncate_prompt_tokens=-1)
@@ -276,7 +276,7 @@ def test_the_ollama_client(gateway: Gateway) -> None:
     np.testing.assert_array_equal(np.array(old.embedding, np.float32), expected[0])
     with pytest.raises(ollama.ResponseError, match="models for this: minilm"):
         client.embed(model=MODEL, input="a")
-    with pytest.raises(ollama.ResponseError, match="the model reads at most"):
+    with pytest.raises(ollama.ResponseError, match="maximum context length is 256 tokens"):
         client.embed(model=MINILM, input="a " * 3000, truncate=False)
     assert client.show(MINILM).capabilities == ["embedding"]
 

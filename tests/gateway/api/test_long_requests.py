@@ -23,9 +23,10 @@ import httpx
 import pytest
 
 from penstock.core.errors import ContextTooLong
+from penstock.gateway.api.bounds import Bounds
 from penstock.gateway.api.chat import ChatReader
 from penstock.gateway.api.completions import CompletionReader
-from penstock.gateway.api.reading import INLINE_BYTES, Bounds, ModelText, Terms
+from penstock.gateway.api.reading import INLINE_BYTES, ModelText, Terms
 from penstock.gateway.settings import ServerConfig
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL

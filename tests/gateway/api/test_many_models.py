@@ -90,7 +90,7 @@ def test_a_chat_is_rendered_tokenized_and_answered_by_its_own_model(
         assert (other["model"], other["choices"][0]["message"]["content"]) == (MODEL, "Hello there, friend!")
         assert content in gateway.tokenizer.decode(gateway.engine.requests[-1].prompt)
     else:
-        check_refusal(ask(gateway, "POST", CHAT, model=MODEL, **chat), 400, "messages", "max_model_len is 512")
+        check_refusal(ask(gateway, "POST", CHAT, model=MODEL, **chat), 400, "messages", "maximum context length is 512")
 
 
 def test_bounds_are_those_of_the_model_asked_for(gateway: Gateway) -> None:

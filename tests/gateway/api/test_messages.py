@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.errors import ContextTooLong
 from penstock.core.request import GenerateRequest
 from penstock.fleet.settings import ModelConfig
 from penstock.gateway.api.anthropic_types import MessagesRequest
@@ -382,6 +383,27 @@ def test_errors_have_the_shape_of_anthropic(tokenizer: Tokenizer) -> None:
         with pytest.raises(anthropic.RateLimitError) as caught:
             client_of(gateway, key["x-api-key"]).messages.create(**asked)
         assert caught.value.body["error"]["type"] == "rate_limit_error"
+
+
+def test_too_long_is_said_in_the_words_of_anthropic(tokenizer: Tokenizer) -> None:
+    settings = Settings(tenants={"small": TenantConfig(max_prompt_tokens=60), "free": TenantConfig()})
+    with serving(tokenizer, settings) as gateway, gateway.http() as http:
+        most = MAX_MODEL_LEN - 1
+
+        def refusal(tenant: str, words: int) -> str:
+            asked = {"model": MODEL, "messages": [{"role": "user", "content": "word " * words}], "max_tokens": 4}
+            response = http.post(PATH, json=asked, headers={"x-api-key": gateway.key(tenant)})
+            check_error(response, 400, "invalid_request_error", f"context length is {MAX_MODEL_LEN} tokens")
+            message: str = response.json()["error"]["message"]
+            return message
+
+        for words in (2 * MAX_MODEL_LEN, 600_000):  # counted up to the limit; refused by its size
+            assert refusal("free", words).startswith(f"prompt is too long: more than {most} tokens > {most} maximum. ")
+        assert refusal("small", 70).startswith("prompt is too long: more than 60 tokens > 60 maximum. ")
+        gateway.runs(lambda request: [ContextTooLong("what a worker says")])
+        key = {"x-api-key": gateway.key("free")}
+        failed = http.post(PATH, json={"model": MODEL, "messages": HI, "max_tokens": 4}, headers=key)
+        assert failed.json()["error"]["message"] == "prompt is too long: what a worker says"
 
 
 def test_unknown_paths_and_methods_have_it_too(gateway: Gateway) -> None:

@@ -201,19 +201,20 @@ def test_what_is_too_long_after_truncation_is_told_why(tokenizer: Tokenizer, gat
         error = response.json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
         message: str = error["message"]
+        assert message.startswith(f"This model's maximum context length is {MAX_MODEL_LEN} tokens. However, ")
         assert "tenant" not in message
         return message
 
     long = "word " * MAX_MODEL_LEN
     message = refusal("input", input=long, max_output_tokens=20)
-    assert message.startswith(f"input: the prompt has more than {MAX_MODEL_LEN - 20} tokens even after truncation")
-    assert f"max_model_len is {MAX_MODEL_LEN} and max_output_tokens is 20" in message
+    assert f"there are more than {MAX_MODEL_LEN - 20} tokens in input even after truncation" in message
+    assert "and max_output_tokens is 20" in message
     assert "shorten the last message, the instructions or the tools, or ask for fewer tokens" in message
     message = refusal("input", input=long)
-    assert f"more than {MAX_MODEL_LEN - 1} tokens even after truncation" in message
-    assert f"max_model_len is {MAX_MODEL_LEN} and at least one token must be left" in message
+    assert f"more than {MAX_MODEL_LEN - 1} tokens in input even after truncation" in message
+    assert "and at least one must be left" in message
     message = refusal("max_output_tokens", input="Hi", max_output_tokens=MAX_MODEL_LEN)
-    assert f"max_output_tokens is {MAX_MODEL_LEN}, but max_model_len is {MAX_MODEL_LEN}" in message
+    assert f"max_output_tokens is {MAX_MODEL_LEN} and the prompt must fit in as well" in message
 
     limited = Settings(tenants={"small": TenantConfig(max_prompt_tokens=60)})
     with serving(tokenizer, limited) as keyed, keyed.http() as http:

@@ -235,7 +235,7 @@ def test_streamed_pieces_come_once_and_with_one_finish_reason(tokenizer: Tokeniz
         ({"max_prompt_tokens": 5}, {}, "not easy enough for the small model: it has"),
         ({"max_output_tokens": 9}, {"max_tokens": 10}, "and may have 10 more"),
         ({"max_output_tokens": 9}, {}, "not easy enough"),
-        ({}, {"max_tokens": 600}, "the small model cannot take it: the prompt has"),
+        ({}, {"max_tokens": 600}, "the small model cannot take it: This model's maximum context length is"),
         ({}, {"prompt_logprobs": 1}, "the log-probabilities of a prompt"),
     ],
 )
