@@ -205,7 +205,9 @@ def _routes(serving: Serving, settings: GatewaySettings, origins: Origins, parts
         llama_embedding=metered(directory.store, LlamaEmbeddings(serving)),
         llama=LlamaStatus(serving),
     )
-    return Routes([Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors) for e in ENDPOINTS])
+    return Routes(
+        [Route(e.method, e.path, e.handler(handlers), authenticate[e.access], e.errors, e.aliases) for e in ENDPOINTS]
+    )
 
 
 def _warn_of_other_models(settings: GatewaySettings, model_names: Collection[str]) -> None:

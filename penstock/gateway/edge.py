@@ -46,6 +46,7 @@ class Route:
     handle: Handler
     authenticate: Authenticate
     errors: ErrorFormat = OPENAI_ERRORS
+    aliases: tuple[str, ...] = ()  # other paths of it, without places
 
 
 class Routes:
@@ -58,7 +59,8 @@ class Routes:
                 pattern = _PLACE.sub(lambda place: f"(?P<{place[1]}>{'.*' if place[2] else '[^/]+'})", route.path)
                 self._patterns.setdefault(re.compile(pattern, re.DOTALL), {})[route.method] = route
             else:
-                self._plain.setdefault(route.path, {})[route.method] = route
+                for path in (route.path, *route.aliases):
+                    self._plain.setdefault(path, {})[route.method] = route
         for methods in (*self._plain.values(), *self._patterns.values()):
             path = next(iter(methods.values())).path
             methods["OPTIONS"] = Route("OPTIONS", path, _Options(_allowed([*methods, "OPTIONS"])), public)

@@ -104,6 +104,12 @@ class Tokenizer:
         framed = 0 < len(last) < keep and ids[-len(last) :] == last
         return [*ids[: keep - len(last)], *last] if framed and len(ids) > keep else ids[:keep]
 
+    @property
+    def framing(self) -> tuple[int, int]:
+        """How many tokens stand before every text, and how many behind it."""
+        before, behind = self._framing or ([], [])
+        return len(before), len(behind)
+
     @cached_property
     def max_token_bytes(self) -> int:
         """The largest number of bytes that one token stands for."""

@@ -1,4 +1,4 @@
-"""POST /v1/rerank, as Cohere's and Jina's, and POST /v1/score, as vLLM's.
+"""POST /v1/rerank (/v2/rerank, /rerank), as Cohere's and Jina's, and POST /v1/score (/score), as vLLM's.
 
 A cross-encoder reads two texts at once and scores them. A model for embeddings makes a vector of each, and the score is
 the cosine between them.
@@ -42,6 +42,7 @@ class RerankRequest(TextFields, kw_only=True):
     documents: Annotated[list[str | Document], Meta(min_length=1)]
     top_n: Annotated[int, Meta(ge=1)] | None = None
     return_documents: bool | None = None
+    max_tokens_per_doc: Annotated[int, Meta(ge=1)] | None = None  # what is longer is cut, to the window as well
 
 
 class RankedDocument(Struct):
@@ -86,7 +87,7 @@ class RerankReader(VectorReader[RerankRequest]):
 
     def prompts(self, asked: RerankRequest, texts: Texts, task: Task) -> list[Prompt]:
         documents = [given if isinstance(given, str) else given.text for given in asked.documents]
-        found = _prompts([asked.query], documents, ("query", "documents"), texts, task)
+        found = _prompts([asked.query], documents, ("query", "documents"), texts, task, asked.max_tokens_per_doc)
         if asked.return_documents:
             first = len(found) - len(documents)
             found[first:] = [replace(prompt, text=text) for prompt, text in zip(found[first:], documents, strict=True)]
@@ -117,17 +118,20 @@ def _listed(given: str | list[str]) -> list[str]:
     return [given] if isinstance(given, str) else given
 
 
-def _prompts(firsts: list[str], seconds: list[str], names: tuple[str, str], texts: Texts, task: Task) -> list[Prompt]:
-    """Pairs for a cross-encoder; else all first texts, then all second ones."""
+def _prompts(
+    firsts: list[str], seconds: list[str], names: tuple[str, str], texts: Texts, task: Task, most: int | None = None
+) -> list[Prompt]:
+    """Pairs for a cross-encoder; else all first texts, then all second ones. `most`: tokens to keep of a second one."""
     require(len(seconds) <= MAX_TEXTS, names[1], f"must hold at most {MAX_TEXTS} texts; send several requests")
     ones = [names[0]] if len(firsts) == 1 else [f"{names[0]}[{i}]" for i in range(len(firsts))]
     others = [f"{names[1]}[{i}]" for i in range(len(seconds))]
     for text, param in zip((*firsts, *seconds), (*ones, *others), strict=True):
         require(len(text) > 0, param, "must not be empty")
     if task == "embed":
-        return [texts.prompt(text, name) for text, name in zip((*firsts, *seconds), (*ones, *others), strict=True)]
+        of_firsts = [texts.prompt(text, name) for text, name in zip(firsts, ones, strict=True)]
+        return of_firsts + [texts.prompt(text, name, most) for text, name in zip(seconds, others, strict=True)]
     repeated = firsts * len(seconds) if len(firsts) == 1 else firsts
-    return [texts.pair(one, other, name) for one, other, name in zip(repeated, seconds, others, strict=True)]
+    return [texts.pair(one, other, name, most) for one, other, name in zip(repeated, seconds, others, strict=True)]
 
 
 async def scores(generation: Generation, firsts: int) -> list[float]:

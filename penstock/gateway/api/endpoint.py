@@ -35,6 +35,7 @@ class Endpoint:
     form: Schema | None = None  # of a body that is multipart/form-data
     errors: ErrorFormat = OPENAI_ERRORS
     error: type = ErrorBody  # the type of what `errors` writes
+    aliases: tuple[str, ...] = ()  # other paths of it, which metrics and traces count as `path`
 
 
 def parameter(where: str, name: str, schema: Schema, about: str) -> Schema:

@@ -71,7 +71,8 @@ def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]
     components["ContentPart"]["properties"]["type"] = {"enum": ["text", "refusal"]}
     paths: dict[str, Schema] = {}
     for endpoint in ENDPOINTS:
-        paths.setdefault(documented_path(endpoint), {})[endpoint.method.lower()] = _operation(endpoint, schemas)
+        for path in (documented_path(endpoint), *endpoint.aliases):
+            paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, schemas)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__, "license": {"name": "Apache-2.0"}},

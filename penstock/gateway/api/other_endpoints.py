@@ -38,8 +38,10 @@ _RESUMED = (
 )
 
 
-def _texts(path: str, summary: str, handler: Callable[[Any], Handler], answer: type, body: type) -> Endpoint:
-    return Endpoint("POST", path, "tenant", summary, handler, answer, body, parameters=GENERATE)
+def _texts(
+    path: str, summary: str, handler: Callable[[Any], Handler], answer: type, body: type, *aliases: str
+) -> Endpoint:
+    return Endpoint("POST", path, "tenant", summary, handler, answer, body, parameters=GENERATE, aliases=aliases)
 
 
 OTHER_ENDPOINTS = (
@@ -63,8 +65,16 @@ OTHER_ENDPOINTS = (
         lora.UnloadAdapter,
     ),
     _texts(Embeddings.endpoint, "Vectors of texts", lambda h: h.embeddings, EmbeddingList, EmbeddingRequest),
-    _texts(Reranking.endpoint, "Documents by their relevance", lambda h: h.rerank, Reranked, RerankRequest),
-    _texts(Scoring.endpoint, "How well pairs of texts match", lambda h: h.score, Scored, ScoreRequest),
+    _texts(
+        Reranking.endpoint,
+        "Documents by their relevance",
+        lambda h: h.rerank,
+        Reranked,
+        RerankRequest,
+        "/v2/rerank",  # Cohere's clients
+        "/rerank",  # those of vLLM, Jina and Infinity
+    ),
+    _texts(Scoring.endpoint, "How well pairs of texts match", lambda h: h.score, Scored, ScoreRequest, "/score"),
     Endpoint(
         "POST",
         Responses.endpoint,

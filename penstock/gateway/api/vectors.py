@@ -58,37 +58,46 @@ B = TypeVar("B", bound=TextFields)
 
 
 class Texts:
-    """Tokenizes the texts of a request for one model, cut to what the request wants to keep of each."""
+    """Tokenizes the texts of a request for one model, cut to what the request wants to keep of each. `most`: tokens of
+    this one text, without those around it; it is cut to the model's window as well."""
 
     def __init__(self, asked: TextFields, text: ModelText, bounds: Bounds) -> None:
         self._tokenizer = text.tokenizer
         self._bounds = bounds
         self._keep = _kept_tokens(asked, bounds)
-        self._at_most = bounds.prompt_tokens if self._keep is None else bounds.countable
 
-    def prompt(self, given: str | list[int], param: str) -> Prompt:
+    def prompt(self, given: str | list[int], param: str, most: int | None = None) -> Prompt:
         require(len(given) > 0, param, "must not be empty")
-        ids = given if isinstance(given, list) else self._encoded(given, param)
-        return Prompt(self._fitting(ids, param))
+        keep = self._kept(self._tokenizer.framing[0], most)
+        ids = given if isinstance(given, list) else self._encoded(given, param, keep)
+        return Prompt(self._fitting(ids, param, keep))
 
-    def pair(self, first: str, second: str, param: str) -> Prompt:
+    def pair(self, first: str, second: str, param: str, most: int | None = None) -> Prompt:
         """For a cross-encoder. What is too long is cut at the end of the second text."""
         with BlamedOn(param, self._bounds):
             ids, second_begins = self._tokenizer.encode_pair(first, second)
-        kept = self._fitting(ids, param)
+        kept = self._fitting(ids, param, self._kept(second_begins, most))
         require(second_begins < len(kept), param, "has no room: the first text alone fills the model's window")
         return Prompt(kept, second_text=second_begins)
 
-    def _encoded(self, given: str, param: str) -> list[int]:
-        with BlamedOn(param, self._bounds):
-            return self._tokenizer.encode(given, at_most=self._at_most)
+    def _kept(self, before: int, most: int | None) -> int | None:
+        """Tokens to keep of a prompt with `before` tokens before the text that is cut. None: all."""
+        if most is None:
+            return self._keep
+        whole = self._bounds.prompt_tokens if self._keep is None else self._keep
+        return min(whole, before + most + self._tokenizer.framing[1])
 
-    def _fitting(self, ids: list[int], param: str) -> list[int]:
+    def _encoded(self, given: str, param: str, keep: int | None) -> list[int]:
+        with BlamedOn(param, self._bounds):
+            at_most = self._bounds.prompt_tokens if keep is None else self._bounds.countable
+            return self._tokenizer.encode(given, at_most=at_most)
+
+    def _fitting(self, ids: list[int], param: str, keep: int | None) -> list[int]:
         require(min(ids, default=0) >= 0, param, "must not hold negative token ids")
         limit = self._bounds.vocab_size
         require(max(ids, default=0) < limit, param, f"must hold token ids below {limit}")
-        if self._keep is not None and len(ids) > self._keep:
-            return self._tokenizer.truncated(ids, self._keep)
+        if keep is not None and len(ids) > keep:
+            return self._tokenizer.truncated(ids, keep)
         if len(ids) > self._bounds.prompt_tokens:
             raise self._bounds.too_long(param, str(len(ids)))
         return ids

@@ -4,7 +4,7 @@ import { explain, key, send, setKey } from "/web/api.js";
 import { fill, h } from "/web/dom.js";
 
 const GROUPS = [
-  ["Generate", /^\/v1\/(chat|completions|responses|messages|embeddings|rerank|score)/],
+  ["Generate", /^\/(v1\/(chat|completions|responses|messages|embeddings)|(v\d\/)?(rerank|score))/],
   ["Files and batches", /^\/v1\/(files|batches)/],
   ["Models and requests", /^\/v1\//],
   ["Administration", /^\/admin/],

@@ -237,6 +237,44 @@ def test_a_long_document_is_cut_and_a_long_query_is_not(gateway: Gateway) -> Non
     assert "has no room" in error["message"]
 
 
+def test_rerank_and_score_are_where_clients_look_for_them(gateway: Gateway) -> None:
+    """Cohere's client asks for /v2/rerank, those of vLLM, Jina and Infinity for /rerank. Metrics count one endpoint."""
+    fields: dict[str, Any] = {"model": CROSS, "query": "a", "documents": TEXTS}
+    pair: dict[str, Any] = {"model": CROSS, "text_1": "a", "text_2": TEXTS}
+    for paths, body in ((("/v2/rerank", "/rerank", RERANK), fields), (("/score", SCORE), pair)):
+        answers = [ask(gateway, path, **body).json() for path in paths]
+        found = [answer.get("results") or answer["data"] for answer in answers]
+        assert len(found[0]) == len(TEXTS)
+        assert all(each == found[0] for each in found)
+    assert ask(gateway, "/v2/score", **pair).json()["error"]["code"] == "unknown_path"
+    with gateway.http() as http:
+        assert http.get("/v2/rerank").headers["allow"] == "OPTIONS, POST"
+        http.headers["authorization"] = f"Bearer {gateway.key('')}"
+        counted = http.get("/metrics").text
+    assert f'endpoint="{RERANK}"' in counted
+    assert 'rerank"' not in counted.replace(f'"{RERANK}"', "")
+
+
+@pytest.mark.parametrize("model", [MINILM, CROSS])
+def test_so_many_tokens_of_each_document_are_read(gateway: Gateway, encoders: list[ServedModel], model: str) -> None:
+    """As Cohere has it: those of the query and around the texts do not count, and nothing is too long."""
+    query, long = "What does the text say?", "One two three four five six seven. " * 100
+    asked = {"model": model, "query": query}
+
+    def scores(*documents: str, **fields: Any) -> tuple[list[float], int]:
+        answer = ask(gateway, RERANK, documents=documents, **asked, **fields).json()
+        by_index = {item["index"]: item["relevance_score"] for item in answer["results"]}
+        return [by_index[index] for index in range(len(documents))], answer["usage"]["prompt_tokens"]
+
+    check_error(ask(gateway, RERANK, documents=[long], **asked), 400, "documents[0]")
+    cut, tokens = scores(long, "short", max_tokens_per_doc=3)
+    whole, as_many = scores("One two three", "short")
+    assert cut == pytest.approx(whole, abs=1e-6)
+    assert tokens == as_many
+    assert scores(long, max_tokens_per_doc=4096) == scores(long, truncate=True), "no more than the model reads"
+    check_error(ask(gateway, RERANK, documents=["a"], max_tokens_per_doc=0, **asked), 400, "max_tokens_per_doc")
+
+
 def test_tokens_of_texts_count_for_limits_usage_and_spend(gateway: Gateway) -> None:
     first = ask(gateway, EMBEDDINGS, "few-tokens", input=TEXTS[:2])
     assert first.headers["x-ratelimit-remaining-tokens"] == str(20 - 14)

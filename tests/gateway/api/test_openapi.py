@@ -98,4 +98,4 @@ def test_every_route_is_documented(shared_gateway: Gateway) -> None:
                 body = response.read() if response.status_code == 404 else b""
             assert response.status_code != 405, (method, path)
             assert b"unknown_path" not in body, (method, path)
-    assert documented == {(documented_path(op), op.method.lower()) for op in ENDPOINTS}
+    assert documented == {(path, op.method.lower()) for op in ENDPOINTS for path in (documented_path(op), *op.aliases)}
