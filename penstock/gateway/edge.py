@@ -36,6 +36,7 @@ _QUIET = frozenset(
     ("/health", "/load", "/metrics", "/ping", "/ready")
 )  # polled every few seconds; not worth a log line
 _MOST_SEGMENTS = 4  # of a path, the empty one before it among them, that show which API it belongs to
+_NO_IDS = frozenset(("/v1/responses/compact",))  # endpoints of OpenAI that are not here and look like ids
 _PLACE = re.compile(r"\{(\w+)(:path)?\}")
 
 
@@ -86,8 +87,9 @@ class Routes:
         return route
 
     def _match(self, request: Request) -> dict[str, Route]:
-        for pattern, methods in self._patterns.items():
-            if (match := pattern.fullmatch(request.path.removesuffix("/"))) is not None:
+        path = request.path.removesuffix("/")
+        for pattern, methods in self._patterns.items() if path not in _NO_IDS else ():
+            if (match := pattern.fullmatch(path)) is not None:
                 request.path_params = match.groupdict()
                 return methods
         raise NotFound(f"unknown path: {request.method} {request.path}", code="unknown_path")

@@ -9,11 +9,11 @@ import msgspec
 
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.api import anthropic_types as types
-from penstock.gateway.api.chat import ChatReader, render_chat
+from penstock.gateway.api.chat import ChatReader, count_chat
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.messages import FunctionCall, Message, ToolCall
 from penstock.gateway.api.openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
-from penstock.gateway.api.reading import BlamedOn, ModelText, Prompt, Terms
+from penstock.gateway.api.reading import ModelText, Prompt, Terms
 from penstock.gateway.api.serving import encode_json
 from penstock.gateway.errors import require
 
@@ -73,12 +73,7 @@ class CountReader:
         asked = decode_json(self.requests, body, ignore_unknown=terms.ignore_unknown)
         chat = ChatRequest(**_chat_fields(asked))
         name = terms.base_of(terms.served(chat.model))
-        bounds = terms.bounds[name]._replace(prompt_tokens=terms.bounds[name].countable)
-        with BlamedOn("messages", bounds):
-            prompt, _ = render_chat(self.texts[name], chat)
-            encode = self.texts[name].tokenizer.encode
-            ids = encode(prompt, add_special_tokens=False, at_most=bounds.prompt_tokens)
-        return encode_json(types.TokenCount(len(ids))), []
+        return encode_json(types.TokenCount(count_chat(self.texts[name], chat, terms.bounds[name]))), []
 
 
 def _chat_fields(asked: types.CountRequest) -> dict[str, Any]:

@@ -86,6 +86,14 @@ def render_chat(text: ModelText, asked: ChatRequest) -> tuple[str, OutputForm | 
     return read_form(asked, text, _render(text, asked, shown_tools(asked)))
 
 
+def count_chat(text: ModelText, asked: ChatRequest, bounds: Bounds) -> int:
+    """Tokens of a prompt that need not fit."""
+    bounds = bounds._replace(prompt_tokens=bounds.countable)
+    with BlamedOn("messages", bounds):
+        prompt, _ = render_chat(text, asked)
+        return len(text.tokenizer.encode(prompt, add_special_tokens=False, at_most=bounds.prompt_tokens))
+
+
 def tokenize_chat(text: ModelText, body: TokenizeRequest, at_most: int) -> list[int]:
     """Render the conversation and encode it; special tokens come from the template."""
     return text.tokenizer.encode(_render(text, body, body.tools), add_special_tokens=False, at_most=at_most)

@@ -88,6 +88,16 @@ OTHER_ENDPOINTS = (
         errors=RESPONSES_ERRORS,
     ),
     Endpoint(
+        "POST",
+        f"{Responses.endpoint}/input_tokens",
+        "tenant",
+        "The tokens that a conversation would have",
+        lambda h: h.responses.count,
+        responses_types.InputTokens,
+        responses_types.InputTokensRequest,
+        errors=RESPONSES_ERRORS,
+    ),
+    Endpoint(
         "GET",
         _RESPONSE,
         "tenant",

@@ -20,7 +20,7 @@ from penstock.gateway.api.llama import LlamaEmbeddingReader, LlamaInfillReader, 
 from penstock.gateway.api.ollama_embeddings import OllamaEmbeddingsReader, OllamaEmbedReader
 from penstock.gateway.api.ollama_reading import OllamaChatReader, OllamaGenerateReader
 from penstock.gateway.api.reading import LENGTH, ModelReader, Prompt, Reader, Setup, Terms
-from penstock.gateway.api.responses_reading import HeadReader, ResponsesReader
+from penstock.gateway.api.responses_reading import HeadReader, InputTokensReader, ResponsesReader
 from penstock.gateway.api.text_endpoints import DetokenizeReader, TokenizeReader
 from penstock.observability.logging import configure_logging
 
@@ -35,7 +35,7 @@ def main(requests: BinaryIO, answers: BinaryIO) -> None:
     setup: Setup = pickle.loads(first)
     texts = setup.texts
     configure_logging(setup.logs)
-    of_openai = (ChatReader, CompletionReader, ResponsesReader, HeadReader, EmbeddingReader)
+    of_openai = (ChatReader, CompletionReader, ResponsesReader, HeadReader, InputTokensReader, EmbeddingReader)
     of_others = (MessagesReader, CountReader, OllamaChatReader, OllamaGenerateReader, LlamaReader, LlamaInfillReader)
     of_texts = (OllamaEmbedReader, OllamaEmbeddingsReader, LlamaEmbeddingReader)
     of_pairs = (RerankReader, ScoreReader)

@@ -19,7 +19,13 @@ from penstock.gateway.api.blocks import Block, BlockAnswer, Step
 from penstock.gateway.api.choices import Choice
 from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.responses_events import Events, follow, output_item
-from penstock.gateway.api.responses_reading import HeadReader, ResponsesChat, ResponsesReader, with_history
+from penstock.gateway.api.responses_reading import (
+    HeadReader,
+    InputTokensReader,
+    ResponsesChat,
+    ResponsesReader,
+    with_history,
+)
 from penstock.gateway.api.responses_store import Progress, Recording, ResponseStore, item_id
 from penstock.gateway.api.serving import Incoming, Serving, encode_json
 from penstock.gateway.api.text_generation import TextEndpoint, Wanted
@@ -265,6 +271,7 @@ class Responses(TextEndpoint[ResponsesChat]):
         self.store = store
         self._running: dict[str, BackgroundAnswer] = {}
         self._heads = HeadReader(serving.texts)
+        self._counts = InputTokensReader(serving.texts)
 
     def answer_type(self, body: ResponsesChat, generation: Generation) -> ResponseAnswer:
         if body.background:
@@ -274,13 +281,22 @@ class Responses(TextEndpoint[ResponsesChat]):
     async def receive(self, request: Request, tenant: Tenant, reservation: Reservation) -> Incoming:
         """With what earlier responses hold of the conversation."""
         incoming = await self.serving.receive(request, tenant, reservation)
-        head, *_ = await self.serving.parse(incoming, self._heads)
-        history = await self.store.history(tenant.name, head)
-        incoming.body, incoming.added = with_history(history, incoming.body), len(history)
+        await self._add_history(incoming)
         return incoming
+
+    async def _add_history(self, incoming: Incoming) -> None:
+        head, *_ = await self.serving.parse(incoming, self._heads)
+        history = await self.store.history(incoming.tenant.name, head)
+        incoming.body, incoming.added = with_history(history, incoming.body), len(history)
 
     def wanted(self, body: ResponsesChat) -> Wanted:
         return Wanted("max_output_tokens", body.max_completion_tokens, None, None, background=body.background)
+
+    async def count(self, request: Request, response: Response, tenant: Tenant) -> None:
+        incoming = Incoming(request, tenant, await self.serving.body(request, tenant))
+        await self._add_history(incoming)
+        answer, *_ = await self.serving.parse(incoming, self._counts)
+        await response.send(200, answer)
 
     # ------------------------------------------------------------ stored responses
 

@@ -17,7 +17,7 @@ from msgspec import Raw
 from penstock.core.errors import ContextTooLong, InvalidRequest
 from penstock.gateway.api import responses_types as types
 from penstock.gateway.api.bounds import Bounds
-from penstock.gateway.api.chat import ROLES, ChatReader
+from penstock.gateway.api.chat import ROLES, ChatReader, count_chat
 from penstock.gateway.api.decoding import decode_json
 from penstock.gateway.api.messages import FunctionCall, Message, ToolCall
 from penstock.gateway.api.openai_types import ChatRequest, JsonSchemaFormat, ResponseFormat
@@ -28,6 +28,7 @@ from penstock.gateway.errors import require
 INCLUDABLE = (types.ENCRYPTED_REASONING,)
 
 _requests = msgspec.json.Decoder(types.ResponsesRequest)
+_counts = msgspec.json.Decoder(types.InputTokensRequest)
 
 
 class ResponsesChat(ChatRequest, kw_only=True):
@@ -60,6 +61,12 @@ def with_history(history: bytes, body: list[bytes]) -> list[bytes]:
     return [LENGTH.pack(len(history)), history, *body]
 
 
+def _without_history(given: bytes) -> tuple[bytes, History]:
+    (length,) = LENGTH.unpack_from(given)
+    start = LENGTH.size + length
+    return given[start:], _histories.decode(given[LENGTH.size : start]) if length else History([], {})
+
+
 class HeadReader:
     name = "responses_head"
 
@@ -67,7 +74,7 @@ class HeadReader:
         pass
 
     def read(self, body: bytes, terms: Terms) -> tuple[Head, list[Prompt]]:
-        asked = decode_json(_requests, body, ignore_unknown=terms.ignore_unknown)
+        asked = decode_json(_counts, body, ignore_unknown=terms.ignore_unknown)  # which have all that others have
         items = asked.input if isinstance(asked.input, list) else []
         references = [item.id for item in items if item.type == "item_reference" and item.id is not None]
         return Head(asked.previous_response_id, references), []
@@ -77,11 +84,8 @@ class ResponsesReader(ChatReader):
     name = "responses"
 
     def decode(self, body: bytes, terms: Terms) -> ResponsesChat:
-        (length,) = LENGTH.unpack_from(body)
-        start = LENGTH.size + length
-        asked = decode_json(_requests, body[start:], ignore_unknown=terms.ignore_unknown)
-        history = _histories.decode(body[LENGTH.size : start]) if length else History([], {})
-        return _chat(asked, history)
+        body, history = _without_history(body)
+        return _chat(decode_json(_requests, body, ignore_unknown=terms.ignore_unknown), history)
 
     def prompts(self, asked: ChatRequest, text: ModelText, bounds: Bounds, semantic: bool) -> list[Prompt]:
         assert isinstance(asked, ResponsesChat)
@@ -102,6 +106,23 @@ class ResponsesReader(ChatReader):
         self, asked: ResponsesChat, kept: Sequence[Message], text: ModelText, bounds: Bounds, semantic: bool
     ) -> list[Prompt]:
         return super().prompts(msgspec.structs.replace(asked, messages=_turns(kept)), text, bounds, semantic)
+
+
+class InputTokensReader:
+    name = "input_tokens"
+
+    def __init__(self, texts: Mapping[str, ModelText]) -> None:
+        self.texts = texts
+
+    def read(self, body: bytes, terms: Terms) -> tuple[bytes, list[Prompt]]:
+        body, history = _without_history(body)
+        asked = decode_json(_counts, body, ignore_unknown=terms.ignore_unknown)
+        asked.model = terms.served(asked.model) if asked.model else terms.default_model
+        name = terms.base_of(asked.model)
+        terms.check_task(name, "generate")
+        chat = _chat(asked, history)
+        chat.messages = _turns(chat.messages)
+        return encode_json(types.InputTokens(count_chat(self.texts[name], chat, terms.bounds[name]))), []
 
 
 def _turns(messages: Sequence[Message]) -> list[Message]:

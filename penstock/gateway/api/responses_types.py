@@ -118,6 +118,13 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: Ignored = None
 
 
+class InputTokensRequest(ResponsesRequest, kw_only=True):
+    """Whose tokens are counted. What does not change the prompt is checked and changes nothing."""
+
+    model: str | None = None  # type: ignore[assignment]  # None: the first one
+    personality: Ignored = None
+
+
 # ---------------------------------------------------------------- responses
 
 
@@ -218,6 +225,11 @@ class ResponseObject(Echo, kw_only=True):
     service_tier: str = "default"
     top_logprobs: int = 0
     object: Literal["response"] = "response"
+
+
+class InputTokens(Struct):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class DeletedResponse(Struct):

@@ -462,6 +462,33 @@ def test_a_failure_in_mid_stream_is_an_event(gateway: Gateway) -> None:
     assert post(gateway).status_code == 500
 
 
+def test_tokens_are_counted_by_the_client(gateway: Gateway) -> None:
+    count = client_of(gateway).responses.input_tokens.count
+    first = create(gateway)
+    asked: dict[str, Any] = {
+        "instructions": "Be kind.",
+        "input": [{"role": "user", "content": "And"}, {"role": "user", "content": "then?"}],
+        "previous_response_id": first.id,
+        "tools": [{**WEATHER, "description": "d" * 3000}],
+        "tool_choice": "none",
+    }
+    counted = count(**asked, model=MODEL)
+    create(gateway, **asked)
+    assert counted.model_dump() == {
+        "input_tokens": len(gateway.engine.requests[-1].prompt),
+        "object": "response.input_tokens",
+    }
+    assert count(**asked, model=None) == count(**asked) == counted, "the first model"
+    long = count(input="x " * 2 * MAX_MODEL_LEN)
+    assert long.input_tokens > MAX_MODEL_LEN, "which need not fit"
+    with gateway.http() as http:
+        error = http.post(f"{PATH}/input_tokens", json={"input": []}).json()["error"]
+        assert error["param"] == "input"
+        for method in ("GET", "POST"):
+            compact = http.request(method, f"{PATH}/compact", json={"model": MODEL})
+            assert (compact.status_code, compact.json()["error"]["code"]) == (404, "unknown_path")
+
+
 def test_a_long_request_is_read_in_another_process(gateway: Gateway) -> None:
     first = create(gateway, instructions="Be kind.")
     long = create(gateway, instructions="Be kind.", tools=[{**WEATHER, "description": "d" * 3000}], tool_choice="none")
