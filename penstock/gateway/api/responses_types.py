@@ -53,7 +53,7 @@ class InputItem(Struct, omit_defaults=True):
     status: str | None = None
 
 
-class TextFormat(Struct):
+class TextFormat(Struct, omit_defaults=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -61,7 +61,7 @@ class TextFormat(Struct):
     strict: bool | None = None
 
 
-class TextConfig(Struct):
+class TextConfig(Struct, omit_defaults=True):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 

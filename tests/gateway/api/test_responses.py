@@ -462,6 +462,17 @@ def test_a_failure_in_mid_stream_is_an_event(gateway: Gateway) -> None:
     assert post(gateway).status_code == 500
 
 
+def test_text_is_repeated_with_the_fields_that_it_has(gateway: Gateway) -> None:
+    gateway.answers('{"city": "Bonn"}')
+    schema = {"type": "json_schema", "name": "city", "schema": SCHEMA, "strict": True}
+    for sent, repeated in (
+        (None, {"format": {"type": "text"}}),
+        ({"verbosity": "low"}, {"format": {"type": "text"}, "verbosity": "low"}),
+        ({"format": schema}, {"format": schema}),
+    ):
+        assert post(gateway, text=sent).json()["text"] == repeated
+
+
 def test_tokens_are_counted_by_the_client(gateway: Gateway) -> None:
     count = client_of(gateway).responses.input_tokens.count
     first = create(gateway)
