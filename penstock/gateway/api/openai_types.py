@@ -39,6 +39,8 @@ SUPPORTED_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "skip_special_tokens": ((True,), "must be true: special tokens are not part of the text"),
     "include_stop_str_in_output": ((False,), "must be false: the text ends before the stop string"),
     "use_beam_search": ((False,), "must be false: beam search is not supported"),
+    "length_penalty": ((1.0,), "must be 1: it is for beam search, which is not supported"),
+    "include_reasoning": ((True,), "must be true: reasoning is always part of the answer"),
 }
 
 
@@ -127,6 +129,8 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: Limited = None
     include_stop_str_in_output: Limited = None
     use_beam_search: Limited = None
+    length_penalty: Limited = None
+    include_reasoning: Limited = None
 
     guided_decoding_backend: Ignored = None
     metadata: Ignored = None

@@ -114,6 +114,8 @@ BAD_CHAT: list[tuple[str, dict[str, Any], str]] = [
     ("function_call", {"function_call": "auto"}, "function_call"),
     ("audio", {"audio": {"voice": "alloy"}}, "audio"),
     ("audio modality", {"modalities": ["text", "audio"]}, "modalities"),
+    ("length penalty", {"length_penalty": 1.2}, "length_penalty"),
+    ("no reasoning", {"include_reasoning": False}, "include_reasoning"),
     ("web search", {"web_search_options": {}}, "web_search_options"),
     ("template variable reserved", {"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
     ("messages as template variable", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),

@@ -85,6 +85,8 @@ def test_what_changes_no_answer_is_accepted(http: httpx.Client) -> None:
         "reasoning_effort": "low",
         "skip_special_tokens": True,
         "use_beam_search": False,
+        "length_penalty": 1.0,
+        "include_reasoning": True,
         "temperature": 3,
     }
     response = http.post(CHAT, json={**CHAT_BODY, **fields, "messages": [message]})
