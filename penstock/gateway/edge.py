@@ -147,6 +147,7 @@ class Edge:
         endpoint, route, tenant = "other", None, OPEN
         answer: Answer | None = None
         error: PenstockError | None = None
+        why: str | None = None
         try:
             self.origins.add_cors_headers(request, response.headers)
             if request.error is not None:
@@ -160,23 +161,24 @@ class Edge:
                 await answer.respond()
         except (Exception, asyncio.CancelledError) as raised:
             error = _error_for_client(request, raised)
+            errors = self.routes.errors(request.path) if route is None else route.errors
+            why = errors.message(error)
             if not isinstance(error, ClientGone):
-                await response.send_error(error, self.routes.errors(request.path) if route is None else route.errors)
+                await response.send_error(error, errors)
         finally:
             metrics.in_flight -= 1
             traffic.leave(request)
             # An error in mid-stream is counted by its own status, though the response began with 200.
             status = response.status if error is None else error.status
-            why = None if error is None else error.message
             account = None
             if answer is not None:
                 del self.live.running[request.unique]
                 account = answer.generation.account(status, why)
-            elif error is not None:
-                self.live.refused(endpoint, tenant.name, error)
+            elif why is not None:
+                self.live.refused(endpoint, tenant.name, status, why)
             self._record(endpoint, status, account)
             if self.tracing is not None and span is not None:
-                exchange = Exchange(request.method, endpoint, request.headers.get(b"host", b""), status, error)
+                exchange = Exchange(request.method, endpoint, request.headers.get(b"host", b""), status, error, why)
                 inference = answer.generation.inference() if answer is not None and span.is_recording() else None
                 self.tracing.end(span, exchange, account, inference)
             if not quiet and logger.isEnabledFor(logging.INFO):

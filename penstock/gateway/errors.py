@@ -82,6 +82,10 @@ class ErrorFormat(Protocol):
 
     def status(self, error: PenstockError) -> int: ...
 
+    def message(self, error: PenstockError) -> str:
+        """With the names that the fields have in this API."""
+        ...
+
     def body(self, error: PenstockError, request_id: str) -> bytes: ...
 
     def event(self, error: PenstockError, request_id: str) -> bytes:
@@ -96,6 +100,9 @@ class OpenAIErrors:
 
     def status(self, error: PenstockError) -> int:
         return error.status
+
+    def message(self, error: PenstockError) -> str:
+        return renamed(error, self._names)[0]
 
     def body(self, error: PenstockError, request_id: str) -> bytes:
         message, param = renamed(error, self._names)

@@ -55,6 +55,7 @@ class Exchange(NamedTuple):
     host: bytes  # of the header; empty: none
     status: int
     error: PenstockError | None
+    why: str | None  # what the client is told of the error
 
 
 class Inference(NamedTuple):
@@ -121,7 +122,7 @@ class Tracing:
         span.update_name(f"{exchange.method} {exchange.route}")
         span.set_attributes(_exchange_attributes(exchange))
         if exchange.status >= 500:
-            span.set_status(self._trace.StatusCode.ERROR, None if exchange.error is None else exchange.error.message)
+            span.set_status(self._trace.StatusCode.ERROR, exchange.why)
         if account is not None:
             span.update_name(f"{_operation(account)} {account.asked}")
             span.set_attributes(_request_attributes(account))

@@ -36,7 +36,7 @@ from penstock.gateway.http.response import Response
 from penstock.gateway.http.server import serve
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.settings import Settings
-from penstock.simulation.scripted_engine import MODEL, hang
+from penstock.simulation.scripted_engine import MAX_MODEL_LEN, MODEL, hang
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
 from tests.gateway.wire import CHAT as RAW_CHAT
@@ -173,6 +173,19 @@ def test_few_file_descriptors_are_warned_of_but_not_at_every_look(
         for _ in range(3):
             assert looks.acquire(timeout=20)
     assert sum("few file descriptors are left" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_log_says_what_the_client_is_told(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+    long = "x " * 2 * MAX_MODEL_LEN
+    with caplog.at_level(logging.INFO, "penstock.gateway"), gateway.http() as http:
+        told = http.post("/v1/responses", json={"model": MODEL, "input": long}).json()["error"]["message"]
+        asked = {"model": MODEL, "max_tokens": 4, "messages": [{"role": "user", "content": long}]}
+        also = http.post("/v1/messages", json=asked).json()["error"]["message"]
+    assert " tokens in input, " in told
+    assert also.startswith("prompt is too long: ")
+    first, second = [record.getMessage() for record in caplog.records if "status=400" in record.getMessage()]
+    assert told in first
+    assert also in second
 
 
 def test_access_log_is_one_line_whatever_the_path(gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:

@@ -53,17 +53,18 @@ class AnthropicErrors:
     def status(self, error: PenstockError) -> int:
         return error.status
 
-    def body(self, error: PenstockError, request_id: str) -> bytes:
+    def message(self, error: PenstockError) -> str:
         message, param = renamed(error, NAMES)
         if isinstance(error, ContextTooLong):
-            message = f"prompt is too long: {error.excess + '. ' if error.excess else ''}{message}"
-        elif param is not None and param not in message:
-            message = f"{param}: {message}"
+            return f"prompt is too long: {error.excess + '. ' if error.excess else ''}{message}"
+        return message if param is None or param in message else f"{param}: {message}"
+
+    def body(self, error: PenstockError, request_id: str) -> bytes:
         kind = next((kind for of, kind in self._KINDS if isinstance(error, of)), None)
         if kind is None:
             by_status = {408: "timeout_error", 504: "timeout_error"}
             kind = by_status.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        detail = types.AnthropicErrorDetail(kind, message)
+        detail = types.AnthropicErrorDetail(kind, self.message(error))
         if error.code == NO_THREADS:
             detail.details = types.AnthropicErrorCause(NO_THREADS, ["thread"])
         return encode_json(types.AnthropicErrorBody(detail, request_id))

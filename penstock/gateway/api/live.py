@@ -18,7 +18,6 @@ from msgspec import Raw, Struct
 
 from penstock import __version__
 from penstock.core.engine import EngineStats
-from penstock.core.errors import PenstockError
 from penstock.gateway.api.caches import CacheEndpoints, Caches
 from penstock.gateway.api.fleet import Control
 from penstock.gateway.api.generation import Answer
@@ -148,9 +147,9 @@ class Live:
             else:
                 self._ended_more += 1
 
-    def refused(self, endpoint: str, tenant: str, error: PenstockError) -> None:
+    def refused(self, endpoint: str, tenant: str, status: int, why: str) -> None:
         if self._watchers and len(self._refused) < MAX_REFUSED:
-            self._refused.append(Refusal(time.time(), error.status, endpoint, tenant, error.message))
+            self._refused.append(Refusal(time.time(), status, endpoint, tenant, why))
 
     # ------------------------------------------------------------ what watchers get
 

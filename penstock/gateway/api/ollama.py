@@ -41,9 +41,11 @@ class OllamaErrors:
     def status(self, error: PenstockError) -> int:
         return error.status
 
+    def message(self, error: PenstockError) -> str:
+        return renamed(error, self._NAMES)[0]
+
     def body(self, error: PenstockError, request_id: str) -> bytes:
-        message, _ = renamed(error, self._NAMES)
-        return encode_json(types.OllamaError(message))
+        return encode_json(types.OllamaError(self.message(error)))
 
     def event(self, error: PenstockError, request_id: str) -> bytes:
         return self.body(error, request_id) + b"\n"
