@@ -82,6 +82,8 @@ def test_operations_conform(
         checks = MODES[mode]
         if response.status_code == 504 and case.body.get("deadline_ms") is not None:
             checks = [check for check in checks if check is not not_a_server_error]  # it was asked for
+        if response.status_code == 413:  # which is no word of whether the body is right
+            checks = [check for check in checks if check is not negative_data_rejection]
         case.validate_response(response, checks=checks)
 
     check()
