@@ -13,6 +13,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
+from penstock.grammar.closing import closed
+from penstock.grammar.pointers import DATA, NAMED, subschemas
+
 # Compact JSON: a grammar that allows blanks lets a model write them until max_tokens. Not lenient: what cannot be
 # enforced is refused.
 _OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
@@ -31,8 +34,6 @@ _CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_CLOCK})"
 _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
 OWNER = re.compile(r"// (?P<owner>arguments of [\w.-]+)\n")  # ends a line of a Lark grammar
-_DATA = {"const", "enum", "default", "examples"}  # keywords whose values are not schemas
-_NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # whose values are schemas by name
 
 MOST_EXACT = 2**53  # integers up to this are exact as doubles, which llguidance reads numbers as
 MOST_MULTIPLE = 100_000  # states of the automaton that checks divisibility
@@ -79,11 +80,12 @@ def checked_lark(source: str) -> str:
 def _as_taken(schema: Any, source: str) -> str:
     """`schema` is what `source` says, with exact numbers."""
     _check(schema)
-    is_open = any(map(_is_open, _subschemas(schema)))
+    taken = closed(_rewritten(json.loads(source), _bounds(schema)))
+    _check_least(taken)
+    is_open = any(map(_is_open, subschemas(taken)))
     if is_open:
-        _check_characters(schema)
-    options = json.dumps({"x-guidance": _OPTIONS_OF_OPEN_OBJECTS if is_open else _OPTIONS})[:-1]
-    return options + (", " if schema else "") + _sound(schema, source)[1:]
+        _check_characters(taken)
+    return json.dumps({"x-guidance": _OPTIONS_OF_OPEN_OBJECTS if is_open else _OPTIONS, **taken}, allow_nan=False)
 
 
 def _check(schema: Any) -> None:
@@ -94,14 +96,6 @@ def _check(schema: Any) -> None:
     for number in _wanted_numbers(schema):
         if abs(number) > MOST_EXACT:
             raise ValueError(f"{number} in const or enum is beyond 2**53; write such a number as a string")
-    for each in _subschemas(schema):
-        least, required = each.get("minProperties"), each.get("required")
-        certain = 1 + (len(required) if isinstance(required, list) else 0)
-        if isinstance(least, int | Fraction) and least > certain:
-            raise ValueError(
-                f"minProperties {least} cannot be enforced: a key may come twice, so only those in required and one "
-                "more are sure to be different"
-            )
     multiple = Fraction(1)
     for value in _multiples(schema):
         multiple = Fraction(
@@ -111,18 +105,20 @@ def _check(schema: Any) -> None:
             raise ValueError(f"the least common multiple of all multipleOf must be at most {MOST_MULTIPLE:,}")
 
 
-def _subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """This one and those in it, wherever they stand."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _subschemas(each)
-    elif isinstance(schema, dict):
-        yield schema
-        for key, value in schema.items():
-            if key in _NAMED and isinstance(value, dict):
-                yield from _subschemas(list(value.values()))
-            elif key not in _DATA:
-                yield from _subschemas(value)
+def _check_least(schema: Any) -> None:
+    for each in subschemas(schema):
+        least, required = each.get("minProperties"), each.get("required")
+        certain = 1 + (len(required) if isinstance(required, list) else 0)
+        if isinstance(least, int | float) and least > certain and not _is_closed(each):
+            raise ValueError(
+                f"minProperties {least} cannot be enforced: a key may come twice, so only those in required and one "
+                "more are sure to be different"
+            )
+
+
+def _is_closed(schema: dict[str, Any]) -> bool:
+    """Whether it has no properties but those that it names, which come once."""
+    return schema.get("additionalProperties") is False and not schema.get("patternProperties")
 
 
 def _is_open(schema: dict[str, Any]) -> bool:
@@ -133,12 +129,13 @@ def _is_open(schema: dict[str, Any]) -> bool:
 
 def _check_characters(schema: Any) -> None:
     """llguidance leaves out of a text what it has no escape for."""
-    for each in _subschemas(schema):
+    for each in subschemas(schema):
         texts = _strings([each.get("const"), each.get("enum")])
         patterns = _strings([each.get("pattern"), list(each.get("patternProperties") or ())])
         if any(map(_CONTROLS.search, texts)) or any(_CONTROLS_IN_PATTERN.search(_CLASS.sub("", p)) for p in patterns):
             raise ValueError(
-                "control characters in const, enum or pattern need additionalProperties: false in every object"
+                "control characters in const, enum or pattern cannot be enforced where an object names properties and "
+                "allows others (additionalProperties)"
             )
 
 
@@ -149,28 +146,24 @@ def _strings(data: Any) -> Iterator[str]:
         yield from _strings(each)
 
 
-def _sound(schema: Any, source: str) -> str:
-    """What llguidance lets through although it is not valid, put so that it does not: formats of dates and times, as
-    patterns, and exclusive bounds that are integers of numbers that end before the next integer."""
-    limits = [each.get(key) for each in _subschemas(schema) for key in _BOUNDS]
-    bounds = [Fraction(value) for value in limits if isinstance(value, int | Fraction)]
-    moved = any(value.denominator != 1 for value in bounds) and '"exclusive' in source
-    if not moved and not ('"format"' in source and any(f'"{name}"' in source for name in _FORMATS)):
-        return source
-    return json.dumps(_rewritten(json.loads(source), bounds), allow_nan=False)
+def _bounds(schema: Any) -> list[Fraction]:
+    limits = [each.get(key) for each in subschemas(schema) for key in _BOUNDS]
+    return [Fraction(value) for value in limits if isinstance(value, int | Fraction) and not isinstance(value, bool)]
 
 
 def _rewritten(schema: Any, bounds: list[Fraction]) -> Any:
+    """What llguidance lets through although it is not valid, put so that it does not: formats of dates and times, as
+    patterns, and exclusive bounds that are integers of numbers that end before the next integer."""
     if isinstance(schema, list):
         return [_rewritten(each, bounds) for each in schema]
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _NAMED and isinstance(value, dict):
+        if key in NAMED and isinstance(value, dict):
             found[key] = {name: _rewritten(each, bounds) for name, each in value.items()}
         else:
-            found[key] = value if key in _DATA else _rewritten(value, bounds)
+            found[key] = value if key in DATA else _rewritten(value, bounds)
     name = found.get("format")
     if isinstance(name, str) and name in _FORMATS:
         del found["format"]
@@ -190,7 +183,7 @@ def _wanted_numbers(schema: Any, wanted: bool = False) -> Iterator[int]:
     """Integers in the values of const and enum, wherever they stand."""
     if isinstance(schema, dict):
         for key, value in schema.items():
-            below = list(value.values()) if key in _NAMED and isinstance(value, dict) else value
+            below = list(value.values()) if key in NAMED and isinstance(value, dict) else value
             yield from _wanted_numbers(below, wanted or key in ("const", "enum"))
     elif isinstance(schema, list):
         for each in schema:

@@ -8,69 +8,20 @@ import re
 from datetime import date, datetime, time
 from typing import Any
 
-import jsonschema
-import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from penstock.bench.schemas import SCHEMAS, compact, instances_with_faults
-from penstock.checkpoint.source import resolve
 from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.request import MAX_GRAMMAR_BYTES, Grammar
 from penstock.grammar import compiler
 from penstock.grammar.compiler import LLGuidance
-from penstock.grammar.matcher import LLGuidanceMatcher
-from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from penstock.text.tokenizer import Tokenizer
+from tests.grammar.masks import Validator, accepts, allowed, schema, walk
 
-Validator = jsonschema.Draft202012Validator
+OPEN = {"additionalProperties": True}
 STRING = re.compile(r'"(\\.|[^"\\])*"')
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(resolve("smollm2-135m"))
-
-
-@pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> LLGuidance:
-    return LLGuidance(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
-
-
-def schema(source: Any) -> Grammar:
-    return Grammar("json_schema", json.dumps(source))
-
-
-def allowed(grammars: LLGuidance, matcher: LLGuidanceMatcher, vocab_size: int) -> list[int]:
-    masks = np.zeros((1, -(-vocab_size // 32)), np.int32)
-    grammars.fill({0: matcher}, masks)
-    return np.flatnonzero(np.unpackbits(masks.view(np.uint8), bitorder="little")).tolist()
-
-
-def accepts(grammars: LLGuidance, grammar: Grammar, tokenizer: Tokenizer, text: str) -> bool:
-    matcher = grammars.matcher(grammar)
-    try:
-        matcher.consume(tokenizer.encode(text, add_special_tokens=False))
-    except InvalidRequest:
-        return False
-    return matcher.ended or tokenizer.eos_ids[0] in allowed(grammars, matcher, tokenizer.vocab_size)
-
-
-def walk(grammars: LLGuidance, grammar: Grammar, tokenizer: Tokenizer, draw: random.Random) -> str | None:
-    """The text of random choices among the allowed tokens; None for one that became too long."""
-    matcher, tokens = grammars.matcher(grammar), list[int]()
-    quote = tokenizer.encode('"', add_special_tokens=False)[0]
-    while len(tokens) < 200:
-        tokens += matcher.take_forced()
-        if matcher.ended:
-            return tokenizer.decode(tokens)
-        choices = allowed(grammars, matcher, tokenizer.vocab_size)
-        token = quote if quote in choices and draw.random() < 0.4 else draw.choice(choices)
-        if token in tokenizer.eos_ids:
-            return tokenizer.decode(tokens)
-        tokens.append(token)
-        matcher.consume([token])
-    return None
 
 
 def test_what_was_compiled_is_known(tokenizer: Tokenizer) -> None:
@@ -129,9 +80,9 @@ def test_what_jsonschema_says(grammars: LLGuidance, tokenizer: Tokenizer, name: 
         ({"x-guidance": {"lenient": True}, "type": "array", "uniqueItems": True}, "x-guidance"),
         ({"$ref": "#"}, "cannot be enforced"),
         ({"type": "object", "required": ["a"], "minProperties": 3}, "minProperties 3"),
-        ({"properties": {"a": {"const": "\x1b"}}}, "control characters"),
-        ({"properties": {"a": {"enum": ["b", {"\x01": 1}]}}}, "control characters"),
-        ({"properties": {"a": {"pattern": "^a\x01b$"}}}, "control characters"),
+        ({"properties": {"a": {"const": "\x1b"}}, **OPEN}, "control characters"),
+        ({"properties": {"a": {"enum": ["b", {"\x01": 1}]}}, **OPEN}, "control characters"),
+        ({"properties": {"a": {"pattern": "^a\x01b$"}}, **OPEN}, "control characters"),
         ({"patternProperties": {r"^a\u{1b}": {}}}, "control characters"),
         (False, "object"),
         ([], "object"),
@@ -353,7 +304,7 @@ def test_data_that_looks_like_a_format_stays(grammars: LLGuidance, tokenizer: To
 def test_no_other_spelling_of_a_key_evades_its_schema(grammars: LLGuidance, tokenizer: Tokenizer, spelled: str) -> None:
     never = {"const": 1}
     names = {"path": never, "a/b": never, 'q"': never, "ü": never}
-    source = {"type": "object", "properties": names, "patternProperties": {"^x_": never}}
+    source = {"type": "object", "properties": names, "patternProperties": {"^x_": never}, **OPEN}
     for grammar in (schema(source), Grammar("lark", f"start: %json {json.dumps(source)}")):
         assert accepts(grammars, grammar, tokenizer, '{"path":1,"other":2}')
         assert accepts(grammars, grammar, tokenizer, '{"path":1,"\\n":"\\t"}')
@@ -365,7 +316,7 @@ def test_control_characters_where_no_key_can_be_spelled_with_them(grammars: LLGu
     closed = schema({"properties": {"a": {"type": "string"}}, "additionalProperties": False})
     assert accepts(grammars, closed, tokenizer, r'{"a":"\u001b[1m"}')
     assert accepts(grammars, schema({"const": "\x1b"}), tokenizer, r'"\u001b"')
-    class_of_others = schema({"properties": {"a": {"type": "string", "pattern": r"^[^\x00-\x1f]+$"}}})
+    class_of_others = schema({"properties": {"a": {"type": "string", "pattern": r"^[^\x00-\x1f]+$"}}, **OPEN})
     assert accepts(grammars, class_of_others, tokenizer, '{"a":"b"}')
 
 
