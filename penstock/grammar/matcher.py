@@ -13,6 +13,12 @@ _OF_SOMEBODY = re.compile(
     rf"at \d+\(\d+\): (?:failed to compile JSON schema: )?(?P<problem>[^\n]*)\n(?:.*\n)*?.*{OWNER.pattern}\s*\^"
 )
 
+_ONE_OF = re.compile(r"oneOf constraints are not supported\. Enable 'coerce_one_of' option to [\w ]*anyOf")
+_OVERLAP = (
+    "branches of a oneOf that may overlap are not supported: give each the same required property with another const, "
+    "or use anyOf"
+)
+
 
 class LLGuidanceMatcher:
     """Until the output has the tokens of `after`, one after the other, it is free and only must not end."""
@@ -83,4 +89,5 @@ def one_line(message: str) -> str:
     out."""
     if drawn := _OF_SOMEBODY.search(message):
         message = f"{drawn['owner']}: {drawn['problem']}"
+    message = _ONE_OF.sub(_OVERLAP, message)
     return " ".join(message.removesuffix("<non-verbose/>").split())[:300]

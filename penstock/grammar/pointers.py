@@ -41,3 +41,13 @@ def target(root: dict[str, Any], reference: Any) -> Any:
         else:
             return None
     return found
+
+
+def as_any_of(reference: str) -> str:
+    """A reference that may go through `oneOf`, once these are `anyOf`."""
+    parts, names = reference.split("/"), False
+    for number, part in enumerate(parts):
+        if part == "oneOf" and not names:
+            parts[number] = "anyOf"
+        names = part in NAMED and not names
+    return "/".join(parts)

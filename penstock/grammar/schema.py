@@ -14,7 +14,8 @@ from fractions import Fraction
 from typing import Any
 
 from penstock.grammar.closing import closed
-from penstock.grammar.pointers import DATA, NAMED, subschemas
+from penstock.grammar.pointers import NAMED, subschemas
+from penstock.grammar.rewriting import rewritten
 
 # Compact JSON: a grammar that allows blanks lets a model write them until max_tokens. Not lenient: what cannot be
 # enforced is refused.
@@ -22,24 +23,11 @@ _OPTIONS: Any = {"whitespace_flexible": False, "lenient": False, "coerce_one_of"
 # Without \uXXXX, by which a further property could have the name of one that the schema describes: llguidance does not
 # compare what an escape stands for.
 _OPTIONS_OF_OPEN_OBJECTS: Any = {**_OPTIONS, "json_allowed_escapes": 'nrbtf\\"'}
-# RFC 3339, without the year 0000 and without leap seconds, which most parsers do not take. llguidance allows 29
-# February of every year and a leap second in every minute.
-_DAYS = (
-    "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
-)
-_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
-_FOURTHS = "(?:0[48]|[2468][048]|[13579][26])"
-_DATE = f"(?:{_YEAR}-(?:{_DAYS})|(?:[0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)-02-29)"
-_CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_CLOCK})"
-_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
 OWNER = re.compile(r"// (?P<owner>arguments of [\w.-]+)\n")  # ends a line of a Lark grammar
 
 MOST_EXACT = 2**53  # integers up to this are exact as doubles, which llguidance reads numbers as
 MOST_MULTIPLE = 100_000  # states of the automaton that checks divisibility
 
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_WITHIN = 1e-6  # by how much a bound is moved that would otherwise be let through
 # Characters that JSON writes as \uXXXX: themselves, and as patterns write them outside of classes. Not \n and the like.
 _CONTROLS = re.compile("[\0-\7\v\x0e-\x1f\x7f]")
 _CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]")
@@ -80,7 +68,7 @@ def checked_lark(source: str) -> str:
 def _as_taken(schema: Any, source: str) -> str:
     """`schema` is what `source` says, with exact numbers."""
     _check(schema)
-    taken = closed(_rewritten(json.loads(source), _bounds(schema)))
+    taken = closed(rewritten(json.loads(source), schema))
     _check_least(taken)
     is_open = any(map(_is_open, subschemas(taken)))
     if is_open:
@@ -144,39 +132,6 @@ def _strings(data: Any) -> Iterator[str]:
         yield data
     for each in [*data.keys(), *data.values()] if isinstance(data, dict) else data if isinstance(data, list) else ():
         yield from _strings(each)
-
-
-def _bounds(schema: Any) -> list[Fraction]:
-    limits = [each.get(key) for each in subschemas(schema) for key in _BOUNDS]
-    return [Fraction(value) for value in limits if isinstance(value, int | Fraction) and not isinstance(value, bool)]
-
-
-def _rewritten(schema: Any, bounds: list[Fraction]) -> Any:
-    """What llguidance lets through although it is not valid, put so that it does not: formats of dates and times, as
-    patterns, and exclusive bounds that are integers of numbers that end before the next integer."""
-    if isinstance(schema, list):
-        return [_rewritten(each, bounds) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in NAMED and isinstance(value, dict):
-            found[key] = {name: _rewritten(each, bounds) for name, each in value.items()}
-        else:
-            found[key] = value if key in DATA else _rewritten(value, bounds)
-    name = found.get("format")
-    if isinstance(name, str) and name in _FORMATS:
-        del found["format"]
-        found["allOf"] = [*found.get("allOf", ()), {"pattern": _FORMATS[name]}]
-    for inclusive, exclusive, way in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
-        bound = found.get(exclusive)
-        if not isinstance(bound, int | float) or bound % 1 != 0:
-            continue
-        if gaps := [gap for b in bounds if 0 < (gap := way * (b - int(bound))) < 1]:
-            del found[exclusive]
-            inside = bound + way * min(_WITHIN, float(min(gaps)) / 1000)
-            found[inclusive] = max(inside, found.get(inclusive, inside), key=lambda limit: way * limit)
-    return found
 
 
 def _wanted_numbers(schema: Any, wanted: bool = False) -> Iterator[int]:

@@ -1,0 +1,172 @@
+"""Which branches of a `oneOf` exclude each other.
+
+A mask can allow what one branch allows, not forbid what two of them do. So `oneOf` becomes `anyOf` where no instance
+matches two branches, which shows by types, by constants, and by a property that must be there and has different ones.
+
+Branches may be made stricter than their author wrote them: the property that `discriminator` names is required. What
+comes out of a stricter branch must not match another one as it was written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from penstock.grammar.pointers import subschemas, target
+
+Schema = dict[str, Any]
+
+_TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
+_MOST_WORK = 50_000  # schemas compared
+_MOST_DEEP = 12
+
+
+ADDED = "\0required"  # names that a schema has to require, and does not as it was written
+
+
+class Disjoint:
+    """Of one document. Writes into it what discriminators require."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._work = 0
+        schemas = list(subschemas(root))
+        self._own_references = not any("$id" in each for each in schemas if each is not root)
+        for each in schemas:
+            discriminator = each.get("discriminator")
+            name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+            if isinstance(name, str):
+                self._require(name, each, set())
+
+    def are(self, base: Schema, branches: Sequence[Any]) -> bool:
+        """Whether nothing that `base` allows is in two of the branches."""
+        around = self._parts(base)
+        parts = [[*around, *self._parts(branch)] for branch in branches]
+        return all(self._exclude(one, other, 0) for one, other in combinations(parts, 2))
+
+    def _require(self, name: str, union: Schema, seen: set[int]) -> None:
+        """In all branches."""
+        for branch in [*_list(union, "oneOf"), *_list(union, "anyOf")]:
+            for part in self._parts(branch):
+                if not isinstance(part, dict) or id(part) in seen:
+                    continue
+                seen.add(id(part))
+                if name in _named(part) and name not in _list(part, "required"):
+                    part.setdefault(ADDED, []).append(name)
+                self._require(name, part, seen)
+
+    def _exclude(self, mine: Sequence[Any], others: Sequence[Any], depth: int) -> bool:
+        """Whether no instance matches all of `mine` and all of `others`."""
+        self._work += 1
+        if depth > _MOST_DEEP or self._work > _MOST_WORK:
+            return False
+        if False in mine or False in others:
+            return True
+        types = _types(mine) & _types(others)
+        if not types or _values_differ(mine, others):
+            return True
+        if types == {"object"} and self._properties_differ(mine, others, depth):
+            return True
+        for these, those in ((mine, others), (others, mine)):
+            for number, part in enumerate(these):
+                for key in ("anyOf", "oneOf"):
+                    if not (branches := _list(part, key)):
+                        continue
+                    rest = [*these[:number], _without(part, key), *these[number + 1 :]]
+                    if all(self._exclude([*rest, *self._parts(branch)], those, depth + 1) for branch in branches):
+                        return True
+        return False
+
+    def _properties_differ(self, mine: Sequence[Schema], others: Sequence[Schema], depth: int) -> bool:
+        certain = _required(mine) | _required(others)
+        certain |= _required(mine, ADDED) & _required(others, ADDED)
+        return any(
+            self._exclude(self._values(mine, name), self._values(others, name), depth + 1) for name in sorted(certain)
+        )
+
+    def _values(self, parts: Sequence[Schema], name: str) -> list[Any]:
+        """What the property of this name must match."""
+        found = list[Any]()
+        for part in parts:
+            if name in _named(part):
+                found += self._parts(_named(part)[name])
+            elif "additionalProperties" in part and not part.get("patternProperties"):
+                found += self._parts(part["additionalProperties"])
+        return found
+
+    def _parts(self, schema: Any, seen: tuple[str, ...] = ()) -> list[Any]:
+        """It and all that holds where it does, by `allOf` and `$ref`. False: nothing can match."""
+        self._work += 1
+        if not isinstance(schema, dict) or self._work > _MOST_WORK:
+            return [False] if schema is False else []
+        found = [schema]
+        for each in _list(schema, "allOf"):
+            found += self._parts(each, seen)
+        reference = schema.get("$ref")
+        if self._own_references and isinstance(reference, str) and reference not in seen and len(seen) < _MOST_DEEP:
+            found += self._parts(target(self._root, reference), (*seen, reference))
+        return found
+
+
+def _required(parts: Sequence[Schema], *more: str) -> set[str]:
+    return {name for part in parts for key in ("required", *more) for name in _list(part, key) if isinstance(name, str)}
+
+
+def _list(schema: Schema, key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
+
+
+def _named(part: Schema) -> Schema:
+    value = part.get("properties")
+    return value if isinstance(value, dict) else {}
+
+
+def _without(schema: Schema, key: str) -> Schema:
+    return {name: value for name, value in schema.items() if name != key}
+
+
+def _types(parts: Sequence[Schema]) -> frozenset[str]:
+    found = _TYPES
+    for part in parts:
+        if "type" in part:
+            named = {str(each) for each in (part["type"] if isinstance(part["type"], list) else [part["type"]])}
+            found &= named | ({"integer", "fraction"} if "number" in named else set())
+        if (wanted := _wanted(part)) is not None:
+            found &= {_type(value) for value in wanted}
+    return found
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "integer" if value == int(value) else "fraction"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object" if isinstance(value, dict) else "null"
+
+
+def _wanted(part: Schema) -> list[Any] | None:
+    return [part["const"]] if "const" in part else part["enum"] if isinstance(part.get("enum"), list) else None
+
+
+def _values_differ(mine: Sequence[Schema], others: Sequence[Schema]) -> bool:
+    ours = [{_key(value) for value in wanted} for part in mine if (wanted := _wanted(part)) is not None]
+    theirs = [{_key(value) for value in wanted} for part in others if (wanted := _wanted(part)) is not None]
+    return bool(ours and theirs) and not set.intersection(*ours, *theirs)
+
+
+def _key(value: Any) -> str:
+    """The same for what JSON Schema holds equal: 1 and 1.0, but not 1 and true; objects in any order."""
+    return json.dumps(_plain(value), sort_keys=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value == int(value) else value

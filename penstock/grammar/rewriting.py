@@ -1,0 +1,97 @@
+"""What llguidance does not enforce as it is written, or lets through although it is not valid, put so that it does not.
+
+Every change is exact or stricter: what the new schema allows is valid for the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from penstock.grammar.disjoint import ADDED, Disjoint
+from penstock.grammar.pointers import DATA, NAMED, as_any_of, subschemas
+
+Schema = dict[str, Any]
+
+# RFC 3339, without the year 0000 and without leap seconds, which most parsers do not take. llguidance allows 29
+# February of every year and a leap second in every minute.
+_DAYS = (
+    "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+)
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+_FOURTHS = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = f"(?:{_YEAR}-(?:{_DAYS})|(?:[0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)-02-29)"
+_CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_CLOCK})"
+_FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_WITHIN = 1e-6  # by how much a bound is moved that would otherwise be let through
+# Of OpenAPI and others. llguidance would take them for conditions beside a `$ref` or `anyOf`, and refuse recursion.
+_UNKNOWN = {"discriminator", "deprecated", "nullable", "example", "externalDocs", "xml", "contentSchema"}
+_NEVER_ENFORCED: list[Schema] = [
+    {},
+    {},
+]  # branches of a `oneOf` that llguidance refuses where the schema can be reached
+
+
+def rewritten(schema: Schema, exact: Any) -> Schema:
+    """`exact`: the same, with exact numbers."""
+    limits = [each.get(key) for each in subschemas(exact) for key in _BOUNDS]
+    bounds = [Fraction(value) for value in limits if isinstance(value, int | Fraction) and not isinstance(value, bool)]
+    found: Schema = _Rewriting(schema, bounds).schema(schema)
+    return found
+
+
+class _Rewriting:
+    def __init__(self, root: Schema, bounds: Sequence[Fraction]) -> None:
+        self._disjoint = Disjoint(root)
+        self._bounds = bounds
+
+    def schema(self, schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [self.schema(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        found: Schema = {}
+        for key, value in schema.items():
+            if key in NAMED and isinstance(value, dict):
+                found[key] = {name: self.schema(each) for name, each in value.items()}
+            elif key not in _UNKNOWN and key != ADDED and not key.startswith("x-"):
+                found[key] = value if key in DATA else self.schema(value)
+        if ADDED in schema:
+            found["required"] = [*schema.get("required", ()), *schema[ADDED]]
+        if isinstance(reference := found.get("$ref"), str):
+            found["$ref"] = as_any_of(reference)
+        self._put_one_of(schema, found)
+        self._put_format(found)
+        self._put_bounds(found)
+        return found
+
+    def _put_one_of(self, schema: Schema, found: Schema) -> None:
+        if not isinstance(branches := schema.get("oneOf"), list):
+            return
+        base = {key: value for key, value in schema.items() if key != "oneOf"}
+        if branches and not self._disjoint.are(base, branches):
+            found["oneOf"] = _NEVER_ENFORCED
+        elif "anyOf" in found:
+            found["allOf"] = [*found.get("allOf", ()), {"anyOf": found.pop("oneOf")}]
+        else:
+            found["anyOf"] = found.pop("oneOf")
+
+    def _put_format(self, found: Schema) -> None:
+        name = found.get("format")
+        if isinstance(name, str) and name in _FORMATS:
+            del found["format"]
+            found["allOf"] = [*found.get("allOf", ()), {"pattern": _FORMATS[name]}]
+
+    def _put_bounds(self, found: Schema) -> None:
+        """Exclusive bounds that are integers, of numbers that end before the next integer."""
+        for inclusive, exclusive, way in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
+            bound = found.get(exclusive)
+            if not isinstance(bound, int | float) or bound % 1 != 0:
+                continue
+            if gaps := [gap for b in self._bounds if 0 < (gap := way * (b - int(bound))) < 1]:
+                del found[exclusive]
+                inside = bound + way * min(_WITHIN, float(min(gaps)) / 1000)
+                found[inclusive] = max(inside, found.get(inclusive, inside), key=lambda limit: way * limit)
