@@ -9,10 +9,8 @@ from typing import Any
 from penstock.core.errors import InvalidRequest
 from penstock.grammar.schema import OWNER
 
-_OF_SOMEBODY = re.compile(
-    rf"at \d+\(\d+\): (?:failed to compile JSON schema: )?(?P<problem>[^\n]*)\n(?:.*\n)*?.*{OWNER.pattern}\s*\^"
-)
-
+_PLACE = re.compile(r"at \d+\(\d+\): (?:failed to compile JSON schema: )?")
+_DRAWN = re.compile(r" *\d+ \| ")  # a line of the grammar
 _ONE_OF = re.compile(r"oneOf constraints are not supported\. Enable 'coerce_one_of' option to [\w ]*anyOf")
 _OVERLAP = (
     "branches of a oneOf that may overlap are not supported: give each the same required property with another const, "
@@ -85,9 +83,13 @@ class LLGuidanceMatcher:
 
 
 def one_line(message: str) -> str:
-    """An error of llguidance, which may be drawn below a line of the grammar. Where that says whose it is, it is left
-    out."""
-    if drawn := _OF_SOMEBODY.search(message):
-        message = f"{drawn['owner']}: {drawn['problem']}"
+    """An error of llguidance, which may be drawn below lines of the grammar. Where the last of them says whose it is,
+    they are left out."""
+    lines = message.split("\n")
+    drawn = max((n for n, line in enumerate(lines[1:]) if line.strip() == "^"), default=0)
+    if (place := _PLACE.match(message)) and (owner := OWNER.search(lines[drawn] + "\n")):
+        while drawn and _DRAWN.match(lines[drawn]):
+            drawn -= 1
+        message = f"{owner['owner']}: " + "\n".join(lines[: drawn + 1])[place.end() :]
     message = _ONE_OF.sub(_OVERLAP, message)
     return " ".join(message.removesuffix("<non-verbose/>").split())[:300]

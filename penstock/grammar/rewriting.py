@@ -5,12 +5,13 @@ Every change is exact or stricter: what the new schema allows is valid for the o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 from penstock.grammar.disjoint import ADDED, Disjoint
-from penstock.grammar.pointers import DATA, NAMED, as_any_of, subschemas
+from penstock.grammar.pointers import DATA, NAMED, as_any_of, subschemas, target
 
 Schema = dict[str, Any]
 
@@ -25,7 +26,24 @@ _DATE = f"(?:{_YEAR}-(?:{_DAYS})|(?:[0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)-02-29)"
 _CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_CLOCK}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[+-]{_CLOCK})"
 _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[Tt]{_TIME}$"}
+# What the specification defines (JSON Schema validation, 7.3). Other formats are annotations.
+_DEFINED = {"date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6"}
+_DEFINED |= {"uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "regex"}
+_DEFINED |= {"relative-json-pointer"}
+_VERSION_OF_UUID = re.compile("uuid([1-8])")  # as pydantic has it
+# Patterns with look-ahead, as libraries write them, and the same without.
+_WITHOUT_LOOK_AHEAD = {
+    # pydantic: Decimal
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)$",
+    # zod: z.email()
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^([A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9-]*\.)+[A-Za-z]{2,}$"
+    ),
+}
+_ANNOTATIONS = {"title", "description", "default", "examples", "readOnly", "writeOnly", "$comment"}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_HEX = "[0-9a-fA-F]"
+_MOST_REFERENCES = 8  # one to the next
 _WITHIN = 1e-6  # by how much a bound is moved that would otherwise be let through
 # Of OpenAPI and others. llguidance would take them for conditions beside a `$ref` or `anyOf`, and refuse recursion.
 _UNKNOWN = {"discriminator", "deprecated", "nullable", "example", "externalDocs", "xml", "contentSchema"}
@@ -45,6 +63,7 @@ def rewritten(schema: Schema, exact: Any) -> Schema:
 
 class _Rewriting:
     def __init__(self, root: Schema, bounds: Sequence[Fraction]) -> None:
+        self._root = root
         self._disjoint = Disjoint(root)
         self._bounds = bounds
 
@@ -53,6 +72,8 @@ class _Rewriting:
             return [self.schema(each) for each in schema]
         if not isinstance(schema, dict):
             return schema
+        if schema is not self._root and (schema.get("not") == {} or schema.get("not") is True):
+            return False
         found: Schema = {}
         for key, value in schema.items():
             if key in NAMED and isinstance(value, dict):
@@ -64,7 +85,9 @@ class _Rewriting:
         if isinstance(reference := found.get("$ref"), str):
             found["$ref"] = as_any_of(reference)
         self._put_one_of(schema, found)
+        self._put_names(schema, found)
         self._put_format(found)
+        self._put_draft_4(found)
         self._put_bounds(found)
         return found
 
@@ -79,11 +102,50 @@ class _Rewriting:
         else:
             found["anyOf"] = found.pop("oneOf")
 
+    def _put_names(self, schema: Schema, found: Schema) -> None:
+        """Names of further properties that are any, or listed."""
+        if (names := schema.get("propertyNames")) is None:
+            return
+        for _ in range(_MOST_REFERENCES):
+            if isinstance(names, dict) and names.keys() - _ANNOTATIONS == {"$ref"}:
+                names = target(self._root, names["$ref"])
+        says = {key: each for key, each in names.items() if key not in _ANNOTATIONS} if isinstance(names, dict) else {}
+        if names is True or (isinstance(names, dict) and says in ({}, {"type": "string"})):
+            del found["propertyNames"]
+            return
+        listed = [says["const"]] if "const" in says else says.get("enum")
+        if not isinstance(listed, list) or says.keys() - {"type", "const", "enum"} or len(says.keys() - {"type"}) > 1:
+            return
+        if says.get("type", "string") == "string" and not found.get("patternProperties"):
+            del found["propertyNames"]
+            named, further = found.get("properties", {}), found.get("additionalProperties", {})
+            known = dict.fromkeys([*(name for name in named if name in listed), *listed])
+            found["properties"] = {name: named.get(name, further) for name in known if isinstance(name, str)}
+            found["additionalProperties"] = False
+
     def _put_format(self, found: Schema) -> None:
-        name = found.get("format")
-        if isinstance(name, str) and name in _FORMATS:
+        pattern, name = found.get("pattern"), found.get("format")
+        if isinstance(pattern, str):
+            found["pattern"] = _WITHOUT_LOOK_AHEAD.get(pattern, pattern)
+        if not isinstance(name, str):
+            return
+        wanted = _FORMATS.get(name)
+        if version := _VERSION_OF_UUID.fullmatch(name):
+            wanted = f"^{_HEX}{{8}}-{_HEX}{{4}}-{version[1]}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}$"
+        if wanted is not None:
+            found["allOf"] = [*found.get("allOf", ()), {"pattern": wanted}]
+        if wanted is not None or name not in _DEFINED:
             del found["format"]
-            found["allOf"] = [*found.get("allOf", ()), {"pattern": _FORMATS[name]}]
+
+    def _put_draft_4(self, found: Schema) -> None:
+        """`exclusiveMinimum: true` says that `minimum` is not allowed itself."""
+        for inclusive, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+            if found.get(exclusive) is True and inclusive in found:
+                found[exclusive] = found.pop(inclusive)
+            elif found.get(exclusive) is True:
+                found[exclusive] = "true"  # which llguidance refuses where the schema can be reached
+            elif found.get(exclusive) is False:
+                del found[exclusive]
 
     def _put_bounds(self, found: Schema) -> None:
         """Exclusive bounds that are integers, of numbers that end before the next integer."""

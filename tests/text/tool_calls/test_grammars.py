@@ -160,6 +160,8 @@ def test_a_schema_that_cannot_be_enforced_is_named_by_its_function(
     for bad, problem in (
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
         ({"minProperties": 3}, "minProperties"),
+        ({"items": {"type": "string", "pattern": "a\n(?=b)"}}, "look-around, including .* not supported$"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "branches of a oneOf that may overlap"),
     ):
         unlike = Function("my.tool-2", {"type": "object", "properties": {"tags": bad}})
         with pytest.raises(InvalidRequest, match=rf"tools.*arguments of my\.tool-2: .*{problem}") as caught:
