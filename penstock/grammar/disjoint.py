@@ -44,7 +44,18 @@ class Disjoint:
         """Whether nothing that `base` allows is in two of the branches."""
         around = self._parts(base)
         parts = [[*around, *self._parts(branch)] for branch in branches]
-        return all(self._exclude(one, other, 0) for one, other in combinations(parts, 2))
+        return self._differ_in_one(parts) or all(self._exclude(*pair, 0) for pair in combinations(parts, 2))
+
+    def _differ_in_one(self, branches: Sequence[Sequence[Any]]) -> bool:
+        """Whether a property that all require has other values in each: hundreds of branches are too many for pairs."""
+        if any(False in parts or _types(parts) != {"object"} for parts in branches):
+            return False
+        for name in sorted(set.intersection(*(_required(parts, ADDED) for parts in branches))):
+            values = [_wanted_of_all(self._values(parts, name)) for parts in branches]
+            known = [each for each in values if each is not None]
+            if len(known) == len(branches) and sum(map(len, known)) == len(set.union(*known)):
+                return True
+        return False
 
     def _require(self, name: str, union: Schema, seen: set[int]) -> None:
         """In all branches."""
@@ -65,7 +76,10 @@ class Disjoint:
         if False in mine or False in others:
             return True
         types = _types(mine) & _types(others)
-        if not types or _values_differ(mine, others):
+        if not types:
+            return True
+        ours, theirs = _wanted_of_all(mine), _wanted_of_all(others)
+        if ours is not None and theirs is not None and not ours & theirs:
             return True
         if types == {"object"} and self._properties_differ(mine, others, depth):
             return True
@@ -153,10 +167,9 @@ def _wanted(part: Schema) -> list[Any] | None:
     return [part["const"]] if "const" in part else part["enum"] if isinstance(part.get("enum"), list) else None
 
 
-def _values_differ(mine: Sequence[Schema], others: Sequence[Schema]) -> bool:
-    ours = [{_key(value) for value in wanted} for part in mine if (wanted := _wanted(part)) is not None]
-    theirs = [{_key(value) for value in wanted} for part in others if (wanted := _wanted(part)) is not None]
-    return bool(ours and theirs) and not set.intersection(*ours, *theirs)
+def _wanted_of_all(parts: Sequence[Schema]) -> set[str] | None:
+    found = [{_key(value) for value in wanted} for part in parts if (wanted := _wanted(part)) is not None]
+    return set.intersection(*found) if found else None
 
 
 def _key(value: Any) -> str:

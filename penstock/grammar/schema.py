@@ -42,7 +42,7 @@ def checked_schema(source: str) -> str:
         schema = _decoder.decode(source)
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
-    return _as_taken({}, "{}") if schema is True else _as_taken(schema, source.strip())
+    return _as_taken({}, "{}") if schema is True else _as_taken(schema, source)
 
 
 def checked_lark(source: str) -> str:
@@ -67,10 +67,13 @@ def checked_lark(source: str) -> str:
 
 def _as_taken(schema: Any, source: str) -> str:
     """`schema` is what `source` says, with exact numbers."""
-    _check(schema)
-    taken = closed(rewritten(json.loads(source), schema))
-    _check_least(taken)
-    is_open = any(map(_is_open, subschemas(taken)))
+    try:
+        _check(schema)
+        taken = closed(rewritten(json.loads(source), schema))
+        _check_least(taken)
+        is_open = any(map(_is_open, subschemas(taken)))
+    except RecursionError:
+        raise ValueError("the schema is nested too deeply") from None
     if is_open:
         _check_characters(taken)
     return json.dumps({"x-guidance": _OPTIONS_OF_OPEN_OBJECTS if is_open else _OPTIONS, **taken}, allow_nan=False)

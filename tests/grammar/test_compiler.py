@@ -58,6 +58,10 @@ def test_what_jsonschema_says(grammars: LLGuidance, tokenizer: Tokenizer, name: 
                 judge.validate(fault)
 
 
+def _nested(levels: int) -> dict[str, Any]:
+    return {"properties": {"a": _nested(levels - 1)}} if levels else {}
+
+
 @pytest.mark.parametrize(
     ("source", "word"),
     [
@@ -88,6 +92,7 @@ def test_what_jsonschema_says(grammars: LLGuidance, tokenizer: Tokenizer, name: 
         ({"properties": {"a": {"enum": ["b", {"\x01": 1}]}}, **OPEN}, "control characters"),
         ({"properties": {"a": {"pattern": "^a\x01b$"}}, **OPEN}, "control characters"),
         ({"patternProperties": {r"^a\u{1b}": {}}}, "control characters"),
+        (_nested(400), "nested too deeply"),
         (False, "object"),
         ([], "object"),
     ],

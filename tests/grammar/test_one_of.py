@@ -141,6 +141,12 @@ def test_unions_of_pydantic(grammars: LLGuidance, tokenizer: Tokenizer, of: Any)
     assert len(set(texts)) > 5 or of is Pet
 
 
+def test_a_union_of_hundreds(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
+    names = [f"k{number}" for number in range(300)]
+    source = {"$defs": {name: kind(name) for name in names}, "oneOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
+    assert accepts(grammars, schema(source), tokenizer, '{"kind":"k299"}')
+
+
 def test_a_discriminator_that_one_branch_does_not_have(grammars: LLGuidance) -> None:
     """It is required in the other one alone, so that what comes out of the one may match the other as written."""
     loose = {"type": "object", "properties": {"tail": {"type": "integer"}}}
