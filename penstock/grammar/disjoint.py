@@ -3,8 +3,8 @@
 A mask can allow what one branch allows, not forbid what two of them do. So `oneOf` becomes `anyOf` where no instance
 matches two branches, which shows by types, by constants, and by a property that must be there and has different ones.
 
-Branches may be made stricter than their author wrote them: the property that `discriminator` names is required. What
-comes out of a stricter branch must not match another one as it was written.
+Branches may be made stricter than their author wrote them: the property that tells them apart is required. What comes
+out of a stricter branch must not match another one as it was written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADDED = "\0required"  # names that a schema has to require, and does not as it w
 
 
 class Disjoint:
-    """Of one document. Writes into it what discriminators require."""
+    """Of one document. Writes into it that discriminators are required."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -37,8 +37,9 @@ class Disjoint:
         for each in schemas:
             discriminator = each.get("discriminator")
             name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
-            if isinstance(name, str):
-                self._require(name, each, set())
+            for tag in [name, *self._tags(each)]:
+                if isinstance(tag, str):
+                    self._require(tag, each, set())
 
     def are(self, base: Schema, branches: Sequence[Any]) -> bool:
         """Whether nothing that `base` allows is in two of the branches."""
@@ -56,6 +57,20 @@ class Disjoint:
             if len(known) == len(branches) and sum(map(len, known)) == len(set.union(*known)):
                 return True
         return False
+
+    def _tags(self, union: Schema) -> list[str]:
+        """What has another constant in each object of the union: a discriminator, whether or not the schema says so."""
+        branches = [self._parts(branch) for branch in [*_list(union, "oneOf"), *_list(union, "anyOf")]]
+        objects = [parts for parts in branches if False not in parts and any(map(_named, parts))]
+        if len(objects) < 2:
+            return []
+        found = list[str]()
+        for name in sorted(set.intersection(*({name for part in parts for name in _named(part)} for parts in objects))):
+            values = [_wanted_of_all(self._values(parts, name)) for parts in objects]
+            known = [each for each in values if each is not None and len(each) == 1]
+            if len(known) == len(objects) == len(set.union(set(), *known)):
+                found.append(name)
+        return found
 
     def _require(self, name: str, union: Schema, seen: set[int]) -> None:
         """In all branches."""

@@ -45,6 +45,7 @@ TREE = {
         ({"oneOf": [{"oneOf": [CAT_REF, {"type": "null"}]}, DOG_REF]}, ["null", '{"kind":"dog"}'], []),
         ({"oneOf": [{"anyOf": [CAT_REF, CAT_REF]}, DOG_REF]}, ['{"kind":"cat"}'], []),
         ({"oneOf": [{"enum": ["a", 1]}, {"enum": [True, "b"]}]}, ["true", "1", '"b"'], []),
+        ({"oneOf": [CAT | {"required": []}, DOG | {"required": []}]}, ['{"kind":"cat"}'], ["{}"]),
         ({"oneOf": [CAT_REF]}, ['{"kind":"cat"}'], []),
         (
             {
@@ -93,7 +94,7 @@ def test_branches_that_exclude_each_other(
         ({"const": {"a": 1, "b": 2}}, {"const": {"b": 2, "a": 1}}),
         # an array matches both, and so does an object without the property
         (CAT | {"type": ["object", "array"]}, DOG | {"type": ["object", "array"]}),
-        (CAT | {"required": []}, DOG | {"required": []}),
+        (CAT | {"required": []}, kind("cat") | {"required": []}),
         # not for the open objects that these are for their author
         ({"type": "object", "properties": {"a": {}}}, {"type": "object", "properties": {"b": {}}}),
         ({"type": "object", "properties": {"a": {}}, "required": ["a"]}, {"type": "object", "properties": {"b": {}}}),
