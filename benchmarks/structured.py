@@ -33,7 +33,7 @@ import numpy.typing as npt
 from penstock import LLM, SamplingParams
 from penstock.bench.schemas import INVOICE, SCHEMAS, mixture
 from penstock.checkpoint.source import DEFAULT_MODEL, resolve
-from penstock.core.errors import EngineFailure, InvalidRequest
+from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar
 from penstock.grammar.compiler import LLGuidance
 from penstock.grammar.matcher import LLGuidanceMatcher
@@ -132,7 +132,7 @@ def accepts(matcher: LLGuidanceMatcher, tokens: list[int]) -> bool:
     """Whether these tokens are a whole output."""
     try:
         matcher.consume(tokens)
-    except EngineFailure:
+    except InvalidRequest:
         return False
     return bool(matcher.state.is_accepting())
 
