@@ -47,10 +47,8 @@ _MOST_REFERENCES = 8  # one to the next
 _WITHIN = 1e-6  # by how much a bound is moved that would otherwise be let through
 # Of OpenAPI and others. llguidance would take them for conditions beside a `$ref` or `anyOf`, and refuse recursion.
 _UNKNOWN = {"discriminator", "deprecated", "nullable", "example", "externalDocs", "xml", "contentSchema"}
-_NEVER_ENFORCED: list[Schema] = [
-    {},
-    {},
-]  # branches of a `oneOf` that llguidance refuses where the schema can be reached
+# Branches of a `oneOf` that llguidance refuses where the schema can be reached.
+_NEVER_ENFORCED: list[Schema] = [{}, {}]
 
 
 def rewritten(schema: Schema, exact: Any) -> Schema:
