@@ -22,6 +22,9 @@ from penstock.settings import Settings, settings_from_mapping
         ("serve --por 9000", "(did you mean --port?)"),  # no abbreviations: they would change their meaning
         ("sreve", "(did you mean serve?)"),
         ("keys lsit", "(did you mean list?)"),
+        ("serve --gpu-memory-utilization=0.9", "--gpu-memory-utilization=0.9 (of vLLM; here: a model takes"),
+        ("serve -tp 2", "-tp (of vLLM; here: no tensor parallelism;"),
+        ("serve --max-num-seqs 8", "--max-num-seqs (of vLLM; here: use --max-seqs)"),
         ("serve --device cup", "(did you mean cpu?)"),
     ],
 )

@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from penstock.checkpoint.source import DEFAULT_MODEL
+from penstock.cli import vllm_flags
 from penstock.cli.checkpoints import for_others, label_of, tokenizer_of
 from penstock.cli.environment import API_KEY, RAY_ADDRESS, ray_address
+from penstock.cli.parser import Parser
 from penstock.cli.settings import file_and_environment
 from penstock.core.errors import StartupError
 from penstock.core.machine import ending_signals, raise_file_limit
@@ -52,6 +54,8 @@ Place = Literal["local", "ray"]
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("serve", help="serve a model over the OpenAI API")
+    if isinstance(parser, Parser):
+        parser.instead_of = vllm_flags.instead_of
     add_arguments(parser)
     parser.set_defaults(run=run)
 
