@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.checkpoint import source
+from penstock.cli import check
 from penstock.cli.main import main
 from penstock.settings import Settings, settings_from_mapping
 
@@ -94,7 +96,10 @@ def test_check_shows_what_a_file_comes_to(tmp_path: Path, capsys: pytest.Capture
     assert again.tenants["acme"].models == ("a",)
 
 
-def test_what_check_shows_comes_to_the_same_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_check_shows_comes_to_the_same_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "missing_requirements", lambda settings, on: ())  # neither adapter nor secret is there
     file, again = tmp_path / "models.yaml", tmp_path / "again.yaml"
     file.write_text(f"""
 models:
@@ -132,7 +137,7 @@ state: "redis://:TOPSECRET/a@TOPSECRET@state:1/0"
 consume: {{url: "redis://bob:TOPSECRET@broker:2/0"}}
 observability: {{otlp_endpoint: "http://TOPSECRET@collector:3/v1"}}
 jwt: {{jwks_url: "https://issuer/keys?p=policy&access_token=TOPSECRET", issuer: i, audience: a}}
-models: {{a: {{model: m, upstreams: [{upstream}]}}}}
+models: {{a: {{model: smollm2-135m, upstreams: [{upstream}]}}}}
 batches: {{folder: "sqlite:///srv/data@night"}}
 """
     file.write_text(good)
@@ -198,25 +203,78 @@ def test_what_must_be_given(tmp_path: Path, capsys: pytest.CaptureFixture[str], 
     assert capsys.readouterr().err.startswith(f"{file}{error}")
 
 
+UPSTREAM = "models:\n  a:\n    model: smollm2-135m\n    upstreams: [{url: 'http://u', api_key_env: NOT_SET_HERE}]\n"
+ADAPTER = "models:\n  a:\n    model: smollm2-135m\n    adapters:\n    - {name: x, path: /nowhere}\n"
+SHARED = "models: {a: {model: smollm2-135m}, b: {model: smollm2-135m}}\n"
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
         ("models:\n  a: {model: m}\n  b:\n    aliases: [a]\n", ":4: models.b.aliases has 'a', which names"),
         ("model: smollm2-135m\nmodels:\n  a: {model: m}\n", ":1: model must not be given beside models"),
-        ("model: m\nserver:\n  tls: {cert: /nowhere, key: /nowhere}\n", ":3: cannot use /nowhere with /nowhere: "),
+        ("\nserver:\n  tls: {cert: /nowhere, key: /nowhere}\n", ":3: cannot use /nowhere with /nowhere: "),
         ("jwt:\n  issuer: i\n  audience: a\n  key_file: /nowhere\n", ":4: jwt.key_file /nowhere: "),
+        ("cache: {}\nmodel: ./nope\n", ":2: no model found for 'FOLDER/nope'; "),
+        ("models:\n  a: {}\n", ":2: model a: no model found for 'a'; "),
+        ("models:\n  b: {model: dummy:nope}\n", ":2: model b: dummy: needs a folder with config.json"),
+        ("\nadapter_folder: ./nope\n", ":2: adapter_folder FOLDER/nope is not a folder"),
+        (f"adapter_folder: nope\n{SHARED}", ":1: adapter_folder FOLDER/nope is not a folder"),
+        (ADAPTER, ":4: adapter x of a: cannot read /nowhere/adapter_config.json: "),
+        ("cache:\n  shared_prefixes: ['@/nope']\n", ":2: cache.shared_prefixes: cannot read /nope: "),
+        (f"autoscale:\n  policy: nope.mod:fn\n{SHARED}", ":2: policy nope.mod:fn cannot be imported: "),
+        (UPSTREAM, ":4: models.a.upstreams.0.api_key_env: the environment variable NOT_SET_HERE is not set"),
+        ("models: {a: {model: smollm2-135m, workers: ['tcp://w:1']}}\n", ":1: workers on other machines need a secret"),
+        ("state: memory\nserver:\n  host: 0.0.0.0\n", ":3: server.host is 0.0.0.0, which others can reach"),
+        ("server:\n  host: 0.0.0.0\n", ":2: server.host is 0.0.0.0, which others can reach"),
     ],
 )
 def test_check_finds_what_serve_refuses(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, error: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, error: str
 ) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(text)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("PENSTOCK_WORKER_SECRET", raising=False)
     for command in (["check", str(file)], ["serve", "--config", str(file)]):
         assert main(command) == 1
         captured = capsys.readouterr()
-        assert (captured.out, len(captured.err.splitlines())) == ("", 1)
-        assert captured.err.startswith(f"{file}{error}")
+        assert (captured.out, captured.err.count(f"{file}:")) == ("", 1)
+        assert captured.err.startswith(f"{file}{error.replace('FOLDER', str(tmp_path))}")
+
+
+def test_check_reports_all_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text("adapter_folder: nope\nmodel: ./nope\nserver: {host: '::'}\nstate: memory\n")
+    assert main(["check", str(file)]) == 1
+    said = capsys.readouterr().err
+    assert all(f"{file}:{line}: " in said for line in (1, 2, 3))
+
+
+def test_check_without_a_file_shows_the_defaults_on_any_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "BUILT_IN_PACKAGE", "not_installed_here")
+    assert main(["check"]) == 0
+    assert settings_from_mapping(yaml.safe_load(capsys.readouterr().out)).engine == Settings().engine
+    file = tmp_path / "settings.yaml"
+    file.write_text("server: {port: 9000}\n")
+    assert main(["check", str(file)]) == 1
+    assert "the built-in model is not installed; run: pip" in capsys.readouterr().err
+
+
+def test_check_knows_tenants_of_the_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    file = tmp_path / "public.yaml"
+    file.write_text("server: {host: 0.0.0.0}\n")
+    assert main(["check", str(file)]) == 1
+    assert list(tmp_path.iterdir()) == [file], "looking makes no store"
+    assert main(["keys", "create", "--admin"]) == 0
+    assert main(["check", str(file)]) == 1
+    assert main(["keys", "create", "acme"]) == 0
+    assert main(["check", str(file)]) == 0
 
 
 def test_a_variable_or_a_flag_that_is_wrong_is_not_blamed_on_the_file(
@@ -333,6 +391,7 @@ batches: {folder: batches}
 cache: {disk_path: answers.sqlite, shared_prefixes: ["@prompts/shop.txt", "You are llama"]}
 """)
     monkeypatch.chdir(elsewhere)
+    monkeypatch.setattr(check, "missing_requirements", lambda settings, on: ())  # hardly any of these paths is there
     monkeypatch.setenv("PENSTOCK_ADAPTER_FOLDER", "adapters")  # what is no setting of the file begins where one is
     assert main(["check", "../place/settings.yaml"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)

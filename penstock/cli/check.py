@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.requirements import check_requirements
+from penstock.cli.requirements import missing_requirements
 from penstock.cli.settings import file_and_environment, place_of
 from penstock.core.errors import StartupError
 from penstock.core.secrets import shown
@@ -27,11 +27,9 @@ def run(args: argparse.Namespace) -> int:
     values = file_and_environment(args.file)
     found, settings = problems(values)
     if settings is not None:
-        try:
-            check_requirements(settings, "local")
-        except StartupError as missing:
-            found = [missing]
-        else:
+        # Where nothing is given, the defaults are asked for, on whatever machine.
+        found = list(missing_requirements(settings, "local")) if values else []
+        if not found:
             print(as_yaml(settings), end="")
             return 0
     for error in found:

@@ -39,7 +39,7 @@ def own_launchers(checkpoint: str, config: ModelConfig, logs: LogConfig, new_lau
 def elsewhere(config: ModelConfig, tokenizer: Tokenizer | None) -> list[Launcher]:
     """Of replicas that are no processes of this machine's server."""
     workers = [(host, port) for scheme, host, port in map(_worker, config.workers) if scheme == "tcp"]
-    return [*(RemoteLauncher(host, port, _secret()) for host, port in workers), *_upstreams(config, tokenizer)]
+    return [*(RemoteLauncher(host, port, worker_secret()) for host, port in workers), *_upstreams(config, tokenizer)]
 
 
 async def start(
@@ -53,7 +53,7 @@ async def start(
     """As `Fleet.start`, with the workers that are found by DNS. Where there are no others, the first is waited for."""
     discovered = [(host, port) for scheme, host, port in map(_worker, config.workers) if scheme == "dns"]
     for host, port in discovered:
-        launcher = partial(RemoteLauncher, port=port, secret=_secret())
+        launcher = partial(RemoteLauncher, port=port, secret=worker_secret())
         fleet.keep_doing(Discovery(fleet, host, launcher, drain_seconds).follow())
     if launchers or not discovered:
         return await fleet.start(launchers, names, expected)
@@ -83,7 +83,8 @@ def _worker(worker: str) -> tuple[str, str, int]:
     return address.scheme, address.hostname or "", address.port or 0
 
 
-def _secret() -> str:
+def worker_secret() -> str:
+    """Raise StartupError if the variable that should have it is not set."""
     secret = os.environ.get(SECRET)
     if not secret:
         raise StartupError(f"workers on other machines need a secret: set {SECRET} here and there", param="workers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from penstock.core.errors import StartupError
@@ -13,6 +13,8 @@ from penstock.state.memory import MemoryStore
 from penstock.state.store import Store
 
 logger = logging.getLogger("penstock.state")
+
+_SQLITE = "sqlite:///"
 
 
 @asynccontextmanager
@@ -24,6 +26,16 @@ async def open_store(state: str | None, *, lasting: bool = False) -> AsyncIterat
         yield store
     finally:
         await store.close()
+
+
+def sqlite_file(state: str | None) -> Path | None:
+    """The file that `open_store` would open, which need not exist. None: it would be another kind of store."""
+    if state is None:
+        with suppress(OSError, RuntimeError):
+            return state_folder() / "penstock.db"
+    if state is not None and state.startswith(_SQLITE):
+        return Path(state.removeprefix(_SQLITE)).expanduser()
+    return None
 
 
 def is_shared(state: str | None) -> bool:
@@ -43,16 +55,16 @@ def _default(lasting: bool) -> str:
             "keys and spend are kept in memory, where 'penstock keys' and other servers cannot reach them: %s", message
         )
         return "memory"
-    return f"sqlite:///{file}"
+    return f"{_SQLITE}{file}"
 
 
 def _store(state: str) -> Store:
     if state == "memory":
         return MemoryStore()
-    if state.startswith("sqlite:///"):
+    if (file := sqlite_file(state)) is not None:
         from penstock.state.sqlite import SqliteStore
 
-        return SqliteStore(Path(state.removeprefix("sqlite:///")).expanduser())
+        return SqliteStore(file)
     from penstock.state.redis import RedisStore
 
     return RedisStore(state)

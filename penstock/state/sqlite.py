@@ -9,7 +9,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,6 +56,17 @@ INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (day, tenant, mode
     cost = cost + excluded.cost
 """
 CHANGED = "UPDATE version SET number = number + 1"
+
+
+def may_have_records(path: Path, kind: str) -> bool:
+    """Without opening the store, which would create the file. A file that cannot be read may have any."""
+    if not path.exists():
+        return False
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
+            return database.execute("SELECT 1 FROM records WHERE kind = ?", (kind,)).fetchone() is not None
+    except sqlite3.Error:
+        return True
 
 
 class SqliteStore(MemoryStore):

@@ -22,7 +22,7 @@ import msgspec
 
 from penstock.core.errors import InvalidRequest, NotFound, PenstockError, StartupError
 from penstock.core.request import Adapter
-from penstock.fleet.settings import ADAPTER_NAME, ModelConfig
+from penstock.fleet.settings import ADAPTER_NAME, AdapterConfig, ModelConfig
 from penstock.gateway.tenancy.tenants import Tenant
 from penstock.lora.checkpoint import adapter_digest
 from penstock.observability.account import AdapterAccount
@@ -91,13 +91,12 @@ def adapters_at_start(
         try:
             found = base.read(Path(entry.path).expanduser().resolve())
         except InvalidRequest as error:
-            raise StartupError(f"adapter {entry.name} of {model}: {error.message}", param="adapters") from None
+            raise not_an_adapter(entry, model, error, "adapters") from None
         for name in (entry.name, *entry.aliases):
             yield NamedAdapter(name=name, model=model, adapter=found, loaded=int(time.time()), source="settings")
     if base.folder is None:
         return
-    if not base.folder.is_dir():
-        raise StartupError(f"adapter_folder {base.folder} is not a folder", param="adapter_folder")
+    check_adapter_folder(base.folder)
     for path in sorted(base.folder.iterdir()):
         if not (path / "adapter_config.json").is_file() or path.name in config.adapter_names:
             continue
@@ -108,6 +107,17 @@ def adapters_at_start(
             refused[path.name] = error.message
             continue
         yield NamedAdapter(name=path.name, model=model, adapter=found, loaded=int(time.time()), source="folder")
+
+
+def not_an_adapter(entry: AdapterConfig, model: str, problem: InvalidRequest, setting: str) -> StartupError:
+    """What is wrong with one of the settings. `model`: its name, if it is known."""
+    of = f" of {model}" if model else ""
+    return StartupError(f"adapter {entry.name}{of}: {problem.message}", param=setting)
+
+
+def check_adapter_folder(folder: Path, where: str = "") -> None:
+    if not folder.is_dir():
+        raise StartupError(f"{where}adapter_folder {folder} is not a folder", param=f"{where}adapter_folder")
 
 
 class Adapters:

@@ -22,7 +22,10 @@ class Prefixes:
     def __init__(self, config: CacheConfig, tokenizer: Tokenizer) -> None:
         self._tenants_share = config.share_prefixes
         self._common = [
-            ids for entry in config.shared_prefixes or () for ids in _beginnings(_text(entry), tokenizer) if len(ids)
+            ids
+            for entry in config.shared_prefixes or ()
+            for ids in _beginnings(prefix_text(entry), tokenizer)
+            if len(ids)
         ]
 
     def scope(self, tenant: str) -> str:
@@ -33,7 +36,8 @@ class Prefixes:
         return max((len(ids) for ids in self._common if list(prompt[: len(ids)]) == ids), default=0)
 
 
-def _text(entry: str) -> str:
+def prefix_text(entry: str) -> str:
+    """Of one entry of `cache.shared_prefixes`."""
     if not entry.startswith("@"):
         return entry
     try:

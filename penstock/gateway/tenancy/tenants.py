@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from penstock.core.errors import PenstockError, StartupError
 from penstock.gateway.http.origins import is_loopback
-from penstock.gateway.settings import GatewaySettings, TenantConfig, tenant_config
+from penstock.gateway.settings import GatewaySettings, ServerConfig, TenantConfig, tenant_config
 from penstock.gateway.tenancy import keys
 from penstock.gateway.tenancy.keys import KeyRecord
 from penstock.state.store import BILLION, Store
@@ -54,6 +54,20 @@ def given_fields(config: TenantConfig) -> dict[str, Any]:
     }
 
 
+def _trusts_everybody(server: ServerConfig) -> bool:
+    return server.open or is_loopback(server.host)
+
+
+def check_host(server: ServerConfig, *, some_tenant: bool) -> None:
+    """Raise StartupError where others can connect, and would need no key since no tenant has one."""
+    if not some_tenant and not _trusts_everybody(server):
+        raise StartupError(
+            f"server.host is {server.host}, which others can reach, but no tenant is configured: create a key with "
+            "'penstock keys create NAME', add tenants to the settings, or say --open to serve anybody",
+            param="server.host",
+        )
+
+
 class Directory:
     """Tenants and keys as of the last reload. Those in the settings cannot be changed while the server runs."""
 
@@ -63,7 +77,7 @@ class Directory:
         self.keys: dict[str, KeyRecord] = {}
         self.tenants: dict[str, Tenant] = {}
         self.public = named("", settings.tenant_defaults)
-        self._trusts_everybody = settings.server.open or is_loopback(settings.server.host)
+        self._trusts_everybody = _trusts_everybody(settings.server)
         self._was_closed = settings.jwt is not None
         self._version = -1
         self.reachable = True  # the store, when it was last asked
@@ -79,14 +93,9 @@ class Directory:
 
     def check_open(self) -> None:
         """Refuse to serve the whole network by mistake."""
-        host = self.settings.server.host
-        if not self.tenants and not self._trusts_everybody:
-            raise StartupError(
-                f"host is {host}, which others can reach, but no tenant is configured: create a key with "
-                "'penstock keys create NAME', add tenants to the settings, or say --open to serve anybody",
-                param="host",
-            )
+        check_host(self.settings.server, some_tenant=bool(self.tenants))
         if self.open:
+            host = self.settings.server.host
             logger.warning("open mode: no tenant is configured, so requests to %s need no key", host)
 
     async def reload(self) -> bool:
