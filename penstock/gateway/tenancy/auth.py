@@ -12,6 +12,7 @@ from penstock.gateway.tenancy.keys import looks_like_key
 from penstock.gateway.tenancy.tenants import OPEN, Directory, Tenant
 
 _HOW = "the operator of this server makes one with 'penstock keys create NAME'"
+_HOW_ADMIN = "this needs an admin key: 'penstock keys create --admin' makes one"
 _PATTERNS = {
     b"authorization": re.compile(rb"bearer +([!-~]{1,8192}) *", re.IGNORECASE),
     b"x-api-key": re.compile(rb"([!-~]{1,8192}) *"),
@@ -50,7 +51,11 @@ class Authenticator:
             if record is None:
                 raise Unauthorized(f"the API key is not valid: it is unknown or was revoked; {_HOW}")
             if record.admin:
-                raise Forbidden("an admin key is for /admin only; use a tenant's key here", code="admin_key")
+                raise Forbidden(
+                    "an admin key is for operating the server (/admin, /metrics, loading adapters); use a tenant's key "
+                    "here",
+                    code="admin_key",
+                )
             return directory.tenants[record.tenant]
         if self.verifier is None:
             raise Unauthorized(f"the API key is not valid: keys begin with psk-; {_HOW}")
@@ -61,9 +66,9 @@ class Authenticator:
 
     async def authenticate_admin(self, request: Request) -> Tenant:
         """An admin key is needed also where tenants need none."""
-        record = await self.directory.find_key(bearer(request))
+        record = await self.directory.find_key(bearer(request, _HOW_ADMIN))
         if record is None:
-            raise Unauthorized("this needs an admin key: 'penstock keys create --admin' makes one")
+            raise Unauthorized(_HOW_ADMIN)
         if not record.admin:
             raise Forbidden("a tenant's key does not open this; use an admin key", code="not_admin")
         return OPEN
@@ -85,8 +90,8 @@ class Authenticator:
         return OPEN
 
 
-def bearer(request: Request) -> bytes:
-    """The token of either header; both may be sent if they agree."""
+def bearer(request: Request, how: str = _HOW) -> bytes:
+    """The token of either header; both may be sent if they agree. `how` says where the right one comes from."""
     found: dict[bytes, bytes] = {}
     for name, value in request.raw_headers:
         if name in _PATTERNS:
@@ -99,5 +104,5 @@ def bearer(request: Request) -> bytes:
     tokens = set(found.values())
     if len(tokens) != 1:
         what = "two different API keys came" if tokens else "no API key came"
-        raise Unauthorized(f"{what}; send one in a header: 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'; {_HOW}")
+        raise Unauthorized(f"{what}; send one in a header: 'Authorization: Bearer KEY' or 'X-Api-Key: KEY'; {how}")
     return tokens.pop()

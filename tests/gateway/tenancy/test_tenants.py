@@ -78,7 +78,12 @@ def test_a_key_may_come_in_either_header(closed: Gateway) -> None:
 def test_admin_and_tenant_keys_are_for_different_doors(closed: Gateway) -> None:
     admin, tenant = closed.key(""), closed.key("acme")
     with closed.http() as http:
-        check_error(http.post(CHAT, json=BODY, headers=bearer(admin)), 403, None)
+        assert "/metrics" in check_error(http.post(CHAT, json=BODY, headers=bearer(admin)), 403, None)["message"]
+        for path in ("/admin/fleet", "/metrics"):
+            for headers in ({}, bearer("psk-1-2")):
+                told = check_error(http.get(path, headers=headers), 401, None)["message"]
+                assert "penstock keys create --admin" in told
+                assert "create NAME" not in told, "a tenant's key would not open this"
         check_error(http.get("/admin/keys", headers=bearer(tenant)), 403, None)
         assert http.get("/admin/keys", headers=bearer(admin)).status_code == 200
         assert "penstock_spend_total" in http.get("/metrics", headers=bearer(admin)).text
