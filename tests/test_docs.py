@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
+
+from penstock.gateway.api.endpoints import ENDPOINTS
+from penstock.observability.account import Parts
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("deploy/*.md")]
@@ -56,6 +60,19 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / name).resolve() if name else page
         assert target.exists(), link
         assert not anchor or anchor in sections(target), link
+
+
+def test_every_part_of_an_account_is_described() -> None:
+    table = (ROOT / "docs" / "observability.md").read_text()
+    assert [f.name for f in msgspec.structs.fields(Parts) if f"\n| `{f.name}` | " not in table] == []
+
+
+def test_the_table_of_the_admin_api_is_complete() -> None:
+    page = (ROOT / "docs" / "gateway.md").read_text()
+    rows = re.findall(r"^\| `([A-Z]+) (/admin/[^?`]+)[^`]*` \|", page, re.M)
+    listed = {(method, re.sub(r"/[A-Z]+\b", "/*", path)) for method, path in rows}
+    served = {(e.method, re.sub(r"\{\w+\}", "*", e.path)) for e in ENDPOINTS if e.path.startswith("/admin/")}
+    assert listed == served
 
 
 def test_figures_of_the_readme_are_in_performance_md() -> None:
