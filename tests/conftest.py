@@ -11,6 +11,8 @@ import threading
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from typing import IO
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -61,7 +63,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 LAST_LINES = 60
 POLL = "INFO request method=GET path=/admin/fleet status=200"  # by tests that wait for replicas
-READY = re.compile(r"http://[\w.:\[\]]+")
+READY = re.compile(r'(?:^Penstock serves .* at |"message":"serving".*"url":")(http://[\w.:\[\]]+)')
 
 
 @dataclass(eq=False)
@@ -98,20 +100,29 @@ def start_server(*arguments: str, python: str = sys.executable, environ: Mapping
         env={**environ, "PYTHONUNBUFFERED": "1"},
     )
     log: list[str] = []
+    ready: SimpleQueue[str | None] = SimpleQueue()  # the address; None: the process has ended
+
+    def read(stream: IO[str]) -> None:
+        for line in stream:
+            log.append(line)
+            if found := READY.search(line):
+                ready.put(found[1])
+        ready.put(None)
+
     assert process.stdout is not None
     assert process.stderr is not None
-    errors, output = (
-        threading.Thread(target=log.extend, args=(stream,), daemon=True) for stream in (process.stderr, process.stdout)
-    )
-    errors.start()
-    for line in process.stdout:
-        if found := READY.search(line):
-            output.start()
-            server = Server(found[0], process, log, [errors, output])
-            RUNNING.add(server)
-            return server
+    readers = [
+        threading.Thread(target=read, args=(stream,), daemon=True) for stream in (process.stdout, process.stderr)
+    ]
+    for reader in readers:
+        reader.start()
+    if (url := ready.get()) is not None:
+        server = Server(url, process, log, readers)
+        RUNNING.add(server)
+        return server
     process.wait()
-    errors.join()
+    for reader in readers:
+        reader.join()
     raise AssertionError(f"the server did not start (exit code {process.returncode}):\n" + "".join(log))
 
 

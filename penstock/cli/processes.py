@@ -289,7 +289,7 @@ async def serve_in_processes(settings: Settings, values: dict[str, Any], on: Pla
         for sig in ending_signals():
             asyncio.get_running_loop().add_signal_handler(sig, gateways.stop, sig, server.drain_seconds)
         await stack.enter_async_context(running(control.autoscalers.values()))
-        announce(host, port, models, open=open, tls=server.tls is not None)
+        announce(server, host, port, models, open=open)
         if isinstance(launchers, RayLaunchers):
             gateways.start_elsewhere(_ray_gateways(settings, launchers, start), _elsewhere(settings))
         return await gateways.ended()

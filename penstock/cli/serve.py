@@ -286,7 +286,7 @@ async def serve_fleets(
 
     def on_ready(host: str, port: int) -> None:
         if shared is None:
-            announce(host, port, names, open=directory.open, tls=settings.server.tls is not None)
+            announce(settings.server, host, port, names, open=directory.open)
         else:
             shared.on_ready(app, own, cache, names, directory.open)
 
@@ -375,8 +375,14 @@ def url_of(host: str, port: int, *, tls: bool) -> str:
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def announce(host: str, port: int, models: Mapping[str, Task], *, open: bool, tls: bool) -> None:
-    url = url_of(host, port, tls=tls)
+def announce(server: ServerConfig, host: str, port: int, models: Mapping[str, Task], *, open: bool) -> None:
+    """`host` and `port` as they are bound. For people, with a request to try; where programs read the log, an event."""
+    url = url_of(host, port, tls=server.tls is not None)
+    if server.log_format == "json":
+        from penstock.observability.logging import log_event
+
+        log_event(log, logging.INFO, "serving", {"models": ",".join(models), "url": url})
+        return
     model, task = next(iter(models.items()))
     path, fields = _EXAMPLES[task]
     body = json.dumps({"model": model, **fields})
