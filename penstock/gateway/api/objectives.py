@@ -80,16 +80,25 @@ class Objectives:
         if tier == "default":
             return self.default
         if tier is not None and tier != "auto":
-            return self._check(tier if tier in self.known else OPENAI_TIERS.get(tier, tier), "service_tier")
+            return self._class_of_tier(tier)
         if b"x-penstock-class" in request.headers:
-            return self._check(request.header(b"x-penstock-class", _NAME) or "", "x-penstock-class")
+            name = request.header(b"x-penstock-class", _NAME) or ""
+            if name not in self.known:
+                raise self._unknown("x-penstock-class", name)
+            return name
         of_tenant = tenant.default_class  # of a stored tenant: perhaps from before the classes changed
         return of_tenant if of_tenant in self.known else self.default
 
-    def _check(self, name: str, param: str) -> str:
-        if name not in self.known:
-            raise InvalidRequest(f"{param} must be one of {', '.join(self.known)}, not {name[:64]!r}", param=param)
-        return name
+    def _class_of_tier(self, tier: str) -> str:
+        if tier in self.known:
+            return tier
+        meant = OPENAI_TIERS.get(tier)
+        if meant is not None and meant in self.known:
+            return meant
+        raise self._unknown("service_tier", tier, f": it means {meant}, which is no class here" if meant else "")
+
+    def _unknown(self, param: str, sent: str, why: str = "") -> InvalidRequest:
+        return InvalidRequest(f"{param} must be one of {', '.join(self.known)}, not {sent[:64]!r}{why}", param=param)
 
 
 class ObjectiveMetrics(Collector):

@@ -97,7 +97,8 @@ def test_unknown_classes_and_deadlines_are_refused(
 ) -> None:
     error = check_error(post(gateway, "plain", headers, **body), 400, param)
     if "deadline" not in param:
-        assert "interactive, standard, gold" in error["message"]
+        sent = body.get("service_tier", headers.get("x-penstock-class"))
+        assert f"interactive, standard, gold, not {sent!r}" in error["message"]
 
 
 def test_deadlines_count_from_arrival_and_the_shorter_one_wins(gateway: Gateway) -> None:
