@@ -46,10 +46,16 @@ def in_path(name: str, about: str = "") -> tuple[Schema, ...]:
     return (parameter("path", name, STRING, about),)
 
 
+CLASS_HEADER = "x-penstock-class"
+DEADLINE = {"type": "string", "pattern": r"^[0-9]{1,9}(\.[0-9]{1,3})?$"}
+
 GENERATE = (
     parameter("header", "x-penstock-ledger", STRING, "`true`: usage.ledger says where the time went"),
     parameter("header", "x-request-id", STRING, "found again in the response, the log and /v1/requests"),
+    parameter("header", CLASS_HEADER, STRING, "the class, where service_tier does not say"),
+    parameter("header", "x-penstock-deadline-ms", DEADLINE, "as deadline_ms, where the body does not say"),
     parameter("header", "x-penstock-session", STRING, "requests of one session meet on one replica if they can"),
+    parameter("header", "x-session-id", STRING, "the same, as other servers call it"),
     parameter("header", "cache-control", STRING, "no-cache, no-store, max-age=SECONDS or only-if-cached"),
     parameter("header", "traceparent", STRING, "W3C trace context"),
 )

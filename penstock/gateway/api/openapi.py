@@ -13,7 +13,7 @@ from penstock import __version__
 from penstock.core.request import RANGES, Range
 from penstock.gateway.api import openai_types as types
 from penstock.gateway.api.chat import ROLES
-from penstock.gateway.api.endpoint import EVENTS, JSON, Endpoint, Schema
+from penstock.gateway.api.endpoint import CLASS_HEADER, EVENTS, JSON, Endpoint, Schema
 from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.gateway.api.objectives import OPENAI_TIERS
 from penstock.gateway.api.sampling import ALL_TOKENS, OUTPUT_TOKENS
@@ -72,7 +72,7 @@ def document(model_names: Sequence[str], vocab_size: int, classes: Sequence[str]
     paths: dict[str, Schema] = {}
     for endpoint in ENDPOINTS:
         for path in (documented_path(endpoint), *endpoint.aliases):
-            paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, schemas)
+            paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, schemas, classes)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Penstock", "version": __version__, "license": {"name": "Apache-2.0"}},
@@ -109,7 +109,12 @@ def documented_path(endpoint: Endpoint) -> str:
     return endpoint.path.replace(_PATH_REST, "}")
 
 
-def _operation(endpoint: Endpoint, schemas: dict[int, Schema]) -> Schema:
+def _parameter(given: Schema, classes: Sequence[str]) -> Schema:
+    """The names of classes are those of the settings."""
+    return {**given, "schema": {"enum": list(classes)}} if given["name"] == CLASS_HEADER else given
+
+
+def _operation(endpoint: Endpoint, schemas: dict[int, Schema], classes: Sequence[str]) -> Schema:
     answer = {"type": "string"} if endpoint.answer is None else schemas[id(endpoint.answer)]
     # Tools check events one by one, as objects with `data`: a stream gets no schema of its own.
     shapes: Schema = {JSON: answer, EVENTS: {}}
@@ -117,7 +122,7 @@ def _operation(endpoint: Endpoint, schemas: dict[int, Schema]) -> Schema:
     error = {"description": "an error", "content": {JSON: {"schema": schemas[id(endpoint.error)]}}}
     described: Schema = {
         "summary": endpoint.summary,
-        "parameters": list(endpoint.parameters),
+        "parameters": [_parameter(each, classes) for each in endpoint.parameters],
         "responses": {str(endpoint.status): {"description": endpoint.summary, "content": content}, "4XX": error},
     }
     described["responses"]["5XX"] = error
