@@ -2,7 +2,8 @@
 
 Load generators share the machine with the server they measure, so this client does little per chunk: no redirects,
 no compression, no cookies. Every transport problem is an `Unavailable` whose `code` says which:
-`connect`, `timeout`, `closed` (the server hung up early) or `protocol` (what came is not HTTP).
+`connect`, `certificate` (the server's is not trusted), `timeout`, `closed` (the server hung up early) or `protocol`
+(what came is not HTTP).
 """
 
 from __future__ import annotations
@@ -320,6 +321,12 @@ class HttpClient:
                 reader, writer = await asyncio.open_connection(self._host, self._port, ssl=self._ssl)
         except TimeoutError as error:
             raise Unavailable(f"no connection to {self.url} in {self._connect_timeout:g} s", code="connect") from error
+        except ssl.SSLCertVerificationError as error:
+            raise Unavailable(
+                f"cannot trust {self.url}: {error}\nIf the system does not know the authority behind its certificate, "
+                "set SSL_CERT_FILE to that authority's certificate in PEM.",
+                code="certificate",
+            ) from error
         except OSError as error:
             raise Unavailable(f"cannot connect to {self.url}: {error}", code="connect") from error
         return _Connection(reader, writer, self._timeout)

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from penstock.cli.main import main
 from penstock.core.errors import StartupError
 from penstock.gateway.http import server
 from penstock.gateway.http.tls import Certificate
@@ -82,6 +83,22 @@ def test_requests_streams_and_refusals(tokenizer: Tokenizer, tmp_path: Path) -> 
             while plain.recv(4096):
                 pass
         assert http.get(f"{url_of(gateway)}/health").status_code == 200
+
+
+def test_commands_say_how_a_certificate_is_trusted(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = write_certificate(tmp_path)
+    with serving(tokenizer, settings_of(tls)) as gateway:
+        command = ["status", "--url", url_of(gateway)]
+        assert main(command) == 1
+        said = capsys.readouterr().err
+        assert "CERTIFICATE_VERIFY_FAILED" in said
+        assert "set SSL_CERT_FILE to that" in said
+        assert "Is a server running there?" not in said
+        monkeypatch.setenv("SSL_CERT_FILE", tls.cert)
+        assert main(command) == 1
+        assert "this needs an admin key" in capsys.readouterr().err
 
 
 def test_a_new_certificate_is_used_without_a_restart(
