@@ -95,7 +95,12 @@ def log_values(args: argparse.Namespace) -> dict[str, Any]:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument("--device", choices=get_args(Device), help="default: cuda if there is one")
-    engine.add_argument("--dtype", choices=get_args(Dtype), help="default: float32 on CPU, bfloat16 on CUDA")
+    engine.add_argument(
+        "--dtype",
+        choices=get_args(Dtype),
+        help="of weights that are not quantised; default on CUDA: bfloat16. On CPU weights are int8 by default, and a "
+        "dtype that is given turns that off",
+    )
     engine.add_argument(
         "--quantization", choices=get_args(Quantization), help="of the weights; default: int8 on CPU, none on CUDA"
     )

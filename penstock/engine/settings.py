@@ -46,7 +46,7 @@ class EngineConfig:
     """Where the model runs and how much it holds at once. None means: derived from the model and the machine."""
 
     device: Device = "auto"
-    dtype: Dtype = "auto"  # auto: float32 on CPU, bfloat16 on CUDA
+    dtype: Dtype = "auto"  # of weights that are not quantised; auto: bfloat16. One that is given turns off auto's int8
     quantization: Quantization = "auto"  # of the weights; auto: int8 on CPU where its kernels are there, none on CUDA
     max_model_len: int | None = None  # prompt plus output of one request; default: the model's own limit
     max_seqs: int = 256  # sequences in one step
