@@ -94,6 +94,7 @@ def create_app(
     bases = {model.names[0]: model.adapter_base for model in served if model.adapter_base is not None}
     metrics.registry.register(ObjectiveMetrics({model.name: model.objectives for model in models.all}))
     _warn_of_other_models(settings, [name for model in models.all for name in model.names])
+    _warn_of_tenants_models(settings, [*models.by_name, *(adapter.name for adapter in adapters)])
     texts = {name: model.text for name, model in models.by_name.items()}
     serving = Serving(
         models,
@@ -219,6 +220,19 @@ def _warn_of_other_models(settings: GatewaySettings, model_names: Collection[str
         for model in sorted(models.difference(model_names)):
             served = ", ".join(model_names)
             logger.warning("%s.%s has no effect here: the models served are %s", section, model, served)
+
+
+def _warn_of_tenants_models(settings: GatewaySettings, names: Collection[str]) -> None:
+    """`names` of models and adapters. A misspelt one would lock the tenant out of the model that is meant."""
+    defaults = settings.tenant_defaults.models
+    inherited = [("tenant_defaults", defaults)]
+    own = [(f"tenants.{name}", t.models) for name, t in settings.tenants.items() if t.models != defaults]
+    for section, models in inherited + own:
+        for model in sorted(set(models or ()).difference(names)):
+            served = ", ".join(names)
+            logger.warning(
+                "%s.models.%s has no effect here: models and adapters at the start are %s", section, model, served
+            )
 
 
 def _verifier(config: JwtConfig | None) -> Verifier | None:

@@ -161,11 +161,17 @@ def test_limits_and_prices_of_models_that_are_not_served_are_named(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     limits = {"gpt-9": {"concurrent": 1}, "org/alias": {"concurrent": 2}}
-    tenants = {"acme": {"model_limits": limits}}
-    with serving(tokenizer, settings_from_mapping({"tenants": tenants, "prices": {"gpt-8": {"input": 1}, MODEL: {}}})):
+    tenants = {"acme": {"model_limits": limits, "models": ["gpt-7", "org/alias"]}, "other": {}}
+    given = {"tenants": tenants, "tenant_defaults": {"models": ["gpt-6", MODEL]}}
+    with serving(tokenizer, settings_from_mapping({**given, "prices": {"gpt-8": {"input": 1}, MODEL: {}}})):
         pass
     named = [record.getMessage().split()[0] for record in caplog.records if "has no effect" in record.getMessage()]
-    assert named == ["model_limits.gpt-9", "prices.gpt-8"]
+    assert named == [
+        "model_limits.gpt-9",
+        "prices.gpt-8",
+        "tenant_defaults.models.gpt-6",
+        "tenants.acme.models.gpt-7",
+    ]
 
 
 def test_open_mode_is_for_loopback_only(caplog: pytest.LogCaptureFixture) -> None:
