@@ -40,6 +40,8 @@ def closed(schema: Schema) -> Schema:
             return schema  # what its references point to depends on where they stand
         if any(key in each and not isinstance(each[key], kind) for key, kind in _KINDS.items()):
             return schema  # which is no schema, as llguidance will say
+        if not all(isinstance(name, str) for name in each.get("required", ())):
+            return schema
     try:
         found: Schema = _Closing(schema).whole(schema)
     except _Entangled:

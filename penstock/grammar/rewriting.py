@@ -117,8 +117,9 @@ class _Rewriting:
         if says.get("type", "string") == "string" and not found.get("patternProperties"):
             del found["propertyNames"]
             named, further = found.get("properties", {}), found.get("additionalProperties", {})
-            known = dict.fromkeys([*(name for name in named if name in listed), *listed])
-            found["properties"] = {name: named.get(name, further) for name in known if isinstance(name, str)}
+            texts = [name for name in listed if isinstance(name, str)]
+            known = dict.fromkeys([*(name for name in named if name in texts), *texts])
+            found["properties"] = {name: named.get(name, further) for name in known}
             found["additionalProperties"] = False
 
     def _put_format(self, found: Schema) -> None:

@@ -122,7 +122,8 @@ def _check_characters(schema: Any) -> None:
     """llguidance leaves out of a text what it has no escape for."""
     for each in subschemas(schema):
         texts = _strings([each.get("const"), each.get("enum")])
-        patterns = _strings([each.get("pattern"), list(each.get("patternProperties") or ())])
+        named = each.get("patternProperties")
+        patterns = _strings([each.get("pattern"), list(named) if isinstance(named, dict) else None])
         if any(map(_CONTROLS.search, texts)) or any(_CONTROLS_IN_PATTERN.search(_CLASS.sub("", p)) for p in patterns):
             raise ValueError(
                 "control characters in const, enum or pattern cannot be enforced where an object names properties and "

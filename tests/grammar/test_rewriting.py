@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+from contextlib import suppress
 from itertools import product
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from penstock.core.request import Grammar
 from penstock.grammar.compiler import LLGuidance
 from penstock.grammar.rewriting import _WITHOUT_LOOK_AHEAD
+from penstock.grammar.schema import checked_schema
 from penstock.text.tokenizer import Tokenizer
 from tests.grammar.masks import Validator, accepts, schema
 
@@ -84,3 +87,45 @@ def test_patterns_without_look_ahead_match_the_same() -> None:
         matched = [text for text in texts if re.fullmatch(pattern[1:-1] + r"\Z", text)]
         assert matched
         assert matched == [text for text in texts if re.fullmatch(ours[1:-1] + r"\Z", text)]
+
+
+_VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    1,
+    -1,
+    2.5,
+    1e30,
+    "x",
+    "object",
+    "#",
+    "#/$defs/a",
+    ["a"],
+    ["object", "null"],
+    {},
+    {"a": {}},
+]
+_KEYWORDS = (
+    *("type", "properties", "required", "oneOf", "anyOf", "allOf", "$ref", "$defs", "additionalProperties", "items"),
+    *("patternProperties", "prefixItems", "const", "enum", "format", "pattern", "minimum", "exclusiveMinimum", "if"),
+    *("minProperties", "propertyNames", "discriminator", "not", "unevaluatedProperties", "multipleOf", "title"),
+)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_no_schema_is_refused_or_left_to_llguidance(seed: int) -> None:
+    draw = random.Random(seed)
+
+    def anything(depth: int) -> Any:
+        kind = draw.random()
+        if depth > 3 or kind < 0.6:
+            return draw.choice(_VALUES)
+        if kind < 0.8:
+            return [anything(depth + 1) for _ in range(draw.randrange(3))]
+        return {draw.choice(_KEYWORDS): anything(depth + 1) for _ in range(draw.randrange(4))}
+
+    for _ in range(5000):
+        source = json.dumps({draw.choice(_KEYWORDS): anything(0) for _ in range(draw.randrange(1, 5))})
+        with suppress(ValueError):  # a 400 that says why
+            checked_schema(source)
