@@ -21,8 +21,6 @@ Schema = dict[str, Any]
 _TYPES = frozenset({"null", "boolean", "integer", "fraction", "string", "array", "object"})
 _MOST_WORK = 50_000  # schemas compared
 _MOST_DEEP = 12
-
-
 ADDED = "\0required"  # names that a schema has to require, and does not as it was written
 
 

@@ -37,6 +37,15 @@ def accepts(grammars: LLGuidance, grammar: Grammar, tokenizer: Tokenizer, text: 
     return matcher.ended or tokenizer.eos_ids[0] in allowed(grammars, matcher, tokenizer.vocab_size)
 
 
+def assert_enforced(grammars: LLGuidance, tokenizer: Tokenizer, source: Any, yes: list[str], no: list[str]) -> None:
+    """As a schema and within a Lark grammar."""
+    for wanted in (schema(source), Grammar("lark", f"start: %json {json.dumps(source)}")):
+        refused = [text for text in yes if not accepts(grammars, wanted, tokenizer, text)]
+        assert not refused, refused
+        allowed_anyway = [text for text in no if accepts(grammars, wanted, tokenizer, text)]
+        assert not allowed_anyway, allowed_anyway
+
+
 def walk(grammars: LLGuidance, grammar: Grammar, tokenizer: Tokenizer, draw: random.Random) -> str | None:
     """The text of random choices among the allowed tokens; None for one that became too long."""
     matcher, tokens = grammars.matcher(grammar), list[int]()
