@@ -138,7 +138,9 @@ class Bench:
     grammars: Grammars
     tokenizer: Tokenizer
     adapters: Adapters
-    early_exit: Drafter
+    early_exit: Drafter | None = None  # where the executor can
+    base: Mapping[str, Any] = field(default_factory=lambda: BASE)
+    seed: int = SEED
     plain: dict[str, list[Outcome]] = field(default_factory=dict)  # what came out, by the parameters asked for
 
     def alone(self, params: Mapping[str, Any], choices: int, **fields: Any) -> list[Outcome]:
@@ -153,7 +155,7 @@ class Bench:
     def crossed(self, first: str, second: str) -> tuple[list[Outcome], list[Outcome]]:
         """What comes out with both features, and what should."""
         names = {first, second}
-        shaping, scoring = dict(BASE), dict[str, Any]()
+        shaping, scoring = dict(self.base), dict[str, Any]()
         for name in names:
             (shaping if BY_NAME[name].shapes else scoring).update(BY_NAME[name].params)
         fields = {name: value for feature in names for name, value in BY_NAME[feature].fields.items()}
@@ -176,7 +178,7 @@ class Bench:
 def _request(bench: Bench, params: Mapping[str, Any], choice: int, **fields: Any) -> GenerateRequest:
     tokens = bench.tokenizer.encode(PROMPT)
     return GenerateRequest(
-        f"choice {choice}", tokens, SamplingParams(**params), seed=choice_seed(SEED, choice), **fields
+        f"choice {choice}", tokens, SamplingParams(**params), seed=choice_seed(bench.seed, choice), **fields
     )
 
 
@@ -205,9 +207,10 @@ class _Run:
 
     def cross(self, names: set[str], plain: list[Outcome]) -> list[Outcome]:
         bench = self._bench
-        bench.executor.runs_ahead = "run-ahead" in names
+        before = bench.executor.runs_ahead
+        bench.executor.runs_ahead = before or "run-ahead" in names
         if "prefix hit" in names:
-            warm = {**BASE, "max_tokens": 1}
+            warm = {**bench.base, "max_tokens": 1}
             self.finish([replace(_request(bench, warm, 9, **self._fields), id="warm")])
         fields = {**self._fields, "priority": 1}
         requests = [_request(bench, self._params, choice, **fields) for choice in range(len(plain))]
@@ -216,14 +219,15 @@ class _Run:
             requests = [replace(r, output=half, resumed=True) for r, half in zip(requests, halves, strict=True)]
         if "speculation" in names:
             right = {request.id: outcome.tokens for request, outcome in zip(requests, plain, strict=True)}
-            drafter = Guesser(lambda request: right.get(request.id.removesuffix(ABORTED), []), SEED, right=0.8)
+            drafter = Guesser(lambda request: right.get(request.id.removesuffix(ABORTED), []), bench.seed, right=0.8)
             self._scheduler.speculation = tried_whenever_possible(drafter, 5)
         if "early exit" in names:
+            assert bench.early_exit is not None
             self._scheduler.speculation = tried_whenever_possible(bench.early_exit, 5)
         try:
             return self.finish(requests, crowded=True, aborted="abort" in names)
         finally:
-            bench.executor.runs_ahead = False
+            bench.executor.runs_ahead = before
 
     def finish(
         self, requests: Sequence[GenerateRequest], crowded: bool = False, aborted: bool = False
@@ -268,6 +272,42 @@ class _Run:
             outcome.finish_reason = delta.finish_reason
             if delta.finish_reason is not None and chunk.finish_reason is None:
                 self._loop.abort(chunk.request_id)
+
+
+def check(first: str, second: str, found: Sequence[Outcome], plain: Sequence[Outcome]) -> None:
+    """That the outcomes are the same, and that both features had a part in them."""
+    names, off = {first, second}, (first, second) in OFF
+    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in plain]
+    assert [outcome.text.text for outcome in found] == [outcome.text.text for outcome in plain]
+    assert [outcome.finish_reason for outcome in found] == [outcome.finish_reason for outcome in plain]
+    if "chunked prefill" in names and "prefix hit" not in names:
+        assert any(outcome.ledger and len(outcome.ledger.prefill) > 1 for outcome in found)
+    for outcome in found:
+        ledger = outcome.ledger
+        assert ledger is not None
+        if "stop string" not in names:
+            assert ledger.output_tokens == len(outcome.tokens)
+        if "preemption" in names:
+            assert ledger.preemptions
+        if "batch" in names:
+            assert outcome.sat_out
+        if "prefix hit" in names and not off:
+            assert outcome.cached
+        if "grammar" in names and not names & {"logprobs", "prompt logprobs", "resumption", "stop string"}:
+            assert ledger.forced_tokens
+        # Grammars reject such drafts before they are computed, and running ahead no sequence waits for them.
+        if "early exit" in names and not names & {"grammar", "tools", "reasoning", "run-ahead"}:
+            assert ledger.drafted_tokens
+        if "speculation" in names and "early exit" not in names:
+            assert ledger.accepted_tokens
+            if not names & {"grammar", "tools", "reasoning"}:  # these reject wrong tokens before they are computed
+                assert ledger.accepted_tokens < ledger.drafted_tokens
+        if "logprobs" in names:
+            resumed = len(outcome.tokens) // 2 if "resumption" in names else 0
+            scored = [score.token_id for score in outcome.logprobs]  # but for tokens that lie in the stop string
+            assert scored == outcome.tokens[resumed:][: len(scored) if "stop string" in names else None]
+        if "prompt logprobs" in names and not off:
+            assert len(outcome.prompt_logprobs or ()) == ledger.prompt_tokens
 
 
 def page() -> str:

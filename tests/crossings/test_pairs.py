@@ -11,7 +11,7 @@ from penstock.grammar.compiler import grammars_of
 from penstock.kernels.native import bindings
 from penstock.runner.startup import start
 from penstock.text.tokenizer import load_tokenizer
-from tests.crossings.features import BASE, OFF, PAGE, PAIRS, Bench, page
+from tests.crossings.features import BASE, PAGE, PAIRS, Bench, check, page
 
 MODEL = "smollm2-135m"
 
@@ -33,39 +33,7 @@ def bench() -> Bench:
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=[" and ".join(pair) for pair in PAIRS])
 def test_pair(bench: Bench, first: str, second: str) -> None:
-    names, off = {first, second}, (first, second) in OFF
-    found, plain = bench.crossed(first, second)
-    assert [outcome.tokens for outcome in found] == [outcome.tokens for outcome in plain]
-    assert [outcome.text.text for outcome in found] == [outcome.text.text for outcome in plain]
-    assert [outcome.finish_reason for outcome in found] == [outcome.finish_reason for outcome in plain]
-    if "chunked prefill" in names and "prefix hit" not in names:
-        assert any(outcome.ledger and len(outcome.ledger.prefill) > 1 for outcome in found)
-    for outcome in found:
-        ledger = outcome.ledger
-        assert ledger is not None
-        if "stop string" not in names:
-            assert ledger.output_tokens == len(outcome.tokens)
-        if "preemption" in names:
-            assert ledger.preemptions
-        if "batch" in names:
-            assert outcome.sat_out
-        if "prefix hit" in names and not off:
-            assert outcome.cached
-        if "grammar" in names and not names & {"logprobs", "prompt logprobs", "resumption", "stop string"}:
-            assert ledger.forced_tokens
-        # Grammars reject such drafts before they are computed, and running ahead no sequence waits for them.
-        if "early exit" in names and not names & {"grammar", "tools", "reasoning", "run-ahead"}:
-            assert ledger.drafted_tokens
-        if "speculation" in names and "early exit" not in names:
-            assert ledger.accepted_tokens
-            if not names & {"grammar", "tools", "reasoning"}:  # these reject wrong tokens before they are computed
-                assert ledger.accepted_tokens < ledger.drafted_tokens
-        if "logprobs" in names:
-            resumed = len(outcome.tokens) // 2 if "resumption" in names else 0
-            scored = [score.token_id for score in outcome.logprobs]  # but for tokens that lie in the stop string
-            assert scored == outcome.tokens[resumed:][: len(scored) if "stop string" in names else None]
-        if "prompt logprobs" in names and not off:
-            assert len(outcome.prompt_logprobs or ()) == ledger.prompt_tokens
+    check(first, second, *bench.crossed(first, second))
 
 
 def test_the_adapter_changes_the_output(bench: Bench) -> None:
