@@ -27,7 +27,7 @@ from penstock.engine.settings import EngineConfig, SpeculationConfig
 from penstock.grammar.compiler import grammars_of
 from penstock.runner.startup import start
 from penstock.text.tokenizer import load_tokenizer
-from tests.crossings.features import BASE, PAIRS, Bench, check
+from tests.crossings.features import BASE, PAIRS, Bench, check_same
 
 NOT_THERE = {"early exit"}  # on native CPU kernels only
 
@@ -47,7 +47,7 @@ def failures(bench: Bench, off: set[str]) -> Iterator[bool]:
         if {first, second} & off:
             continue
         try:
-            check(first, second, *bench.crossed(first, second))
+            check_same(*bench.crossed(first, second))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             print(f"  {first} and {second}: {type(error).__name__} {error}\n    {where.line}", flush=True)

@@ -11,7 +11,7 @@ from penstock.grammar.compiler import grammars_of
 from penstock.kernels.native import bindings
 from penstock.runner.startup import start
 from penstock.text.tokenizer import load_tokenizer
-from tests.crossings.features import BASE, PAGE, PAIRS, Bench, check, page
+from tests.crossings.features import BASE, PAGE, PAIRS, Bench, check_parts, check_same, page
 
 MODEL = "smollm2-135m"
 
@@ -33,7 +33,9 @@ def bench() -> Bench:
 
 @pytest.mark.parametrize(("first", "second"), PAIRS, ids=[" and ".join(pair) for pair in PAIRS])
 def test_pair(bench: Bench, first: str, second: str) -> None:
-    check(first, second, *bench.crossed(first, second))
+    found, plain = bench.crossed(first, second)
+    check_same(found, plain)
+    check_parts(first, second, found)
 
 
 def test_the_adapter_changes_the_output(bench: Bench) -> None:
