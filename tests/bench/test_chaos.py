@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from penstock.bench.chaos.faults import Fault, breakable
 from penstock.bench.chaos.load import Load, Phase
 from penstock.bench.chaos.report import ALL, BETWEEN, Report, hits
 from penstock.bench.chaos.streams import (
+    KINDS,
     RESYNC,
     STOPPED,
     Ask,
@@ -20,12 +22,14 @@ from penstock.bench.chaos.streams import (
     Difference,
     Stream,
     difference,
+    has_chats,
     plan,
     token_difference,
     with_stop_string,
 )
 from penstock.client.http import HttpClient
 from penstock.core.errors import Unavailable
+from tests.conftest import start_server
 
 ASK = Ask("completion", "/v1/completions", {})
 OPTIONS = {"streams": 1, "output_tokens": 1, "interval": 1.0, "slow_seconds": 1.0, "url": "http://server"}
@@ -122,6 +126,19 @@ def test_every_kind_is_asked_for_and_stop_strings_end_answers() -> None:
     stopped = with_stop_string(asks[0], "one two three four")
     assert (stopped.kind, stopped.body["stop"]) == (STOPPED, ["e four"])
     assert with_stop_string(asks[0], "").body["stop"] == ["\n"]
+
+
+async def test_a_model_without_a_chat_template_is_asked_for_completions(tiny_model: Path) -> None:
+    (tiny_model / "chat_template.jinja").unlink()
+    server = start_server(f"dummy:{tiny_model}", "--served-model-name", "m")
+    try:
+        async with HttpClient(server.url) as http:
+            assert not await has_chats(http, "m")
+            load = Load(http, 4)
+            await load.learn(plan("m", 4, 8, seed=1, chats=False))
+    finally:
+        server.stop()
+    assert {answer.ask.kind for answer in load.right} == {STOPPED, *(kind for kind in KINDS if "completion" in kind)}
 
 
 async def test_a_server_that_fails_before_anything_is_broken_is_said_so() -> None:

@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from penstock.bench.chaos.faults import Admin, Fault, break_replicas, shuffled_rounds
 from penstock.bench.chaos.load import Load, Phase
 from penstock.bench.chaos.report import Report
-from penstock.bench.chaos.streams import Stream, plan
+from penstock.bench.chaos.streams import Stream, has_chats, plan
 from penstock.client.http import HttpClient, openai_base
 from penstock.core.errors import PenstockError
 
@@ -36,7 +36,9 @@ async def _run(args: Namespace) -> int:
         await admin.check(args.faults)
         await admin.until_ready()
         load = Load(http, args.streams)
-        await load.learn(plan(admin.model, args.streams, args.output_tokens, seed))
+        if not (chats := await has_chats(http, admin.model)):
+            _say(f"{admin.model} has no chat template: completions only")
+        await load.learn(plan(admin.model, args.streams, args.output_tokens, seed, chats=chats))
         _say(f"learnt the answers to {len(load.right)} requests")
         calm = Phase()
         await load.run(iter(rng.sample(load.right * 2, 2 * len(load.right))), calm)

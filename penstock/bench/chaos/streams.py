@@ -77,11 +77,18 @@ class Stream:
         return bool(choices) and all(c.finish_reason or (c.times and c.times[-1] > at) for c in choices)
 
 
-def plan(model: str, count: int, output_tokens: int, seed: int) -> list[Ask]:
+async def has_chats(http: HttpClient, model: str) -> bool:
+    """False: a base model, without a chat template."""
+    answer = await http.post("/tokenize", {"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    return answer.status != 400
+
+
+def plan(model: str, count: int, output_tokens: int, seed: int, *, chats: bool = True) -> list[Ask]:
     """At least so many requests: every kind, each with several prompts."""
     rng = random.Random(seed)
-    prompts = max(2, -(-count // (len(KINDS) + 1)))
-    return [_ask(model, kind, output_tokens, rng) for kind in KINDS for _ in range(prompts)]
+    kinds = [kind for kind, (chat, _) in KINDS.items() if chats or not chat]
+    prompts = max(2, -(-count // (len(kinds) + 1)))
+    return [_ask(model, kind, output_tokens, rng) for kind in kinds for _ in range(prompts)]
 
 
 def _ask(model: str, kind: str, output_tokens: int, rng: random.Random) -> Ask:
