@@ -104,8 +104,10 @@ class EngineLoop:
     def run(self) -> None:
         """Step while there is work, sleep while there is none, until stopped."""
         checked = False
-        while not self._stopping:
+        while True:
             self._wake.clear()
+            if self._stopping:  # asked for after the clear, or `stop` would be lost in between
+                break
             if self.step():
                 checked = False
             elif not self._wake.wait(None if checked else IDLE_CHECK_SECONDS):
@@ -122,13 +124,13 @@ class EngineLoop:
         if not self._scheduler.has_work and self._in_flight is None:
             return False
         previous, self._in_flight = self._in_flight, None
-        planned = None
+        planned, chunks = None, list[Chunk]()
         try:
             if previous is not None:
                 self._wait_to_plan()
             with self._lock:
                 planned = self._scheduler.schedule(self._clock())
-                chunks = self._scheduler.take_notices()
+                chunks += self._scheduler.take_notices()
             if planned is not None:
                 if not self._executor.runs_ahead:
                     planned.check_samples()
@@ -143,15 +145,15 @@ class EngineLoop:
                     chunks += self._scheduler.complete(previous[0], result, self._clock())
             if self._in_flight is not None:
                 chunks += self._constrain()  # after the step before it: that decides what may follow
-            if chunks:
-                self._emit(chunks)
         except Exception:
             log.exception("a step failed; its requests are lost")
             lost = [step for step in (previous and previous[0], planned) if step is not None]
             self._in_flight = None  # steps run in order, so its result may be left unread
             with self._lock:
                 error = EngineFailure("the engine failed while computing this request; send it again")
-                chunks = self._scheduler.fail(lost, error, self._clock())
+                chunks += self._scheduler.fail(lost, error, self._clock())
+                chunks += self._scheduler.take_notices()
+        if chunks:
             self._emit(chunks)
         self._last_progress = self._clock()
         self.turns += 1

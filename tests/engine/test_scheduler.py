@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +24,9 @@ from penstock.core.request import Adapter, Chunk, GenerateRequest, Grammar, Samp
 from penstock.engine.executor import NOT_A_NUMBER, AdapterWeights, Step, StepResult
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
+from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
+from penstock.simulation.clock import VirtualClock
 from penstock.simulation.paged_executor import EOS, VOCAB, PagedExecutor, expected_output, seed_with
 from tests.engine.guessing import Guesser, tried_whenever_possible
 from tests.engine.toy_grammar import ToyGrammars, constrained_output
@@ -501,6 +504,58 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     again = harness.submit([0] * 9, 5, ignore_eos=True)
     harness.run()
     assert harness.outcomes[again].tokens == harness.expected(again)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_who_ended_in_the_turn_of_a_failed_step_is_told(runs_ahead: bool) -> None:
+    harness = Harness(limits(num_blocks=64), runs_ahead=runs_ahead)
+    clock = VirtualClock()
+    harness.loop._clock = clock
+    expired = harness.submit([1, 2, 3], 30, ignore_eos=True, deadline=1.0)
+    lost = harness.submit([4, 5, 6], 30, ignore_eos=True)
+    for _ in range(4):
+        harness.loop.step()
+    clock.now = 2.0
+    harness.executor.fail_next = True
+    harness.run()
+    assert [harness.outcomes[i].finish_reasons for i in (expired, lost)] == [["deadline"], ["error"]]
+
+
+def test_who_ended_before_masks_failed_is_told() -> None:
+    harness = Harness(limits(num_blocks=64), runs_ahead=True)
+    done = harness.submit([1, 2, 3], 3, ignore_eos=True)
+    lost = harness.submit([4, 5, 6], 30, ignore_eos=True, grammar="20 9")
+    masks = harness.loop._masks
+    assert masks is not None
+    of = masks.of
+
+    def failing(planned: PlannedStep) -> Any:
+        if done not in harness.scheduler._sequences:
+            raise RuntimeError("the device is lost")
+        return of(planned)
+
+    masks.of = failing  # type: ignore[method-assign]
+    harness.run()
+    assert harness.outcomes[done].tokens == harness.expected(done)
+    assert [harness.outcomes[i].finish_reasons for i in (done, lost)] == [["length"], ["error"]]
+
+
+def test_a_stop_in_the_middle_of_the_loop_is_not_lost() -> None:
+    loop = Harness(limits()).loop
+    clear, cleared = loop._wake.clear, 0
+
+    def stop_just_before() -> None:
+        nonlocal cleared
+        cleared += 1
+        if cleared == 2:  # after the idle check nothing but `stop` wakes the loop
+            loop.stop()
+        clear()
+
+    loop._wake.clear = stop_just_before  # type: ignore[method-assign]
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
