@@ -256,7 +256,7 @@ class GenerateRequest:
     prediction: Sequence[int] = ()  # tokens that its output is expected to repeat; only its speed depends on them
     second_text: int = 0  # position where the second of two texts begins that a cross-encoder compares; 0: there is one
     resumed: bool = False  # another engine has accepted it before: it must not be refused for want of capacity
-    priority: int = 0  # within a class lower runs first
+    priority: int = 0  # of a tenant's requests in a class lower runs first; beyond ±100 all are alike
     cache_salt: str = ""  # prefixes are shared only between equal salts
     prefix_scope: str = ""  # and only within a scope: a tenant, unless tenants share
     common_tokens: int = 0  # of the prompt's beginning that all scopes share

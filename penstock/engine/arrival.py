@@ -13,6 +13,8 @@ from penstock.engine.grammar import Constraint, Matcher, constraint_of
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.sequence import Sequence
 
+MOST_PRIORITY = 100  # what is beyond is the same: for each step the queues of all priorities are looked at
+
 _NO_OBJECTIVE = Objective()
 
 
@@ -63,7 +65,7 @@ def sequence_of(
     tokens = [*request.prompt, *request.output, *(constraint.unsent if constraint is not None else ())]
     return Sequence(
         request=request,
-        order=(objective.rank, request.priority, number),
+        order=(objective.rank, max(-MOST_PRIORITY, min(request.priority, MOST_PRIORITY)), number),
         arrival=now,
         max_len=max_len,
         stop_ids=stop_ids_of(request, limits),

@@ -31,7 +31,7 @@ from penstock.engine.planned_step import PlannedStep, StepsInFlight
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculation import Speculation, decode
 from penstock.engine.step_time import StepTimes
-from penstock.engine.urgency import Ranking, WaitingQueue, demote_if_late, patience
+from penstock.engine.urgency import PROMOTED_SHARE, Ranking, WaitingQueue, comes_later, demote_if_late, patience
 
 _ORDER = attrgetter("order")
 _ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smaller
@@ -51,6 +51,7 @@ class Scheduler:
         self.counters = books.Counts()
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
+        self._promoted = 0  # of the sequences
         self._tenants = TenantCounters(min(_ALLOWANCE, limits.max_step_tokens))
         self._admission = Admission(self.times)
         self._pacing = Pacing(limits, self.times)
@@ -144,7 +145,8 @@ class Scheduler:
     def _ranking(self, now: float) -> Ranking:
         classes = [self.waiting.best_class, self.running[0].order[:2] if self.running else None]
         best = min((c for c in classes if c is not None), default=(0, 0))
-        return Ranking(now, self._tenants.leads(), best)
+        most = max(1, int(PROMOTED_SHARE * self.limits.max_seqs))
+        return Ranking(now, self._tenants.leads(), best, promoting=self._promoted < most)
 
     def _expire(self, now: float) -> None:
         for sequence in self._deadlines.passed(now):
@@ -192,7 +194,7 @@ class Scheduler:
         """Give it blocks for this many tokens, if need be from those that come later. False: it had to go itself."""
         missing = self._placement.missing_blocks(sequence, tokens)
         while missing > self.pool.available:
-            later = [s for s in self.running if s.order > sequence.order]
+            later = [s for s in self.running if comes_later(s, sequence)]
             victim = min(later, key=attrgetter("computed"), default=sequence)
             self._preempt(victim)
             if victim is sequence:
@@ -238,16 +240,22 @@ class Scheduler:
                 reserved -= missing(sequence, sequence.known)
                 prompts.pop()
             else:
-                self._admit(sequence, hits, ranking.now)
+                ranking = self._admit(sequence, hits, ranking)
             self._placement.allocate(sequence, start + count)
             planned.compute(sequence, count)
             self._placement.share_full_blocks(sequence)
             reserved += missing(sequence, sequence.known)
             budget -= count
 
-    def _admit(self, sequence: Sequence, hits: list[int], now: float) -> None:
+    def _admit(self, sequence: Sequence, hits: list[int], ranking: Ranking) -> Ranking:
+        """Returns the ranking from then on."""
+        now = ranking.now
         self.waiting.remove(sequence)
         self._clock.leave(sequence, now)
+        if ranking.promotes(sequence):
+            sequence.order, sequence.promoted = (*ranking.best_class, sequence.order[2]), True
+            self._promoted += 1
+            ranking = self._ranking(now)
         insort(self.running, sequence, key=_ORDER)
         cached = len(hits) * self.limits.block_size
         if sequence.started is None:
@@ -257,6 +265,7 @@ class Scheduler:
         else:
             sequence.ledger.recomputed_tokens += max(0, sequence.lost - cached)
         self._placement.seat(sequence, hits)
+        return ranking
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to waiting; everything known is kept and its cache recomputed, or hit, when it comes back."""
@@ -366,6 +375,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Ledger:
         sequence.finished = reason
         del self._sequences[sequence.request.id]
+        self._promoted -= sequence.promoted
         self._tenants.leave(sequence.counter)
         self._background.ended(sequence)
         if self.speculation is not None:

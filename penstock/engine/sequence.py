@@ -23,7 +23,7 @@ from penstock.engine.grammar import Constraint, follow
 @dataclass(slots=True, eq=False)
 class Sequence:
     request: GenerateRequest
-    order: tuple[int, int, int]  # (rank, priority, arrival number): who gives way when memory is short
+    order: tuple[int, int, int]  # (rank, priority, arrival number)
     arrival: float
     max_len: int  # prompt plus output tokens
     stop_ids: frozenset[int]
@@ -33,6 +33,7 @@ class Sequence:
     counter: TenantCounter
     ledger: Ledger
     due: float  # when its next token should be there while it waits or prefills
+    promoted: bool = False  # to the best class, since it had waited far too long
     promised: bool = False  # whether `due` is an objective; else it is only how long a request should wait at most
     itl: float = math.inf  # the objective for its inter-token latency, in seconds
     paced: bool = False  # whether steps are kept short for its stream even if there is no such objective

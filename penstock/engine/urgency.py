@@ -1,13 +1,15 @@
-"""Who goes first: a better class, then tenants that have had less than their share, then whose token is due first.
+"""Who goes first: a better class, then tenants that have had less than their share, then a better priority, then whose
+token is due first.
 
 Without an objective a first token is due in proportion to the prefill it takes. An objective that can no longer be met
-gives way to those that can, once; what has waited far too long goes first among its tenant's whatever its class. So
-nothing waits for ever, and the late do not make the others late.
+gives way to those that can, once; of what has waited far too long some at a time are promoted to the best class, until
+they end. So nothing waits for ever, and the late do not make the others late.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -18,9 +20,12 @@ from penstock.engine.step_time import StepTimes
 
 SLOWDOWN = 4.0  # without an objective: a first token is due after this many times the prefill it takes
 LEAST_PATIENCE = 0.2  # seconds, for what takes hardly any
-AGING_SECONDS = 30.0  # past due: from then on class and priority no longer count against a request
+AGING_SECONDS = 30.0  # past due: from then on a request may be promoted
+# Of the sequences computed together so many are promoted ones, one at least. With all that is late in the best class the
+# late would displace each other, and whom somebody waits for would displace nobody.
+PROMOTED_SHARE = 1 / 16
 
-Urgency = tuple[int, int, int, float, int]  # smaller goes first
+Urgency = tuple[int, int, int, float, int]  # rank, lead, priority, due, arrival; smaller goes first
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +35,44 @@ class Ranking:
     now: float
     leads: Mapping[TenantCounter, int]
     best_class: tuple[int, int]  # (rank, priority) of the best request there is
+    promoting: bool = True  # whether there may be another promoted one
 
     def of(self, sequence: Sequence) -> Urgency:
         rank, priority, number = sequence.order
-        if self.now > sequence.due + AGING_SECONDS:
+        if self.promotes(sequence):
             rank, priority = self.best_class
-        return rank, priority, self.leads.get(sequence.counter, 0), sequence.due, number
+        return rank, self.leads.get(sequence.counter, 0), priority, sequence.due, number
+
+    def promotes(self, sequence: Sequence) -> bool:
+        """Whether it goes as one of the best class, and stays one once it runs."""
+        return self.promoting and self.now > sequence.due + AGING_SECONDS and sequence.order[:2] > self.best_class
 
     def giving_way(self, head: Sequence, running: Iterable[Sequence]) -> list[Sequence]:
         """Running sequences that may wait for this one, those with the least work to lose first."""
-        rank, priority, lead, _, _ = self.of(head)
+        rank, lead, priority, _, _ = self.of(head)
+        leads = lead if head.promised else math.inf
         found = [
             s
             for s in running
-            if s.order[:2] > (rank, priority)
-            or (head.promised and s.order[:2] == (rank, priority) and self.leads.get(s.counter, 0) > lead)
+            if is_worse(s, rank, priority, head.counter)
+            or (s.order[0] == rank and self.leads.get(s.counter, 0) > leads)
         ]
         return sorted(found, key=attrgetter("computed"))
+
+
+def is_worse(sequence: Sequence, rank: int, priority: int, counter: TenantCounter) -> bool:
+    """Of a worse class or, of the same tenant, of a worse priority: no tenant says how urgent the work of others is."""
+    own, own_priority, _ = sequence.order
+    return own > rank or (own == rank and own_priority > priority and sequence.counter is counter)
+
+
+def comes_later(sequence: Sequence, other: Sequence) -> bool:
+    """Whether it gives way to the other one when memory is short."""
+    rank, priority, number = other.order
+    own, own_priority, own_number = sequence.order
+    if is_worse(sequence, rank, priority, other.counter):
+        return True
+    return own_number > number and not is_worse(other, own, own_priority, sequence.counter)
 
 
 def demote_if_late(sequence: Sequence, now: float, times: StepTimes) -> bool:

@@ -248,6 +248,41 @@ def test_nothing_waits_for_ever() -> None:
     assert 1.0 < answers[batch.id].ttft < 60
 
 
+def test_late_batches_neither_displace_each_other_nor_keep_readers_waiting() -> None:
+    virtual = VirtualEngine(Scheduler(replace(CPU, max_seqs=8)), cpu_step_seconds, runs_ahead=False)
+    requests = Requests(seed=10)
+    batches = [(0.0, requests.make(200, 100, objective=Objective("batch", rank=1))) for _ in range(700)]
+    readers = [(at, requests.make(50, 20)) for at in requests.poisson(1.0, 0.0, 90)]
+    answers = virtual.run(batches + readers, until=92)
+    assert max(answers[request.id].ttft for _, request in readers) < 0.2
+    assert sum(answers[request.id].finish_reason is not None for _, request in batches) > 240
+    displaced_once_each = len(readers) + 90 / 30 * 8
+    assert virtual.scheduler.counters.preemptions < 2 * displaced_once_each
+
+
+@pytest.mark.parametrize("num_blocks", [8192, 400])
+def test_no_tenant_says_how_urgent_the_work_of_others_is(num_blocks: int) -> None:
+    virtual = VirtualEngine(
+        Scheduler(replace(GPU, num_blocks=num_blocks, max_seqs=32)), gpu_step_seconds, runs_ahead=True
+    )
+    requests = Requests(seed=11)
+    modest = [(i * 0.5, requests.make(300, 200, tenant="modest")) for i in range(40)]
+    urgent = [(5 + i * 0.02, requests.make(300, 300, tenant="urgent", priority=-1)) for i in range(700)]
+    answers = virtual.run(sorted(modest + urgent, key=lambda arrival: arrival[0]), until=30)
+    assert max(answers[request.id].ttft for _, request in modest) < 0.5
+    assert max(answers[request.id].itl(1.0) for _, request in modest) < 0.5
+
+
+def test_priorities_order_the_requests_of_a_tenant() -> None:
+    virtual = VirtualEngine(Scheduler(replace(CPU, max_seqs=1)), cpu_step_seconds, runs_ahead=False)
+    requests = Requests(seed=12)
+    priorities = [3, -(2**31), 7, 0, -5, 2**31 - 1]
+    ranked = [(0.0, requests.make(50, 20, tenant="one", priority=priority)) for priority in priorities]
+    answers = virtual.run(ranked)
+    begun = sorted(ranked, key=lambda arrival: answers[arrival[1].id].ttft)
+    assert [request.priority for _, request in begun] == sorted(priorities)
+
+
 SIZES = st.tuples(st.integers(1, 300), st.integers(1, 12))
 TRACE = st.lists(
     st.tuples(
