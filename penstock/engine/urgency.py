@@ -21,8 +21,8 @@ from penstock.engine.step_time import StepTimes
 SLOWDOWN = 4.0  # without an objective: a first token is due after this many times the prefill it takes
 LEAST_PATIENCE = 0.2  # seconds, for what takes hardly any
 AGING_SECONDS = 30.0  # past due: from then on a request may be promoted
-# Of the sequences computed together so many are promoted ones, one at least. With all that is late in the best class the
-# late would displace each other, and whom somebody waits for would displace nobody.
+# Of the sequences computed together so many are promoted ones, one at least. With all that is late in the best class
+# the late would displace each other, and whom somebody waits for would displace nobody.
 PROMOTED_SHARE = 1 / 16
 
 Urgency = tuple[int, int, int, float, int]  # rank, lead, priority, due, arrival; smaller goes first
