@@ -11,7 +11,7 @@ from penstock.core.request import Objective
 from penstock.engine.forecast import Arrivals, Backlog, Calibration, needed_share, step_limit
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
-from penstock.engine.urgency import Ranking
+from penstock.engine.urgency import Behind, Ranking
 
 _LEADER_SHARE = 0.7  # of the ITL objective that decoding may take up for streams of a tenant that leads
 
@@ -22,6 +22,7 @@ class Load:
 
     ranking: Ranking
     prompts: Collection[Sequence]  # waiting, or not computed to their end
+    behind: Collection[Behind]  # what waits besides and is less urgent than the request
     decodes: StepShape
     longest_step: float  # that running streams allow
     free_at: float  # when the steps under way will have ended
@@ -68,6 +69,10 @@ class Admission:
                 context += other.given
             else:
                 after += seconds
+        for less in load.behind:
+            seconds = less.seconds(times)
+            work.append((less.due, seconds))
+            after += seconds
         decodes = load.decodes
         decode = times.base_seconds(StepShape(decodes.decodes + joining // 2, decodes.context + context // 2))
         longest = sequence.itl * _LEADER_SHARE if mine[2] else times.plan_within(sequence.itl)

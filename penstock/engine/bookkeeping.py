@@ -36,10 +36,9 @@ class Counts:
     accepted_tokens: int = 0
 
 
-def prefill_tokens(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> int:
-    """Tokens of prompts that have not been computed yet, less what was cached on arrival."""
-    begun = sum(s.known - s.computed for s in running if s.first_token is None)
-    return begun + sum(s.to_compute for s in waiting)
+def begun_prefill(running: Iterable[Sequence]) -> int:
+    """Tokens of prompts that have begun and have not been computed yet."""
+    return sum(s.known - s.computed for s in running if s.first_token is None)
 
 
 class QueueClock:

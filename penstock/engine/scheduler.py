@@ -31,7 +31,15 @@ from penstock.engine.planned_step import PlannedStep, StepsInFlight
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculation import Speculation, decode
 from penstock.engine.step_time import StepTimes
-from penstock.engine.urgency import PROMOTED_SHARE, Ranking, WaitingQueue, comes_later, demote_if_late, patience
+from penstock.engine.urgency import (
+    PROMOTED_SHARE,
+    Behind,
+    Ranking,
+    WaitingQueue,
+    comes_later,
+    demote_if_late,
+    patience,
+)
 
 _ORDER = attrgetter("order")
 _ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smaller
@@ -69,8 +77,9 @@ class Scheduler:
         limits = self.limits
         if len(self.waiting) >= limits.max_waiting and not request.resumed:
             self.counters.refused += 1
-            seconds = sum(self.times.chunk_seconds(0, s.to_compute) for s in self.waiting)  # to prefill all of them
-            raise Overloaded(f"{len(self.waiting)} requests are waiting already", retry_after=max(1.0, seconds))
+            count = len(self.waiting)
+            seconds = Behind(now, count, self.waiting.tokens).seconds(self.times)  # to prefill all of them
+            raise Overloaded(f"{count} requests are waiting already", retry_after=max(1.0, seconds))
         objective = objective_of(request, limits)
         counter = self._tenants.enter("" if limits.fcfs else request.tenant, request.weight)
         sequence = sequence_of(request, self._arrivals, counter, limits, now, prepared)
@@ -81,7 +90,7 @@ class Scheduler:
             sequence.due, sequence.promised = now, False
         elif objective.ttft is not None or request.deadline is not None:
             try:
-                self._admission.admit(sequence, objective, self._load(now))
+                self._admission.admit(sequence, objective, self._load(sequence, now))
             except Overloaded:
                 self._tenants.leave(counter)
                 self.counters.refused += 1
@@ -96,11 +105,13 @@ class Scheduler:
         if request.deadline is not None:
             self._deadlines.add(sequence, now + request.deadline)
 
-    def _load(self, now: float) -> Load:
-        prompts = [*self.waiting, *(s for s in self.running if s.known - s.computed > s.sampling)]
+    def _load(self, sequence: Sequence, now: float) -> Load:
+        """Among what this one arrives."""
+        waiting, behind = self.waiting.split(sequence, ranking := self._ranking(now))
+        prompts = [*waiting, *(s for s in self.running if s.known - s.computed > s.sampling)]
         decodes = decode_shape(s for s in self.running if not s.background)
         longest = self._pacing.longest_step(self.running, decodes)
-        return Load(self._ranking(now), prompts, decodes, longest, self.in_flight.free_at(now))
+        return Load(ranking, prompts, behind, decodes, longest, self.in_flight.free_at(now))
 
     def end(self, request_id: str, reason: FinishReason, error: PenstockError, now: float) -> Chunk | None:
         """Stop working for a request. Returns its last chunk; None if it has ended already."""
@@ -397,7 +408,7 @@ class Scheduler:
             running=len(self.running),
             waiting=len(self.waiting),
             **self._placement.readings(self.running),
-            prefill_tokens=books.prefill_tokens(self.waiting, self.running),
+            prefill_tokens=self.waiting.tokens + books.begun_prefill(self.running),
             seconds_since_step=seconds_since_step,
             **self.times.readings(decode_shape(self.running)),
             **asdict(self.counters),

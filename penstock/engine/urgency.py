@@ -94,10 +94,11 @@ def patience(prefill_seconds: float) -> float:
 
 
 class WaitingQueue:
-    """Requests that hold no memory. A heap by due time for each class and tenant: only their heads compete."""
+    """Requests that hold no memory. A heap by due time for each class, priority and tenant: its head competes."""
 
     def __init__(self) -> None:
         self._heaps: dict[tuple[int, int, TenantCounter], list[tuple[float, int, Sequence]]] = {}
+        self._tokens: dict[tuple[int, int, TenantCounter], int] = {}  # to compute, of each heap
         self._size = 0
 
     def __len__(self) -> int:
@@ -110,8 +111,9 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         rank, priority, number = sequence.order
-        heap = self._heaps.setdefault((rank, priority, sequence.counter), [])
-        heapq.heappush(heap, (sequence.due, number, sequence))
+        key = rank, priority, sequence.counter
+        heapq.heappush(self._heaps.setdefault(key, []), (sequence.due, number, sequence))
+        self._tokens[key] = self._tokens.get(key, 0) + sequence.to_compute
         self._size += 1
 
     def remove(self, sequence: Sequence) -> None:
@@ -122,9 +124,15 @@ class WaitingQueue:
         else:
             heap.remove((sequence.due, sequence.order[2], sequence))
             heapq.heapify(heap)
+        self._tokens[key] -= sequence.to_compute
         if not heap:
-            del self._heaps[key]
+            del self._heaps[key], self._tokens[key]
         self._size -= 1
+
+    @property
+    def tokens(self) -> int:
+        """To compute, of all of them."""
+        return sum(self._tokens.values())
 
     @property
     def best_class(self) -> tuple[int, int] | None:
@@ -137,3 +145,27 @@ class WaitingQueue:
                 _, number, sequence = heap[0]
                 heapq.heapreplace(heap, (sequence.due, number, sequence))
         return min((heap[0][2] for heap in self._heaps.values()), key=ranking.of, default=None)
+
+    def split(self, sequence: Sequence, ranking: Ranking) -> tuple[list[Sequence], list[Behind]]:
+        """Those that may go before this one; and whole heaps that come after it, however long they are."""
+        mine, before, behind = ranking.of(sequence)[:3], list[Sequence](), list[Behind]()
+        for (rank, priority, counter), heap in self._heaps.items():
+            first = heap[0][2]
+            if (rank, ranking.leads.get(counter, 0), priority) > mine and not ranking.promotes(first):
+                behind.append(Behind(first.due, len(heap), self._tokens[rank, priority, counter]))
+            else:
+                before += [waiting for _, _, waiting in heap]
+        return before, behind
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Requests that wait and come after another one."""
+
+    due: float  # the first of them
+    count: int
+    tokens: int  # to compute
+
+    def seconds(self, times: StepTimes) -> float:
+        """Of prefill, as if all were equally long."""
+        return self.count * times.chunk_seconds(0, round(self.tokens / self.count))
