@@ -416,3 +416,61 @@ cache: {disk_path: answers.sqlite, shared_prefixes: ["@prompts/shop.txt", "You a
     assert (shown["state"], shown["batches"]["folder"]) == (f"sqlite:///{at}/state.db", f"{at}/batches")
     assert shown["cache"]["disk_path"] == f"{at}/answers.sqlite"
     assert shown["cache"]["shared_prefixes"] == [f"@{at}/prompts/shop.txt", "You are llama"]
+
+
+NO_UNICODE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def command(*arguments: str, shell: str = "", **variables: str) -> subprocess.CompletedProcess[bytes]:
+    line = [sys.executable, "-m", "penstock.cli.main", *arguments]
+    if shell:
+        line = ["bash", "-c", f'"$@" {shell}', "bash", *line]
+    return subprocess.run(line, capture_output=True, timeout=60, env={**os.environ, **variables})
+
+
+def test_files_are_utf8_whatever_the_locale_is(tmp_path: Path) -> None:
+    (tmp_path / "settings.yaml").write_text("# Größe\nserver: {served_model_name: größe}\n", encoding="utf-8")
+    found = command("check", str(tmp_path / "settings.yaml"), **NO_UNICODE)
+    assert (found.returncode, found.stderr) == (0, b"")
+    assert b"served_model_name: gr" in found.stdout
+    assert command("dashboards", "export", str(tmp_path), **NO_UNICODE).returncode == 0
+    assert "°C" in (tmp_path / "penstock-rules.yaml").read_text(encoding="utf-8")
+
+
+def test_closed_output_is_no_error(tmp_path: Path) -> None:
+    found = command("status", "--url", "http://127.0.0.1:9", shell=">&-")
+    assert (found.returncode, found.stderr.splitlines()[0][:40]) == (1, b"penstock: cannot connect to http://127.0")
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]\n", "tenants: &t {acme: *t}\n", "a: " + "[" * 3000 + "]" * 3000])
+def test_yaml_without_an_end_is_refused(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "settings.yaml").write_text(text)
+    assert main(["check", str(tmp_path / "settings.yaml")]) == 1
+    assert "nested too deeply, or an alias in it holds itself" in capsys.readouterr().err
+
+
+def test_keys_end_at_their_last_letter(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_API_KEY", "a\nb")
+    assert main(["status", "--url", "http://127.0.0.1:9"]) == 1
+    assert "the API key holds a line break" in capsys.readouterr().err
+    monkeypatch.setenv("PENSTOCK_API_KEY", "ab\n")
+    assert main(["status", "--url", "http://127.0.0.1:9"]) == 1
+    assert "cannot connect" in capsys.readouterr().err
+
+
+def test_notes_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = ["--state", f"sqlite:///{tmp_path}/state.db"]
+    assert main(["keys", "create", "acme", "--note", "one\ntwo\x1b[31m", *state]) == 0
+    capsys.readouterr()
+    assert main(["keys", "list", *state]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("onetwo[31m")
+
+
+def test_a_variable_of_clients_is_no_setting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_URL", "http://127.0.0.1:9")
+    (tmp_path / "settings.yaml").write_text("\nurl: http://other\n")
+    assert main(["check", str(tmp_path / "settings.yaml")]) == 1
+    assert f"{tmp_path}/settings.yaml:2" in capsys.readouterr().err

@@ -24,6 +24,7 @@ class Timeline:
     token_times: list[float] = field(default_factory=list)
     finished: float | None = None
     error: str | None = None  # a short kind, such as "timeout" or "http 500"
+    message: str = ""  # what the server said of it
     kind: str = ""
     objective: Objective | None = None
     late: float = 0.0  # how long after it was due it was really sent
@@ -121,6 +122,7 @@ class Summary:
 
     requests: int
     errors: dict[str, int]
+    messages: dict[str, str]  # of the first error of each kind
     wall_s: float
     prompt_tokens: int
     output_tokens: int
@@ -159,6 +161,7 @@ def summarise(timelines: Sequence[Timeline], wall_s: float) -> Summary:
     return Summary(
         requests=len(timelines),
         errors=dict(Counter(t.error for t in timelines if t.error is not None)),
+        messages={t.error: t.message for t in reversed(timelines) if t.error is not None},
         wall_s=wall_s,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,

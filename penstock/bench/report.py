@@ -132,7 +132,17 @@ def _cpu_name() -> str:
 
 def print_report(results: Sequence[Result]) -> None:
     tables = [results_table(results), objectives_table(results), latency_table(results), steps_table(results)]
-    print(*filter(None, [*tables, "\n".join(comparisons(results))]), sep="\n\n")
+    print(*filter(None, [*tables, "\n".join(comparisons(results)), "\n".join(error_lines(results))]), sep="\n\n")
+
+
+def error_lines(results: Sequence[Result]) -> list[str]:
+    """What the server said of the first request that failed in each way."""
+    return [
+        f"{result.label}: {kind}, {count} times{f'; the first one: {message}' if message else ''}"
+        for result in results
+        for kind, count in result.summary.errors.items()
+        for message in [result.summary.messages[kind]]
+    ]
 
 
 def results_table(results: Sequence[Result]) -> str:

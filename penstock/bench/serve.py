@@ -22,7 +22,7 @@ from penstock.bench.capacity import CapacitySearch, allowed_misses, holds
 from penstock.bench.html_report import write_html
 from penstock.bench.measure import Timeline, summarise
 from penstock.bench.progress import Progress
-from penstock.bench.prompts import words_prompt
+from penstock.bench.prompts import probe_prompt, words_prompt
 from penstock.bench.report import Result, announce, print_report, spoken_capacity, write_json
 from penstock.bench.server import Call, Prompt, Server, connect, promised_objectives
 from penstock.bench.targets import find_target
@@ -113,11 +113,20 @@ def call_for(job: Job, server: Server, load: Load) -> Call:
     return Call(prompt, job, headers, load.tenants.get(job.tenant))
 
 
+async def check_classes(server: Server, calls: Sequence[Call], seed: int) -> None:
+    """A class that the server does not know fails all of its requests, which would be told after the last one."""
+    for headers in {tuple(call.headers.items()): call.headers for call in calls if call.headers}.values():
+        probe = await server.complete(Call(probe_prompt(8, seed), Job([], 1), headers))
+        if probe.error == "http 400":
+            raise InvalidRequest(f"{server.http.url} answers: {probe.message}")
+
+
 async def measure(server: Server, workload: Workload, load: Load, attainment: float | None = None) -> Result:
     """With an attainment, an open loop stops as soon as that can no longer be reached."""
     jobs = plan(workload, load)
     calls = [call_for(job, server, load) for job in jobs]
     detail: dict[str, Any] = {"seed": load.seed, "prompts": "ids" if load.ids else "words"}
+    await check_classes(server, calls, load.seed)
     start = time.perf_counter()
     if workload.rate is not None:
         allowed = None if attainment is None else allowed_misses(len(jobs), attainment)

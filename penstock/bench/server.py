@@ -12,7 +12,7 @@ from typing import Any
 from penstock.bench.measure import Timeline
 from penstock.bench.prompts import PROBE_WORDS, Calibration, probe_prompt
 from penstock.bench.workloads import Job
-from penstock.client.http import HttpClient, failure, first_model
+from penstock.client.http import HttpClient, error_message, failure, first_model
 from penstock.core.errors import Unavailable
 from penstock.core.ledger import Ledger, PrefillChunk, Stall
 from penstock.core.request import Objective
@@ -78,10 +78,10 @@ class Server:
                     async for event in response.events():
                         _take_event(timeline, event)
                 else:
-                    await response.read()
-                    _take_failure(timeline, response.status, response.headers)
+                    message = await response.read_error()
+                    _take_failure(timeline, response.status, response.headers, message)
         except Unavailable as error:
-            timeline.error = error.code
+            timeline.error, timeline.message = error.code, error.message
         timeline.finished = time.perf_counter()
         if not timeline.failed and not timeline.token_times:
             timeline.error = "no tokens"
@@ -90,10 +90,10 @@ class Server:
         return timeline
 
 
-def _take_failure(timeline: Timeline, status: int, headers: Mapping[str, str]) -> None:
+def _take_failure(timeline: Timeline, status: int, headers: Mapping[str, str], message: str) -> None:
     """429 is an answer: come back later."""
     if status != 429:
-        timeline.error = f"http {status}"
+        timeline.error, timeline.message = f"http {status}", message
         return
     timeline.refused = True
     with suppress(ValueError):  # it may also be a date, or absent
@@ -109,7 +109,7 @@ def _take_event(timeline: Timeline, event: str) -> None:
         timeline.error = "bad event"
         return
     if "error" in chunk:
-        timeline.error = "in stream"
+        timeline.error, timeline.message = "in stream", error_message(event.encode())
     elif carries_text(chunk):
         timeline.token_times.append(time.perf_counter())
     if usage := chunk.get("usage"):

@@ -45,13 +45,13 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, work: Callable[[HttpClient, argparse.Namespace], Awaitable[RenderableType]]) -> int:
-    from penstock.cli.fleet import plain_console
+    from penstock.cli.fleet import TABLE_WIDTH, plain_console
 
     async def ask() -> RenderableType:
         async with HttpClient(openai_base(args.url), api_key=args.api_key, timeout=_SECONDS) as http:
             return await work(http, args)
 
-    plain_console().print(asyncio.run(ask()))
+    plain_console(least_width=TABLE_WIDTH).print(asyncio.run(ask()))
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.environment import add_server_arguments, output_file
-from penstock.cli.fleet import plain_console
+from penstock.cli.fleet import TABLE_WIDTH, plain_console
 from penstock.client.http import HttpClient, Response, failure, openai_base
 from penstock.core.errors import InvalidRequest, Unavailable
 
@@ -93,7 +93,7 @@ async def _list(args: argparse.Namespace, http: HttpClient) -> int:
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(batch["created_at"]))
         numbers = (str(counts[name]) for name in ("completed", "failed", "total"))
         table.add_row(batch["id"], batch["status"], *numbers, batch["endpoint"], made)
-    plain_console().print(table)
+    plain_console(least_width=TABLE_WIDTH).print(table)
     return 0
 
 

@@ -44,7 +44,8 @@ def export_to(folder: Path) -> dict[Path, str]:
 
     folder.mkdir(parents=True, exist_ok=True)
     written = {folder / RULES: f"{len(ALERTS)} alerts and {len(RECORDS)} recording rules for Prometheus"}
-    (folder / RULES).write_text(yaml.safe_dump(rules(), sort_keys=False, allow_unicode=True, width=120))
+    text = yaml.safe_dump(rules(), sort_keys=False, allow_unicode=True, width=120)
+    (folder / RULES).write_text(text, encoding="utf-8")
     for dashboard in DASHBOARDS:
         path = folder / f"{dashboard.name}.json"
         path.write_text(json.dumps(dashboard.json(), indent=2) + "\n")

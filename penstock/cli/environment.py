@@ -25,6 +25,7 @@ URL, API_KEY = "PENSTOCK_URL", "PENSTOCK_API_KEY"
 RAY_ADDRESS = "RAY_ADDRESS"  # Ray's own
 WORKER_SECRET = "PENSTOCK_WORKER_SECRET"  # of workers on other machines and their gateways
 DEFAULT_URL = "http://127.0.0.1:8000"
+_NO_SETTINGS = (URL, API_KEY, WORKER_SECRET)
 
 
 def server_url() -> str | None:
@@ -46,8 +47,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_key_argument(parser: argparse.ArgumentParser) -> None:
-    key = os.environ.get(API_KEY) or None
+    key = os.environ.get(API_KEY, "").strip() or None  # files with a key end in a newline
     parser.add_argument("--api-key", metavar="KEY", default=key, help=f"sent as a bearer token (default: {API_KEY})")
+
+
+def printable(text: str) -> str:
+    """What somebody else has written, without what a terminal would obey."""
+    return "".join(character for character in text if character.isprintable())
 
 
 def output_file(text: str) -> Path:
@@ -67,7 +73,7 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
     known = dict(_names((), Settings))
     values: dict[str, Any] = {}
     for name, text in sorted(environ.items()):
-        if not name.startswith(PREFIX) or not text or name in (URL, API_KEY, WORKER_SECRET):
+        if not name.startswith(PREFIX) or not text or name in _NO_SETTINGS:
             continue
         if name not in known:
             section_left_out = [other for other in known if other.endswith(f"__{name.removeprefix(PREFIX)}")]
@@ -85,7 +91,7 @@ def settings_from_environment(environ: Mapping[str, str] = os.environ) -> dict[s
 def set_by(name: str) -> str | None:
     """The variable that gives a setting, if there is one."""
     variable = PREFIX + name.replace(".", "__").upper()
-    return variable if os.environ.get(variable) else None
+    return variable if os.environ.get(variable) and variable not in _NO_SETTINGS else None
 
 
 def _names(above: tuple[str, ...], cls: type) -> Iterator[tuple[str, tuple[tuple[str, ...], Any]]]:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from penstock.cli.environment import add_server_arguments
-from penstock.cli.fleet import plain_console
+from penstock.cli.environment import add_server_arguments, printable
+from penstock.cli.fleet import TABLE_WIDTH, plain_console
 from penstock.client.http import HttpClient, Response, failure, openai_base
 from penstock.core.errors import NotFound
 
@@ -65,7 +65,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    asyncio.run(_run(args, plain_console()))
+    asyncio.run(_run(args, plain_console(least_width=TABLE_WIDTH if args.id is None else 0)))
     return 0
 
 
@@ -140,7 +140,7 @@ def explanation(account: dict[str, Any]) -> Iterable[RenderableType]:
         tokens = f"{attempt['output_tokens']} tokens in {duration(attempt['seconds'])}"
         yield f"Model {attempt['model']} before, {tokens} that were not used: {attempt['why']}."
     if account["error"]:
-        message = "".join(character for character in account["error"] if character.isprintable())
+        message = printable(account["error"])
         yield Text(f"error: {message}", "red")
     for choice in account["choices"]:
         yield ""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _PIPE_WIDTH = 1000
+TABLE_WIDTH = 100  # a table cut to the 80 columns of a terminal would lose ids and figures
 _LONGEST_SECONDS = 3600.0  # until all replicas of a model are replaced
 
 
@@ -51,19 +52,21 @@ def run(args: argparse.Namespace, work: Callable[[HttpClient, argparse.Namespace
         async with HttpClient(openai_base(args.url), api_key=args.api_key, timeout=_LONGEST_SECONDS) as http:
             return await work(http, args)
 
-    console, found = plain_console(), asyncio.run(ask())
+    console, found = plain_console(least_width=TABLE_WIDTH), asyncio.run(ask())
     console.print(replica_table(found["data"]))
     if found.get("gateways"):
         console.print("", gateway_table(found["gateways"]))
     return 0
 
 
-def plain_console(*, stderr: bool = False) -> Console:
-    """Of a terminal; in a pipe no line is cut to a width."""
+def plain_console(*, stderr: bool = False, least_width: int = 0) -> Console:
+    """Of a terminal; in a pipe no line is cut to a width. `least_width`: a narrower terminal breaks the lines."""
     from rich.console import Console
 
     shown = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(highlight=False, markup=False, width=None if shown else _PIPE_WIDTH, stderr=stderr)
+    console = Console(highlight=False, markup=False, width=None if shown else _PIPE_WIDTH, stderr=stderr)
+    console.width = max(console.width, least_width)
+    return console
 
 
 async def _list(http: HttpClient, args: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from penstock.cli.environment import API_KEY
+from penstock.cli.environment import API_KEY, printable
 from penstock.cli.settings import file_and_environment
 from penstock.core.errors import StartupError
 from penstock.gateway.settings import tenant_config
@@ -94,7 +94,7 @@ async def _list(store: Store) -> int:
         print("There are no keys yet. 'penstock keys create NAME' makes one for a tenant.", file=sys.stderr)
     for record in found:
         created = time.strftime("%Y-%m-%d %H:%M", time.localtime(record.created))
-        print(f"{record.id}  {record.tenant or '(admin)':<24}  {created}  {record.note}".rstrip())
+        print(f"{record.id}  {record.tenant or '(admin)':<24}  {created}  {printable(record.note)}".rstrip())
     return 0
 
 

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from io import TextIOWrapper
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,10 +22,19 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    _prepare_output()
     try:
         return _run(argv)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+def _prepare_output() -> None:
+    """What the terminal's encoding lacks is shown as a question mark; output that is closed (`>&-`) goes nowhere."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  for as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 @contextmanager

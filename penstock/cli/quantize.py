@@ -90,7 +90,7 @@ def _write(folder: Path, model: NativeModel, config: ModelConfig, tokenizer: Tok
 
 def _tokens(path: Path, tokenizer: Tokenizer) -> Sequence[int]:
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise StartupError(f"cannot read {path}: {error}", param="check") from error
     tokens = tokenizer.encode(text, add_special_tokens=False)

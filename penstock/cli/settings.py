@@ -28,7 +28,7 @@ def read_yaml(path: str | None) -> dict[str, Any]:
     import yaml
 
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
         _check_unique(yaml.compose(text, yaml.SafeLoader))
         values = yaml.safe_load(text) or {}
     except OSError as error:
@@ -39,6 +39,8 @@ def read_yaml(path: str | None) -> dict[str, Any]:
         raise StartupError(f"{place}: not valid YAML: {error.problem}", param="config") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StartupError(f"{path} is not valid YAML: {error}", param="config") from error
+    except RecursionError:
+        raise StartupError(f"{path} is nested too deeply, or an alias in it holds itself", param="config") from None
     if not isinstance(values, dict):
         raise StartupError(f"{path} must hold a mapping with model, engine and server", param="config")
     folder = os.path.dirname(os.path.abspath(path)) if os.path.isfile(path) else os.getcwd()  # a pipe has none
@@ -53,7 +55,7 @@ def place_of(name: str, file: str | None) -> str | None:
     variable = set_by(name)
     if variable is not None or file is None:
         return variable
-    line = _line(yaml.compose(Path(file).read_text()), name)
+    line = _line(yaml.compose(Path(file).read_text(encoding="utf-8")), name)
     return None if line is None else f"{file}:{line}"
 
 

@@ -45,7 +45,7 @@ class Response:
 
     @property
     def error_message(self) -> str:
-        return _error_message(self.body)
+        return error_message(self.body)
 
 
 class _Connection:
@@ -121,7 +121,7 @@ class StreamingResponse:
         return b"".join([part async for part in self.body()])
 
     async def read_error(self) -> str:
-        return _error_message(await self.read())
+        return error_message(await self.read())
 
     async def body(self) -> AsyncGenerator[bytes, None]:
         """The body in the pieces the server sent."""
@@ -166,7 +166,7 @@ class StreamingResponse:
                     data.clear()
 
 
-def _error_message(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """What the server says went wrong: the message of an OpenAI error envelope, else the start of the body."""
     try:
         value = json.loads(body)
@@ -220,6 +220,10 @@ class HttpClient:
         if api_key:
             sent["Authorization"] = f"Bearer {api_key}"
         sent.update(headers or {})
+        for name, value in sent.items():
+            if not (value.isascii() and value.isprintable()):
+                what = "the API key" if name == "Authorization" else f"the header {name}"
+                raise InvalidRequest(f"{what} holds a line break or another character that no header may have")
         self._sent = sent
         self._idle: list[_Connection] = []
 

@@ -23,6 +23,7 @@ class ScriptedServer:
     reports_usage: bool = True
     tokens_per_chunk: int = 1
     fail_with: int | None = None  # status of every completion
+    unknown_class: str = ""  # requests of it are refused
     error_event: bool = False  # every stream ends in an error after its first words
     hold_until: int = 0  # no stream ends before so many were open at once
     headers: dict[str, str] = field(default_factory=dict)  # of a failure
@@ -47,6 +48,9 @@ class ScriptedServer:
             return JSONResponse({"error": {"message": "scripted failure"}}, self.fail_with, self.headers)
         if self.refuses_ignore_eos and "ignore_eos" in body:
             return JSONResponse({"error": {"message": "ignore_eos is unknown"}}, 400)
+        if self.unknown_class and request.headers.get("x-penstock-class") == self.unknown_class:
+            message = f"x-penstock-class cannot be {self.unknown_class!r}"
+            return JSONResponse({"error": {"message": message}}, 400)
         if not body["stream"]:
             return JSONResponse({"choices": []})
         return StreamingResponse(self.events(body), media_type="text/event-stream")

@@ -9,6 +9,7 @@ from typing import Any
 import pexpect
 import pytest
 
+from penstock.bench.report import error_lines
 from penstock.bench.serve import Load, closed_loop, measure, open_loop
 from penstock.bench.server import Call, Server, connect
 from penstock.bench.workloads import Job, uniform_workload
@@ -115,9 +116,15 @@ async def test_open_loop_sends_without_waiting_for_answers(scripted: ScriptedSer
     assert [t.error for t in timelines] == [None] * 5
 
 
-@pytest.mark.parametrize(("fault", "kind"), [({"fail_with": 500}, "http 500"), ({"error_event": True}, "in stream")])
+@pytest.mark.parametrize(
+    ("fault", "kind", "message"),
+    [
+        ({"fail_with": 500}, "http 500", "scripted failure"),
+        ({"error_event": True}, "in stream", "the engine tripped"),
+    ],
+)
 async def test_failures_are_counted_by_kind_and_add_no_tokens(
-    scripted: ScriptedServer, fault: dict[str, Any], kind: str
+    scripted: ScriptedServer, fault: dict[str, Any], kind: str, message: str
 ) -> None:
     async with HttpClient(scripted.url) as http:
         server = await connect(http, None, chat=False, seed=0)
@@ -125,7 +132,17 @@ async def test_failures_are_counted_by_kind_and_add_no_tokens(
             setattr(scripted, name, value)
         result = await measure(server, uniform_workload(8, 4, count=3, clients=2), Load(seed=0))
     assert result.summary.errors == {kind: 3}
+    assert error_lines([result]) == [f"uniform: {kind}, 3 times; the first one: {message}"]
     assert (result.summary.output_tokens, result.summary.ttft_ms) == (0, None)
+
+
+def test_a_class_that_the_server_does_not_know_ends_the_run_before_it_begins(
+    scripted: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scripted.unknown_class = "foo"
+    options = ["--workload", "slo_mix", "--mix", "a=0.5,foo=0.5", "--rate", "50", "--seconds", "60"]
+    assert main(["bench", "serve", "--url", scripted.url, *options]) == 1
+    assert "x-penstock-class cannot be 'foo'" in capsys.readouterr().err
 
 
 async def test_refusals_are_counted_apart_with_their_retry_after(scripted: ScriptedServer) -> None:
@@ -146,7 +163,8 @@ def test_classes_are_named_to_the_server_and_judged_apart(scripted: ScriptedServ
     (result,) = bench(scripted, tmp_path, *options)["results"]
     named = [headers["x-penstock-class"] for headers in scripted.headers_seen if "x-penstock-class" in headers]
     classes = result["classes"]
-    assert {name: named.count(name) for name in classes} == {name: c["requests"] for name, c in classes.items()}
+    # Each is asked for once before.
+    assert {name: named.count(name) - 1 for name in classes} == {name: c["requests"] for name, c in classes.items()}
     assert classes["batch"]["met"] == classes["batch"]["requests"] > 0  # nothing was promised, all was answered
     assert classes["interactive"]["met"] == 0  # a microsecond
     assert result["share_met"] == pytest.approx(classes["batch"]["met"] / result["requests"])
@@ -176,7 +194,8 @@ def test_a_trace_is_sent_as_written(scripted: ScriptedServer, tmp_path: Path) ->
     assert [body["max_tokens"] for body in (words, chat, text)] == [3, 4, 2]
     assert (chat["messages"], text["prompt"]) == (lines[2]["messages"], "as it is")
     assert [timeline["sent"] for timeline in result["timelines"]] == pytest.approx([0.0, 0.01, 0.02])
-    assert [headers.get("x-penstock-class") for headers in scripted.headers_seen].count("batch") == 1
+    seen = [headers.get("x-penstock-class") for headers in scripted.headers_seen]
+    assert seen.count("batch") == 1 + 1  # it is asked for once before
     assert [headers["authorization"] for headers in scripted.headers_seen].count("Bearer k1") == 1
     assert result["timelines"][0]["prompt_tokens"] == 41
 
