@@ -194,21 +194,31 @@ def test_the_keyboard_alone_is_enough(tab: Tab, gateway: Gateway) -> None:
     expect(page.locator(".answer .markdown")).to_have_text("Hello there")
 
 
+def test_a_window_that_becomes_narrow_shows_the_conversation(tab: Tab, gateway: Gateway) -> None:
+    page = tab.page
+    page.goto(gateway.url)
+    history = page.get_by_role("complementary", name="History")
+    expect(history).to_be_visible()
+    page.set_viewport_size({"width": 600, "height": 800})
+    expect(history).to_be_hidden()
+    expect(page.get_by_role("button", name="History")).to_have_attribute("aria-expanded", "false")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_themes_and_a_phone(tab: Tab, gateway: Gateway, scheme: Literal["light", "dark"]) -> None:
     gateway.answers("A " + "longword" * 30 + "\n\n```text\n" + "x" * 300 + "\n```")
     page = tab.page
     page.emulate_media(color_scheme=scheme)
-    page.set_viewport_size({"width": 390, "height": 844})
+    page.set_viewport_size({"width": 320, "height": 844})
     page.goto(gateway.url)
     page.get_by_role("button", name="+ Compare").click()
     page.get_by_role("textbox", name="Message").fill("Hello")
     page.keyboard.press("Enter")
     expect(page.locator(".ledger")).to_have_count(2)
-    for place in ("#chat", "#live", "#admin"):
-        page.goto(gateway.url + place)
+    for place in ("docs", "#chat", "#live", "#admin"):
+        page.goto(gateway.url + "/" + place)
         expect(page.locator("main > *").first).to_be_visible()
-        assert page.evaluate(WIDEST) <= 390, place
+        assert page.evaluate(WIDEST) <= 320, place
         for background, text in page.evaluate(CONTRASTS):
             assert contrast(background, text) >= 4.5, (place, background, text)
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")

@@ -59,6 +59,8 @@ class Response:
         """A body of this length that need not fit into memory. What cannot be read to its end closes the connection."""
         if self._connection.paused:
             await self._connection.resumed()
+        if self.request.disconnected:
+            return
         head = self._head(200, (b"content-length", b"%d" % length), *headers)
         if self.request.method == "HEAD":
             self._write_last(head)

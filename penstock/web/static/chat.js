@@ -52,7 +52,9 @@ class ChatPage {
         h("form", { class: "composer", onsubmit: (event) => { event.preventDefault(); this.submit(); } },
           h("div", { class: "composer-box" }, this.input, this.stopButton, this.sendButton))),
       this.parameters);
-    if (matchMedia("(min-width: 1000px)").matches) this.toggle("history");
+    const wide = matchMedia("(min-width: 1000px)");
+    if (wide.matches) this.toggle("history");
+    wide.addEventListener("change", () => this.closeDrawers()); // which would cover the answer in a narrow window
     this.open(conversations()[0] || newConversation());
     document.addEventListener("keychange", () => this.loadModels());
   }
@@ -83,6 +85,10 @@ class ChatPage {
     this.drawModels();
     this.drawParameters();
     this.drawTurns();
+  }
+
+  closeDrawers() {
+    for (const name of ["history", "parameters"]) if (this.layout.classList.contains(`with-${name}`)) this.toggle(name);
   }
 
   toggle(name) {

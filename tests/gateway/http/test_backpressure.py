@@ -6,14 +6,16 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 from websockets.sync.client import ClientConnection, connect
 
 from penstock.gateway.http import connection as http
+from penstock.gateway.http.response import Response
 from penstock.simulation.scripted_engine import MODEL
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import Gateway, serving
@@ -213,3 +215,19 @@ def test_a_websocket_that_is_never_read_ends_with_its_requests(watched: Watched)
         watched.sweep(http.DRAIN_SECONDS + 1)
         watched.until_closed()
         assert all(ended.wait(20) for ended in watched.gateway.engine.ended.values())
+
+
+async def test_nothing_is_begun_for_a_client_that_has_left() -> None:
+    class Closed:
+        paused = False
+
+        def write(self, data: bytes) -> None:
+            raise RuntimeError("the transport is closed")
+
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"all"
+
+    request: Any = SimpleNamespace(disconnected=True, http_1_1=True, method="GET")
+    response = Response(Closed(), request, keep_alive=True)  # type: ignore[arg-type]
+    await response.send_parts(3, parts())
+    assert response.status == 0
