@@ -12,7 +12,7 @@ from itertools import chain, repeat
 from operator import is_not
 
 from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
-from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError, StartupError, Unavailable
+from penstock.core.errors import DeadlineExceeded, EngineFailure, Overloaded, PenstockError, StartupError, Unavailable
 from penstock.core.ledger import Ledger
 from penstock.core.request import GenerateRequest
 from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
@@ -287,7 +287,7 @@ class Fleet:
     async def _wait_for_replica(self, journal: Journal) -> Placement:
         """Of those that have refused it none will do; for one that starts, or starts again, it pays to wait."""
         if journal.refused:
-            raise min(journal.refused.values(), key=lambda error: error.retry_after)
+            raise journal.first_to_end()
         if self.held >= MAX_HELD:
             raise Overloaded(f"{self.held} requests wait for a replica already", retry_after=5.0)
         self.held += 1
@@ -339,9 +339,10 @@ class Fleet:
         if placed.replica is self._court or placed.replica.state == "draining":
             self._tell()
 
-    def refused(self, journal: Journal, replica: Replica, error: Overloaded) -> None:
-        """Another replica may have room for it."""
-        if journal.output or len(self.replicas) == 1:
+    def refused(self, journal: Journal, replica: Replica, error: Overloaded | EngineFailure) -> None:
+        """Another replica may have room for it, or may be able to start it. Neither says anything about the engine of
+        this one: its circuit breaker stays as it is."""
+        if len(self.replicas) == 1 or (journal.output and isinstance(error, Overloaded)):
             raise error
         journal.refused[replica.name] = error
 

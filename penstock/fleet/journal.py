@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from penstock.core.engine import ServedEngine
-from penstock.core.errors import DeadlineExceeded, Overloaded
+from penstock.core.errors import DeadlineExceeded, EngineFailure, Overloaded
 from penstock.core.ledger import Failover, Ledger
 from penstock.core.request import Chunk, GenerateRequest
 
@@ -53,7 +53,8 @@ class Journal:
         self.on_trial = False  # no other suspect runs beside it: if its replica crashes, it is to blame
         self.suspected = 0  # replicas that crashed with it since its last token
         self.failovers: list[Failover] = []
-        self.refused: dict[str, Overloaded] = {}  # by the replica that had no room for it
+        # By the replica that had no room for it, or could not start it.
+        self.refused: dict[str, Overloaded | EngineFailure] = {}
         self.started = self.begun = self.heard = clock()  # it arrived; came to its replica; last heard of
         self.held = 0.0  # how long it waited until there was a replica, before it was at any
         self.first: float | None = None  # first token
@@ -93,6 +94,11 @@ class Journal:
     def waits(self) -> bool:
         """Whether it waits for a replica, which one does not in whose place another model can answer."""
         return self.request.waits == "always" or (self.request.waits == "begun" and bool(self.output))
+
+    def first_to_end(self) -> Overloaded | EngineFailure:
+        """Of the reasons why replicas refused it."""
+        known = self.refused.values()
+        return min(known, key=lambda error: error.retry_after if isinstance(error, Overloaded) else inf)
 
     def waited(self) -> None:
         """There is a replica for it now, as there was not when it came or when its own was lost."""

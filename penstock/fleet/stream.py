@@ -11,6 +11,7 @@ from penstock.core.request import Chunk
 from penstock.fleet.journal import Journal
 from penstock.fleet.launcher import Loss
 from penstock.fleet.router import Placement
+from penstock.worker.protocol import NOT_STARTED
 
 if TYPE_CHECKING:
     from penstock.fleet.fleet import Fleet
@@ -86,7 +87,7 @@ class RequestStream:
         assert placed is not None
         await chunks.aclose()
         try:
-            if isinstance(error, Overloaded):
+            if isinstance(error, Overloaded) or (isinstance(error, EngineFailure) and error.code == NOT_STARTED):
                 fleet.refused(journal, placed.replica, error)
             elif isinstance(error, PenstockError):
                 await fleet.failed(journal, placed.replica, self._loss, error)

@@ -31,6 +31,7 @@ DEAD_AFTER_HEARTBEATS = 7  # without a byte: between 1.75 and 2 s
 MAX_FRAME = 256 * 2**20
 SCORES_IN_FRAME = 256  # tokens; decoded in about a millisecond
 PROFILE_PIECE = 1 << 18  # bytes
+NOT_STARTED = "not_started"  # code of the EngineFailure of a request that never came to be in a step
 _LENGTH = struct.Struct("<I")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import cast
 
 from penstock.core.engine import EngineInfo
-from penstock.core.errors import Failure, PenstockError, Unavailable
+from penstock.core.errors import EngineFailure, Failure, PenstockError, Unavailable
 from penstock.core.request import Chunk, GenerateRequest, Grammar, failed
 from penstock.engine.executor import AdapterWeights
 from penstock.engine.loop import EngineLoop
@@ -20,6 +21,7 @@ from penstock.worker.outbox import Outbox
 from penstock.worker.protocol import (
     DEAD_AFTER_HEARTBEATS,
     HEARTBEAT_SECONDS,
+    NOT_STARTED,
     PROFILE_PIECE,
     Abort,
     Heartbeat,
@@ -35,6 +37,8 @@ from penstock.worker.protocol import (
     frames_of,
     take_frames,
 )
+
+log = logging.getLogger(__name__)
 
 HEARTBEATS_PER_READING = 4  # of the machine
 MOST_PAUSE_SECONDS = 60.0  # more than a vocabulary takes on a machine that is very busy
@@ -121,12 +125,12 @@ class WorkerServer:
     def _submit(self, gateway: GatewayConnection, request: GenerateRequest) -> None:
         try:
             self.engine.submit(request)
-        except PenstockError as error:
+        except Exception as error:
             self._refuse(gateway, request.id, error)
 
-    def _refuse(self, gateway: GatewayConnection, request_id: str, error: PenstockError) -> None:
+    def _refuse(self, gateway: GatewayConnection, request_id: str, error: BaseException) -> None:
         del self._owners[request_id]
-        gateway.refuse(request_id, error)
+        gateway.refuse(request_id, _refusal(request_id, error))
         self._idle_if_done()
 
     def _is_compiled(self, grammar: Grammar | None) -> bool:
@@ -147,11 +151,9 @@ class WorkerServer:
                 aborted = Unavailable("the request was aborted", code="aborted")
                 self.emit([failed(request.id, "abort", aborted, None)])
                 return
-            try:
-                done.result()  # the adapter: it stays in host memory while the task refers to it
-            except PenstockError as error:
+            if (error := done.exception()) is not None:
                 self._refuse(gateway, request.id, error)
-            else:
+            else:  # the adapter stays in host memory while the task refers to it
                 self._submit(gateway, request)
 
         preparing.add_done_callback(prepared)
@@ -238,6 +240,15 @@ class WorkerServer:
                 heartbeat = frame(Heartbeat(self.engine.stats, reading))
             for gateway in list(self._gateways):
                 gateway.tick(heartbeat)
+
+
+def _refusal(request_id: str, error: BaseException) -> PenstockError:
+    """What the gateway is told. It tries another replica unless the request itself is to blame."""
+    if isinstance(error, PenstockError) and not isinstance(error, EngineFailure):
+        return error
+    log.error("request %s could not be started", request_id, exc_info=error)
+    problem = "the worker could not start this request; its log has the reason"
+    return EngineFailure(error.message if isinstance(error, EngineFailure) else problem, code=NOT_STARTED)
 
 
 class GatewayConnection(asyncio.Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,10 +15,12 @@ from penstock.core.errors import DeadlineExceeded, EngineFailure, PenstockError,
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.executor import Step, StepResult
+from penstock.fleet.failover import BREAK_AFTER
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import Loss
 from penstock.fleet.settings import FailoverConfig
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
+from penstock.worker.protocol import NOT_STARTED
 from tests.fleet.simulated import HeldExecutor, SimulatedInstance, SimulatedLauncher, SimulatedWorker
 
 POISON = VOCAB  # that no model samples: a prompt with it crashes the worker that computes it
@@ -170,6 +173,39 @@ async def test_a_request_that_crashes_workers_is_refused_and_its_victims_are_ser
         with pytest.raises(EngineFailure, match="not tried again"):
             await answer(fleet, asking("again", [1, POISON, 2]))
         assert sum(replica.restarts for replica in fleet.replicas) == restarts
+
+
+def unable_to_start(worker: SimulatedWorker) -> None:
+    """Requests with a certain token, as if their adapter were on a disk that is broken."""
+    submit = worker.engine.submit
+
+    def submit_others(request: GenerateRequest) -> None:
+        if POISON in request.prompt:
+            raise OSError(errno.EIO, "Input/output error")
+        submit(request)
+
+    worker.engine.submit = submit_others  # type: ignore[method-assign]
+
+
+async def test_what_one_replica_cannot_start_another_one_does() -> None:
+    async with running(SimulatedLauncher(unable_to_start), SimulatedLauncher()) as (fleet, _):
+        for number in range(3 * BREAK_AFTER):
+            request = asking(str(number), [1, 2, POISON])
+            assert tokens_of(await answer(fleet, request)) == expected(request)
+        assert not any(replica.breaker.open for replica in fleet.replicas)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+async def test_what_no_replica_can_start_keeps_nobody_else_waiting(replicas: int) -> None:
+    launchers = [SimulatedLauncher(unable_to_start) for _ in range(replicas)]
+    async with asyncio.timeout(60), running(*launchers) as (fleet, _):
+        for number in range(100):  # more than fruitless retries are allowed
+            with pytest.raises(EngineFailure) as refused:
+                await answer(fleet, asking(str(number), [1, 2, POISON]))
+            assert refused.value.code == NOT_STARTED
+        assert not any(replica.breaker.open for replica in fleet.replicas)
+        request = asking("other", [1, 2])
+        assert tokens_of(await answer(fleet, request)) == expected(request)
 
 
 async def test_kills_from_outside_blame_nobody_however_many() -> None:

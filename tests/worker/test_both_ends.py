@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -13,18 +14,20 @@ import pytest
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import ContextTooLong, EngineFailure, InvalidRequest
-from penstock.core.request import Chunk, GenerateRequest, Grammar, SamplingParams
+from penstock.core.request import Adapter, Chunk, GenerateRequest, Grammar, SamplingParams
+from penstock.engine.executor import Adapters, AdapterWeights
 from penstock.engine.grammar import Grammars
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
 from penstock.worker.client import WorkerClient
+from penstock.worker.protocol import NOT_STARTED
 from penstock.worker.server import HEARTBEATS_PER_READING, GatewayConnection, WorkerServer
 from tests.engine.toy_grammar import ToyGrammars, constrained_output
 
 LIMITS = SchedulerLimits(
-    num_blocks=2000, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=8000, vocab_size=VOCAB
+    num_blocks=2000, block_size=4, max_seqs=4, max_step_tokens=8, max_model_len=8000, vocab_size=VOCAB, max_adapters=2
 )
 PROMPT = [1, 2, 3, 4, 5]
 Emit = Callable[[list[Chunk]], None]
@@ -32,12 +35,15 @@ Emit = Callable[[list[Chunk]], None]
 
 @asynccontextmanager
 async def both_ends(
-    executor: PagedExecutor, grammars: Grammars | None = None, loop: type[EngineLoop] = EngineLoop
+    executor: PagedExecutor,
+    grammars: Grammars | None = None,
+    loop: type[EngineLoop] = EngineLoop,
+    adapters: Adapters | None = None,
 ) -> AsyncIterator[tuple[WorkerServer, WorkerClient]]:
     ours, theirs = socket.socketpair()
     server = WorkerServer()
     server.info = EngineInfo("m", LIMITS.max_model_len, VOCAB)
-    engine = server.engine = loop(Scheduler(LIMITS), executor, server.emit, grammars)
+    engine = server.engine = loop(Scheduler(LIMITS), executor, server.emit, grammars, adapters)
     thread = threading.Thread(target=engine.run, name="engine")
     thread.start()
     await asyncio.get_running_loop().create_unix_connection(lambda: GatewayConnection(server), sock=theirs)
@@ -77,7 +83,14 @@ async def test_output_from_elsewhere_is_continued(executor: PagedExecutor) -> No
 class SlowToReturn(EngineLoop):
     """Its thread is done with the first request before `submit` returns."""
 
-    def __init__(self, scheduler: Scheduler, executor: PagedExecutor, emit: Emit, grammars: Grammars | None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: PagedExecutor,
+        emit: Emit,
+        grammars: Grammars | None,
+        adapters: Adapters | None,
+    ) -> None:
         self._done = threading.Event()
 
         def emitting(chunks: list[Chunk]) -> None:
@@ -85,7 +98,7 @@ class SlowToReturn(EngineLoop):
             if any(chunk.finish_reason for chunk in chunks):
                 self._done.set()
 
-        super().__init__(scheduler, executor, emitting, grammars)
+        super().__init__(scheduler, executor, emitting, grammars, adapters)
 
     def submit(self, request: GenerateRequest) -> None:
         super().submit(request)
@@ -231,3 +244,62 @@ async def test_an_engine_without_grammars_refuses(executor: PagedExecutor) -> No
     async with simulated(executor) as client:
         with pytest.raises(InvalidRequest, match="no grammars"):
             await anext(client.submit(constrained("6")))
+
+
+class BrokenAdapters:
+    """What reading them raises for as long as there is something."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self._errors = list(errors)
+
+    def get(self, adapter: Adapter) -> AdapterWeights:
+        if self._errors:
+            raise self._errors.pop(0)
+        return AdapterWeights(adapter.digest, 1, {})
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+ADAPTER = Adapter("digest", "/srv/adapters/mine")
+ERRORS = [OSError(errno.EIO, "Input/output error"), MemoryError(), EngineFailure("no memory for it"), Panic()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_what_cannot_be_prepared_is_refused(
+    executor: PagedExecutor, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters = BrokenAdapters(error)
+    async with asyncio.timeout(60), both_ends(executor, adapters=adapters) as (server, client):
+        with pytest.raises(EngineFailure) as refused:
+            await anext(client.submit(asking(3, adapter=ADAPTER)))
+        assert refused.value.code == NOT_STARTED
+        assert refused.value.retryable
+        (said,) = [record for record in caplog.records if record.exc_info]
+        assert said.exc_info is not None
+        assert said.exc_info[1] is error
+        assert [chunk async for chunk in client.submit(asking(3, adapter=ADAPTER))][-1].finish_reason == "length"
+        await server.drain(60)
+
+
+class NoSubmit(EngineLoop):
+    def submit(self, request: GenerateRequest) -> None:
+        if not request.id.startswith("other"):
+            raise KeyError("a bug")
+        super().submit(request)
+
+
+@pytest.mark.parametrize("adapter", [None, ADAPTER])
+async def test_a_request_that_the_engine_stumbles_over_ends_alone(
+    executor: PagedExecutor, adapter: Adapter | None
+) -> None:
+    async with asyncio.timeout(60), both_ends(executor, None, NoSubmit, BrokenAdapters()) as (server, client):
+        other = client.submit(asking(500, "other"))
+        first = await anext(other)
+        with pytest.raises(EngineFailure, match="log has the reason") as refused:
+            await anext(client.submit(asking(3, adapter=adapter)))
+        assert refused.value.code == NOT_STARTED
+        tokens = [*first.token_ids, *[token async for chunk in other for token in chunk.token_ids]]
+        assert tokens == expected_output(PROMPT, 0, 500, frozenset())
+        await server.drain(60)
