@@ -144,14 +144,13 @@ class WorkerServer:
         self._preparing[request.id] = preparing
 
         def prepared(done: asyncio.Task[AdapterWeights | None]) -> None:
-            del self._preparing[request.id]
-            if self._owners.get(request.id) is not gateway:
-                return
             if done.cancelled():
-                aborted = Unavailable("the request was aborted", code="aborted")
-                self.emit([failed(request.id, "abort", aborted, None)])
                 return
-            if (error := done.exception()) is not None:
+            error = done.exception()
+            if self._preparing.get(request.id) is not done:  # it was aborted when this had just ended
+                return
+            del self._preparing[request.id]
+            if error is not None:
                 self._refuse(gateway, request.id, error)
             else:  # the adapter stays in host memory while the task refers to it
                 self._submit(gateway, request)
@@ -172,8 +171,10 @@ class WorkerServer:
             self._abort(request_id)
 
     def _abort(self, request_id: str) -> None:
-        if request_id in self._preparing:
-            self._preparing[request_id].cancel()
+        """Its last chunk goes to its owner, if it still has one."""
+        if (preparing := self._preparing.pop(request_id, None)) is not None:
+            preparing.cancel()
+            self.emit([failed(request_id, "abort", Unavailable("the request was aborted", code="aborted"), None)])
         else:
             self.engine.abort(request_id)
 

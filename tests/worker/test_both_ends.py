@@ -240,6 +240,21 @@ async def test_aborted_while_its_grammar_is_compiled(executor: PagedExecutor) ->
         assert client.stats.running == 0
 
 
+async def test_aborted_as_its_grammar_has_just_been_compiled(executor: PagedExecutor) -> None:
+    """The Abort is read in the turn of the event loop in which compiling ends."""
+    async with asyncio.timeout(60), both_ends(executor, ToyGrammars()) as (server, _):
+        (gateway,) = server._gateways
+        for again in (False, True):
+            server.submit(gateway, constrained("6"))
+            while not server._preparing["r"].done():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            server.abort(gateway, "r")
+            if again:  # and the same id comes right behind
+                server.submit(gateway, constrained("6"))
+            await server.drain(60)
+            assert server.engine.stats.requests == again
+
+
 async def test_an_engine_without_grammars_refuses(executor: PagedExecutor) -> None:
     async with simulated(executor) as client:
         with pytest.raises(InvalidRequest, match="no grammars"):
