@@ -222,8 +222,10 @@ def test_a_password_in_a_mistyped_url_is_not_shown() -> None:
     assert "secret" not in error.value.message
 
 
-def test_sampling_defaults_reach_the_worker_as_they_are() -> None:
-    start = Start("m", EngineConfig(sampling_defaults={"top_k": 20, "temperature": 1}), LogConfig())
+@pytest.mark.parametrize(("top_k", "means"), [(20, 20), (2**70, 0)])
+def test_sampling_defaults_reach_the_worker(top_k: int, means: int) -> None:
+    start = Start("m", EngineConfig(sampling_defaults={"top_k": top_k, "temperature": 1}), LogConfig())
+    assert start.engine.sampling_defaults == {"top_k": means, "temperature": 1}
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(frame(start))

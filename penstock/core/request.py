@@ -23,6 +23,7 @@ MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_STOP_STRINGS = 16
 MAX_GRAMMAR_BYTES = 128 * 1024
+ALL_IDS = 2**31  # token ids are int32: no vocabulary has more
 # What a model's authors may recommend, and settings override, for requests that do not say.
 RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -78,7 +79,7 @@ def _number(name: str, value: Any) -> Any:
         return value
     try:  # those of numpy, say
         return operator.index(value) if whole else float(value + 0.0)
-    except TypeError:
+    except (TypeError, ValueError, OverflowError):  # tensors raise a ValueError
         kind = "a whole number" if whole else "a number"
         raise InvalidRequest(f"{name} must be {kind}, not {value!r}", param=name) from None
 
@@ -115,7 +116,7 @@ class SamplingParams:
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0  # 0: the whole vocabulary
+    top_k: int = 0  # 0, as whatever is not below its size: the whole vocabulary
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -140,6 +141,8 @@ class SamplingParams:
             if (value := _number(name, given)) is not given:
                 object.__setattr__(self, name, value)
             allowed.check(name, value)
+        if self.top_k >= ALL_IDS:
+            object.__setattr__(self, "top_k", 0)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids"):
@@ -157,6 +160,7 @@ class SamplingParams:
         _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"takes at most {MAX_STOP_STRINGS} strings")
         _require(all(isinstance(text, str) for text in self.stop), "stop", "must hold strings")
         _require(all(self.stop), "stop", "must not contain an empty string")
+        _require(self.grammar is None or isinstance(self.grammar, Grammar), "grammar", "must be a Grammar")
 
     @property
     def greedy(self) -> bool:

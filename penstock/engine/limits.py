@@ -64,6 +64,9 @@ class SchedulerLimits:
         if request.adapter is not None and not self.max_adapters:
             raise InvalidRequest("this engine runs without LoRA adapters", param="model")
         params = request.params
+        if params.min_tokens > self.longest_sequence:
+            bound = f"must be at most {self.longest_sequence}, the tokens of prompt and output together"
+            raise InvalidRequest(f"min_tokens {bound}", param="min_tokens")
         for name, ids in (
             ("prompt", request.prompt),
             ("output", request.output),

@@ -90,15 +90,17 @@ class EngineConfig:
         check(0 <= self.max_adapters <= 1024, "max_adapters", "must be between 0 and 1024")
         check(1 <= self.max_adapter_rank <= 1024, "max_adapter_rank", "must be between 1 and 1024")
         check(self.adapter_memory_gib > 0, "adapter_memory_gib", "must be above 0")
-        _check_sampling_defaults(self.sampling_defaults)
+        object.__setattr__(self, "sampling_defaults", _sampling_defaults(self.sampling_defaults))
 
 
-def _check_sampling_defaults(given: Mapping[str, Any]) -> None:
+def _sampling_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers as requests have them."""
     for name, value in given.items():
         check(name in RECOMMENDED, "sampling_defaults", f"takes {', '.join(RECOMMENDED)}, not {name}")
         number = isinstance(value, int if name == "top_k" else int | float) and not isinstance(value, bool)
         check(number, "sampling_defaults", f"needs a number for {name}, not {value!r}")
     try:
-        SamplingParams(**given)
+        params = SamplingParams(**given)
     except InvalidRequest as error:
         raise StartupError(f"sampling_defaults.{error.message}", param="sampling_defaults") from None
+    return {name: getattr(params, name) for name in given}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
@@ -18,7 +21,8 @@ from penstock.runner.model_runner import score
 from penstock.runner.row_state import TorchRows
 from penstock.runner.sampler import sample
 from penstock.runner.scoring import scored_rows
-from tests.runner.emulated_cuda import HostStream
+from tests.runner.emulated_cuda import CPU, HostStream
+from tests.runner.test_any_params import LIMITS, PROMPT, accepted, asked, request_of
 
 VOCAB = 2111
 SEQS = 12
@@ -99,3 +103,20 @@ def test_the_same_tokens_and_scores_as_plain_torch(seed: int) -> None:
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
             assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-4)
+
+
+@given(asked)
+@example({"min_tokens": 2**31 - 1})
+def test_rows_hold_whatever_is_accepted(fields: dict[str, Any]) -> None:
+    vocab = LIMITS.vocab_size
+    rows, plain = DeviceRows(1, 1, vocab, HostStream(CPU)), TorchRows(1, 1, vocab, CPU)
+
+    def take_row(params: SamplingParams) -> None:
+        request = request_of(params)
+        LIMITS.check(request)
+        step = Step(setups=[RowSetup(0, params, request.seed, PROMPT, len(PROMPT), params.stop_token_ids)])
+        plain.apply(step)
+        rows.apply(step)
+        rows.send(step, Pinned((rows.size,), torch.int32, CPU))
+
+    accepted(fields, take_row)
