@@ -62,7 +62,8 @@ class Grammars(Protocol):
     pausing: Callable[[], AbstractContextManager[None]]  # entered where a library holds the GIL for long
 
     def prepare(self) -> None:
-        """Do now, while nobody waits, what the first grammar would have to wait for."""
+        """Do now, while nobody waits, what the first grammar would have to wait for. Raises nothing: if it fails, so
+        will the grammars."""
         ...
 
     def is_compiled(self, grammar: Grammar, /) -> bool:

@@ -6,11 +6,11 @@ Nobody has to trust a grammar that comes with a request. Its source is short, it
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,18 +24,13 @@ from penstock.grammar.limits import new_matcher, on_deep_stack
 from penstock.grammar.matcher import LLGuidanceMatcher, one_line
 from penstock.grammar.sources import llguidance_source
 from penstock.grammar.trial import Trials
+from penstock.grammar.vocabulary import UnreadableTokenizer, Vocabulary, read_vocabulary
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is about proportional
-
-
-@dataclass(frozen=True, slots=True)
-class _Vocabulary:
-    """What llguidance knows of a tokenizer."""
-
-    tokens: Any  # llguidance.LLTokenizer
-    free: npt.NDArray[np.int32]  # all tokens but those that end an output
 
 
 class LLGuidance:
@@ -44,24 +39,37 @@ class LLGuidance:
     def __init__(
         self, load: Callable[[], Tokenizer], vocab_size: int, eos_ids: Collection[int], trials: Trials | None = None
     ) -> None:
-        """Without `trials` whoever asks is trusted not to ask for what takes forever."""
+        """`eos_ids` may name tokens that the model does not have. Without `trials` whoever asks is trusted not to ask
+        for what takes forever."""
         self.pausing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._load = load
         self._vocab_size = vocab_size
-        self._eos_ids = sorted(eos_ids)
+        self._eos_ids = sorted(token for token in eos_ids if token < vocab_size)
         self._trials = trials
         self._lock = threading.Lock()
         self._loading = threading.Lock()
-        self._vocabulary: _Vocabulary | None = None
+        self._vocabulary: Vocabulary | None = None
+        self._unreadable = ""  # why there will never be one
+        self._warned = False
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
         self._bytes = 0
 
     def prepare(self) -> None:
         """Read the vocabulary. llguidance holds the GIL for half a second, or longer: running streams would stall."""
-        with suppress(ImportError, OSError, PenstockError):  # a grammar that needs it will say so
+        try:
             self._ready()
             if self._trials is not None:
                 self._trials.start()
+        except (ImportError, OSError, PenstockError):
+            pass  # a grammar that needs it will say so
+        except BaseException as error:  # what llguidance raises may be no Exception; whoever prepares must go on
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "structured output is not available with this model: %s. Requests with a grammar (response_format, "
+                    "structured_outputs, tools that must be called) are refused; all others are answered as usual.",
+                    error,
+                )
 
     def is_compiled(self, grammar: Grammar) -> bool:
         return (grammar.kind, grammar.source) in self._compiled
@@ -129,20 +137,16 @@ class LLGuidance:
             raise InvalidRequest(f"{param} cannot be enforced: {problem}", param=param)
         return matcher
 
-    def _ready(self) -> _Vocabulary:
+    def _ready(self) -> Vocabulary:
         with self._loading:
+            if self._unreadable:
+                raise UnreadableTokenizer(self._unreadable)
             if self._vocabulary is None:
-                from llguidance import LLTokenizer
-
-                tokenizer = self._load()
-                # What a grammar forces follows other text: no space comes before it.
-                text = tokenizer.serialized().replace('"add_prefix_space":true', '"add_prefix_space":false')
-                with self.pausing():
-                    tokens = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
-                free = np.full(-(-self._vocab_size // 32), -1, np.int32)
-                for token in self._eos_ids:
-                    free.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-                self._vocabulary = _Vocabulary(tokens, free)
+                try:
+                    self._vocabulary = read_vocabulary(self._load(), self._vocab_size, self._eos_ids, self.pausing)
+                except UnreadableTokenizer as error:
+                    self._unreadable = str(error)
+                    raise
             return self._vocabulary
 
 
