@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 
 from penstock.core.engine import EngineInfo, EngineStats, Health
 from penstock.core.errors import EngineFailure, Unavailable
@@ -14,6 +16,8 @@ from penstock.engine.executor import Adapters, Executor
 from penstock.engine.grammar import Grammars
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 
 class LocalEngine:
@@ -28,14 +32,15 @@ class LocalEngine:
         self.info = info
         self._sinks: dict[str, Callable[[Chunk], None]] = {}
         self._closed = False
+        self._failed = False  # its thread has ended by itself
         self._process = os.getpid()
         self._loop = EngineLoop(scheduler, executor, self._deliver, grammars, adapters)
-        self._thread = threading.Thread(target=self._loop.run, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     def start(self, request: GenerateRequest, sink: Callable[[Chunk], None]) -> None:
         """Run a request; `sink` is called on the engine's thread, or on the one that closes the engine."""
-        self._sinks[request.id] = sink  # before the check: `close` ends whatever is here after it
+        self._sinks[request.id] = sink  # before the check: whatever is here after it is ended with the engine
         try:
             self.check_open()
             self._loop.submit(request)
@@ -46,6 +51,8 @@ class LocalEngine:
     def check_open(self) -> None:
         if self._closed:
             raise Unavailable("the engine has been closed; load the model again to use it", code="closed")
+        if self._failed:
+            raise EngineFailure("the engine has failed; load the model again to use it")
         if os.getpid() != self._process:
             problem = "the engine belongs to the process that this one was forked from; load the model in this one"
             raise Unavailable(problem, code="forked")
@@ -84,7 +91,7 @@ class LocalEngine:
         return self._loop.stats
 
     def health(self) -> Health:
-        return self._loop.health()
+        return Health(False, "the engine has failed") if self._failed else self._loop.health()
 
     def close(self) -> None:
         """End every request that still runs with an error, refuse new ones from now on, and let go of the model."""
@@ -94,9 +101,20 @@ class LocalEngine:
         self._loop.stop()
         self._thread.join()
         self._loop.release()
-        error = EngineFailure("the engine was closed before the answer was complete")
+        self._end_all(EngineFailure("the engine was closed before the answer was complete"))
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException:  # a panic of a library is one
+            log.exception("the engine has failed; its requests are lost")
+            self._failed = True
+            self._end_all(EngineFailure("the engine failed before the answer was complete; load the model again"))
+
+    def _end_all(self, error: EngineFailure) -> None:
         for request_id in list(self._sinks):
-            self._loop.end(request_id, "error", error)
-        while self._sinks:  # those that were just being submitted
+            with suppress(Exception):  # its books may be what the engine failed at
+                self._loop.end(request_id, "error", error)
+        while self._sinks:  # those, and the ones that were just being submitted
             request_id, sink = self._sinks.popitem()
             sink(failed(request_id, "error", error, None))
