@@ -10,7 +10,9 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,10 @@ MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is about proportional
 
 
+class _Refused(Exception):
+    """Why a grammar cannot be enforced, to be read behind the name of its field."""
+
+
 class LLGuidance:
     """The grammars of one model."""
 
@@ -46,13 +52,14 @@ class LLGuidance:
         self._vocab_size = vocab_size
         self._eos_ids = sorted(token for token in eos_ids if token < vocab_size)
         self._trials = trials
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of what is compiled and being compiled; never held while compiling
         self._loading = threading.Lock()
         self._vocabulary: Vocabulary | None = None
         self._unreadable = ""  # why there will never be one
         self._warned = False
         self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
         self._bytes = 0
+        self._compiling: dict[tuple[str, str], Future[Any]] = {}
 
     def prepare(self) -> None:
         """Read the vocabulary. llguidance holds the GIL for half a second, or longer: running streams would stall."""
@@ -96,45 +103,71 @@ class LLGuidance:
         return failed
 
     def _prototype(self, grammar: Grammar) -> Any:
-        """A matcher at the beginning of an output, to copy."""
+        """A matcher at the beginning of an output, to copy. Several that ask for a new grammar at once, as the choices
+        of a request do, have it compiled once, and share the error if it is none."""
         key = grammar.kind, grammar.source
-        with self._lock:
-            if (found := self._compiled.get(key)) is not None:
-                self._compiled.move_to_end(key)
-                return found
+        while True:
+            with self._lock:
+                if (found := self._compiled.get(key)) is not None:
+                    self._compiled.move_to_end(key)
+                    return found
+                compiling = self._compiling.get(key)
+                if is_first := compiling is None:
+                    compiling = self._compiling[key] = Future()
+            if is_first:
+                self._compile(grammar, compiling)
+            try:
+                return compiling.result()
+            except _Refused as problem:
+                raise InvalidRequest(f"{grammar.param}{problem}", param=grammar.param) from problem
+            except CancelledError:  # whoever was compiling it was interrupted
+                continue
+
+    def _compile(self, grammar: Grammar, outcome: Future[Any]) -> None:
+        key = grammar.kind, grammar.source
         try:
-            made = on_deep_stack(lambda: self._make(grammar))
-        except InvalidRequest:
+            made = on_deep_stack(partial(self._make, grammar))
+            with self._lock:
+                self._keep(key, made)
+            outcome.set_result(made)
+        except _Refused as error:
+            outcome.set_exception(error)
+        except KeyboardInterrupt:
+            outcome.cancel()
             raise
         except BaseException as error:  # a panic of the library is one; a checkpoint without a tokenizer comes here too
-            raise InvalidRequest(f"{grammar.param} cannot be compiled here: {error}", param=grammar.param) from error
-        with self._lock:
-            if key not in self._compiled:
-                self._compiled[key] = made
-                self._bytes += len(grammar.source)
-            while len(self._compiled) > MAX_COMPILED or self._bytes > MAX_COMPILED_BYTES:
-                (_, source), _ = self._compiled.popitem(last=False)
-                self._bytes -= len(source)
-        return made
+            problem = _Refused(f" cannot be compiled here: {error}")
+            problem.__cause__ = error
+            outcome.set_exception(problem)
+        finally:
+            with self._lock:
+                del self._compiling[key]
+
+    def _keep(self, key: tuple[str, str], made: Any) -> None:
+        self._compiled[key] = made
+        self._bytes += len(key[1])
+        while len(self._compiled) > MAX_COMPILED or self._bytes > MAX_COMPILED_BYTES:
+            (_, source), _ = self._compiled.popitem(last=False)
+            self._bytes -= len(source)
 
     def _make(self, grammar: Grammar) -> Any:
-        param = grammar.param
         try:
             tokens = self._ready().tokens
             as_taken = llguidance_source if self._trials is None else self._trials.try_out
             source = as_taken(grammar.kind, grammar.source)
         except ImportError:
-            problem = "structured output needs llguidance: pip install 'penstock[serve]'"
-            raise InvalidRequest(problem, param=param) from None
+            raise _Refused(" needs llguidance: pip install 'penstock[serve]'") from None
         except ValueError as error:
-            raise InvalidRequest(f"{param}: {error}", param=param) from None
+            raise _Refused(f": {error}") from None
         matcher = new_matcher(tokens, source)
-        warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
-        if not matcher.is_error() and not warnings:
-            LLGuidanceMatcher(matcher.deep_copy(), (), self._eos_ids, param).take_forced()
-        if matcher.is_error() or warnings:
-            problem = one_line(matcher.get_error()) if matcher.is_error() else "; ".join(warnings)
-            raise InvalidRequest(f"{param} cannot be enforced: {problem}", param=param)
+        if matcher.is_error():
+            raise _Refused(f" cannot be enforced: {one_line(matcher.get_error())}")
+        if warnings := matcher.get_grammar_warnings():
+            raise _Refused(f" cannot be enforced: {'; '.join(warnings)}")
+        try:
+            LLGuidanceMatcher(matcher.deep_copy(), (), self._eos_ids, grammar.param).take_forced()
+        except InvalidRequest as error:
+            raise _Refused(f" cannot be enforced: {error}") from None
         return matcher
 
     def _ready(self) -> Vocabulary:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
-from datetime import date, datetime, time
+import threading
+import time
+from collections.abc import Callable
+from datetime import date, datetime
+from datetime import time as clock_time
 from typing import Any
 
 import pytest
@@ -206,6 +210,92 @@ def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.Mo
     assert list(own._compiled) == [("regex", "b"), ("regex", "x" * 9)]
 
 
+Errors = list[tuple[str, str]]  # parameters and messages
+
+
+class CountingLock:
+    """Of an LLGuidance: how often it was held, which each that asks for a grammar does once before it waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.held = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.held += 1
+        self._lock.release()
+
+
+def _compiled_by_all(own: LLGuidance, wanted: list[Grammar], monkeypatch: pytest.MonkeyPatch) -> tuple[int, Errors]:
+    """How often a grammar was compiled for all that asked while it was, and the errors that they got."""
+    made, errors, lock, make = list[str](), Errors(), CountingLock(), own._make
+    deadline = time.monotonic() + 60
+
+    def slowly(grammar: Grammar) -> Any:
+        made.append(grammar.source)
+        while lock.held < len(wanted) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return make(grammar)
+
+    def ask(grammar: Grammar) -> None:
+        try:
+            own.compile(grammar)
+        except InvalidRequest as error:
+            errors.append((str(error.param), error.message))
+
+    monkeypatch.setattr(own, "_lock", lock)
+    monkeypatch.setattr(own, "_make", slowly)
+    threads = [threading.Thread(target=ask, args=(grammar,)) for grammar in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    monkeypatch.undo()
+    return len(made), errors
+
+
+def test_a_new_grammar_of_many_choices_is_compiled_once(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = LLGuidance(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    assert _compiled_by_all(own, [Grammar("regex", "[ab]{7}")] * 8, monkeypatch) == (1, [])
+    assert own.is_compiled(Grammar("regex", "[ab]{7}"))
+    made, errors = _compiled_by_all(own, [Grammar("regex", "(", param=f"p{i % 2}") for i in range(8)], monkeypatch)
+    assert made == 1
+    assert sorted(param for param, _ in errors) == ["p0"] * 4 + ["p1"] * 4
+    assert len({message.removeprefix(param) for param, message in errors}) == 1
+    assert not own.is_compiled(Grammar("regex", "("))
+    with pytest.raises(InvalidRequest) as again:
+        own.compile(Grammar("regex", "(", param="p0"))
+    assert ("p0", again.value.message) in errors
+
+
+def test_one_that_is_interrupted_lets_another_compile(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a program of many threads is not for those that wait."""
+    own, lock, interrupted = (
+        LLGuidance(lambda: tokenizer, tokenizer.vocab_size, tokenizer.eos_ids),
+        CountingLock(),
+        list[int](),
+    )
+    other = threading.Thread(target=own.compile, args=(Grammar("regex", "a+"),))
+
+    def interrupt(work: Callable[[], Any]) -> Any:
+        if interrupted:
+            return work()
+        interrupted.append(1)
+        other.start()
+        while lock.held < 2:
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(own, "_lock", lock)
+    monkeypatch.setattr(compiler, "on_deep_stack", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        own.compile(Grammar("regex", "a+"))
+    other.join(60)
+    assert own.is_compiled(Grammar("regex", "a+"))
+
+
 def test_free_until_the_tokens_that_end_it(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
     """Such as </think>: anything may come before, but no end."""
     marker = tuple(tokenizer.encode("</think>", add_special_tokens=False))
@@ -283,7 +373,7 @@ def test_dates_exist(grammars: LLGuidance, tokenizer: Tokenizer, name: str) -> N
     draw = random.Random(name)
     source = {"properties": {"default": {"type": "string", "format": name}}, "type": "object", "required": ["default"]}
     by_name, pattern = schema(source), schema({"type": "string", "format": name, "pattern": "^[0-9]"})
-    read = {"date": date.fromisoformat, "time": time.fromisoformat, "date-time": datetime.fromisoformat}[name]
+    read = {"date": date.fromisoformat, "time": clock_time.fromisoformat, "date-time": datetime.fromisoformat}[name]
     days = ["2024-02-29", "2023-02-29", "1900-02-29", "2000-02-29", "2024-06-31", "2024-12-31", "0004-02-29"]
     days += [f"{draw.randrange(1, 3000):04}-{draw.randrange(14):02}-{draw.randrange(28, 33)}" for _ in range(60)]
     clocks = [f"{draw.randrange(26):02}:{draw.randrange(58, 61):02}:{draw.randrange(61):02}Z" for _ in days]
