@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock.core.request import GenerateRequest, Objective
+from penstock.core.request import GenerateRequest, Grammar, Objective
 from penstock.engine.bookkeeping import open_ledger
 from penstock.engine.executor import AdapterWeights
 from penstock.engine.fairness import TenantCounter
-from penstock.engine.grammar import Constraint, Matcher, constraint_of
+from penstock.engine.grammar import Constraint, Grammars, constraint_of
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.sequence import Sequence
 
@@ -45,9 +45,11 @@ def stop_ids_of(request: GenerateRequest, limits: SchedulerLimits) -> frozenset[
     return frozenset(params.stop_token_ids).union(() if params.ignore_eos else limits.eos_ids)
 
 
-def constrained(request: GenerateRequest, matcher: Matcher, limits: SchedulerLimits) -> Constraint:
-    """Its grammar, after the output that it comes with. Raises InvalidRequest if that does not fit."""
-    return constraint_of(request, matcher, stop_ids_of(request, limits), max_len_of(request, limits))
+def constrained(request: GenerateRequest, grammar: Grammar, grammars: Grammars, limits: SchedulerLimits) -> Constraint:
+    """By its grammar, after the output that it comes with. Raises InvalidRequest if that does not fit."""
+    stops = stop_ids_of(request, limits)
+    matcher = grammars.matcher(grammar, limits.eos_ids - stops)
+    return constraint_of(request, matcher, stops, max_len_of(request, limits))
 
 
 def sequence_of(

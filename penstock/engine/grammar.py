@@ -8,7 +8,7 @@ first forced token, so that the device counts it, and the result is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -48,7 +48,8 @@ class Matcher(Protocol):
         ...
 
     def take(self, token: int, /) -> list[int] | None:
-        """The same for a token that may be refused: None, and the output stays where it is."""
+        """The same for a token that may be refused: None, and the output stays where it is. An end token that is to be
+        ignored is always refused: only a mask tells whether it is all that may come."""
         ...
 
     def copy(self) -> Matcher:
@@ -74,8 +75,8 @@ class Grammars(Protocol):
         """Make `matcher` fast for this grammar. Raises InvalidRequest for one that cannot be compiled."""
         ...
 
-    def matcher(self, grammar: Grammar, /) -> Matcher:
-        """At the beginning of an output."""
+    def matcher(self, grammar: Grammar, ignored: Collection[int] = (), /) -> Matcher:
+        """At the beginning of an output. The end tokens in `ignored` may come only where nothing else may."""
         ...
 
     def fill(self, matchers: Mapping[int, Matcher], masks: TokenMask, /) -> list[int]:

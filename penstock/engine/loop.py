@@ -69,7 +69,7 @@ class EngineLoop:
         if (grammar := request.params.grammar) is not None:
             if self.grammars is None:
                 raise InvalidRequest("this engine has no grammars", param=grammar.param)
-            constraint = constrained(request, self.grammars.matcher(grammar), self._scheduler.limits)
+            constraint = constrained(request, grammar, self.grammars, self._scheduler.limits)
         if request.adapter is not None:
             if self.adapters is None:
                 raise InvalidRequest("this engine has no LoRA adapters", param="model")

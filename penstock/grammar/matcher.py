@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 from penstock.core.errors import InvalidRequest
@@ -21,13 +21,22 @@ _OVERLAP = (
 class LLGuidanceMatcher:
     """Until the output has the tokens of `after`, one after the other, it is free and only must not end."""
 
-    __slots__ = ("_after", "_ends", "_param", "_seen", "ended", "free", "state")
+    __slots__ = ("_after", "_ends", "_param", "_seen", "ended", "free", "last_resort", "state")
 
-    def __init__(self, state: Any, after: tuple[int, ...], ends: Container[int], param: str) -> None:
-        """`ends`: tokens that end an output. `param`: the field of the request that errors name."""
+    def __init__(
+        self,
+        state: Any,
+        after: tuple[int, ...],
+        ends: Container[int],
+        param: str,
+        last_resort: Sequence[int] = (),
+    ) -> None:
+        """`ends`: tokens that end an output. `param`: the field of the request that errors name. `last_resort`: which
+        of `ends` may come only where nothing else may."""
         self.state = state  # llguidance.LLMatcher
         self.free = bool(after)
         self.ended = not after and bool(state.is_stopped())
+        self.last_resort = last_resort
         self._after = after
         self._ends = ends
         self._param = param
@@ -71,13 +80,13 @@ class LLGuidanceMatcher:
     def take(self, token: int) -> list[int] | None:
         if self.free:
             return None if token in self._ends else self.follow(token)
-        if not self.state.try_consume_tokens([token]):
+        if token in self.last_resort or not self.state.try_consume_tokens([token]):
             return None
         self.ended = self.state.is_stopped()
         return self.take_forced()
 
     def copy(self) -> LLGuidanceMatcher:
-        made = LLGuidanceMatcher(self.state.deep_copy(), self._after, self._ends, self._param)
+        made = LLGuidanceMatcher(self.state.deep_copy(), self._after, self._ends, self._param, self.last_resort)
         made.free, made.ended, made._seen = self.free, self.ended, self._seen
         return made
 

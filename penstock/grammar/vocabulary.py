@@ -43,9 +43,15 @@ def read_vocabulary(
         problem = one_line(str(error)) if eos_ids else "the model has no token that ends an output"
         raise UnreadableTokenizer(f"llguidance cannot read the tokenizer of this model: {problem}") from error
     free = np.full(-(-vocab_size // 32), -1, np.int32)
-    for token in eos_ids:
-        free.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
-    return Vocabulary(tokens, free)
+    return Vocabulary(tokens, without(eos_ids, free))
+
+
+def without(tokens: Sequence[int], mask: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """A mask that allows none of these tokens, and else what this one allows."""
+    left = mask.copy()
+    for token in tokens:
+        left.view(np.uint32)[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
+    return left
 
 
 def _without_tokens_from(vocab_size: int, tokenizer: str) -> str:

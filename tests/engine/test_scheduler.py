@@ -191,7 +191,7 @@ class EngineMachine(RuleBasedStateMachine):
         scope=st.sampled_from(["", "a", "b"]),
         common=st.sampled_from([0, 0, 5, 8]),
         ignore_eos=st.booleans(),
-        grammar=st.sampled_from(["", "", "6", "9 1 2 3", "1 5", "4 2 2 2 2", "30"]),
+        grammar=st.sampled_from(["", "", "6", "9 1 2 3", "1 5", "4 2 2 2 2", "30", "closing"]),
         adapter=st.sampled_from(["", "", "one", "two", "three"]),
     )
     def submit(
@@ -282,6 +282,27 @@ def test_a_grammar_that_fails_ends_its_own_request(runs_ahead: bool) -> None:
     assert harness.outcomes[beside].tokens == harness.expected(beside)
     with pytest.raises(InvalidRequest):
         harness.submit([1, 2, 3], 12, grammar="broken")
+
+
+@pytest.mark.parametrize("guesses", [None, 1])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_an_ignored_end_comes_only_where_nothing_else_may(runs_ahead: bool, guesses: int | None) -> None:
+    """Whether tokens are sampled with a mask or without, one by one or after drafts, or follow what came before."""
+    harness = Harness(limits(num_blocks=256, max_seqs=32, max_step_tokens=64), runs_ahead=runs_ahead, guesses=guesses)
+    texts = [harness.submit([1, 2, 3], 25, grammar="30 1 2", seed=seed, ignore_eos=True) for seed in range(16)]
+    closing = [harness.submit([1, 2, 3], 25, grammar="closing", seed=seed, ignore_eos=True) for seed in range(8)]
+    resumed = [
+        harness.submit([1, 2, 3], 25, grammar="30 1 2", seed=seed, ignore_eos=True, output=harness.expected(name)[:10])
+        for seed, name in enumerate(texts)
+    ]
+    harness.run()
+    for name in (*texts, *closing, *resumed):
+        assert harness.outcomes[name].tokens == harness.expected(name)
+    assert all(harness.outcomes[name].finish_reasons == ["length"] for name in (*texts, *resumed))
+    assert all(EOS not in harness.outcomes[name].tokens for name in (*texts, *resumed))
+    for name in closing:
+        outcome = harness.outcomes[name]
+        assert (outcome.tokens.index(EOS), outcome.finish_reasons) == (len(outcome.tokens) - 1, ["stop"])
 
 
 @pytest.mark.parametrize("grammar", [None, "30"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any
@@ -15,14 +15,17 @@ from penstock.core.request import Grammar
 from penstock.simulation.paged_executor import EOS, VOCAB, next_token
 
 ACCEPTED_FROM = 3  # tokens: from then on an end is allowed
+CLOSED_FROM = 6  # in "closing": from then on nothing else is
 
 
 class ToyMatcher:
     """The source says after how many tokens nothing may follow, and which ones are forced at the beginning."""
 
-    def __init__(self, source: str) -> None:
-        self.hopeless, self.empty = source == "hopeless", source == "empty"
-        self.length, *self.ahead = [10] if self.hopeless or self.empty else map(int, source.split())
+    def __init__(self, source: str, ignored: Collection[int] = ()) -> None:
+        self.hopeless, self.empty, self.closing = (source == name for name in ("hopeless", "empty", "closing"))
+        named = self.hopeless or self.empty or self.closing
+        self.length, *self.ahead = [99] if named else map(int, source.split())
+        self.ignored = ignored
         self.taken: list[int] = []
 
     @property
@@ -41,7 +44,10 @@ class ToyMatcher:
             return self.ahead[:1]
         if self.ended:
             return [EOS]
-        return [t for t in range(VOCAB) if t % 2 and (t != EOS or len(self.taken) >= ACCEPTED_FROM)]
+        if self.closing and len(self.taken) >= CLOSED_FROM:
+            return [EOS]
+        accepted = len(self.taken) >= ACCEPTED_FROM and EOS not in self.ignored
+        return [t for t in range(VOCAB) if t % 2 and (t != EOS or accepted)]
 
     def consume(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -65,14 +71,15 @@ class ToyMatcher:
         return self.take_forced()
 
     def take(self, token: int) -> list[int] | None:
-        return self.follow(token) if token in self.allowed else None
+        return self.follow(token) if token in self.allowed and token not in self.ignored else None
 
     def copy(self) -> ToyMatcher:
         return deepcopy(self)
 
 
 class ToyGrammars:
-    """With the source "hopeless" there is no mask, with "empty" one that allows nothing; "broken" is no grammar."""
+    """With the source "hopeless" there is no mask, with "empty" one that allows nothing, with "closing" one that allows
+    an end token alone; "broken" is no grammar."""
 
     pausing: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -83,9 +90,9 @@ class ToyGrammars:
         if grammar.source == "broken":
             raise InvalidRequest("no", param=grammar.param)
 
-    def matcher(self, grammar: Grammar) -> ToyMatcher:
+    def matcher(self, grammar: Grammar, ignored: Collection[int] = ()) -> ToyMatcher:
         self.compile(grammar)
-        return ToyMatcher(grammar.source)
+        return ToyMatcher(grammar.source, ignored)
 
     def prepare(self) -> None:
         pass
@@ -102,7 +109,7 @@ def constrained_output(
     prompt: Sequence[int], seed: int, max_tokens: int, stop: frozenset[int], min_tokens: int, source: str
 ) -> list[int]:
     """A token at a time, as if nothing were forced."""
-    matcher, output = ToyMatcher(source), list[int]()
+    matcher, output = ToyMatcher(source, {EOS} - stop), list[int]()
     while len(output) < max_tokens and not matcher.ended:
         forbidden = stop if len(output) < min_tokens else ()
         allowed = matcher.allowed

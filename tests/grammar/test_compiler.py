@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from datetime import date, datetime
 from datetime import time as clock_time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from penstock.core.errors import InvalidRequest, StartupError
 from penstock.core.request import MAX_GRAMMAR_BYTES, Grammar
 from penstock.grammar import compiler
 from penstock.grammar.compiler import LLGuidance
+from penstock.grammar.matcher import LLGuidanceMatcher
 from penstock.text.tokenizer import Tokenizer
 from tests.grammar.masks import Validator, accepts, allowed, schema, walk
 
@@ -351,6 +353,46 @@ def test_a_refused_token_leaves_the_output_where_it_was(grammars: LLGuidance, to
     assert taken == [None, None, [], None, []]
     assert not matcher.error
     assert matcher.take(tokenizer.eos_ids[0]) == []
+
+
+def test_ends_that_are_ignored_come_only_where_nothing_else_may(grammars: LLGuidance, tokenizer: Tokenizer) -> None:
+    def both(grammar: Grammar, *texts: str) -> tuple[LLGuidanceMatcher, LLGuidanceMatcher]:
+        """Of an output that went on with these, and with the ends ignored."""
+        matchers = grammars.matcher(grammar), grammars.matcher(grammar, tokenizer.eos_ids)
+        for matcher, text in product(matchers, texts):
+            matcher.consume(tokenizer.encode(text, add_special_tokens=False))
+        return matchers
+
+    ends = set(tokenizer.eos_ids)
+    for plain, ignoring in (both(Grammar("regex", "[ab]*")), both(Grammar("regex", "a*b?"), "a")):
+        for matcher in (ignoring, ignoring.copy()):
+            wanted = set(allowed(grammars, plain, tokenizer.vocab_size))
+            assert wanted & ends
+            assert set(allowed(grammars, matcher, tokenizer.vocab_size)) == wanted - ends
+            assert [matcher.take(token) for token in ends] == [None] * len(ends)
+            assert not matcher.ended
+        assert plain.take(tokenizer.eos_ids[0]) == []
+    for matcher in both(Grammar("regex", "yes|no"), "no"):
+        assert matcher.ended
+    some = grammars.matcher(Grammar("regex", "[ab]*"), tokenizer.eos_ids[:1])
+    assert ends & set(allowed(grammars, some, tokenizer.vocab_size)) == ends - set(tokenizer.eos_ids[:1])
+
+
+def test_an_ignored_end_is_the_last_resort() -> None:
+    """Where the grammar would go on with what no token spells."""
+    backend = tokenizers.Tokenizer(models.BPE({"a": 0, "<end>": 1}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    own = LLGuidance(lambda: Tokenizer(backend, eos_ids=(1,)), 2, (1,))
+    matcher = own.matcher(Grammar("regex", "a[ab]{0,2}b?"), (1,))
+    for _ in range(3):
+        assert allowed(own, matcher, 2) == [0]
+        assert matcher.follow(0) == []
+    assert not matcher.ended
+    assert allowed(own, matcher, 2) == [1]
+    assert matcher.take(1) is None
+    matcher.follow(1)
+    assert matcher.ended
 
 
 def test_gbnf_and_lark(grammars: LLGuidance, tokenizer: Tokenizer) -> None:

@@ -5,15 +5,21 @@ the same a thousand times."""
 from __future__ import annotations
 
 import json
+import re
+from typing import Any
 
 import jsonschema
+import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.bench import schemas
 from penstock.core.request import Grammar
+from penstock.runner import drafting
+from tests.engine.guessing import tried_whenever_possible
 
 SCHEMAS = dict(list(schemas.SCHEMAS.items())[::2])
 Validator = jsonschema.Draft202012Validator
+SAID = "<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\nYes."
 INTRO = "Records in JSON, one on each line, as the machine that counts them wrote them down.\n"
 
 
@@ -35,3 +41,31 @@ def test_all_outputs_are_valid() -> None:
             Validator(schema, format_checker=Validator.FORMAT_CHECKER).validate(json.loads(answer.text))
             complete += 1
     assert complete > len(SCHEMAS) / 2
+
+
+def test_an_end_that_is_ignored_comes_where_nothing_else_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled with masks and without, and after drafts. Without a grammar the model would end at once."""
+    monkeypatch.setattr(drafting, "Speculation", lambda drafter, _, most: tried_whenever_possible(drafter, most))
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1},
+        {"temperature": 1, "top_p": 0.9},
+        {"temperature": 0, "logprobs": 1},
+        {"temperature": 1, "presence_penalty": 0.5, "min_tokens": 5},
+    ]
+    texts = {"[ab]*": 40, "[0-9]{0,3}": 3, "(The sun rises in the east|The sun sets)?": 12, "x": 1}
+    with LLM("smollm2-135m", kv_memory_gib=0.05, max_model_len=256) as llm:
+        ends = set(llm.tokenizer.eos_ids)
+        for way in ways:
+            params = [
+                SamplingParams(max_tokens=40, seed=3, ignore_eos=True, grammar=Grammar("regex", text), **way)
+                for text in texts
+            ]
+            answers = llm.generate([SAID] * len(texts), params, progress=False)
+            for (text, length), answer in zip(texts.items(), answers, strict=True):
+                (choice,) = answer.choices
+                assert re.fullmatch(text, choice.text), (way, choice)
+                assert len(choice.text) >= length, (way, choice)
+                assert not ends & set(choice.token_ids)
+                assert choice.finish_reason == ("length" if text == "[ab]*" else "stop")
+        assert llm.engine.stats.accepted_tokens > 0
