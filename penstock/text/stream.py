@@ -61,6 +61,7 @@ class TextStream:
         self._stops = StopStrings(params.stop) if params.stop else None
         self._reasoning = None if params.reasoning is None else ReasoningParser(params.reasoning)
         self._tools = form.tool_parser() if form is not None else None
+        self._only_calls = form is not None and form.choice == "forced"
         self._plain = self._stops is None and self._reasoning is None and self._tools is None
         self._parts: list[str] = []
         self._thoughts: list[str] = []
@@ -180,6 +181,8 @@ class TextStream:
             delta.finish_reason = delta.finish_reason or "stop"
         if delta.finish_reason is not None:
             text, calls = self._tools.finish()
+            if self._only_calls:  # then the rest is a call that was cut off before its name
+                text = ""
             delta.text, delta.calls = delta.text + text, delta.calls + calls
         for call in delta.calls:
             if call.id:

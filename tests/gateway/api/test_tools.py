@@ -139,6 +139,19 @@ def test_a_call_that_was_cut_off_says_so(gateway: Gateway) -> None:
     assert BONN.startswith(choice.message.tool_calls[0].function.arguments)
 
 
+def test_the_beginning_of_a_call_that_must_come_is_no_content(gateway: Gateway) -> None:
+    """`max_tokens` cuts it off before its name is known."""
+    gateway.answers(f"{CALLED}\n{CALLED}")
+    first = len(says(gateway.tokenizer, CALLED)[0])
+    for count, calls in ((4, []), (first + 4, [("weather", {"city": "Bonn"})])):
+        fields: Any = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": count}
+        (choice,) = ask(gateway, **fields).choices
+        assert (choice.finish_reason, calls_of(choice)) == ("length", calls)
+        assert not choice.message.content
+        deltas = [chunk.choices[0].delta for chunk in ask(gateway, **fields, stream=True)]
+        assert not any(delta.content for delta in deltas)
+
+
 @pytest.mark.parametrize("stop", ["\n", ",", "}", "<"])
 def test_stop_strings_do_not_cut_calls_off_that_must_come(gateway: Gateway, stop: str) -> None:
     gateway.answers(CALLED)
