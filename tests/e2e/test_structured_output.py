@@ -92,6 +92,12 @@ def test_vllms_fields(server: Server, path: str) -> None:
     assert text_of(ask(server, path, **fmt)) in ("true", "false")
 
 
+@pytest.mark.parametrize("field", ["schema", "value"])  # llama.cpp's, and TGI's, which huggingface_hub sends
+def test_a_schema_of_a_json_object(server: Server, field: str) -> None:
+    response = ask(server, response_format={"type": "json_object", field: {"const": {"a": 1}}})
+    assert json.loads(text_of(response)) == {"a": 1}
+
+
 def test_any_object(server: Server) -> None:
     response = ask(server, response_format={"type": "json_object"}, temperature=0, max_tokens=400)
     if response.json()["choices"][0]["finish_reason"] == "stop":

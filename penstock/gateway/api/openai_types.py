@@ -63,8 +63,12 @@ class JsonSchemaFormat(Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
+    """A `json_object` may have a schema, as llama.cpp calls it or as TGI and huggingface_hub do."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | None = None
+    value: dict[str, Any] | None = None
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):

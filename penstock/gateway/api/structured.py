@@ -44,8 +44,13 @@ def _asked(body: SamplingFields) -> Iterator[Grammar]:
 
 
 def _of_format(wanted: ResponseFormat) -> Iterator[Grammar]:
+    fields = {"response_format.schema": wanted.schema, "response_format.value": wanted.value}
+    schemas = [(param, schema) for param, schema in fields.items() if schema is not None]
+    for param, _ in schemas[1 if wanted.type == "json_object" else 0 :]:
+        raise InvalidRequest(f"{param} is for the type json_object, which has one schema", param=param)
     if wanted.type == "json_object":
-        yield Grammar("json_schema", ANY_OBJECT, param="response_format")
+        param, schema = schemas[0] if schemas else ("response_format", ANY_OBJECT)
+        yield Grammar("json_schema", _source(schema), param=param)
     elif wanted.type == "json_schema":
         given = wanted.json_schema
         if given is None or given.schema is None:

@@ -50,7 +50,7 @@ def _chosen(choice: Any, functions: tuple[Function, ...]) -> tuple[str, tuple[Fu
     """What `tool_choice` says: one of CHOICES or `named`, and the functions that it leaves."""
     if choice is None:
         return ("auto" if functions else "none"), functions
-    if isinstance(choice, dict) and choice.get("type") == "function":
+    if isinstance(choice, dict) and "function" in choice and choice.get("type", "function") == "function":
         return "named", _named([choice], functions)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools")

@@ -102,6 +102,8 @@ BAD_CHAT: list[tuple[str, dict[str, Any], str]] = [
     ("cache_salt endless", {"cache_salt": "x" * 257}, "cache_salt"),
     ("stream a string", {"stream": "yes"}, "stream"),
     ("no schema", {"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema"),
+    ("schema of a text", {"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+    ("two schemas", {"response_format": {"type": "json_object", "schema": {}, "value": {}}}, "response_format.value"),
     ("unknown format", {"response_format": {"type": "yaml"}}, "response_format.type"),
     ("two grammars", {"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ("two structures", {"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),

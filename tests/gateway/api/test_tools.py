@@ -192,6 +192,7 @@ def test_one_call_at_most_ends_the_work_at_the_second(gateway: Gateway) -> None:
         ({"tool_choice": "required"}, ['\\"weather\\"', '\\"ping\\"', ")*"]),
         ({"tool_choice": "required", "parallel_tool_calls": False}, ['\\"weather\\"', '\\"ping\\"']),
         ({"tool_choice": {"type": "function", "function": {"name": "ping"}}}, ['\\"ping\\"']),
+        ({"tool_choice": {"function": {"name": "ping"}}}, ['\\"ping\\"']),  # huggingface_hub
         (
             {
                 "tool_choice": {
