@@ -1,9 +1,10 @@
-"""Checks of clients of OpenAI's API: openai, langchain-openai, instructor."""
+"""Checks of clients of OpenAI's API: openai, langchain-openai."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -121,20 +122,6 @@ def _langchain_structured(method: str) -> Check:
     return check
 
 
-def _instructor(mode: str) -> Check:
-    def check(url: str, model: str) -> str:
-        import instructor
-
-        client = instructor.from_openai(_client(url), mode=instructor.Mode[mode])
-        found = client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "Name a city."}], response_model=City, max_retries=0
-        )
-        assert isinstance(found, City)
-        return repr(City(**found.model_dump()))
-
-    return check
-
-
 def responses_text(url: str, model: str) -> str:
     client = _client(url)
     first = client.responses.create(model=model, input="Name a river.", max_output_tokens=24)
@@ -208,6 +195,51 @@ def responses_resumed(url: str, model: str) -> str:
     return f"dropped after {len(first)} events, {len(rest)} more to {rest[-1].type}"
 
 
+def encoder(url: str) -> str:
+    """The first model for embeddings that is served."""
+    return next(each.id for each in _client(url).models.list() if getattr(each, "task", None) == "embed")
+
+
+def openai_embeddings(url: str, model: str) -> str:
+    """What the client asks for by itself is base64."""
+    client, encoded = _client(url), encoder(url)
+    vectors = [item.embedding for item in client.embeddings.create(model=encoded, input=["a", "b"]).data]
+    (floats,) = client.embeddings.create(model=encoded, input="a", encoding_format="float").data
+    assert all(abs(one - other) < 1e-5 for one, other in zip(vectors[0], floats.embedding, strict=True))
+    return f"{len(vectors)} vectors of {len(vectors[0])} numbers"
+
+
+def openai_batch(url: str, model: str) -> str:
+    client = _client(url)
+    body = {"model": model, "messages": [{"role": "user", "content": "Name a river."}], "max_tokens": 8}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body} for name in ("one", "two")
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    seen = [batch.status]
+    while batch.status not in ("completed", "failed", "expired", "cancelled"):
+        batch = client.batches.retrieve(batch.id)
+        seen += [batch.status] if batch.status != seen[-1] else []
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id or "").text.splitlines()]
+    assert {answer["custom_id"] for answer in answers} == {"one", "two"}
+    assert all(answer["response"]["body"]["choices"][0]["message"]["content"] for answer in answers)
+    client.files.delete(file.id)
+    return ", ".join(str(status) for status in seen)
+
+
+def langchain_embeddings(url: str, model: str) -> str:
+    from langchain_openai import OpenAIEmbeddings
+
+    client = OpenAIEmbeddings(
+        base_url=f"{url}/v1", api_key="none", model=encoder(url), check_embedding_ctx_length=False
+    )
+    vectors = client.embed_documents(["a", "b"])
+    assert len(vectors) == 2
+    return f"{len(vectors)} vectors of {len(vectors[0])} numbers"
+
+
 def langchain_responses(url: str, model: str) -> str:
     llm = _langchain(url, model, use_responses_api=True, max_tokens=24)
     chunks = list(llm.stream("Name a river."))
@@ -225,11 +257,12 @@ CHECKS: dict[str, Check] = {
     "openai: `responses.parse`": responses_parse,
     "openai: `responses` in the background": responses_background,
     "openai: `responses` in the background, streamed": responses_resumed,
+    "openai: `embeddings.create`": openai_embeddings,
+    "openai: `files`, `batches`": openai_batch,
     "langchain-openai: `bind_tools`, `invoke`": langchain_bind_tools,
     "langchain-openai: `bind_tools`, `stream`": langchain_stream,
     "langchain-openai: `with_structured_output`, functions": _langchain_structured("function_calling"),
     "langchain-openai: `with_structured_output`, JSON schema": _langchain_structured("json_schema"),
     "langchain-openai: `use_responses_api`": langchain_responses,
-    "instructor: `Mode.TOOLS`": _instructor("TOOLS"),
-    "instructor: `Mode.JSON_SCHEMA`": _instructor("JSON_SCHEMA"),
+    "langchain-openai: `OpenAIEmbeddings`": langchain_embeddings,
 }

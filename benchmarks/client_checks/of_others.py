@@ -1,11 +1,11 @@
-"""Checks of clients of Anthropic's and Ollama's APIs, and of those that speak several: LlamaIndex, LiteLLM."""
+"""Checks of clients of Anthropic's, Ollama's and Cohere's APIs, and of LiteLLM, which speaks several."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from client_checks.of_openai import QUESTION, Check, City, GetWeather
+from client_checks.of_openai import QUESTION, Check, City, GetWeather, encoder
 
 HI: Any = [{"role": "user", "content": "Name a river."}]
 TOOL: Any = {"name": "GetWeather", "description": "Weather of a city.", "input_schema": GetWeather.model_json_schema()}
@@ -82,16 +82,12 @@ def ollama_chat(url: str, model: str) -> str:
 
 
 def ollama_embed(url: str, model: str) -> str:
-    """With a model for embeddings, if one is served beside the other."""
     import ollama
 
-    client = ollama.Client(host=url, timeout=120)
-    names = [each.model for each in client.list().models]
-    encoders = [name for name in names if name and "embedding" in (client.show(name).capabilities or [])]
-    if not encoders:
-        return "no model for embeddings is served"
-    vectors = client.embed(model=encoders[0], input=["Name a river.", "Name a city."]).embeddings
-    old = client.embeddings(model=encoders[0], prompt="Name a river.").embedding
+    client, encoded = ollama.Client(host=url, timeout=120), encoder(url)
+    assert client.show(encoded).capabilities == ["embedding"]
+    vectors = client.embed(model=encoded, input=["Name a river.", "Name a city."]).embeddings
+    old = client.embeddings(model=encoded, prompt="Name a river.").embedding
     assert list(old) == list(vectors[0])
     return f"{len(vectors)} vectors of {len(old)} numbers"
 
@@ -107,28 +103,15 @@ def ollama_structured(url: str, model: str) -> str:
     return asyncio.run(ask())
 
 
-def _llama_index(llm: Any) -> str:
-    from llama_index.core.llms import ChatMessage
+def langchain_ollama(url: str, model: str) -> str:
+    from langchain_ollama import ChatOllama, OllamaEmbeddings
 
-    question = [ChatMessage(role="user", content="Name a river.")]
-    whole = llm.chat(question).message.content
-    pieces = [piece.delta for piece in llm.stream_chat(question)]
-    assert whole
-    return f"{len(whole)} characters; {len(pieces)} pieces"
-
-
-def llama_index_openai(url: str, model: str) -> str:
-    from llama_index.llms.openai_like import OpenAILike
-
-    llm = OpenAILike(api_base=f"{url}/v1", api_key="none", model=model, is_chat_model=True, max_tokens=24, timeout=120)
-    return _llama_index(llm)
-
-
-def llama_index_ollama(url: str, model: str) -> str:
-    from llama_index.llms.ollama import Ollama
-
-    llm = Ollama(base_url=url, model=model, request_timeout=120, additional_kwargs={"num_predict": 24})
-    return _llama_index(llm)
+    llm = ChatOllama(base_url=url, model=model, num_predict=100, validate_model_on_init=True)
+    chunks = list(llm.stream("Name a river."))
+    found = llm.with_structured_output(City).invoke("Name a city.")
+    vectors = OllamaEmbeddings(base_url=url, model=encoder(url)).embed_documents(["a", "b"])
+    assert isinstance(found, City)
+    return f"{len(chunks)} chunks; {found!r}; {len(vectors)} vectors of {len(vectors[0])} numbers"
 
 
 def _litellm(prefix: str, path: str) -> Check:
@@ -146,13 +129,43 @@ def _litellm(prefix: str, path: str) -> Check:
     return check
 
 
+def litellm_vectors(url: str, model: str) -> str:
+    import litellm
+
+    given: Any = {"model": f"hosted_vllm/{encoder(url)}", "api_base": f"{url}/v1", "api_key": "none"}
+    documents = ["My cat sleeps.", "It is raining."]
+    vectors = litellm.embedding(input=documents, **given).data
+    (best,) = litellm.rerank(query="weather", documents=documents, top_n=1, **given).results
+    assert best["index"] == 1
+    return f"{len(vectors)} vectors of {len(vectors[0]['embedding'])} numbers; {documents[best['index']]!r} first"
+
+
 def litellm_responses(url: str, model: str) -> str:
     import litellm
 
     answer = litellm.responses(
         model=f"openai/{model}", input="Name a river.", api_base=f"{url}/v1", api_key="none", max_output_tokens=24
     )
-    return f"{answer.status}: {answer.output[0].content[0].text[:60]!r}"
+    text = answer.output[0].content[0].text
+    assert text
+    return f"{answer.status}: {text[:60]!r}"
+
+
+def cohere_rerank(url: str, model: str) -> str:
+    import cohere
+
+    documents = ["My cat sleeps.", "It is raining."]
+    found = cohere.ClientV2(api_key="none", base_url=url).rerank(
+        model=encoder(url), query="weather", documents=documents, top_n=1
+    )
+    (best,) = found.results
+    assert best.index == 1
+    whole = cohere.Client(api_key="none", base_url=url).rerank(
+        model=encoder(url), query="weather", documents=documents, return_documents=True
+    )
+    assert [(each.index, each.document.text) for each in whole.results] == [(1, documents[1]), (0, documents[0])]
+    assert whole.results[0].relevance_score == best.relevance_score
+    return f"{documents[1]!r} before {documents[0]!r}"
 
 
 CHECKS: dict[str, Check] = {
@@ -163,10 +176,11 @@ CHECKS: dict[str, Check] = {
     "ollama: `chat`, `list`, `show`": ollama_chat,
     "ollama: `generate(format=…)`, asynchronous": ollama_structured,
     "ollama: `embed`, `embeddings`": ollama_embed,
-    "llama-index: `OpenAILike`": llama_index_openai,
-    "llama-index: `Ollama`": llama_index_ollama,
+    "langchain-ollama: `ChatOllama`, `OllamaEmbeddings`": langchain_ollama,
+    "cohere: `rerank`, versions 2 and 1": cohere_rerank,
     "litellm: `openai/…`": _litellm("openai", "/v1"),
     "litellm: `anthropic/…`": _litellm("anthropic", ""),
     "litellm: `ollama_chat/…`": _litellm("ollama_chat", ""),
     "litellm: `responses`": litellm_responses,
+    "litellm: `hosted_vllm/…`, `embedding`, `rerank`": litellm_vectors,
 }
