@@ -24,13 +24,13 @@ class Timeline:
     token_times: list[float] = field(default_factory=list)
     finished: float | None = None
     error: str | None = None  # a short kind, such as "timeout" or "http 500"
-    message: str = ""  # what the server said of it
     kind: str = ""
     objective: Objective | None = None
     late: float = 0.0  # how long after it was due it was really sent
     refused: bool = False
     retry_after: float | None = None  # seconds, with a refusal
     ledger: Ledger | None = None
+    message: str = ""  # what the server said of the error
 
     @property
     def ttft(self) -> float | None:
