@@ -13,6 +13,7 @@ import random
 import sqlite3
 import sys
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal
@@ -93,6 +94,8 @@ class Validation:
         number, start, limit = 0, 0, self._given.max_line_bytes
         while (text := file.readline(limit + 1)) and len(self.errors) < MAX_ERRORS:
             number += 1
+            if number == 1 and text.startswith(BOM_UTF8):  # as some editors begin a file
+                start, text = len(BOM_UTF8), text.removeprefix(BOM_UTF8)
             if len(text) > limit:
                 self._wrong("line_too_long", f"the line has more than {limit} bytes", number)
                 return

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from codecs import BOM_UTF8
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.environment import add_server_arguments, output_file
@@ -30,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("batch", help="run files of requests, when the server has room for them")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     submit = _action(actions, "submit", "upload a file of requests and run it; prints the id of the batch", _submit)
-    submit.add_argument("file", type=Path, help="JSON lines of custom_id, method, url and body")
+    submit.add_argument("file", type=Path, help="JSON lines of custom_id, method, url and body; -: standard input")
     submit.add_argument("--endpoint", help="default: that of the first line")
     submit.add_argument("--window", default="24h", help="for it to be done in, as 30m, 24h or 7d (default %(default)s)")
     submit.add_argument("--wait", action="store_true", help="until it is over")
@@ -58,12 +63,13 @@ async def _run(args: argparse.Namespace, command: Command) -> int:
 
 
 async def _submit(args: argparse.Namespace, http: HttpClient) -> int:
-    endpoint = args.endpoint or await asyncio.to_thread(_first_url, args.file)
-    with _progress() as progress:
-        bar = progress.add_task("uploading", total=args.file.stat().st_size)
-        uploaded = await http.upload(
-            "/v1/files", args.file, {"purpose": "batch"}, lambda sent: progress.advance(bar, sent)
-        )
+    with _to_upload(args.file) as path:
+        endpoint = args.endpoint or await asyncio.to_thread(_first_url, path, args.file)
+        with _progress() as progress:
+            bar = progress.add_task("uploading", total=path.stat().st_size)
+            uploaded = await http.upload(
+                "/v1/files", path, {"purpose": "batch"}, lambda sent: progress.advance(bar, sent)
+            )
     file = _checked(http, "/v1/files", uploaded)
     wanted = {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": args.window}
     batch = await _ask(http, "POST", "/v1/batches", wanted)
@@ -101,9 +107,8 @@ async def _fetch(args: argparse.Namespace, http: HttpClient) -> int:
     batch = await _ask(http, "GET", f"/v1/batches/{args.id}")
     if batch["status"] not in OVER:
         raise Unavailable(f"{args.id} is {batch['status']}; 'penstock batch status --wait {args.id}' waits for its end")
-    if batch["output_file_id"] is not None:
-        await _download(http, batch["output_file_id"], args.output)
-    if batch["error_file_id"] is not None and args.errors is not None:
+    await _download(http, batch["output_file_id"], args.output)
+    if args.errors is not None:
         await _download(http, batch["error_file_id"], args.errors)
     return _say_how_it_ended(batch)
 
@@ -142,7 +147,12 @@ def _show(batch: dict[str, Any]) -> None:
     print(json.dumps({name: value for name, value in batch.items() if value is not None}, indent=2))
 
 
-async def _download(http: HttpClient, file: str, path: Path | None) -> None:
+async def _download(http: HttpClient, file: str | None, path: Path | None) -> None:
+    """What there is none of is an empty file, not the one of an earlier batch."""
+    if file is None:
+        if path is not None:
+            await asyncio.to_thread(path.write_bytes, b"")
+        return
     async with http.stream("GET", f"/v1/files/{file}/content") as response:
         if response.status != 200:
             raise failure(f"{http.url}/v1/files/{file}/content", response.status, await response.read_error())
@@ -167,14 +177,31 @@ def _checked(http: HttpClient, path: str, response: Response) -> dict[str, Any]:
     return dict(response.json())
 
 
-def _first_url(path: Path) -> str:
+@contextmanager
+def _to_upload(path: Path) -> Iterator[Path]:
+    """A file whose length is known and which can be read again. Of a pipe, that is a copy."""
+    if path.is_file():
+        yield path
+        return
+    with NamedTemporaryFile(suffix=".jsonl") as copy:
+        try:
+            with sys.stdin.buffer if path == Path("-") else path.open("rb") as source:
+                shutil.copyfileobj(source, copy)
+        except OSError as error:
+            raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
+        copy.flush()
+        yield Path(copy.name)
+
+
+def _first_url(path: Path, given: Path) -> str:
     try:
         with path.open("rb") as file:
-            return str(json.loads(file.readline(LONGEST_LINE))["url"])
+            lines = (line.removeprefix(BOM_UTF8) for line in iter(partial(file.readline, LONGEST_LINE), b""))
+            return str(json.loads(next(filter(bytes.strip, lines), b""))["url"])
     except OSError as error:
-        raise InvalidRequest(f"cannot read {path}: {error.strerror}", param="file") from error
+        raise InvalidRequest(f"cannot read {given}: {error.strerror}", param="file") from error
     except (ValueError, LookupError, TypeError) as error:
-        raise InvalidRequest(f"the first line of {path} names no url; give --endpoint", param="file") from error
+        raise InvalidRequest(f"the first line of {given} names no url; give --endpoint", param="file") from error
 
 
 def _progress() -> Any:

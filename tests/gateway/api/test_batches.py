@@ -6,8 +6,11 @@ import asyncio
 import io
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -411,6 +414,17 @@ def test_the_command_line(gateway: Gateway, tmp_path: Path, capfd: pytest.Captur
     assert id in capfd.readouterr().out
     assert command(gateway, "cancel", id) == 1
     assert "cannot be cancelled" in capfd.readouterr().err
+    submit = [sys.executable, "-m", "penstock.cli.main", "batch", "submit", "--wait", "--url", gateway.url]
+    for file in ("-", "/dev/stdin"):  # a pipe, whose contents begin as files of some editors do
+        piped = subprocess.run([*submit, file], input=BOM_UTF8 + b"\n" + jsonl(line("c")), capture_output=True)
+        assert piped.returncode == 0, piped.stderr
+        assert command(gateway, "fetch", piped.stdout.decode().strip()) == 0
+        assert json.loads(capfd.readouterr().out)["custom_id"] == "c"
+    requests.write_bytes(jsonl(line("d", temperature=-1)))
+    assert command(gateway, "submit", str(requests), "--wait") == 1
+    id = capfd.readouterr().out.strip()
+    assert command(gateway, "fetch", id, "--output", str(output)) == 1
+    assert output.read_bytes() == b"", "answers of an earlier batch"
     requests.write_bytes(b"{}\n")
     assert command(gateway, "submit", str(requests)) == 1
     assert "--endpoint" in capfd.readouterr().err
