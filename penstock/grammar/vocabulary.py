@@ -28,16 +28,16 @@ class Vocabulary:
 def read_vocabulary(
     tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int], pausing: Callable[[], AbstractContextManager[None]]
 ) -> Vocabulary:
-    """`vocab_size`: of the model, whose tokenizer may have fewer tokens or more. `pausing` is entered while llguidance
-    holds the GIL. Raises UnreadableTokenizer."""
+    """`vocab_size`: of the model, whose tokenizer may have fewer tokens or more. `pausing` is entered while libraries
+    hold the GIL. Raises UnreadableTokenizer."""
     from llguidance import LLTokenizer
 
     try:
-        # What a grammar forces follows other text: no space comes before it.
-        text = tokenizer.serialized().replace('"add_prefix_space":true', '"add_prefix_space":false')
-        if tokenizer.vocab_size > vocab_size:
-            text = _without_tokens_from(vocab_size, text)
         with pausing():
+            # What a grammar forces follows other text: no space comes before it.
+            text = tokenizer.serialized().replace('"add_prefix_space":true', '"add_prefix_space":false')
+            if tokenizer.vocab_size > vocab_size:
+                text = _without_tokens_from(vocab_size, text)
             tokens = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
     except BaseException as error:  # a panic of the library is one
         problem = one_line(str(error)) if eos_ids else "the model has no token that ends an output"
@@ -61,8 +61,9 @@ def _without_tokens_from(vocab_size: int, tokenizer: str) -> str:
     parsed = json.loads(tokenizer)
     model = parsed["model"]
     if isinstance(model["vocab"], dict):
-        model["vocab"] = kept = {token: i for token, i in model["vocab"].items() if i < vocab_size}
-        if "merges" in model:
+        known, kept = model["vocab"], {token: i for token, i in model["vocab"].items() if i < vocab_size}
+        model["vocab"] = kept
+        if "merges" in model and len(kept) < len(known):
             model["merges"] = [(a, b) for a, b in model["merges"] if a in kept and b in kept and a + b in kept]
     else:  # Unigram: tokens with their scores, in the order of their ids
         model["vocab"] = model["vocab"][:vocab_size]
