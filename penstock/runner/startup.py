@@ -176,7 +176,7 @@ def _limits(plan: _Plan, executor: LoadedExecutor) -> SchedulerLimits:
         max_step_tokens=plan.max_step_tokens,
         max_model_len=plan.max_model_len,
         vocab_size=model.vocab_size,
-        eos_ids=frozenset(model.eos_ids),
+        eos_ids=frozenset(token for token in model.eos_ids if token < model.vocab_size),
         prefix_caching=config.prefix_caching and (pooling is None or pooling.kind != "mean"),
         max_waiting=config.max_waiting,
         fcfs=config.scheduling == "fcfs",

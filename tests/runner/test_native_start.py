@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from penstock.runner.native_runner import NativeRunner
 from penstock.runner.packed import fill, native_model
 from penstock.runner.quality import ExactText, Quality
 from penstock.runner.startup import Progress, start
+from tests.bench.conftest import TINY
 from penstock.text.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parents[1] / "data" / "moby-dick.txt"
@@ -159,3 +161,9 @@ def test_what_quantised_weights_cost() -> None:
     assert int8.top1 > 0.955
     assert int8.kl < 0.004
     assert int4.perplexity == pytest.approx(int4.exact_perplexity, rel=0.04)
+
+
+def test_end_tokens_for_which_there_are_no_logits_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "eos_token_id": [2, TINY["vocab_size"]]}))
+    scheduler, _, _ = start(f"dummy:{tmp_path}", EngineConfig(**SMALL))
+    assert scheduler.limits.eos_ids == {2}
