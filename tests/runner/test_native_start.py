@@ -22,8 +22,8 @@ from penstock.runner.native_runner import NativeRunner
 from penstock.runner.packed import fill, native_model
 from penstock.runner.quality import ExactText, Quality
 from penstock.runner.startup import Progress, start
-from tests.bench.conftest import TINY
 from penstock.text.tokenizer import load_tokenizer
+from tests.bench.conftest import TINY
 
 TEXT = Path(__file__).parents[1] / "data" / "moby-dick.txt"
 SMALL: dict[str, Any] = {"device": "cpu", "kv_memory_gib": 0.01, "max_model_len": 128, "max_seqs": 2}
