@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from penstock.core.cost import OUTPUT_TOKEN_COST
 from penstock.core.ledger import MAX_CHUNKS, MAX_STALLS, Ledger, MissCause, PrefillChunk, QueueCause, Stall
 from penstock.core.request import Chunk, FinishReason, GenerateRequest, TokenLogprob
+from penstock.engine.executor import Step
 from penstock.engine.sequence import Sequence
 
 
@@ -34,6 +35,13 @@ class Counts:
     expired: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+
+def planned(step: Step, read_bytes: int, counts: Counts) -> None:
+    counts.steps += 1
+    counts.batch_tokens += len(step.tokens)
+    counts.batch_sequences += len(step.rows)
+    counts.read_bytes_estimate += read_bytes
 
 
 def begun_prefill(running: Iterable[Sequence]) -> int:

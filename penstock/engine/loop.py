@@ -1,4 +1,4 @@
-"""The engine loop: schedule, launch, collect the previous step, emit.
+"""The engine loop: choose, draft, schedule, launch, collect the previous step, emit.
 
 A device that runs ahead gets its next step before the one under way has ended, but no sooner than it has to.
 """
@@ -22,18 +22,22 @@ from penstock.engine.grammar import Grammars, Masks
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
+from penstock.engine.sequence import Sequence
+from penstock.engine.speculation import NO_DRAFTS, Drafts
 
 log = logging.getLogger(__name__)
 
 IDLE_CHECK_SECONDS = 1.0
 MOST_WAIT_SECONDS = 0.1  # for a step under way to be nearly done: predictions may be far off
 
+_End = tuple[str, FinishReason, PenstockError]  # the arguments of `EngineLoop.end`
+
 
 class EngineLoop:
     """Owns scheduler and executor. `submit`, `abort` and `stop` may be called from any thread; one thread steps.
 
-    The lock is held to decide, never while a step computes: a request is refused or queued at once. `clock` gives the
-    time in seconds and `sleep` lets it pass; in a simulation both are virtual.
+    The lock is held to decide, never while a step or a drafter computes: a request is refused or queued at once.
+    `clock` gives the time in seconds and `sleep` lets it pass; in a simulation both are virtual.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class EngineLoop:
         self._wake = threading.Event()
         self._stopping = False
         self._in_flight: tuple[PlannedStep, Any] | None = None
+        self._ends: list[_End] | None = None  # that wait for the drafter, while it reads sequences
         self._last_progress = self._clock()
         self.turns = 0  # that have ended
 
@@ -87,6 +92,9 @@ class EngineLoop:
     def end(self, request_id: str, reason: FinishReason, error: PenstockError) -> None:
         """Stop working for a request and end it with this error, unless it has ended already."""
         with self._lock:
+            if self._ends is not None:
+                self._ends.append((request_id, reason, error))
+                return
             last = self._scheduler.end(request_id, reason, error, self._clock())
         if last is not None:
             self._emit([last])
@@ -129,7 +137,10 @@ class EngineLoop:
             if previous is not None:
                 self._wait_to_plan()
             with self._lock:
-                planned = self._scheduler.schedule(self._clock())
+                choice = self._scheduler.choose(self._clock())
+            drafts = self._draft(choice.streams)
+            with self._lock:
+                planned = self._scheduler.schedule(self._clock(), choice, drafts)
                 chunks += self._scheduler.take_notices()
             if planned is not None:
                 if not self._executor.runs_ahead:
@@ -158,6 +169,24 @@ class EngineLoop:
         self._last_progress = self._clock()
         self.turns += 1
         return True
+
+    def _draft(self, streams: list[Sequence]) -> Drafts:
+        """Ask the drafter, without the lock. Requests may come meanwhile; those that are to end do so afterwards, for
+        the drafter reads their sequences."""
+        speculation = self._scheduler.speculation
+        if speculation is None:
+            return NO_DRAFTS
+        ends: list[_End] = []
+        with self._lock:
+            self._ends = ends
+            streams = [s for s in streams if s.finished is None]
+        try:
+            return speculation.plan(streams, self._scheduler.limits.max_step_tokens - len(streams))
+        finally:
+            with self._lock:
+                self._ends = None
+            for end in ends:
+                self.end(*end)
 
     def _constrain(self) -> list[Chunk]:
         """Tell the executor what the sequences with a grammar may sample in the step just launched. Returns the last

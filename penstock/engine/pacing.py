@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from penstock.engine.admission import remaining_seconds
 from penstock.engine.forecast import needed_share, step_limit
 from penstock.engine.limits import SchedulerLimits
+from penstock.engine.planned_step import PlannedStep
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import WaitingQueue
@@ -22,23 +23,19 @@ class Pacing:
         self._limits = limits
         self._times = times
 
-    def longest_step(self, streams: Collection[Sequence], decodes: StepShape) -> float:
-        """Seconds that a step may be planned to take beside these streams."""
-        longest = self._times.plan_within(min((s.itl for s in streams), default=math.inf))
+    def longest_step(self, streams: Collection[Sequence], decodes: StepShape, drafting: float = 0.0) -> float:
+        """Seconds that a step may be planned to take beside these streams, which have waited for drafts before it."""
+        longest = self._times.plan_within(min((s.itl for s in streams), default=math.inf)) - drafting
         return min(longest, self._times.pace(decodes)) if any(s.paced for s in streams) else longest
 
     def step_limit(
-        self,
-        streams: list[Sequence],
-        shape: StepShape,
-        ttft: float,
-        begun: list[Sequence],
-        waiting: WaitingQueue,
-        now: float,
+        self, planned: PlannedStep, ttft: float, begun: list[Sequence], waiting: WaitingQueue, now: float
     ) -> float:
-        """Seconds that a step of this shape may take: not too long for its streams, in time for the tightest `ttft`
-        promised, and no longer than the prompts begun and waiting need where all of them have an objective."""
-        longest, share = self.longest_step(streams, shape), math.inf
+        """Seconds that a step may take in which streams are planned so far: not too long for these, in time for the
+        tightest `ttft` promised, and no longer than the prompts begun and waiting need where all of them have an
+        objective."""
+        shape, share = planned.shape, math.inf
+        longest = self.longest_step(planned.sequences, shape, planned.drafting)
         if longest == ttft == math.inf:
             return math.inf
         prompts = [*begun, *waiting] if len(waiting) <= _PACED_PROMPTS else []

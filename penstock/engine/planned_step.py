@@ -1,4 +1,5 @@
-"""A step from its planning until its result is there. Who is written into it has books as of after the step."""
+"""A step from the choice of its streams until its result is there. Who is written into it has books as of after the
+step."""
 
 from __future__ import annotations
 
@@ -10,15 +11,28 @@ from penstock.core.cost import OUTPUT_TOKEN_COST
 from penstock.engine.executor import SAMPLED, Step
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
+from penstock.engine.urgency import Ranking
 
 # How much of the step under way is left when the next one is planned, at the least.
 _PLAN_AHEAD_SHARE = 0.3
 _PLAN_AHEAD_SECONDS = 0.005
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is decided of a step before anything is drafted for it. Until it is scheduled requests may come and end."""
+
+    streams: list[Sequence]  # that get their next token
+    background: bool  # whether it may compute prompts that nobody waits for
+    prompts: list[Sequence]  # running ones, the most urgent last
+    ranking: Ranking
+    admit: bool  # whether it may begin with requests that wait
+
+
 @dataclass(slots=True, eq=False)
 class PlannedStep:
     planned: float  # when
+    drafting: float = 0.0  # seconds that its streams have waited for drafts
     step: Step = field(default_factory=Step)
     sequences: list[Sequence] = field(default_factory=list)  # that it advances
     drafts: dict[int, list[int]] = field(default_factory=dict)  # by index of the sequence

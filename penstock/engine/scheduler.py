@@ -1,8 +1,8 @@
 """What the next step computes: streams keep their pace, and the rest of the step goes to the most urgent prompts.
 
-`schedule` plans a step, `complete` takes its result. At most one step is in flight between the two, so a sequence may
-be one sampled token ahead of what is known here (`Sequence.pending`). Time is always passed in: the same scheduler runs
-on a virtual clock.
+`choose` says which streams the next step advances, `schedule` plans it with their drafts, `complete` takes its result.
+At most one step is in flight between the two, so a sequence may be one sampled token ahead of what is known here
+(`Sequence.pending`). Time is always passed in: the same scheduler runs on a virtual clock.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import attrgetter
 
 from penstock.core.engine import EngineStats
@@ -27,9 +27,9 @@ from penstock.engine.fairness import TenantCounters
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.placement import Placement
-from penstock.engine.planned_step import PlannedStep, StepsInFlight
+from penstock.engine.planned_step import Choice, PlannedStep, StepsInFlight
 from penstock.engine.sequence import Sequence
-from penstock.engine.speculation import Speculation, decode
+from penstock.engine.speculation import NO_DRAFTS, Drafts, Speculation, decode
 from penstock.engine.step_time import StepTimes
 from penstock.engine.urgency import (
     PROMOTED_SHARE,
@@ -129,21 +129,25 @@ class Scheduler:
 
     # -- planning a step ---------------------------------------------------------------------------------------------
 
-    def schedule(self, now: float) -> PlannedStep | None:
-        """Streams first, a token each; then the most urgent prompts, for as long as the step may take."""
+    def choose(self, now: float) -> Choice:
+        """The streams of the next step, each with a block for its next token."""
         self._now = now
         self._expire(now)
-        self._clock.tick(now)
         self._make_way(ranking := self._ranking(now))
         preemptions = self.counters.preemptions
         decodes, prompts = self._plan_decodes(), self._plan_prompts(ranking)
         # From here on nothing is preempted, so what a planned sequence computes may be shared within the step.
         admit = self.counters.preemptions == preemptions
         seated, urgent = [s for s in decodes if s.row >= 0], [*prompts[-1:], *self._admissible(ranking, admit)]
-        streams, background = self._background.admit(seated, urgent, ranking)
-        planned = PlannedStep(now, background=background)
-        decode(planned, streams, self.speculation, self._placement, self.limits.max_step_tokens)
-        self._fill(planned, prompts, ranking, admit=admit)
+        return Choice(*self._background.admit(seated, urgent, ranking), prompts, ranking, admit)
+
+    def schedule(self, now: float, choice: Choice, drafts: Drafts = NO_DRAFTS) -> PlannedStep | None:
+        """Streams first, a token each and a draft; then the most urgent prompts, for as long as the step may take."""
+        self._clock.tick(now)
+        planned = PlannedStep(now, drafts.seconds, background=choice.background)
+        streams, prompts = ([s for s in each if s.finished is None] for each in (choice.streams, choice.prompts))
+        decode(planned, streams, drafts, self._placement)
+        self._fill(planned, prompts, replace(choice.ranking, now=now), admit=choice.admit)
         self._background.planned(planned)
         return self._finished(planned) if planned.sequences else None
 
@@ -219,7 +223,7 @@ class Scheduler:
         limit = math.inf
         if prompts or self.waiting:
             ttft = self._admission.tightest_ttft(ranking.now)
-            limit = self._pacing.step_limit(planned.sequences, planned.shape, ttft, prompts, self.waiting, ranking.now)
+            limit = self._pacing.step_limit(planned, ttft, prompts, self.waiting, ranking.now)
         planned.limited = limit < math.inf
         missing, seats = self._placement.missing_blocks, self._placement.has_free_row
         reserved = self._placement.reserved(self.running) if admit and self.waiting and seats else 0
@@ -289,13 +293,9 @@ class Scheduler:
         self.counters.preemptions += 1
 
     def _finished(self, planned: PlannedStep) -> PlannedStep:
-        step = planned.step
         planned.constrain()
-        self._placement.write_into(step)
-        self.counters.steps += 1
-        self.counters.batch_tokens += len(step.tokens)
-        self.counters.batch_sequences += len(step.rows)
-        self.counters.read_bytes_estimate += self.limits.read_bytes(planned.shape.kv_tokens)
+        self._placement.write_into(planned.step)
+        books.planned(planned.step, self.limits.read_bytes(planned.shape.kv_tokens), self.counters)
         self.in_flight.add(planned)
         return planned
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.engine.grammar import allowed_draft
 from penstock.engine.placement import Placement
@@ -60,6 +60,17 @@ class Drafter(Protocol):
         ...
 
 
+class Drafts(NamedTuple):
+    """For one step."""
+
+    tokens: dict[Sequence, list[int]]
+    waiting: set[Sequence]  # that should not be in this step
+    seconds: float = 0.0  # that they took
+
+
+NO_DRAFTS = Drafts({}, set())
+
+
 class Speculation:
     """Drafts for the sequences of a step that decode. `max_tokens`: of one draft."""
 
@@ -80,7 +91,7 @@ class Speculation:
         self._drafting: dict[Sequence, int] = {}
         self._rest_until = -math.inf  # only these are asked before: the share of asking in vain is used up
 
-    def plan(self, decodes: list[Sequence], budget: int) -> tuple[dict[Sequence, list[int]], set[Sequence]]:
+    def plan(self, decodes: list[Sequence], budget: int) -> Drafts:
         """Drafts of at most `budget` tokens in all, and the sequences that should not be in this step.
 
         Those are sequences whose last token is still being computed: a draft after it, one step later, is expected to
@@ -89,10 +100,10 @@ class Speculation:
         began = self._clock()
         rests = began < self._rest_until
         if budget < 1 or (rests and not self._drafting):
-            return {}, set()
+            return NO_DRAFTS
         due = [s for s in decodes if s in self._drafting] if rests else self._due(decodes)
         if not due:
-            return {}, set()
+            return NO_DRAFTS
         spent = -self._cpu_clock()
         prices = self._prices(decodes)
         if _DOUBT * prices.token * len(decodes) < prices.plain:
@@ -114,7 +125,7 @@ class Speculation:
         in_vain = (spent + self._cpu_clock()) * (1 - (len(drafts) + len(waiting)) / len(outlooks))
         saved = max(self._rest_until - earned / _ASKING_SHARE, began - _SAVED_SECONDS)
         self._rest_until = saved + in_vain / _ASKING_SHARE
-        return drafts, waiting
+        return Drafts(drafts, waiting, self._clock() - began)
 
     def _due(self, decodes: list[Sequence]) -> list[Sequence]:
         """Those that drafts are thought of for, first those that had one."""
@@ -166,14 +177,13 @@ class Speculation:
         return Prices(plain, max(0.0, few - token - plain), token, self.drafter.seconds, longest)
 
 
-def decode(
-    planned: PlannedStep, decodes: list[Sequence], speculation: Speculation | None, placement: Placement, most: int
-) -> None:
-    """Give each of these its next token and, where that pays, a draft of those after it; `most` tokens in all. Blocks
-    that become full are shared."""
-    drafts, waiting = speculation.plan(decodes, most - len(decodes)) if speculation and decodes else ({}, set())
-    planned.decode([s for s in decodes if s not in drafts and s not in waiting] if drafts or waiting else decodes)
-    for s, draft in drafts.items():
+def decode(planned: PlannedStep, decodes: list[Sequence], drafts: Drafts, placement: Placement) -> None:
+    """Give each of these its next token and its draft, if it has one. Blocks that become full are shared."""
+    tokens, waiting, _ = drafts
+    planned.decode([s for s in decodes if s not in tokens and s not in waiting] if tokens or waiting else decodes)
+    for s, draft in tokens.items():
+        if s.finished is not None:
+            continue
         end = min(s.computed + 1 + len(draft), placement.most_tokens(s))
         placement.allocate(s, end)
         planned.verify(s, draft[: end - s.computed - 1])

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ENGINE_PARTS = ("schedule", "launch", "collect", "complete", "emit")
+_ENGINE_PARTS = ("choose", "draft", "schedule", "launch", "collect", "complete", "emit")
 _LONGEST_TURN = 10.0  # seconds
 
 
@@ -78,6 +78,8 @@ class StepRecorder:
         self._thread = 0  # of the engine, while a turn is recorded
         self._between_turns = threading.Event()
         self._between_turns.set()
+        recorder.replace(scheduler, "choose", self._timed("choose", scheduler.choose))
+        recorder.replace(engine, "_draft", self._timed("draft", engine._draft))
         recorder.replace(scheduler, "schedule", self._timed("schedule", scheduler.schedule))
         recorder.replace(executor, "launch", self._timed("launch", self._launch(executor.launch)))
         recorder.replace(executor, "collect", self._timed("collect", self._collect(executor.collect)))

@@ -196,14 +196,14 @@ class _Run:
         self._outcomes: dict[str, Outcome] = {}
         plan = self._scheduler.schedule
 
-        def schedule(now: float) -> PlannedStep | None:
-            planned = plan(now)
+        def schedule(*args: Any) -> PlannedStep | None:
+            planned = plan(*args)
             if planned is not None:
                 for sequence in self._scheduler.running:
                     self._outcomes[sequence.request.id].sat_out += sequence not in planned.sequences
             return planned
 
-        self._scheduler.schedule = schedule  # type: ignore[method-assign]
+        self._scheduler.schedule = schedule  # type: ignore[method-assign, assignment]
 
     def cross(self, names: set[str], plain: list[Outcome]) -> list[Outcome]:
         bench = self._bench

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from penstock.core.request import Objective
 from penstock.engine.planned_step import PlannedStep
@@ -18,13 +19,13 @@ def recorded(virtual: VirtualEngine) -> list[PlannedStep]:
     steps: list[PlannedStep] = []
     inner = virtual.scheduler.schedule
 
-    def schedule(now: float) -> PlannedStep | None:
-        planned = inner(now)
+    def schedule(*args: Any) -> PlannedStep | None:
+        planned = inner(*args)
         if planned is not None:
             steps.append(planned)
         return planned
 
-    virtual.scheduler.schedule = schedule  # type: ignore[method-assign]
+    virtual.scheduler.schedule = schedule  # type: ignore[method-assign, assignment]
     return steps
 
 

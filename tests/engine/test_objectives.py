@@ -308,8 +308,8 @@ def test_any_trace(trace: list[tuple[Any, ...]], runs_ahead: bool, num_blocks: i
     scheduler = virtual.scheduler
     inner = scheduler.schedule
 
-    def schedule(now: float) -> object:
-        planned = inner(now)
+    def schedule(now: float, *args: Any) -> object:
+        planned = inner(now, *args)
         scheduler.check_integrity()
         for admitted in (s for s in scheduler.running if s.started == now):
             for other in scheduler.waiting:

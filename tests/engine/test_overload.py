@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
@@ -144,13 +145,13 @@ def test_parts_of_a_prompt_are_whole_tiles() -> None:
     virtual.submit(long)
     parts, schedule = [], virtual.scheduler.schedule
 
-    def noting(now: float) -> PlannedStep | None:
-        planned = schedule(now)
+    def noting(*args: Any) -> PlannedStep | None:
+        planned = schedule(*args)
         if planned is not None and planned.culprit is not None and planned.culprit.request is long:
             parts.append(planned.largest)
         return planned
 
-    virtual.scheduler.schedule = noting  # type: ignore[method-assign]
+    virtual.scheduler.schedule = noting  # type: ignore[method-assign, assignment]
     virtual.run([], until=virtual.now + 1.0)
     assert sum(parts) == 10_007
     assert len(parts) > 10
@@ -173,7 +174,8 @@ def test_offline_work_is_not_slowed_down_for_streams_nobody_reads() -> None:
     requests = Requests(seed=6)
     virtual.run([(virtual.now, requests.make(64, 200))], until=virtual.now + 0.1)
     virtual.submit(requests.make(30_000, 4))
-    planned = virtual.scheduler.schedule(virtual.now)
+    scheduler = virtual.scheduler
+    planned = scheduler.schedule(virtual.now, scheduler.choose(virtual.now))
     assert planned is not None
     assert len(planned.step.tokens) == GPU.max_step_tokens
 
