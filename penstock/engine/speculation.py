@@ -6,6 +6,9 @@ right, and the token that corrects the first wrong one. The output is the same a
 
 Every drafted token lengthens the step a little. It is worth that if the tokens that are expected to be accepted come
 faster with it than without: `best_depths` decides by the step-time model and by how often drafts were right of late.
+
+A drafter that has a context of its own must compute a sequence's tokens before it can draft for it. It catches up in
+chunks, one before each step, none longer than that, and only where drafts are expected to make up for it.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from penstock.engine.grammar import allowed_draft
@@ -38,6 +41,12 @@ _ASKING_SHARE = 0.005
 _GAIN_SHARE = 0.1
 _SAVED_SECONDS = 0.1
 _PROBE = 8  # drafted tokens from which the step-time model's price of one is taken
+# What catching up may add to a step, as a share of what that takes: as beside a long prompt, streams wait at most twice
+# as long. Where an objective leaves less than the least share there is none, for a chunk has a least size.
+_CATCH_UP_SHARE, _LEAST_CATCH_UP_SHARE = 1.0, 0.5
+# Tokens that an output is expected to have yet, at least, if its request allows; else as many as it has, as nobody
+# knows how long it gets. They must make up for catching up.
+_LEAST_EXPECTED = 64
 
 
 class Drafter(Protocol):
@@ -47,12 +56,21 @@ class Drafter(Protocol):
         """How likely the next token of a draft for it would be accepted, and then the one after it; 0: no draft."""
         ...
 
+    def behind(self, sequence: Sequence, /) -> float | None:
+        """Seconds that it takes to compute the tokens of it that the drafter must have seen before it drafts; 0 while
+        that is not known. None: it can draft at once. Asked after `outlook`."""
+        ...
+
+    def catch_up(self, sequence: Sequence, decodes: list[Sequence], seconds: float, /) -> bool:
+        """Compute some of them, for about so long. False: there is no room for it beside others that decode."""
+        ...
+
     def seconds(self, sequences: int, /) -> float:
         """What it takes to draft one more token for so many sequences at once."""
         ...
 
     def propose(self, sequences: list[Sequence], depths: list[int], /) -> list[list[int]]:
-        """Guesses for each, at most as many as its depth says."""
+        """Guesses for each, at most as many as its depth says. None of them is behind."""
         ...
 
     def forget(self, sequence: Sequence, /) -> None:
@@ -87,7 +105,8 @@ class Speculation:
         self._most = max_tokens
         self._worth_waiting = max(_WAITING_COSTS, min(_WORTH_WAITING, _SHARE_WORTH_WAITING * max_tokens))
         self._clock, self._cpu_clock = clock, cpu_clock
-        # Those that had a draft when they were last asked for, or wait for one, and how many tokens they had then.
+        # Those that had a draft when they were last asked for, or wait for one, or for the drafter to catch up, and how
+        # many tokens they had then.
         self._drafting: dict[Sequence, int] = {}
         self._rest_until = -math.inf  # only these are asked before: the share of asking in vain is used up
 
@@ -104,25 +123,38 @@ class Speculation:
         due = [s for s in decodes if s in self._drafting] if rests else self._due(decodes)
         if not due:
             return NO_DRAFTS
-        spent = -self._cpu_clock()
+        asking = -self._cpu_clock()
         prices = self._prices(decodes)
         if _DOUBT * prices.token * len(decodes) < prices.plain:
             outlooks = self._ask(due, began)
         else:  # not even tokens that are certain would pay
             outlooks = dict.fromkeys(due, 0.0)
-        waiting = {s for s in outlooks if s.pending and self._is_worth_waiting(outlooks[s])}
-        known = [s for s in outlooks if not s.pending]
-        drafts = self._drafts(known, [outlooks[s] for s in known], len(decodes) - len(waiting), budget, prices)
+        behind = {s: time for s in outlooks if outlooks[s] and (time := self.drafter.behind(s)) is not None}
+        waiting = {s for s in outlooks if s.pending and s not in behind and self._is_worth_waiting(outlooks[s])}
+        lagging = self._worth_catching_up(behind, outlooks, len(decodes), budget, prices)
+        if lagging is not None:
+            prices = replace(prices, longest=prices.longest - prices.catching_up)
+        ready = {s: outlooks[s] for s in outlooks if not s.pending and s not in behind}
+        depths = self._depths(ready, len(decodes) - len(waiting), budget, prices)
+        asking += self._cpu_clock()
+        advanced = lagging is not None and self.drafter.catch_up(lagging, decodes, prices.catching_up)
+        proposed = self.drafter.propose(list(depths), list(depths.values())) if depths else []
+        asking -= self._cpu_clock()  # drafting has its own price
+        found = ((s, sensible(s, draft)) for s, draft in zip(depths, proposed, strict=True))
+        drafts = {s: draft for s, draft in found if draft}
+        kept = {*drafts, *waiting}
+        if lagging is not None and advanced:
+            kept.add(lagging)
         for s in outlooks:
-            if s in drafts:
-                s.draft_pause = 1
-            elif s not in waiting:
+            if s not in kept:
                 s.draft_from = len(s.tokens) + s.draft_pause
                 s.draft_pause = min(_LONGEST_PAUSE, 2 * s.draft_pause)
+            elif s not in waiting:
+                s.draft_pause = 1
         accepted = sum(max(0, len(s.tokens) - self._drafting.pop(s) - 1) for s in outlooks if s in self._drafting)
-        self._drafting.update((s, len(s.tokens)) for s in (*drafts, *waiting))
+        self._drafting.update((s, len(s.tokens)) for s in kept)
         earned = _GAIN_SHARE * accepted * prices.plain / len(decodes)
-        in_vain = (spent + self._cpu_clock()) * (1 - (len(drafts) + len(waiting)) / len(outlooks))
+        in_vain = (asking + self._cpu_clock()) * (1 - len(kept) / len(outlooks))
         saved = max(self._rest_until - earned / _ASKING_SHARE, began - _SAVED_SECONDS)
         self._rest_until = saved + in_vain / _ASKING_SHARE
         return Drafts(drafts, waiting, self._clock() - began)
@@ -147,6 +179,23 @@ class Speculation:
             outlooks[s] = self.drafter.outlook(s)
         return outlooks
 
+    def _worth_catching_up(
+        self,
+        behind: dict[Sequence, float],
+        outlooks: dict[Sequence, float],
+        streams: int,
+        budget: int,
+        prices: Prices,
+    ) -> Sequence | None:
+        """Of the sequences that the drafter is behind with, and for which it pays to catch up, the one that it takes
+        the least time for. None as well where the step has no time for it."""
+        if prices.catching_up >= _LEAST_CATCH_UP_SHARE * prices.plain:
+            for s in sorted(behind, key=behind.__getitem__):
+                saved = seconds_saved(s, outlooks[s], self._room(s), streams, budget, prices)
+                if saved > _DOUBT * behind[s]:
+                    return s
+        return None
+
     def _is_worth_waiting(self, outlook: float) -> bool:
         return expected_tokens(outlook, self._most) > self._worth_waiting
 
@@ -155,17 +204,17 @@ class Speculation:
         self._drafting.pop(sequence, None)
         self.drafter.forget(sequence)
 
-    def _drafts(
-        self, known: list[Sequence], outlooks: list[float], streams: int, budget: int, prices: Prices
-    ) -> dict[Sequence, list[int]]:
-        rooms = [min(self._most, s.max_len - len(s.tokens) - 1) for s in known]
-        depths = best_depths(outlooks, rooms, streams, budget, prices)
-        drafting = [s for s, depth in zip(known, depths, strict=True) if depth]
-        if not drafting:
-            return {}
-        proposed = self.drafter.propose(drafting, [depth for depth in depths if depth])
-        found = ((s, sensible(s, draft)) for s, draft in zip(drafting, proposed, strict=True))
-        return {s: draft for s, draft in found if draft}
+    def _room(self, sequence: Sequence) -> int:
+        """For a draft."""
+        return min(self._most, sequence.max_len - len(sequence.tokens) - 1)
+
+    def _depths(
+        self, outlooks: dict[Sequence, float], streams: int, budget: int, prices: Prices
+    ) -> dict[Sequence, int]:
+        """Of those of them for which a draft pays."""
+        rooms = [self._room(s) for s in outlooks]
+        depths = best_depths(list(outlooks.values()), rooms, streams, budget, prices)
+        return {s: depth for s, depth in zip(outlooks, depths, strict=True) if depth}
 
     def _prices(self, decodes: list[Sequence]) -> Prices:
         streams, context = len(decodes), sum(s.computed for s in decodes)
@@ -200,6 +249,11 @@ class Prices:
     draft: Callable[[int], float]  # to draft one more token for so many sequences
     longest: float = math.inf  # that the step may take
 
+    @property
+    def catching_up(self) -> float:
+        """How long a drafter may catch up before the step."""
+        return min(_CATCH_UP_SHARE * self.plain, self.longest - self.plain)
+
 
 def best_depths(
     outlooks: Collection[float], rooms: Collection[int], streams: int, budget: int, prices: Prices
@@ -224,6 +278,17 @@ def best_depths(
             chances[i] *= outlooks[i]
     worth = tokens * prices.plain > _LEAST_GAIN * streams * seconds
     return depths if worth else [0] * len(depths)
+
+
+def seconds_saved(sequence: Sequence, outlook: float, room: int, streams: int, budget: int, prices: Prices) -> float:
+    """What drafts for this sequence alone are expected to save until it ends."""
+    (depth,) = best_depths([outlook], [room], streams, budget, prices)
+    if not depth:
+        return 0.0
+    accepted = expected_tokens(outlook, depth)
+    saved = accepted * prices.plain / streams - prices.start - depth * (prices.token + prices.draft(1))
+    tokens = min(sequence.max_len - len(sequence.tokens), max(_LEAST_EXPECTED, sequence.outputs))
+    return saved * tokens / (1 + accepted)
 
 
 def expected_tokens(outlook: float, depth: int) -> float:

@@ -19,6 +19,8 @@ from penstock.speculative.acceptance import Acceptance
 
 _PRIOR, _PRIOR_GUESSES = 0.8, 4.0  # share of guesses that are right, before anything is known
 _SEQUENCE_MEMORY, _MEMORY = 32.0, 512.0  # guesses
+_AT_ONCE = 16  # tokens that are computed before a draft without a thought; the least chunk of more than that
+_CHUNK_MEMORY = 4.0  # chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,11 @@ class ModelDrafter:
         self._setups: list[RowSetup] = []
         self._acceptance = Acceptance(_MEMORY)
         self._context = 0  # tokens of a sequence, the last time
+        self._token_seconds = 0.0  # of chunks; 0: not known yet
 
     def outlook(self, sequence: Sequence) -> float:
+        if len(sequence.tokens) >= self._limits.table_blocks * self._limits.block_size:
+            return 0.0
         known = self._acceptance.rate(_PRIOR, _PRIOR_GUESSES)
         draft = self._drafts.get(sequence)
         if draft is None:
@@ -83,6 +88,23 @@ class ModelDrafter:
         draft.computed = min(draft.computed, draft.begin + right, len(tokens) - 1)
         draft.begin, draft.tokens = len(tokens), []
 
+    def behind(self, sequence: Sequence) -> float | None:
+        draft = self._drafts.get(sequence)
+        missing = _missing(sequence, 0 if draft is None else draft.computed)
+        return missing * self._token_seconds if missing > _AT_ONCE else None
+
+    def catch_up(self, sequence: Sequence, decodes: list[Sequence], seconds: float) -> bool:
+        draft = self._seat(sequence, decodes)
+        if draft is None:
+            return False
+        fitting = int(seconds / self._token_seconds) if self._token_seconds else 0
+        count = min(_missing(sequence, draft.computed), max(_AT_ONCE, fitting), self._limits.max_step_tokens)
+        began = self._clock()
+        self._compute(sequence, draft, count)
+        each = (self._clock() - began) / count
+        self._token_seconds += (each - self._token_seconds) / (_CHUNK_MEMORY if self._token_seconds else 1.0)
+        return True
+
     def seconds(self, sequences: int) -> float:
         return self._times.predict(StepShape(sequences, sequences * self._context))
 
@@ -91,7 +113,7 @@ class ModelDrafter:
         seated = [self._seat(s, sequences) for s in sequences]
         wanted = zip(sequences, seated, depths, strict=True)
         going = [
-            (s, draft, depth) for s, draft, depth in wanted if draft is not None and self._catch_up(s, draft, depth)
+            (s, draft, depth) for s, draft, depth in wanted if draft is not None and self._prepare(s, draft, depth)
         ]
         while going:
             self._decode([(s, draft) for s, draft, _ in going])
@@ -127,20 +149,24 @@ class ModelDrafter:
         setup = RowSetup(draft.row, params, request.seed, tokens, sequence.prompt_len, stops, draft.adapter)
         self._setups.append(setup)
 
-    def _catch_up(self, sequence: Sequence, draft: Draft, depth: int) -> bool:
-        """Compute what it has not seen but the last token. False: a row has no room for it and so long a draft."""
-        limits, last = self._limits, len(sequence.tokens) - 1
-        if last + depth > limits.table_blocks * limits.block_size:
+    def _prepare(self, sequence: Sequence, draft: Draft, depth: int) -> bool:
+        """Compute the few tokens that have come since its last draft. False: it has just got its row, or that has no
+        room for so long a draft."""
+        missing = _missing(sequence, draft.computed)
+        room = self._limits.table_blocks * self._limits.block_size
+        if missing > _AT_ONCE or len(sequence.tokens) - 1 + depth > room:
             return False
-        while draft.computed < last:
-            end = min(last, draft.computed + limits.max_step_tokens)
-            count = end - draft.computed
-            chunk = sequence.tokens[draft.computed : end]
-            shape = StepShape().with_chunk(draft.computed, count)
-            self._run(Step([draft.row], [draft.computed], [count], [0], chunk), shape)
-            draft.computed = end
+        if missing:
+            self._compute(sequence, draft, missing)
         self._context = draft.computed
         return True
+
+    def _compute(self, sequence: Sequence, draft: Draft, count: int) -> None:
+        """The next so many of its tokens."""
+        start, end = draft.computed, draft.computed + count
+        shape = StepShape().with_chunk(start, count)
+        self._run(Step([draft.row], [start], [count], [0], sequence.tokens[start:end]), shape)
+        draft.computed = end
 
     def _decode(self, going: list[tuple[Sequence, Draft]]) -> None:
         ones = [1] * len(going)
@@ -163,6 +189,11 @@ class ModelDrafter:
     def forget(self, sequence: Sequence) -> None:
         if (draft := self._drafts.pop(sequence, None)) is not None:
             self._free.append(draft.row)
+
+
+def _missing(sequence: Sequence, computed: int) -> int:
+    """Tokens that are computed before a draft: all but the last one, with which the draft begins."""
+    return len(sequence.tokens) - 1 - computed
 
 
 def _penalised(params: SamplingParams) -> bool:

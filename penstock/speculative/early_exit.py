@@ -20,6 +20,9 @@ class EarlyExitDrafter(ModelDrafter):
         super().__init__(executor, limits, tables=[])
         self._spare = spare
 
+    def behind(self, sequence: Sequence) -> None:
+        return None  # whatever the model has computed
+
     def _seat(self, sequence: Sequence, needed: list[Sequence]) -> Draft | None:
         draft = super()._seat(sequence, needed)
         if draft is not None:

@@ -207,6 +207,12 @@ class SuffixDrafter:
             self._readers[sequence] = reader
         return reader.outlook if reader.read() else 0.0
 
+    def behind(self, sequence: Sequence) -> float | None:
+        return None
+
+    def catch_up(self, sequence: Sequence, decodes: list[Sequence], seconds: float) -> bool:
+        return True
+
     def seconds(self, sequences: int) -> float:
         return 0.0  # some microseconds for each sequence and step, whatever is drafted
 

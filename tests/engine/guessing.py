@@ -39,6 +39,12 @@ class Guesser:
     def outlook(self, sequence: Sequence) -> float:
         return self._random.choice(self._outlooks)
 
+    def behind(self, sequence: Sequence) -> float | None:
+        return None
+
+    def catch_up(self, sequence: Sequence, decodes: list[Sequence], seconds: float) -> bool:
+        return True
+
     def seconds(self, sequences: int) -> float:
         return 0.0
 

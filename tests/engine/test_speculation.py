@@ -139,6 +139,12 @@ class SlowDrafter:
         self.asked.append(sequence.row)
         return 0.95 * (sequence.row in self.repeating)
 
+    def behind(self, sequence: Sequence) -> float | None:
+        return None
+
+    def catch_up(self, sequence: Sequence, decodes: list[Sequence], seconds: float) -> bool:
+        return True
+
     def seconds(self, sequences: int) -> float:
         return 0.0
 
@@ -205,6 +211,79 @@ def test_what_drafts_gain_may_be_spent_on_asking() -> None:
         return drafter.asked.count(1)
 
     assert asked(5) > 2 * asked(0)
+
+
+class LaggingDrafter(SlowDrafter):
+    """Has to compute so many seconds' worth of each sequence before it drafts for it."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__(clock, set(range(64)))
+        self.missing: dict[int, float] = {}
+        self.seconds_behind, self.chunks = seconds, list[tuple[int, float]]()
+
+    def behind(self, sequence: Sequence) -> float | None:
+        return self.missing.setdefault(sequence.row, self.seconds_behind) or None
+
+    def catch_up(self, sequence: Sequence, decodes: list[Sequence], seconds: float) -> bool:
+        self.chunks.append((sequence.row, seconds))
+        self.clock.now += seconds
+        self.missing[sequence.row] = max(0.0, self.missing[sequence.row] - seconds)
+        return True
+
+
+def test_a_drafter_catches_up_before_it_drafts_in_parts_as_long_as_a_step() -> None:
+    clock, times = Clock(), learnt()
+    drafter, sequences = LaggingDrafter(clock, 0.02), [decoding(row) for row in range(3)]
+    speculation, drafted = Speculation(drafter, times, 15, clock, clock), [0, 0, 0]
+    plain = times.predict(StepShape(3, 6))
+    for _ in range(400):
+        done = len(drafter.chunks)
+        for s, draft in speculation.plan(sequences, 100).tokens.items():
+            assert not drafter.missing[s.row]
+            drafted[s.row] += len(draft)
+        assert len(drafter.chunks) <= done + 1, "of one sequence in a step"
+        clock.now += plain
+        for s in sequences:
+            s.tokens.append(3)
+    assert all(drafted)
+    assert all(seconds == pytest.approx(plain, rel=0.01) for _, seconds in drafter.chunks)
+    rows = [row for row, _ in drafter.chunks]
+    assert rows == sorted(rows), "one is through before the next one begins"
+
+
+@pytest.mark.parametrize(("outputs", "left", "pays"), [(1, 10_000, False), (400, 10_000, True), (400, 20, False)])
+def test_a_drafter_catches_up_where_as_many_tokens_again_make_up_for_it(outputs: int, left: int, pays: bool) -> None:
+    clock = Clock()
+    drafter, s = LaggingDrafter(clock, 0.5), decoding(0)
+    s.tokens += [3] * outputs
+    s.max_len = len(s.tokens) + left
+    Speculation(drafter, learnt(), 15, clock, clock).plan([s], 100)
+    assert bool(drafter.chunks) == pays
+
+
+def test_a_step_with_an_objective_has_no_time_for_catching_up() -> None:
+    clock, times = Clock(), learnt()
+    drafter, s = LaggingDrafter(clock, 0.02), decoding(0)
+    s.itl = times.predict(StepShape(1, 2))
+    Speculation(drafter, times, 15, clock, clock).plan([s], 100)
+    assert drafter.asked
+    assert not drafter.chunks
+
+
+def test_catching_up_is_not_taken_for_asking_in_vain() -> None:
+    clock = Clock()
+    drafter = LaggingDrafter(clock, 1.0)
+    speculation, s = Speculation(drafter, learnt(), 15, clock, clock), decoding(0)
+    s.tokens += [3] * 2000
+    for _ in range(1000):
+        asked = len(drafter.asked)
+        if speculation.plan([s], 100).tokens:
+            break
+        assert len(drafter.asked) == asked + 1, "nobody is sent away while the drafter catches up"
+        clock.now += 6e-3
+        s.tokens.append(3)
+    else:
+        pytest.fail("there was no draft")
 
 
 def decoding(row: int) -> Sequence:

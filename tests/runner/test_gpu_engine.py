@@ -58,6 +58,12 @@ class KnowingDrafter:
     def outlook(self, sequence: Sequence) -> float:
         return 1.0
 
+    def behind(self, sequence: Sequence) -> float | None:
+        return None
+
+    def catch_up(self, sequence: Sequence, decodes: list[Sequence], seconds: float) -> bool:
+        return True
+
     def seconds(self, sequences: int) -> float:
         return 0.0
 
