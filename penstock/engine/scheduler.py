@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from operator import attrgetter
 
@@ -370,10 +369,12 @@ class Scheduler:
         self._admission.learn(sequence, now)
         self.counters.output_tokens += books.open_stream(sequence, chunk)
 
-    def fail(self, steps: Iterable[PlannedStep], error: PenstockError, now: float) -> list[Chunk]:
-        """These steps were lost and cache contents with them: their sequences end, all others start over."""
+    def fail(self, steps: list[PlannedStep], error: PenstockError, now: float) -> list[Chunk]:
+        """These steps were lost and cache contents with them: their sequences end, all others start over. Where there is
+        none, planning one failed and would fail again: all end."""
         self.in_flight.clear()
         lost = list({s: None for planned in steps for s in planned.sequences if s.finished is None})
+        lost = lost if steps else list(self._sequences.values())
         chunks = [self._fail(sequence, "error", error, now) for sequence in lost]
         for sequence in list(self.running):
             self._preempt(sequence)

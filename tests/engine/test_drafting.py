@@ -137,3 +137,16 @@ def test_requests_end_where_the_drafter_fails(drafting: Drafting) -> None:
     drafting.ask(lambda: drafting.loop.abort("second"))
     drafting.finish()
     assert {drafting.last(name).finish_reason for name in ("first", "second")} == {"abort"}
+
+
+def test_a_drafter_that_always_fails_ends_requests_with_an_error(drafting: Drafting) -> None:
+    drafting.drafter.fails = True
+    drafting.finish()
+    for name in ("first", "second"):
+        assert drafting.last(name).finish_reason == "error"
+        assert drafting.tokens(name) == output_of(name)[:1]
+    drafting.drafter.fails = False
+    drafting.loop.submit(request("later"))
+    while drafting.loop.step():
+        pass
+    assert drafting.tokens("later") == output_of("later")
