@@ -370,8 +370,8 @@ class Scheduler:
         self.counters.output_tokens += books.open_stream(sequence, chunk)
 
     def fail(self, steps: list[PlannedStep], error: PenstockError, now: float) -> list[Chunk]:
-        """These steps were lost and cache contents with them: their sequences end, all others start over. Where there is
-        none, planning one failed and would fail again: all end."""
+        """These steps were lost and cache contents with them: their sequences end, all others start over. Where there
+        is none, planning one failed and would fail again: all end."""
         self.in_flight.clear()
         lost = list({s: None for planned in steps for s in planned.sequences if s.finished is None})
         lost = lost if steps else list(self._sequences.values())
