@@ -102,7 +102,18 @@ class RedisStore:
         answer: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
         self._reservations.append((claim, answer))
         self._wake.set()
-        return await answer or await self.local.reserve(claim)
+        try:
+            grant = await answer
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled():
+                self._give_back(answer.result())
+            raise
+        return grant or await self.local.reserve(claim)
+
+    def _give_back(self, grant: Grant | None) -> None:
+        """The client left while it waited for the grant."""
+        if grant is not None and grant.refused is None:
+            self.settle(grant, UsageRecord())
 
     def settle(self, grant: Grant, used: UsageRecord) -> None:
         if grant.local:
@@ -174,10 +185,10 @@ class RedisStore:
         self._acknowledged += len(settlements)
         for (claim, answer), found in zip(waiting, answers, strict=True):
             grant = self._grant(claim, found)
-            if not answer.done():
+            if answer.done():
+                self._give_back(grant)
+            else:
                 answer.set_result(grant)
-            elif grant.refused is None:  # its client left while it waited here
-                self.settle(grant, UsageRecord())
 
     def _reservation(self, claim: Claim) -> Operation:
         limits = (

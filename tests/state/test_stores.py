@@ -250,6 +250,38 @@ async def test_leaving_while_waiting_for_redis_gives_everything_back(redis_serve
     await store.close()
 
 
+async def test_leaving_when_redis_has_just_answered_gives_everything_back(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is there and who asked for it is cancelled before it runs again."""
+    store = RedisStore(redis_server.url, f"stores{next(_numbers)}")
+    await store.open()
+    limits: dict[str, Any] = {"concurrent": 1, "budget_per_day": 10_000}
+
+    async def leave() -> None:
+        waiting = asyncio.create_task(store.reserve(claim(**limits)._replace(cost=10_000)))
+        exchange = store._exchange
+
+        async def and_then_it_leaves() -> None:
+            await exchange()
+            waiting.cancel()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "_exchange", and_then_it_leaves)
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    await leave()
+    assert not store._held, "nothing is renewed"
+    grant = await store.reserve(claim(**limits)._replace(cost=10_000))
+    assert grant.refused is None
+    await store._settled.wait()
+    await leave()  # it was refused
+    assert not store._settlements
+    store.settle(grant, UsageRecord())
+    await store.close()
+
+
 async def test_a_gateway_that_died_frees_its_concurrency(redis_server: RedisServer) -> None:
     now = [1000.0]
     prefix = f"stores{next(_numbers)}"
