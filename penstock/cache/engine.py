@@ -163,7 +163,7 @@ class CachedEngine:
             return
         if control.only_cached:
             raise NotCached("no stored answer to this request; send it without only-if-cached to have it computed")
-        if self._shared is not None and not await self._shared.claim(key, CLAIM_SECONDS):
+        if self._shared is not None and not await self._claim(self._shared, key):
             found = await self._from_other_gateway(self._shared, key, request, control)
             if found is not None:
                 flight.found = SHARED
@@ -200,9 +200,18 @@ class CachedEngine:
             await asyncio.sleep(POLL_SECONDS)
             if (found := await self._from_tiers(key, control)) is not None:
                 return found
-            if await tier.claim(key, CLAIM_SECONDS):
+            if await self._claim(tier, key):
                 return None
         return None
+
+    async def _claim(self, tier: Tier, key: bytes) -> bool:
+        """Whether this gateway is the one to compute it. Cancelled meanwhile, it lets others do so."""
+        asked = asyncio.ensure_future(tier.claim(key, CLAIM_SECONDS))
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            self._in_background(_unclaim(tier, key, asked))
+            raise
 
     def _from_memory(self, key: bytes, control: CacheControl) -> _Found | None:
         payload = self._memory.get(key)
@@ -311,6 +320,11 @@ class _TextEnd:
             return "stop string"
         reason = chunk.finish_reason
         return reason if reason == "stop" or reason == "length" else None
+
+
+async def _unclaim(tier: Tier, key: bytes, asked: Awaitable[bool]) -> None:
+    if await asked:
+        await tier.release(key)
 
 
 def _for_engine(request: GenerateRequest) -> GenerateRequest:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
+from penstock.cache import engine as cached_engine
 from penstock.cache.brokered import BrokeredTier, answer_handlers
 from penstock.cache.build import open_cache
 from penstock.cache.engine import CachedEngine
@@ -97,6 +98,34 @@ async def test_if_the_first_fails_the_second_computes(
         await leading
     assert text_of(tokenizer, second, await following) == ANSWER
     assert len(engine.requests) == 2
+
+
+async def test_who_leaves_while_it_claims_an_answer_leaves_it_to_others(
+    gateways: tuple[CachedEngine, CachedEngine], engine: ScriptedEngine, tokenizer: Tokenizer
+) -> None:
+    tier = gateways[0]._shared
+    assert tier is not None
+    claim, claimed, hear = tier.claim, asyncio.Event(), asyncio.Event()
+
+    async def heard_late(key: bytes, seconds: float) -> bool:
+        granted = await claim(key, seconds)
+        claimed.set()
+        await hear.wait()
+        return granted
+
+    tier.claim = heard_late  # type: ignore[method-assign]
+    leaving = asyncio.create_task(answer(gateways[0], request(prompt=[9, 2, 6])))
+    await claimed.wait()
+    refused = refusal_of(gateways[1])
+    asked = request(prompt=[9, 2, 6])
+    following = asyncio.create_task(answer(gateways[1], asked))
+    await refused.wait()
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    hear.set()
+    async with asyncio.timeout(cached_engine.CLAIM_SECONDS / 2):
+        assert text_of(tokenizer, asked, await following) == ANSWER
+    assert len(engine.requests) == 1
 
 
 async def test_a_promised_first_token_is_not_waited_for(
