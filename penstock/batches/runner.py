@@ -7,6 +7,7 @@ which others take over.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import sys
@@ -154,9 +155,11 @@ class BatchRunner:
         for line, _, task in list(self._running.values()):
             if line.batch not in in_progress:  # it was cancelled, or its time has passed
                 task.cancel()
-        if self._job is None and (job := await self._store.claim_job(time.time())) is not None:
-            self._job = job
-            self._spawn(self._work_on(job))
+        if self._job is None:
+            job = await self._take(self._store.claim_job(time.time()), self._give_up)
+            if job is not None:
+                self._job = job
+                self._spawn(self._work_on(job))
         if self.waiting and not self._answers.draining:
             for group in await self._answers.groups():
                 await self._fill(group)
@@ -173,10 +176,29 @@ class BatchRunner:
         room = min(self._answers.room(group, running, most), most - len(self._running))
         if room <= 0:
             return
-        for line in await self._store.lease(group, room, time.time()):
+        for line in await self._take(self._store.lease(group, room, time.time()), self._return):
             journal = LineJournal(line.seed, line.journal)
             task = asyncio.create_task(self._run(line, journal))
             self._running[line.batch, line.number] = line, journal, task
+
+    async def _take(self, asked: Awaitable[T], give_back: Callable[[T], Awaitable[None]]) -> T:
+        """What the store hands out. Cancelled before it is here, it goes back at once: its lease would keep it from
+        others for a while."""
+        answer = asyncio.ensure_future(asked)
+        try:
+            return await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            with contextlib.suppress(PenstockError):
+                await give_back(await answer)
+            raise
+
+    async def _return(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            await self._store.release(line, time.time(), counts=False, journal=None)
+
+    async def _give_up(self, job: Job | None) -> None:
+        if job is not None:
+            await self._store.end_job(job, time.time())
 
     async def _run(self, line: Line, journal: LineJournal) -> None:
         """To its answer, or to the next attempt. Cancelled, it gives the line back with what it has."""

@@ -8,87 +8,24 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pytest
-import redis
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.batches.decisions import LEASE_SECONDS
-from penstock.batches.files import Contents, FolderContents, write_lines
-from penstock.batches.records import Answered, Batch, FileLimits, Job, Line, Page, StoredFile, new_id
-from penstock.batches.redis_contents import CHUNK_BYTES, RedisContents
-from penstock.batches.redis_store import RedisBatches
-from penstock.batches.redis_work import RedisWork
+from penstock.batches.files import write_lines
+from penstock.batches.records import Answered, Batch, FileLimits, Line, Page, StoredFile, new_id
+from penstock.batches.redis_contents import CHUNK_BYTES
 from penstock.batches.sqlite import SqliteBatches
-from penstock.batches.sqlite_work import SqliteWork
-from penstock.batches.store import BatchStore, BatchWork, Kept, NewLine
+from penstock.batches.store import BatchStore, Kept, NewLine
 from penstock.core.errors import InvalidRequest, StorageFull, Unavailable
+from tests.batches.places import MODEL, Folder, Place, Redis, batch_of, queued
 from tests.redis_server import RedisServer
 
 T = TypeVar("T")
-
-MODEL = "m"
-
-
-def batch_of(tenant: str = "", expires_at: int = 2**40) -> Batch:
-    return Batch(new_id("batch_"), tenant, "/v1/completions", "file-1", "24h", int(time.time()), expires_at)
-
-
-class Place(Protocol):
-    """Where a store keeps what it keeps: empty, and the same for all of its processes."""
-
-    contents: Contents
-
-    def process(self) -> BatchStore: ...
-
-    def work(self, process: BatchStore) -> BatchWork: ...
-
-    async def kill(self, process: BatchStore) -> None:
-        """As the kernel does it: connections and locks are gone, leases are still written down."""
-        ...
-
-
-class Folder:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        (path / "files").mkdir()
-        self.contents: Contents = FolderContents(path)
-
-    def process(self) -> SqliteBatches:
-        return SqliteBatches(self._path)
-
-    def work(self, process: BatchStore) -> SqliteWork:
-        return SqliteWork(self._path / "queue.db", process.owner)
-
-    async def kill(self, process: BatchStore) -> None:
-        assert isinstance(process, SqliteBatches)
-        await process.in_thread(process._lock.close)
-        await process.in_thread(process.db.close)
-
-
-class Redis:
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self.client = redis.Redis.from_url(url)
-        self.client.flushdb()
-        self.contents: Contents = RedisContents(url)
-
-    def process(self) -> RedisBatches:
-        return RedisBatches(self._url)
-
-    def work(self, process: BatchStore) -> RedisWork:
-        return RedisWork(self._url, process.owner)
-
-    async def kill(self, process: BatchStore) -> None:
-        await process.close()
-
-
-@pytest.fixture(params=["sqlite", "redis"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
-    return Folder(tmp_path) if request.param == "sqlite" else Redis(request.getfixturevalue("redis_server").url)
 
 
 @pytest.fixture
@@ -97,21 +34,6 @@ async def store(place: Place) -> AsyncIterator[BatchStore]:
     await store.open()
     yield store
     await store.close()
-
-
-async def queued(place: Place, store: BatchStore, lines: int, expires_at: int = 2**40) -> Batch:
-    """A batch whose lines wait."""
-    now = time.time()
-    batch = batch_of(expires_at=expires_at)
-    await store.add_batch(batch)
-    job = await store.claim_job(now)
-    assert job == Job("validate", batch)
-    work = place.work(store)
-    new = [NewLine(number, f"line {number}", MODEL, 0, 2, 2**62 + number) for number in range(1, lines + 1)]
-    assert not work.add_lines(batch.id, new)
-    work.validated(batch.id, lines, MODEL, (), now)
-    await store.end_job(job, now)
-    return batch
 
 
 def answer_to(line: Line) -> Answered:
