@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -25,19 +25,14 @@ CONNECTIONS = 32
 
 def connect(url: str) -> Redis:
     """A client whose every call fails fast. Connects when first used."""
-    pool = BlockingConnectionPool.from_url(
-        url,
-        max_connections=CONNECTIONS,
-        timeout=TIMEOUT_SECONDS,
-        socket_timeout=TIMEOUT_SECONDS,
-        socket_connect_timeout=TIMEOUT_SECONDS,
-        retry=Retry(NoBackoff(), 0),
+    return Redis.from_url(
+        url, socket_timeout=TIMEOUT_SECONDS, socket_connect_timeout=TIMEOUT_SECONDS, retry=Retry(NoBackoff(), 0)
     )
-    return Redis.from_pool(pool)
 
 
 class RedisTier:
-    """Once a call has failed, requests pass by without waiting until a ping in the background is answered again."""
+    """Once a call has failed, requests pass by without waiting until a ping in the background is answered again. Where
+    too many ask at once, one that gets no connection in time passes by alone."""
 
     name = "redis"
     shared = True
@@ -45,6 +40,7 @@ class RedisTier:
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
         self._reviving: asyncio.Task[None] | None = None
+        self._turns = asyncio.Semaphore(CONNECTIONS)
         self.errors = 0
 
     @property
@@ -60,8 +56,11 @@ class RedisTier:
 
     async def claim(self, key: bytes, seconds: float) -> bool:
         lasting = round(seconds * 1000)
-        set_ = await self._call(lambda: self._redis.set(CLAIM_PREFIX + key, b"1", nx=True, px=lasting))
-        return bool(set_) or not self.up
+
+        def ask() -> Awaitable[Any]:
+            return self._redis.set(CLAIM_PREFIX + key, b"1", nx=True, px=lasting)
+
+        return bool(await self._call(ask, otherwise=True))
 
     async def release(self, key: bytes) -> None:
         await self._call(lambda: self._redis.delete(CLAIM_PREFIX + key))
@@ -73,9 +72,9 @@ class RedisTier:
         async for key in self._redis.scan_iter(match=PREFIX + b"*", count=1000):
             await self._redis.unlink(key)
 
-    async def _call(self, command: Callable[[], Awaitable[Any]]) -> Any:
-        if not self.up:
-            return None
+    async def _call(self, command: Callable[[], Awaitable[Any]], otherwise: Any = None) -> Any:
+        if not self.up or not await self._turn():
+            return otherwise
         try:
             return await command()
         except (RedisError, OSError, TimeoutError) as error:
@@ -83,7 +82,17 @@ class RedisTier:
             if self.up:
                 log.warning("the answer cache goes on without Redis: %s", error)
                 self._reviving = asyncio.create_task(self._revive())
-            return None
+            return otherwise
+        finally:
+            self._turns.release()
+
+    async def _turn(self) -> bool:
+        try:
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                return await self._turns.acquire()
+        except TimeoutError:
+            self.errors += 1
+            return False
 
     async def _revive(self) -> None:
         while True:

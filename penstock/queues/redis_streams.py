@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import redis.asyncio
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.exceptions import RedisError, ResponseError
 
 from penstock.batches.records import new_id
@@ -18,6 +18,7 @@ from penstock.core.errors import Unavailable
 from penstock.queues.broker import WAIT_SECONDS, Message
 from penstock.queues.settings import ConsumeConfig
 
+CONNECTIONS = 32
 _CLAIMS = 3  # looks for messages of silent consumers, for each lease
 
 
@@ -32,7 +33,14 @@ class RedisStreams:
 
     async def open(self) -> None:
         await self.close()
-        self._redis = redis.asyncio.from_url(self._config.url, socket_connect_timeout=5, socket_timeout=10)
+        pool = BlockingConnectionPool.from_url(
+            self._config.url,
+            max_connections=CONNECTIONS,
+            timeout=None,  # more answers at once than connections are no lost broker
+            socket_connect_timeout=5,
+            socket_timeout=10,
+        )
+        self._redis = Redis.from_pool(pool)
         with _failures():
             try:
                 await self._redis.xgroup_create(self._config.requests, self._config.group, id="0", mkstream=True)

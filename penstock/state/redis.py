@@ -22,7 +22,7 @@ import msgspec
 import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from penstock.core.errors import StartupError, Unavailable
 from penstock.state.memory import MemoryStore, budget_wait
@@ -39,6 +39,7 @@ LEASE_SECONDS = 60  # a gateway that dies frees its concurrent requests after th
 RENEW_SECONDS = 20
 KEEP_SECONDS = 400 * 86400  # spend
 MAX_BATCH = 200  # operations of a kind on one trip, which keeps Redis busy for about 3 ms
+CONNECTIONS = 32  # for what the one connection does not do
 MAX_UNSETTLED = 100_000  # settlements kept through an outage; about 50 MB
 
 _FAILURES = (RedisError, OSError)
@@ -72,6 +73,8 @@ class RedisStore:
         self._settled = asyncio.Event()
         self._settled.set()
         self._tasks: list[asyncio.Task[None]] = []
+        self._turns = asyncio.Semaphore(CONNECTIONS)
+        self._silences = 0  # how often Redis did not answer
 
     async def open(self) -> None:
         try:
@@ -160,6 +163,7 @@ class RedisStore:
         if self.online:
             logger.warning("lost Redis at %s, limits are local until it is back: %s", self.place, error)
         self.online = False
+        self._silences += not isinstance(error, ResponseError)
         self._wake.set()
         while self._reservations:
             _, answer = self._reservations.popleft()
@@ -239,20 +243,20 @@ class RedisStore:
             await asyncio.sleep(RENEW_SECONDS)
             if self.online and self._held:
                 with contextlib.suppress(Unavailable):
-                    now = int((await self._ask(self.redis.time()))[0])
+                    now = int((await self._ask(self.redis.time))[0])
                     pipeline = self.redis.pipeline(transaction=False)
                     for held in self._held.values():
                         for key, member in held.items():
                             pipeline.execute_command("ZADD", key, "XX", now + LEASE_SECONDS, member)
                             pipeline.expire(key, 2 * LEASE_SECONDS)
-                    await self._ask(pipeline.execute())
+                    await self._ask(pipeline.execute)
 
     # ---------------------------------------------------------------- usage and records
 
     async def usage(self, first_day: str, last_day: str) -> dict[UsageKey, UsageRecord]:
         found: dict[UsageKey, UsageRecord] = {}
         for day in days_between(first_day, last_day):
-            amounts: dict[str, str] = await self._ask(self.redis.hgetall(f"{self._prefix}:usage:{day}"))
+            amounts: dict[str, str] = await self._ask(self.redis.hgetall, f"{self._prefix}:usage:{day}")
             for field, amount in amounts.items():
                 tenant, rest = field.split(" ", 1)
                 model, name = rest.rsplit(" ", 1)
@@ -270,10 +274,10 @@ class RedisStore:
         pipeline = self.redis.pipeline(transaction=True)
         pipeline.execute_command(command, f"{self._prefix}:records:{kind}", *values)
         pipeline.incr(f"{self._prefix}:version")
-        return int((await self._ask(pipeline.execute()))[0])
+        return int((await self._ask(pipeline.execute))[0])
 
     async def records(self, kind: str) -> dict[str, str]:
-        self._kept[kind] = await self._ask(self.redis.hgetall(f"{self._prefix}:records:{kind}"))
+        self._kept[kind] = await self._ask(self.redis.hgetall, f"{self._prefix}:records:{kind}")
         return dict(self._kept[kind])
 
     async def save(
@@ -283,22 +287,22 @@ class RedisStore:
             return False
         where, wall = f"{self._prefix}:documents:{kind}:{tenant}", self._clock()
         expected = () if instead_of is None else (instead_of,)
-        return bool(await self._ask(self.redis.eval(SAVE, 0, where, name, document, *keep, wall, *expected)))
+        return bool(await self._ask(self.redis.eval, SAVE, 0, where, name, document, *keep, wall, *expected))
 
     async def load(self, kind: str, tenant: str, name: str) -> bytes | None:
-        found: str | None = await self._ask(self.redis.get(f"{self._prefix}:documents:{kind}:{tenant}:{name}"))
+        found: str | None = await self._ask(self.redis.get, f"{self._prefix}:documents:{kind}:{tenant}:{name}")
         return None if found is None else found.encode()
 
     async def discard(self, kind: str, tenant: str, name: str) -> bool:
         where = f"{self._prefix}:documents:{kind}:{tenant}"
-        return bool(await self._ask(self.redis.eval(DISCARD, 0, where, name)))
+        return bool(await self._ask(self.redis.eval, DISCARD, 0, where, name))
 
     async def version(self) -> int:
         if not self.online:  # nor does it know yet whether the records are still there
             raise Unavailable(f"Redis at {self.place} is away", code="store_unavailable")
-        found = await self._ask(self._version())
-        if found == 0 and await self._ask(self._restore()):
-            found = await self._ask(self._version())
+        found = await self._ask(self._version)
+        if found == 0 and await self._ask(self._restore):
+            found = await self._ask(self._version)
         return int(found)
 
     async def _version(self) -> int:
@@ -317,12 +321,19 @@ class RedisStore:
         await pipeline.execute()
         return True
 
-    async def _ask(self, question: Awaitable[Any]) -> Any:
-        try:
-            return await question
-        except _FAILURES as error:
-            self._go_local(error)
-            raise Unavailable(f"Redis at {self.place} does not answer", code="store_unavailable") from error
+    async def _ask(self, question: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """Waits while all connections are in use: that does not pass for a lost Redis. Once one of them gets no answer
+        whoever waits fails as well, instead of finding out one after another."""
+        silences = self._silences
+        error: Exception | None = None
+        async with self._turns:
+            if self._silences == silences:
+                try:
+                    return await question(*args)
+                except _FAILURES as failure:
+                    error = failure
+                    self._go_local(error)
+        raise Unavailable(f"Redis at {self.place} does not answer", code="store_unavailable") from error
 
 
 def connect(url: str) -> redis.asyncio.Redis:

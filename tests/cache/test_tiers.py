@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -193,6 +194,28 @@ async def test_a_redis_that_dies_is_a_miss_and_comes_back_by_itself(
         "the answer cache goes on without Redis",
         "the answer cache uses Redis again",
     ]
+
+
+async def test_without_a_connection_left_a_request_passes_by_alone(
+    tier: RedisTier, redis_process: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def block() -> Awaitable[Any]:
+        return tier._redis.blpop(["let go"], timeout=0)
+
+    client = connect(redis_process.url)
+    holding = [asyncio.create_task(tier._call(block)) for _ in range(redis_tier.CONNECTIONS)]
+    while (await client.info("clients"))["blocked_clients"] < len(holding):
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(redis_tier, "TIMEOUT_SECONDS", 0.01)
+        assert await tier.get(key(1)) is None
+        assert await tier.claim(key(1), 60), "nobody waits for an answer that nobody computes"
+    assert tier.up
+    await client.rpush("let go", *range(len(holding)))
+    assert None not in await asyncio.gather(*holding)
+    assert await tier.claim(key(1), 60)
+    assert not await tier.claim(key(1), 60)
+    await client.aclose()
 
 
 async def test_a_redis_that_accepts_and_never_answers_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -310,6 +310,40 @@ async def test_a_redis_that_hangs_is_given_up_soon(own_redis: RedisServer, monke
     await store.close()
 
 
+async def test_more_questions_than_connections_are_no_lost_redis(redis_server: RedisServer) -> None:
+    store = RedisStore(redis_server.url, f"stores{next(_numbers)}")
+    await store.open()
+    await store.save("response", "acme", "a", b"x" * 100, KEEP)
+    assert (await store.reserve(claim(requests_per_minute=1))).refused is None
+    loaded = await asyncio.gather(*(store.load("response", "acme", "a") for _ in range(300)))
+    assert loaded == [b"x" * 100] * 300
+    assert store.online
+    assert (await store.reserve(claim(requests_per_minute=1))).refused == "requests", "it is still counted"
+    await store.close()
+
+
+async def test_who_waits_for_a_connection_to_a_redis_that_hangs_does_not_ask_it_then(
+    own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_module, "TIMEOUT_SECONDS", 0.2)
+    store = RedisStore(own_redis.url)
+    await store.open()
+    get, asked = store.redis.get, []
+
+    async def noted(key: str) -> Any:
+        asked.append(key)
+        return await get(key)
+
+    monkeypatch.setattr(store.redis, "get", noted)
+    own_redis.pause()
+    waiting = (store.load("response", "acme", str(number)) for number in range(100))
+    failures = await asyncio.gather(*waiting, return_exceptions=True)
+    assert {type(failure) for failure in failures} == {Unavailable}
+    assert len(asked) == redis_module.CONNECTIONS
+    own_redis.resume()
+    await store.close()
+
+
 async def test_a_redis_that_hangs_counts_once_what_it_is_sent_again(
     own_redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
