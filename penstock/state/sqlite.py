@@ -75,6 +75,7 @@ class SqliteStore(MemoryStore):
         self.path = path
         self._thread = ThreadPoolExecutor(1, "sqlite")  # a connection belongs to one thread
         self._syncing: asyncio.Task[None] | None = None
+        self._sync_lock = asyncio.Lock()
 
     async def open(self) -> None:
         try:
@@ -118,7 +119,15 @@ class SqliteStore(MemoryStore):
                 failing = True
 
     async def sync(self) -> None:
-        """Write the spend of this gateway and read the spend of all."""
+        """Write the spend of this gateway and read the spend of all. Whoever asks for it may be cancelled: it goes on,
+        since memory no longer has what is written."""
+        await asyncio.shield(self._sync())
+
+    async def _sync(self) -> None:
+        async with self._sync_lock:
+            await self._write_pending()
+
+    async def _write_pending(self) -> None:
         pending, self._usage = self._usage, {}  # what memory holds is what the file has not
         day = self.day()
         try:
