@@ -26,6 +26,7 @@ T = TypeVar("T")
 LINE_LIMIT = 1 << 20  # bytes in one header or chunk-size line
 READ_SIZE = 1 << 16
 NO_BODY = (204, 304)
+SWEEP_SECONDS = 1.0  # between looks for kept connections that the server has closed
 UPLOAD_BYTES = 1 << 18  # of a file, read and sent at once
 
 
@@ -226,6 +227,8 @@ class HttpClient:
                 raise InvalidRequest(f"{what} holds a line break or another character that no header may have")
         self._sent = sent
         self._idle: list[_Connection] = []
+        self._sweep_at = 0.0
+        self._closed = False
 
     async def __aenter__(self) -> HttpClient:
         return self
@@ -234,6 +237,8 @@ class HttpClient:
         await self.close()
 
     async def close(self) -> None:
+        """A stream that is still being read goes on, and closes its connection at its end."""
+        self._closed = True
         while self._idle:
             self._idle.pop().close()
         await asyncio.sleep(0)  # lets the transports drop their sockets before the loop may end
@@ -257,11 +262,25 @@ class HttpClient:
         try:
             yield response
         finally:
-            if response.complete and response.headers.get("connection", "").lower() != "close" and connection.usable:
-                connection.fresh = False
-                self._idle.append(connection)
+            if response.complete and response.headers.get("connection", "").lower() != "close":
+                self._keep(connection)
             else:
                 connection.close()
+
+    def _keep(self, connection: _Connection) -> None:
+        """For the next request, which takes the one that was kept last. So those of a busy time lie there until the
+        server closes them, and would do so for ever after."""
+        if self._closed or not connection.usable:
+            connection.close()
+            return
+        connection.fresh = False
+        self._idle.append(connection)
+        now = asyncio.get_running_loop().time()
+        if now >= self._sweep_at:
+            self._sweep_at = now + SWEEP_SECONDS
+            kept, self._idle = self._idle, []
+            for each in kept:
+                self._idle.append(each) if each.usable else each.close()
 
     def _encode(self, method: str, path: str, payload: object, headers: Mapping[str, str]) -> bytes:
         body = b"" if payload is None else json.dumps(payload).encode()

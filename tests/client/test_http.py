@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 
 import pytest
@@ -178,6 +178,48 @@ async def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
     async with raw_server(one_answer_each) as url, HttpClient(url) as client:
         assert [(await client.get("/")).body for _ in range(3)] == [b"ok"] * 3
     assert connections == 3
+
+
+async def test_connections_of_a_busy_time_go_when_the_server_closes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "SWEEP_SECONDS", 0.0)
+    open_ones: list[asyncio.StreamWriter] = []
+    all_here = asyncio.Barrier(5)
+    busy = True
+
+    async def answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        open_ones.append(writer)
+        with suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                if busy:
+                    await all_here.wait()
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+        writer.close()
+
+    async with raw_server(answers) as url, HttpClient(url) as client:
+        await asyncio.gather(*(client.get("/") for _ in range(5)))
+        busy = False
+        assert len(client._idle) == 5
+        kept, (last, *_) = client._idle[:-1], client._idle[-1:]
+        port = last._writer.get_extra_info("sockname")[1]
+        for writer in open_ones:
+            if writer.get_extra_info("peername")[1] != port:
+                writer.close()
+        for connection in kept:
+            while connection.usable:  # noqa: ASYNC110 until the news is here
+                await asyncio.sleep(0)
+        await client.get("/")
+        assert client._idle == [last]
+        assert all(connection._writer.is_closing() for connection in kept)
+
+
+async def test_a_stream_that_outlives_its_client_leaves_no_connection() -> None:
+    with serving(APP) as url:
+        client = HttpClient(url + "/base")
+        async with client.stream("GET", "/large") as response:
+            await client.close()
+            assert len(await response.read()) == 300_000
+        assert not client._idle
+        assert response._connection._writer.is_closing()
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port"])
