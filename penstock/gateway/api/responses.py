@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 from collections.abc import AsyncGenerator
@@ -26,7 +27,7 @@ from penstock.gateway.api.responses_reading import (
     ResponsesReader,
     with_history,
 )
-from penstock.gateway.api.responses_store import Progress, Recording, ResponseStore, item_id
+from penstock.gateway.api.responses_store import LEASE_SECONDS, Progress, Recording, ResponseStore, item_id
 from penstock.gateway.api.serving import Incoming, Serving, encode_json
 from penstock.gateway.api.text_generation import TextEndpoint, Wanted
 from penstock.gateway.errors import OpenAIErrors, require
@@ -34,9 +35,13 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.http.response import Response
 from penstock.gateway.tenancy.limits import Reservation
 from penstock.gateway.tenancy.tenants import Tenant
+from penstock.observability.logging import log
 from penstock.text.stream import TextDelta
 
+logger = logging.getLogger("penstock.gateway")
+
 HOLD_SECONDS = 2.0  # between two looks whether a background response was cancelled elsewhere
+RETRY_SECONDS = 0.5  # before a background response that has ended is stored again
 MAX_ITEMS = 100  # on a page of input items
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -199,31 +204,43 @@ class BackgroundAnswer(ResponseAnswer):
     async def _run_to_its_end(self) -> PenstockError | None:
         """Returns what it failed with, when those who read it and the store know."""
         holding = asyncio.create_task(self._keep_holding())
+        error: PenstockError | None = None
+        patience = LEASE_SECONDS
         try:
             await self.generation.run(self._collect)
-            holding.cancel()
-            await self._end(self._finished())
-            return None
         except asyncio.CancelledError:
-            error = self.request.catch_cancellation()
+            error, patience = self.request.catch_cancellation(), 0.0
             if error is None:
                 raise
         except PenstockError as failure:
             error = failure
         finally:
             holding.cancel()
-        failed = self._response("failed", error)
+        response = self._finished() if error is None else self._response("failed", error)
         try:
-            await self._end(failed)
-        except PenstockError:  # the store is away
-            self._changes(failed)
+            await self._end(response, patience)
+        except asyncio.CancelledError:  # while it waited for the store
+            error = error or self.request.catch_cancellation()
+            if error is None:
+                raise
+            await self._end(response, 0.0)
         return error
 
-    async def _end(self, response: types.ResponseObject) -> None:
-        """Unless it was cancelled or deleted before."""
-        if self.streamed:
-            await self._store.record(self.tenant, self.id, self._progress.recording)
-        self._changes(await self._store.end(self.tenant, self.id, lambda _: response) or response)
+    async def _end(self, response: types.ResponseObject, patience: float) -> None:
+        """Unless it was cancelled or deleted before. With the store away it waits here, for so many seconds at most."""
+        until, ended = time.monotonic() + patience, None
+        while True:
+            try:
+                if self.streamed:
+                    await self._store.record(self.tenant, self.id, self._progress.recording)
+                ended = await self._store.end(self.tenant, self.id, lambda _: response)
+                break
+            except PenstockError as error:
+                if time.monotonic() >= until:
+                    log(logger, logging.WARNING, "response not stored", id=self.id, why=error.message)
+                    break
+            await asyncio.sleep(RETRY_SECONDS)
+        self._changes(ended or response)
 
     async def _keep_holding(self) -> None:
         while True:

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from openai.types.responses import Response
 from openai.types.responses.response_item_list import ResponseItemList
 
-from penstock.core.errors import EngineFailure
+from penstock.core.errors import EngineFailure, Unavailable
 from penstock.gateway.api import responses
+from penstock.gateway.api.responses_store import ResponseStore
 from penstock.gateway.api.responses_types import ResponsesRequest
 from penstock.gateway.settings import ResponsesConfig, TenantConfig
 from penstock.settings import Settings
@@ -27,6 +28,7 @@ from penstock.text.tokenizer import Tokenizer
 from tests.families import family
 from tests.gateway.api.test_bad_input import JSON_VALUES
 from tests.gateway.conftest import Gateway, serving
+from tests.redis_server import RedisServer
 
 PATH = "/v1/responses"
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -402,6 +404,67 @@ def test_background_whose_server_has_gone_has_failed(tokenizer: Tokenizer, tmp_p
     with serving(tokenizer, kept) as gateway:
         found = validated(client_of(gateway).responses.retrieve(id))
         assert (found.status, found.error.code) == ("failed", "server_error")
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
+    """It keeps what it has when it is stopped."""
+    monkeypatch.setattr("penstock.state.redis.TIMEOUT_SECONDS", 60.0)
+    server = RedisServer(tmp_path)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def unstored(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when a background response has ended and the store is away."""
+    unstored, end = threading.Event(), ResponseStore.end
+
+    async def noted(*given: Any) -> Any:
+        try:
+            return await end(*given)
+        except Unavailable:
+            unstored.set()
+            raise
+
+    monkeypatch.setattr(ResponseStore, "end", noted)
+    monkeypatch.setattr(responses, "RETRY_SECONDS", 0.01)
+    return unstored
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_background_that_ends_while_redis_is_away_is_stored_later(
+    tokenizer: Tokenizer, own_redis: RedisServer, unstored: threading.Event, fails: bool
+) -> None:
+    with serving(tokenizer, Settings(state=own_redis.url)) as gateway:
+        held, client = Held(gateway), client_of(gateway)
+        if fails:
+            begins = gateway.engine.script
+            gateway.runs(lambda request: [*begins(request)[:2], EngineFailure("the step failed")])
+        id = create(gateway, background=True).id
+        assert held.begun.wait(20)
+        own_redis.stop()
+        held.let_go()
+        assert unstored.wait(20)
+        own_redis.start()
+        done = polled(client, id)
+        if fails:
+            assert (done.status, done.error.message) == ("failed", "the step failed")
+        else:
+            assert (done.status, done.output_text) == ("completed", "HelloHello")
+
+
+def test_a_server_that_ends_does_not_wait_for_its_store(
+    tokenizer: Tokenizer, own_redis: RedisServer, unstored: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    with serving(tokenizer, Settings(state=own_redis.url)) as gateway:
+        held = Held(gateway)
+        create(gateway, background=True)
+        assert held.begun.wait(20)
+        own_redis.stop()
+        held.let_go()
+        assert unstored.wait(20)
+    assert "response not stored" in caplog.text
 
 
 def test_background_is_limited_before_it_is_accepted(tokenizer: Tokenizer) -> None:
