@@ -16,8 +16,8 @@ from penstock.observability.account import Account
 MAX_REQUESTS = 4096
 MAX_BYTES = 8 * 2**20
 
-# In the id of a response, or of a choice.
-_OURS = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_|rerank-|score-)?([0-9a-f]{24})(?:-\d+)?")
+# In the id of a response, of a choice, or of an attempt at one, as accounts name those that others stood still for.
+_OURS = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_|rerank-|score-)?([0-9a-f]{24})(?:-\d+(?:\.\w+)*)?")
 
 _encode = msgspec.json.Encoder().encode
 

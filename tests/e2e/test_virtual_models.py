@@ -1,4 +1,4 @@
-"""Versions, a cascade and a shadow over two real models: one checkpoint in int8 and in int4."""
+"""Versions, cascades and a shadow over real models: one checkpoint in int8 and in int4, and an adapter of it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,33 @@ from typing import Any
 import httpx
 import pytest
 
+from penstock.checkpoint.source import resolve
+from penstock.lora.fit import projections
+from penstock.models.config import read_config
 from tests.conftest import Server, start_server
+from tests.lora.peft_folder import write_adapter
 
 SETTINGS = """
 models:
-  int8: {model: smollm2-135m, engine: {quantization: int8}}
-  int4: {model: smollm2-135m, engine: {quantization: int4}}
-  chat: {versions: {int8: 0.5, int4: 0.5}, shadow: {model: int4, fraction: 1}}
-  sure: {cascade: {small: int4, large: int8, min_logprob: -20, confidence_tokens: 4}}
-  unsure: {cascade: {small: int4, large: int8, min_logprob: 0, confidence_tokens: 4}}
-engine: {kv_memory_gib: 0.1, max_model_len: 1024}
-server: {port: 0}
-cache: {enabled: false}
+  int8:
+    {{model: smollm2-135m, engine: {{quantization: int8}}, adapters: [{{name: tuned, path: {adapter}}}]}}
+  int4: {{model: smollm2-135m, engine: {{quantization: int4}}}}
+  chat: {{versions: {{int8: 0.5, int4: 0.5}}, shadow: {{model: int4, fraction: 1}}}}
+  sure: {{cascade: {{small: int4, large: int8, min_logprob: -20, confidence_tokens: 4}}}}
+  unsure: {{cascade: {{small: int4, large: int8, min_logprob: 0, confidence_tokens: 4}}}}
+  tuned-first: {{cascade: {{small: tuned, large: int8, min_logprob: 0, confidence_tokens: 4}}}}
+engine: {{kv_memory_gib: 0.1, max_model_len: 1024}}
+server: {{port: 0}}
+cache: {{enabled: false}}
 """
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    file = Path(tmp_path_factory.mktemp("settings")) / "penstock.yaml"
-    file.write_text(SETTINGS)
+    folder = Path(tmp_path_factory.mktemp("settings"))
+    adapter = write_adapter(folder / "tuned", projections(read_config(resolve("smollm2-135m"))), size=0.02)
+    file = folder / "penstock.yaml"
+    file.write_text(SETTINGS.format(adapter=adapter))
     server = start_server("--config", str(file))
     yield server
     server.stop()
@@ -67,6 +75,9 @@ def test_versions_and_cascades_say_what_their_model_says(server: Server) -> None
             account = httpx.get(f"{server.base_url}/requests/{answer.headers['x-request-id']}").json()
             assert (account["asked"], account["model"]) == (model, answers)
             assert [attempt["model"] for attempt in account["attempts"]] == (["int4"] if model == "unsure" else [])
+    for stream in (False, True):
+        answer = ask(server, "tuned-first", stream=stream)
+        assert (answer.headers["x-penstock-model"], text(answer)) == ("int8", own["int8"])
     metrics = httpx.get(f"{server.url}/metrics").text
     assert 'penstock_cascades_total{model="unsure",outcome="unsure"} 2.0' in metrics
     assert 'penstock_shadows_total{model="int4",outcome="' in metrics

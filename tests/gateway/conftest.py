@@ -88,7 +88,7 @@ class Gateway:
         more: list[Action] = [[self.tokenizer.eos_ids[0]]] * MAX_MODEL_LEN
 
         def script(request: GenerateRequest) -> list[Action]:
-            choice = min(int(request.id.split("-")[1]), len(scripts) - 1)
+            choice = min(int(request.id.split("-")[1].removesuffix(".small")), len(scripts) - 1)
             return [*([token] for token in scripts[choice]), *more]
 
         self.runs(script)

@@ -18,7 +18,7 @@ from msgspec import UNSET, UnsetType
 
 from penstock.core.engine import EngineInfo
 from penstock.core.errors import InvalidRequest
-from penstock.core.request import SamplingParams
+from penstock.core.request import SamplingParams, Waits
 from penstock.fleet.cascade import small_may_try
 from penstock.fleet.settings import CascadeConfig
 from penstock.fleet.versions import is_shadowed
@@ -177,8 +177,11 @@ class TextEndpoint(ABC, Generic[B]):
         if cascade is not None:
             self._check_easy(choices, wanted, cascade)
             trial = Trial(cascade, len(choices), show_logprobs=self.wanted(body).logprobs is not None)
+            waits: Waits = "begun" if body.stream else "never"
             for choice in choices:
-                choice.request = replace(choice.request, waits="begun" if body.stream else "never")
+                # Another id than that of the large model's attempt, which may be at the same worker while this one is
+                # still being aborted there: where one of them is an adapter of the other.
+                choice.request = replace(choice.request, id=f"{choice.request.id}.small", waits=waits)
         generation = Generation(self.serving.metrics, reservation, response, context, choices, trial)
         return self.answer_type(body, generation)
 

@@ -404,6 +404,7 @@ def test_virtual_models_may_name_adapters(tokenizer: Tokenizer, folder: Path) ->
         MODEL: {"adapters": entries},
         "split": {"versions": {"first": 1, "second": 1}},
         "careful": {"cascade": {"small": "first", "large": MODEL, "min_logprob": None}},
+        "unsure": {"cascade": {"small": "first", "large": MODEL, "min_logprob": 0}},
     }
     settings = settings_from_mapping({"models": models})
     known = list(adapters_at_start(MODEL, settings.models[MODEL], base_of(None), {}))
@@ -414,6 +415,16 @@ def test_virtual_models_may_name_adapters(tokenizer: Tokenizer, folder: Path) ->
         response = post(gateway, CHAT, model="split", messages=HELLO, user="0")
         assert response.headers["x-penstock-model"] == ("first" if found["0"] == digests[0] else "second")
         assert answer(gateway, "careful") == digests[0]
+
+        response = post(gateway, TEXT, model="unsure", prompt="a", n=2, max_tokens=99)
+        assert [choice["text"] for choice in response.json()["choices"]] == ["none", "none"]
+        attempts = gateway.engine.requests[-4:]
+        assert [request.adapter is None for request in attempts] == [False, False, True, True]
+        assert len({request.id for request in attempts}) == 4, "the same worker has them at the same time"
+        account = get(gateway, f"/v1/requests/{response.headers['x-request-id']}").json()
+        assert [attempt["model"] for attempt in account["attempts"]] == ["first"]
+        for request in attempts:  # as the accounts of others name those who made them wait
+            assert get(gateway, f"/v1/requests/{request.id}").json() == account
 
 
 def test_what_is_there_from_the_start(folder: Path) -> None:
