@@ -22,6 +22,7 @@ State = Literal["starting", "ready", "draining", "lost", "stopped"]
 
 _FIRST_RETRY_SECONDS = 1.0
 _LAST_RETRY_SECONDS = 30.0
+_NO_READING = EngineStats()
 
 
 class Replica:
@@ -43,6 +44,7 @@ class Replica:
         self._leaving = False
         self._launcher = launcher
         self._instance: Instance | None = None
+        self._gone = False  # whether it has: until another one is launched
         self._on_change = on_change
         self._keeper: asyncio.Task[None] | None = None
 
@@ -75,7 +77,9 @@ class Replica:
 
     @property
     def stats(self) -> EngineStats:
-        return EngineStats() if self._instance is None else self._instance.engine.stats
+        """Of an instance that is lost or stopped nothing more is read, once `on_change` has been told, so that nobody
+        counts it twice."""
+        return _NO_READING if self._instance is None or self._gone else self._instance.engine.stats
 
     @property
     def host(self) -> HostStats | None:
@@ -150,7 +154,7 @@ class Replica:
 
     def _began(self, instance: Instance) -> None:
         self._instance = instance
-        self.useful = False
+        self._gone = self.useful = False
         self.loss = asyncio.get_running_loop().create_future()
         self._become("draining" if self._leaving else "ready", "")
         if isinstance(instance.engine, WorkerClient):
@@ -165,6 +169,7 @@ class Replica:
         """It cannot be used until it is launched again. Whoever notices first says so."""
         if self.state in ("ready", "draining"):
             self._become("lost", reason)
+            self._gone = True
 
     def _become(self, state: State, detail: str) -> None:
         self.state, self.detail, self.since = state, detail, time.time()
@@ -180,6 +185,7 @@ class Replica:
         if self._keeper is not None:
             self._keeper.cancel()
         self._become("stopped", "")
+        self._gone = True
         if self._instance is not None:
             if not self.loss.done():
                 self.loss.set_result(Loss("stopped", from_outside=True))

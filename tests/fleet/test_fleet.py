@@ -137,6 +137,29 @@ async def test_the_ledger_says_what_was_lost() -> None:
         assert known == sorted(known), "counters must not shrink when a replica is lost"
 
 
+@pytest.mark.parametrize("order", [("die", "remove"), ("die", "drain", "remove"), ("drain", "die", "remove")])
+async def test_what_a_replica_has_counted_is_counted_once(order: tuple[str, ...]) -> None:
+    """The autoscaler takes what is counted for work that has come."""
+    async with running(SimulatedLauncher(), SimulatedLauncher()) as (fleet, (launcher, _)):
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(8):
+                tasks.create_task(answer(fleet, asking(str(number), [number, 2, 3])))
+        replica, counted = fleet.replicas[0], (8, 8 * 60)
+        await until(lambda: (fleet.stats.requests, fleet.stats.output_tokens) == counted)  # by heartbeats
+        assert 0 < replica.stats.requests < 8
+        launcher.failing = True
+        for what in order:
+            if what == "die":
+                launcher.worker.die()
+                await until(lambda: replica.state == "lost")
+            elif what == "drain":
+                replica.drain()
+            else:
+                await fleet.remove(replica, 0)
+            assert (fleet.stats.requests, fleet.stats.output_tokens) == counted, what
+        assert replica.stats.requests == 0
+
+
 class PoisonedExecutor(PagedExecutor):
     """Its worker dies when it is to compute a certain token."""
 
