@@ -247,7 +247,8 @@ class Fleet:
         return placed
 
     def choose(self, journal: Journal, beside: Replica | None = None) -> Placement | None:
-        """`beside`: the replica that it is at already."""
+        """Raises what the request is refused for if it cannot be computed here. `beside`: the replica that it is at
+        already, where it can."""
         now = time.monotonic()
         found = [
             replica
@@ -260,18 +261,22 @@ class Fleet:
             and (replica is not self._court or journal.on_trial)
         ]
         if self._has_upstreams:
-            found = self._able(found, journal.request)
+            found = self._able(found, journal.request, beside)
         placed = self._router.place(journal.request, journal.output, found) if found else None
         if placed is not None:
             placed.replica.breaker.try_again(now)
         return placed
 
-    def _able(self, replicas: list[Replica], request: GenerateRequest) -> list[Replica]:
-        """Those whose kind can compute the request. Raises what they refuse it for if none can."""
-        refusals = [replica.refusal(request) for replica in replicas]
-        if replicas and all(refusals):
-            raise next(error for error in refusals if error is not None)
-        return [replica for replica, error in zip(replicas, refusals, strict=True) if error is None]
+    def _able(self, replicas: list[Replica], request: GenerateRequest, beside: Replica | None) -> list[Replica]:
+        """Those whose kind can compute the request. Raises what they refuse it for if no other one can either, whether
+        it is busy, starts again, or has it already."""
+        refusals = {replica: replica.refusal(request) for replica in replicas}
+        able = [replica for replica, error in refusals.items() if error is None]
+        if replicas and not able and beside is None:
+            others = (replica for replica in self.replicas if replica.comes_back and replica not in refusals)
+            if all(replica.refusal(request) for replica in others):
+                raise next(error for error in refusals.values() if error is not None)
+        return able
 
     def _to_itself(self, journal: Journal, placed: Placement) -> bool:
         """Keep other requests from the replica of a suspect. Those that have had a token there are above suspicion."""

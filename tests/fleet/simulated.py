@@ -5,22 +5,33 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from penstock.core.engine import EngineInfo
-from penstock.core.errors import StartupError
+from penstock.core.errors import PenstockError, StartupError
+from penstock.core.request import GenerateRequest
 from penstock.engine.executor import Step, StepResult
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
 from penstock.fleet.launcher import Instance, Loss, RemoteInstance
+from penstock.fleet.upstream.capabilities import Capabilities
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor
 from penstock.worker.client import WorkerClient
 from penstock.worker.server import GatewayConnection, WorkerServer
 
 LIMITS = SchedulerLimits(
     num_blocks=2000, block_size=4, max_seqs=64, max_step_tokens=64, max_model_len=4000, vocab_size=VOCAB + 1
+)
+
+CAPABILITIES = Capabilities(
+    token_ids_in=True,
+    token_ids_out=True,
+    logprobs=False,
+    seed=True,
+    continuation=True,
+    params=frozenset({"ignore_eos"}),
 )
 
 
@@ -81,6 +92,20 @@ class SimulatedInstance(RemoteInstance):
         return replace(await super().lost(), from_outside=self._launcher.killed_from_outside)
 
 
+class UpstreamInstance:
+    """A worker that refuses what an upstream cannot do."""
+
+    process = None
+    start_seconds: Mapping[str, float] = {}
+
+    def __init__(self, worker: Instance) -> None:
+        self.engine = worker.engine
+        self.lost, self.stop, self.kill = worker.lost, worker.stop, worker.kill
+
+    def refusal(self, request: GenerateRequest) -> PenstockError | None:
+        return CAPABILITIES.refusal(request)
+
+
 class SimulatedLauncher:
     """`crash` is told of every worker that is launched, before it serves."""
 
@@ -109,3 +134,11 @@ class SimulatedLauncher:
         for worker in self.workers:
             worker.die()
             await asyncio.to_thread(worker.thread.join)
+
+
+class SimulatedUpstream(SimulatedLauncher):
+    place = "simulated upstream"
+    owns = False
+
+    async def launch(self) -> Instance:
+        return UpstreamInstance(await super().launch())

@@ -7,11 +7,20 @@ import errno
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import count
 
 import pytest
 
-from penstock.core.errors import DeadlineExceeded, EngineFailure, PenstockError, StartupError, Unavailable
+from penstock.core.engine import ChunkStream
+from penstock.core.errors import (
+    DeadlineExceeded,
+    EngineFailure,
+    InvalidRequest,
+    PenstockError,
+    StartupError,
+    Unavailable,
+)
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, GenerateRequest, SamplingParams
 from penstock.engine.executor import Step, StepResult
@@ -21,7 +30,7 @@ from penstock.fleet.launcher import Loss
 from penstock.fleet.settings import FailoverConfig
 from penstock.simulation.paged_executor import VOCAB, PagedExecutor, expected_output
 from penstock.worker.protocol import NOT_STARTED
-from tests.fleet.simulated import HeldExecutor, SimulatedInstance, SimulatedLauncher, SimulatedWorker
+from tests.fleet.simulated import HeldExecutor, SimulatedInstance, SimulatedLauncher, SimulatedUpstream, SimulatedWorker
 
 POISON = VOCAB  # that no model samples: a prompt with it crashes the worker that computes it
 
@@ -327,6 +336,29 @@ async def test_where_another_model_stands_in_nothing_is_waited_for() -> None:
                 await answer(fleet, asking(f"later {waits}", [1, 2, 3], waits=waits))
         launcher.failing = False
         assert tokens_of(await going_on) == expected(half)
+
+
+async def test_what_upstreams_refuse_waits_for_a_worker_that_comes_back() -> None:
+    scored = asking("scored", [1, 2, 3])
+    scored = replace(scored, params=replace(scored.params, prompt_logprobs=0))
+    async with running(SimulatedLauncher(hold_the_first(8)), SimulatedUpstream()) as (fleet, (worker, _)):
+        stream = fleet.submit(scored)
+        tokens = [*(await anext(stream)).token_ids]
+        worker.failing = True
+        worker.worker.die()
+        await until(lambda: fleet.replicas[0].state == "lost")
+        later = asyncio.create_task(answer(fleet, replace(scored, id="later")))
+        going_on = asyncio.create_task(answer_of(stream))
+        await until(lambda: fleet.held == 2 or later.done())
+        worker.failing = False
+        assert tokens_of(await later) == tokens + tokens_of(await going_on) == expected(scored)
+        await fleet.remove(fleet.replicas[0], 0)
+        with pytest.raises(InvalidRequest, match="prompt_logprobs cannot be had from an upstream"):
+            await answer(fleet, replace(scored, id="too late"))
+
+
+async def answer_of(stream: ChunkStream) -> list[Chunk]:
+    return [chunk async for chunk in stream]
 
 
 async def test_a_drained_replica_finishes_what_it_has() -> None:

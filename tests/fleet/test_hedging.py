@@ -6,15 +6,19 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from penstock.engine.executor import Step, StepResult
 from penstock.fleet.failover import BREAK_AFTER
 from penstock.fleet.fleet import Fleet
+from penstock.fleet.journal import Journal
+from penstock.fleet.replica import Replica
 from penstock.fleet.settings import FailoverConfig
 from penstock.simulation.paged_executor import PagedExecutor
-from tests.fleet.simulated import SimulatedLauncher, SimulatedWorker
+from tests.fleet.simulated import SimulatedLauncher, SimulatedUpstream, SimulatedWorker
 from tests.fleet.test_fleet import answer, asking, expected, last_ledger, tokens_of, until
 
 HEDGE_MS = 5.0
@@ -119,6 +123,29 @@ async def test_one_that_is_quick_enough_is_not_hedged() -> None:
         fleet.hedging._seconds = 20.0
         request = asking("r", [1, 2, 3])
         assert tokens_of(await answer(fleet, request)) == expected(request)
+        assert races(fleet) == (0, 0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_an_upstream_that_could_not_compute_it_is_not_asked(leaves: bool) -> None:
+    """Nor is the client told what it would have refused, whether the worker stays or finishes what it has and goes."""
+    slow = HeldLauncher()
+    async with hedging(slow, SimulatedUpstream()) as fleet:
+        assert fleet.hedging is not None
+        request, second, tried = asking("r", [1, 2, 3]), fleet.hedging._second, asyncio.Event()
+        request = replace(request, params=replace(request.params, prompt_logprobs=0))
+
+        def tell(journal: Journal, replica: Replica) -> Any:
+            if leaves:
+                replica.drain()
+            tried.set()
+            return second(journal, replica)
+
+        fleet.hedging._second = tell  # type: ignore[method-assign]
+        task = asyncio.create_task(answer(fleet, request))
+        await tried.wait()
+        slow.let_go()
+        assert tokens_of(await task) == expected(request)
         assert races(fleet) == (0, 0)
 
 
