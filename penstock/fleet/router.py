@@ -75,9 +75,9 @@ class Router:
 
     def ended(self, placed: Placement, completed: Journal | None) -> None:
         """It is no longer there. What a completed one leaves in the KV cache is what the next turn of a conversation
-        begins with."""
+        begins with, unless the replica has been removed while the stream went on, as those of upstreams do."""
         placed.stream.ended(time.monotonic(), completed=completed is not None)
-        if placed.hashes and completed is not None:
+        if placed.hashes and completed is not None and placed.replica in self._snapshots:
             size, tokens = self._index.block_size, [*completed.request.prompt, *completed.output]
             extend_block_hashes(placed.hashes, completed.request, tokens, size, len(tokens) // size)
             self._index.record(placed.stream.snapshot.slot, placed.hashes)

@@ -100,7 +100,10 @@ class UpstreamInstance:
 
     def __init__(self, worker: Instance) -> None:
         self.engine = worker.engine
-        self.lost, self.stop, self.kill = worker.lost, worker.stop, worker.kill
+        self.lost, self.kill = worker.lost, worker.kill
+
+    async def stop(self) -> None:
+        """Streams that run go on."""
 
     def refusal(self, request: GenerateRequest) -> PenstockError | None:
         return CAPABILITIES.refusal(request)

@@ -386,6 +386,15 @@ async def test_what_drains_too_slowly_goes_on_elsewhere() -> None:
             assert tokens_of(task.result()) == expected(request)
 
 
+async def test_a_stream_that_outlasts_the_drain_of_its_upstream_comes_out_whole() -> None:
+    async with running(SimulatedUpstream(), SimulatedUpstream()) as (fleet, _):
+        request = asking("r", [1, 2, 3] * 20)
+        stream = fleet.submit(request)
+        first = await anext(stream)
+        await fleet.remove(next(replica for replica in fleet.replicas if replica.name == first.replica), 0)
+        assert [*first.token_ids, *tokens_of(await answer_of(stream))] == expected(request)
+
+
 async def test_an_aborted_request_has_its_ledger_also_after_a_failover() -> None:
     held: list[HeldExecutor] = []
     async with running(SimulatedLauncher(lambda worker: held.append(worker.hold(100)))) as (fleet, (launcher,)):
