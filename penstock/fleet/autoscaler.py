@@ -142,8 +142,7 @@ class Autoscaler:
         for _ in range(missing):
             self.fleet.add(self._launcher())
         for replica in self._least_busy(current)[: max(0, -missing)]:
-            replica.drain()
-            self._in_background(self.fleet.remove(replica, self._drain_seconds))
+            self.fleet.remove_soon(replica, self._drain_seconds)
 
     def _least_busy(self, replicas: list[Replica]) -> list[Replica]:
         """Those that do not serve yet come first, then those with the fewest requests, the latest of them first."""

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from penstock.checkpoint.source import pinned
-from penstock.core.errors import InvalidRequest, NotFound, StartupError
+from penstock.core.errors import Conflict, InvalidRequest, NotFound, StartupError
 from penstock.fleet.autoscaler import Autoscaler
 from penstock.fleet.build import NewLauncher
 from penstock.fleet.fleet import Fleet
@@ -133,29 +133,32 @@ class FleetControl:
             )
 
     async def remove(self, name: str, drain_seconds: float) -> ReplicaView:
-        """Take no more requests there; it stops when it is idle or the time is over."""
+        """Take no more requests there; it stops when it is idle or the time is over. One that drains already can be
+        given less time."""
         model, replica = self._find_replica(name)
         fleet = self._fleets[model]
         self._refuse_if_autoscaled(model)
-        if not any(other.state == "ready" for other in fleet.replicas if other is not replica):
+        others = (other for other in fleet.replicas if other is not replica)
+        if replica.comes_back and not any(other.state == "ready" for other in others):
             raise InvalidRequest(f"{name} is the only replica of {model} that is ready: add another one first")
-        self._in_background(fleet.remove(replica, drain_seconds))
-        await asyncio.sleep(0)
+        fleet.remove_soon(replica, drain_seconds)
         return self._view(model, replica)
 
     async def replace(self, model: str, checkpoint: str, drain_seconds: float) -> list[ReplicaView]:
         """Replace the workers of a model by those of another checkpoint, one after the other. Returns when all
-        are new; if one does not start, those that were replaced before stay and the others are left as they are. Where
-        there is none at all, one is started, so that it is known that it can be."""
+        are new; if one does not start, those that were replaced before stay and the others are left as they are. Those
+        that are being removed are not replaced. Where there is none at all, one is started, so that it is known that it
+        can be."""
         fleet, _ = self._find(model)
         checkpoint = await self._pinned(checkpoint)
         async with fleet.resizing:
-            old = [replica for replica in fleet.replicas if replica.is_owned]
+            old = [replica for replica in fleet.replicas if replica.is_owned and replica.comes_back]
             if not old and self._configs[model].autoscale is not None:
                 await self._add_version(model, checkpoint, 0)
             for replica in old:
-                await self._add_version(model, checkpoint, replica.number)
-                await fleet.remove(replica, drain_seconds)
+                if replica.comes_back:
+                    await self._add_version(model, checkpoint, replica.number)
+                    await fleet.remove(replica, drain_seconds)
             self._checkpoints[model] = checkpoint
         return [self._view(model, replica) for replica in fleet.replicas]
 
@@ -173,6 +176,8 @@ class FleetControl:
         if not replica.is_owned:
             raise InvalidRequest(f"{name} was not started from here: restart it where it runs", param="replica")
         async with fleet.resizing:
+            if not replica.comes_back:  # since then, too
+                raise Conflict(f"{name} is being removed, or has been", param="replica", code="replica_leaving")
             await self._add_version(model, self._checkpoints[model], replica.number)
             await fleet.remove(replica, drain_seconds)
         return [self._view(model, replica) for replica in fleet.replicas]

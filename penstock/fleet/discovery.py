@@ -7,6 +7,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 
 from penstock.fleet.fleet import Fleet
 from penstock.fleet.launcher import Launcher
@@ -71,16 +72,15 @@ class Discovery:
     def _update(self, found: Collection[str]) -> None:
         for address in self._replicas.keys() - set(found):
             replica = self._replicas.pop(address)
-            if not replica.comes_back:  # an administrator has removed it
-                continue
-            log.info("%s has gone from %s", address, self._host)
-            self._removals[address] = asyncio.create_task(self._remove(address, replica))
+            if replica.comes_back:  # else an administrator has removed it, or is doing so
+                log.info("%s has gone from %s", address, self._host)
+            removal = self._removals[address] = self._fleet.remove_soon(replica, self._drain_seconds)
+            removal.add_done_callback(partial(self._removed, address))
         for address in found:
             if address not in self._replicas and address not in self._removals:
                 log.info("%s is a worker of %s", address, self._host)
                 name = f"{self._fleet.model}-{address}"
                 self._replicas[address] = self._fleet.add(self._launcher(address), name)
 
-    async def _remove(self, address: str, replica: Replica) -> None:
-        await self._fleet.remove(replica, self._drain_seconds)
+    def _removed(self, address: str, _: asyncio.Task[None]) -> None:
         del self._removals[address]

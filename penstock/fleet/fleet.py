@@ -58,6 +58,8 @@ class Fleet:
         self.wake: Callable[[], None] | None = None
         self.resizing = asyncio.Lock()  # while replicas are replaced, and while the autoscaler acts
         self._background: list[asyncio.Task[None]] = []
+        self._removals: set[asyncio.Task[None]] = set()
+        self._stops: dict[Replica, asyncio.Task[None]] = {}  # of replicas that have drained
         self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
         self.journals: dict[str, Journal] = {}  # of requests in flight, and of those aborted lately
         self._quarantine = Quarantine()
@@ -124,8 +126,7 @@ class Fleet:
         try:
             await replica.start()
         except BaseException:
-            self.replicas.remove(replica)
-            self._router.remove(replica)
+            self._forget(replica)
             raise
         return replica
 
@@ -155,15 +156,43 @@ class Fleet:
 
     def streams(self, replica: Replica) -> int:
         """Requests in flight there."""
-        return self._router.snapshot(replica).streams
+        return self._router.snapshot(replica).streams if replica in self.replicas else 0
 
     async def remove(self, replica: Replica, drain_seconds: float) -> None:
-        """Let it finish what it has; what is not done in time goes on elsewhere."""
-        replica.drain()
-        await self._drained(replica, drain_seconds)
-        await replica.stop()
-        self.replicas.remove(replica)
-        self._router.remove(replica)
+        """Let it finish what it has; what is not done in time goes on elsewhere. Returns when it has gone, and goes on
+        if whoever waits for that is cancelled."""
+        await asyncio.shield(self.remove_soon(replica, drain_seconds))
+
+    def remove_soon(self, replica: Replica, drain_seconds: float) -> asyncio.Task[None]:
+        """It takes no more requests from now on. Of several who remove the same one the least patient decides, and all
+        see it go."""
+        if replica.comes_back:
+            replica.drain()
+        removal = asyncio.create_task(self._remove(replica, drain_seconds))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+        return removal
+
+    async def _remove(self, replica: Replica, drain_seconds: float) -> None:
+        if replica in self.replicas:
+            await self._drained(replica, drain_seconds)
+        if replica in self.replicas:
+            if replica not in self._stops:
+                self._stops[replica] = asyncio.create_task(self._stop(replica))
+            await self._stops[replica]
+
+    async def _stop(self, replica: Replica) -> None:
+        try:
+            await replica.stop()
+        finally:
+            self._forget(replica)
+            del self._stops[replica]
+
+    def _forget(self, replica: Replica) -> None:
+        if replica in self.replicas:
+            self.replicas.remove(replica)
+            self._router.remove(replica)
+            self._tell()
 
     async def _drained(self, replica: Replica, seconds: float) -> None:
         """Wait until it has no requests any more, but no longer than this."""
@@ -179,7 +208,7 @@ class Fleet:
         replica.cut()
 
     async def stop(self) -> None:
-        for task in self._background:
+        for task in (*self._background, *self._removals):
             task.cancel()
         if self.pool is not None:
             await self.pool.stop()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from penstock.core.engine import EngineStats, HostStats, ServedEngine
-from penstock.core.errors import PenstockError
+from penstock.core.errors import PenstockError, StartupError
 from penstock.core.request import GenerateRequest
 from penstock.core.start_times import listed
 from penstock.fleet.failover import CircuitBreaker
@@ -92,7 +92,11 @@ class Replica:
 
     async def start(self) -> None:
         """Launch it and wait until it serves. Raises StartupError or Unavailable with the engine's own words."""
-        self._began(await self._launch())
+        instance = await self._launch()
+        if self.state == "stopped":
+            await instance.stop()
+            raise StartupError(f"replica {self.name} was stopped before it served")
+        self._began(instance)
         self._keeper = asyncio.create_task(self._keep())
 
     def start_soon(self, failed: str = "") -> None:

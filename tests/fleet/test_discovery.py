@@ -68,6 +68,7 @@ async def test_replicas_follow_the_addresses_of_a_name() -> None:
         assert tokens == expected_output([1, 2, 3], 5, 100, frozenset())
         assert fleet.failovers == 0
         await asyncio.gather(*discovery._removals.values())
+        assert not discovery._removals
 
         for names.found in (OSError("the name server is down"), ()):
             await discovery.look()
@@ -80,6 +81,21 @@ async def test_replicas_follow_the_addresses_of_a_name() -> None:
         names.found = HOSTS[::2]
         await discovery.look()
         await states(fleet, {"m-127.0.0.3": "ready", "m-127.0.0.1": "ready"})
+
+        busy = fleet.replicas[1]
+        fleet._router.snapshot(busy).sent(3, 0, 0.0)  # a stream that does not end
+        for removed_first in (False, True):  # by an administrator, who has less patience
+            leaving = [fleet.remove_soon(busy, 3600)] if removed_first else []
+            names.found = HOSTS[2:]
+            await discovery.look()
+            names.found = HOSTS[::2]
+            await discovery.look()
+            await states(fleet, {"m-127.0.0.3": "ready", "m-127.0.0.1": "draining"})
+            await asyncio.gather(fleet.remove(busy, 0), *leaving, *discovery._removals.values())
+            await discovery.look()
+            await states(fleet, {"m-127.0.0.3": "ready", "m-127.0.0.1": "ready"})
+            busy = fleet.replicas[1]
+            fleet._router.snapshot(busy).sent(3, 0, 0.0)
         await fleet.stop()
 
 
