@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from penstock.core.errors import EngineFailure, Overloaded, Unavailable
+from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from penstock.gateway.api.generation import Answer, Generation
 from penstock.gateway.api.trial import Escalated, Outcome
 
@@ -32,6 +32,10 @@ class CascadedAnswer:
             return
         except Escalated as unsure:
             outcome, why = unsure.outcome, unsure.message
+        except InvalidRequest as error:  # by an engine that cannot do what others can, such as an upstream
+            if not tried.discarded:
+                raise
+            outcome, why = "skipped", cannot_take(error)
         except (Unavailable, Overloaded, EngineFailure) as error:
             if not tried.discarded:
                 raise
@@ -41,3 +45,9 @@ class CascadedAnswer:
         self._answer = await self._large(why)
         self.generation.attempts.append(attempt)
         await self._answer.respond()
+
+
+def cannot_take(error: InvalidRequest) -> str:
+    """Why the large model is asked where the small one refuses. That may have room for it, or refuses it in its own
+    words."""
+    return f"the small model cannot take it: {error.message}"

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from msgspec import UNSET, UnsetType
 
-from penstock.core.errors import EngineFailure, Overloaded, Unavailable
+from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
 from penstock.core.request import Chunk
 from penstock.gateway.api.cache_control import NAME as CACHE
 from penstock.gateway.api.cache_control import cache_header
@@ -52,7 +52,8 @@ class Generation:
         choices: list[Choice],
         trial: Trial | None = None,
     ) -> None:
-        """`trial`: if the answer is not good enough, or fails before anything was sent, another model gives one."""
+        """`trial`: if the answer is not good enough, refused, or fails before anything was sent, another model gives
+        one."""
         self.engine = context.model.engine
         self.metering = context.model.metering
         self.metrics = metrics.models[context.model.name]
@@ -83,7 +84,7 @@ class Generation:
                         await self._run_choice(self.choices[0], emit)
                     else:
                         await self._run_all(emit)
-                except (Escalated, Unavailable, Overloaded, EngineFailure) as error:
+                except (Escalated, InvalidRequest, Unavailable, Overloaded, EngineFailure) as error:
                     self.discarded = self.trial is not None and not self.response.status
                     if isinstance(error, Overloaded) and not self.discarded:
                         self.metrics.refused += 1

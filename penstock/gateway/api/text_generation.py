@@ -23,7 +23,7 @@ from penstock.fleet.cascade import small_may_try
 from penstock.fleet.settings import CascadeConfig
 from penstock.fleet.versions import is_shadowed
 from penstock.gateway.api.bounds import Bounds
-from penstock.gateway.api.cascade import CascadedAnswer
+from penstock.gateway.api.cascade import CascadedAnswer, cannot_take
 from penstock.gateway.api.choices import Choice, build_choices
 from penstock.gateway.api.context import Context
 from penstock.gateway.api.decoding import decode_json
@@ -153,8 +153,8 @@ class TextEndpoint(ABC, Generic[B]):
             return CascadedAnswer(small, large, count)
         except Escalated as skipped:
             why = skipped.message
-        except InvalidRequest as error:  # the large model may have room for it, or refuses it in its own words
-            why = f"the small model cannot take it: {error.message}"
+        except InvalidRequest as error:
+            why = cannot_take(error)
         count("skipped")
         return await large(why)
 

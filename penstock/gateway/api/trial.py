@@ -11,7 +11,8 @@ from penstock.fleet.cascade import escalates, is_decided
 from penstock.fleet.settings import CascadeConfig
 from penstock.text.stream import TextDelta
 
-# small: it answered. The large model did where it was skipped (not asked), unsure (its answer not used), or failed.
+# small: it answered. The large model did where it was skipped (it is not for such requests), unsure (its answer not
+# used), or failed.
 Outcome = Literal["small", "skipped", "unsure", "failed"]
 
 

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.core.engine import EngineStats
-from penstock.core.errors import Failure, Overloaded, Unavailable
+from penstock.core.errors import Failure, InvalidRequest, Overloaded, Unavailable
 from penstock.fleet.versions import assigned_version
 from penstock.gateway.api.generation import Generation
 from penstock.gateway.api.models import ServedModel
@@ -279,6 +279,27 @@ def test_the_large_model_stands_in_for_a_small_one_that_fails(
         gateway.runs(lambda request: [[5], [6], [7], [8], failure()])
         answer = post(gateway, model="easy", stream=True)
         assert '"error":' in answer.text, "what was sent cannot be taken back"
+
+
+@pytest.mark.parametrize("min_logprob", [SURE, None])
+def test_the_large_model_does_what_the_small_one_refuses(tokenizer: Tokenizer, min_logprob: float | None) -> None:
+    refusal = InvalidRequest("logprobs cannot be had from this upstream", param="logprobs")
+    with cascading(tokenizer, min_logprob=min_logprob) as (gateway, other), gateway.http() as http:
+        gateway.runs(lambda request: [refusal])
+        for stream in (False, True):
+            answer = post(gateway, model="easy", stream=stream, n=2)
+            assert texts(answer, stream) == [OTHER_SAYS] * 2
+            account = account_of(gateway, answer)
+            assert account["why"] == f"the small model cannot take it: {refusal.message}"
+            assert sum(account["choices"][0]["parts"].values()) == pytest.approx(account["total"], abs=1e-6)
+        samples = metrics_of(http)
+        assert samples["penstock_cascades_total", "easy", "skipped"] == 2
+        assert samples["penstock_prompt_tokens_total", MODEL] == 0
+        other.script = lambda request: [InvalidRequest("nor from this one")]
+        refused = post(gateway, model="easy")
+        assert (refused.status_code, refused.json()["error"]["message"]) == (400, "nor from this one")
+        gateway.runs(lambda request: [[5], [6], [7], [8], refusal])
+        assert refusal.message in post(gateway, model="easy", stream=True).text, "what was sent cannot be taken back"
 
 
 def test_only_the_answer_that_was_sent_is_charged_and_counted(tokenizer: Tokenizer) -> None:
