@@ -65,9 +65,10 @@ class RequestStream:
         journal.engine, self._loss = placed.replica.engine, placed.replica.loss
         chunks = self._chunks = journal.engine.submit(journal.next_request())
         if fleet.hedging is not None and journal.attempt == 1:
-            placed, chunks = await fleet.hedging.race(journal, placed, chunks, len(fleet.journals))
-            self._placed, self._chunks = placed, chunks
-            journal.engine, self._loss = placed.replica.engine, placed.replica.loss
+            self._placed = self._chunks = None  # until one has won, the race leaves them
+            winner = await fleet.hedging.race(journal, placed, chunks, len(fleet.journals))
+            self._placed, self._loss, journal.engine = winner.placed, winner.loss, winner.engine
+            chunks = self._chunks = winner.rest()
         return chunks
 
     def _take(self, chunk: Chunk) -> Chunk:

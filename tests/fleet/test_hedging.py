@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from penstock.core.request import Chunk, GenerateRequest
 from penstock.engine.executor import Step, StepResult
 from penstock.fleet.failover import BREAK_AFTER
 from penstock.fleet.fleet import Fleet
@@ -193,3 +194,37 @@ async def test_a_client_that_leaves_during_a_race_leaves_nothing_behind() -> Non
         for launcher in slow:
             launcher.let_go()
             await until(lambda launcher=launcher: not launcher.worker.scheduler.has_work)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_a_client_that_leaves_while_the_loser_is_aborted_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Also if it is cancelled once more, while all of it is aborted."""
+    slow, quick = HeldLauncher(), SimulatedLauncher()
+    async with hedging(slow, quick) as fleet:
+        closing, closed = asyncio.Event(), asyncio.Event()
+        engine = fleet.replicas[0].engine
+        submit = engine.submit
+
+        async def closed_slowly(request: GenerateRequest) -> AsyncIterator[Chunk]:
+            try:
+                async for chunk in submit(request):
+                    yield chunk
+            finally:
+                closing.set()
+                await closed.wait()
+
+        monkeypatch.setattr(engine, "submit", closed_slowly)
+        task = asyncio.create_task(answer(fleet, asking("r", [1, 2, 3], 3000)))
+        await closing.wait()
+        for _ in range(times):
+            task.cancel()
+            await asyncio.sleep(0)
+        closed.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await until(lambda: [fleet.streams(replica) for replica in fleet.replicas] == [0, 0])
+        await until(lambda: not quick.worker.scheduler.has_work)
+        assert fleet.hedging is not None
+        assert fleet.hedging._racing == 0
