@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from itertools import chain, repeat
-from operator import is_not
 
 from penstock.core.engine import ChunkStream, EngineInfo, EngineStats, Health
 from penstock.core.errors import DeadlineExceeded, EngineFailure, Overloaded, PenstockError, StartupError, Unavailable
@@ -19,11 +18,12 @@ from penstock.fleet.failover import SUSPECT_AFTER, Quarantine, RetryBudget
 from penstock.fleet.hedging import Hedging
 from penstock.fleet.journal import Journal
 from penstock.fleet.launcher import Launcher, Loss, WorkerInstance
-from penstock.fleet.replica import Replica
+from penstock.fleet.removal import Removals
+from penstock.fleet.replica import Replica, able
 from penstock.fleet.router import Placement, Router
 from penstock.fleet.settings import FailoverConfig, RoutingConfig
 from penstock.fleet.standby import StandbyPool
-from penstock.fleet.stats import combined, combined_info, counters
+from penstock.fleet.stats import Readings, combined_info
 from penstock.fleet.stream import RequestStream
 from penstock.worker.client import GONE, LOST
 
@@ -58,8 +58,7 @@ class Fleet:
         self.wake: Callable[[], None] | None = None
         self.resizing = asyncio.Lock()  # while replicas are replaced, and while the autoscaler acts
         self._background: list[asyncio.Task[None]] = []
-        self._removals: set[asyncio.Task[None]] = set()
-        self._stops: dict[Replica, asyncio.Task[None]] = {}  # of replicas that have drained
+        self._removals = Removals(self._drained, self._forget)
         self._changed = asyncio.Event()  # set, and replaced, when a replica changes its state
         self.journals: dict[str, Journal] = {}  # of requests in flight, and of those aborted lately
         self._quarantine = Quarantine()
@@ -70,9 +69,7 @@ class Fleet:
         self._trial = asyncio.Lock()  # held by a suspect until it has a token
         self._court: Replica | None = None  # that the suspect has to itself until then, but for streams that run
         self._has_upstreams = False
-        self._read: list[EngineStats] = []  # of the replicas, and what they come to
-        self._stats = EngineStats()
-        self._retired = EngineStats()  # counters of instances that have gone
+        self._readings = Readings()
 
     # -- replicas ------------------------------------------------------------------------------------------------------
 
@@ -164,29 +161,8 @@ class Fleet:
         await asyncio.shield(self.remove_soon(replica, drain_seconds))
 
     def remove_soon(self, replica: Replica, drain_seconds: float) -> asyncio.Task[None]:
-        """It takes no more requests from now on. Of several who remove the same one the least patient decides, and all
-        see it go."""
-        if replica.comes_back:
-            replica.drain()
-        removal = asyncio.create_task(self._remove(replica, drain_seconds))
-        self._removals.add(removal)
-        removal.add_done_callback(self._removals.discard)
-        return removal
-
-    async def _remove(self, replica: Replica, drain_seconds: float) -> None:
-        if replica in self.replicas:
-            await self._drained(replica, drain_seconds)
-        if replica in self.replicas:
-            if replica not in self._stops:
-                self._stops[replica] = asyncio.create_task(self._stop(replica))
-            await self._stops[replica]
-
-    async def _stop(self, replica: Replica) -> None:
-        try:
-            await replica.stop()
-        finally:
-            self._forget(replica)
-            del self._stops[replica]
+        """It takes no more requests from now on."""
+        return self._removals.start(replica, drain_seconds)
 
     def _forget(self, replica: Replica) -> None:
         if replica in self.replicas:
@@ -208,7 +184,7 @@ class Fleet:
         replica.cut()
 
     async def stop(self) -> None:
-        for task in (*self._background, *self._removals):
+        for task in (*self._background, *self._removals.running):
             task.cancel()
         if self.pool is not None:
             await self.pool.stop()
@@ -225,8 +201,7 @@ class Fleet:
             self._router.restarted(replica)
         elif replica.state in ("lost", "stopped"):
             self._combine_infos()
-            self._retired = combined([self._retired, counters(replica.stats)])
-            self._read, self._stats = [], self._retired
+            self._readings.retire(replica.stats)
         self._tell()
 
     def _combine_infos(self) -> None:
@@ -290,22 +265,12 @@ class Fleet:
             and (replica is not self._court or journal.on_trial)
         ]
         if self._has_upstreams:
-            found = self._able(found, journal.request, beside)
+            others = (each for each in self.replicas if each not in found and (each.comes_back or each is beside))
+            found = able(found, journal.request, others)
         placed = self._router.place(journal.request, journal.output, found) if found else None
         if placed is not None:
             placed.replica.breaker.try_again(now)
         return placed
-
-    def _able(self, replicas: list[Replica], request: GenerateRequest, beside: Replica | None) -> list[Replica]:
-        """Those whose kind can compute the request. Raises what they refuse it for if no other one can either, whether
-        it is busy, starts again, or has it already."""
-        refusals = {replica: replica.refusal(request) for replica in replicas}
-        able = [replica for replica, error in refusals.items() if error is None]
-        if replicas and not able and beside is None:
-            others = (replica for replica in self.replicas if replica.comes_back and replica not in refusals)
-            if all(replica.refusal(request) for replica in others):
-                raise next(error for error in refusals.values() if error is not None)
-        return able
 
     def _to_itself(self, journal: Journal, placed: Placement) -> bool:
         """Keep other requests from the replica of a suspect. Those that have had a token there are above suspicion."""
@@ -418,10 +383,7 @@ class Fleet:
     @property
     def stats(self) -> EngineStats:
         """Read for every request, and changed by heartbeats only."""
-        read = [replica.stats for replica in self.replicas if replica.state in ("ready", "draining")]
-        if len(read) != len(self._read) or any(map(is_not, read, self._read)):
-            self._read, self._stats = read, combined([self._retired, *read])
-        return self._stats
+        return self._readings.of([each.stats for each in self.replicas if each.state in ("ready", "draining")])
 
     def health(self) -> Health:
         ready = [replica for replica in self.replicas if replica.state == "ready"]

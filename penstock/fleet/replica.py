@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Literal
 
 from penstock.core.engine import EngineStats, HostStats, ServedEngine
@@ -204,3 +204,13 @@ class Replica:
         """End its engine at once, whatever that is doing."""
         if self._instance is not None:
             self._instance.kill()
+
+
+def able(replicas: Collection[Replica], request: GenerateRequest, others: Iterable[Replica]) -> list[Replica]:
+    """Those whose kind can compute the request. Raises what they refuse it for if none can, nor any of the others:
+    those may be busy, on their way, or at it already."""
+    refusals = {replica: replica.refusal(request) for replica in replicas}
+    found = [replica for replica, error in refusals.items() if error is None]
+    if replicas and not found and all(other.refusal(request) for other in others):
+        raise next(error for error in refusals.values() if error is not None)
+    return found

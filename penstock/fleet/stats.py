@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from operator import is_not
 
 from penstock.core.engine import EngineInfo, EngineStats
 
@@ -53,3 +54,23 @@ def combined_info(infos: Sequence[EngineInfo]) -> EngineInfo:
         max_model_len=max(info.max_model_len for info in infos),
         revision="+".join(sorted({info.revision for info in infos})),
     )
+
+
+class Readings:
+    """Of the replicas of a model as one, also of those that have gone."""
+
+    def __init__(self) -> None:
+        self._read: list[EngineStats] = []  # the latest, and what they come to
+        self._combined = EngineStats()
+        self._retired = EngineStats()  # counters of instances that have gone
+
+    def of(self, read: list[EngineStats]) -> EngineStats:
+        """Asked for with every request, and changed by heartbeats only."""
+        if len(read) != len(self._read) or any(map(is_not, read, self._read)):
+            self._read, self._combined = read, combined([self._retired, *read])
+        return self._combined
+
+    def retire(self, stats: EngineStats) -> None:
+        """Nothing more is read of that instance."""
+        self._retired = combined([self._retired, counters(stats)])
+        self._read, self._combined = [], self._retired

@@ -102,7 +102,7 @@ async def test_a_drain_is_answered_whether_or_not_there_is_anything_to_wait_for(
             await one.control.remove("m-2", 3600)
         assert (await one.control.remove("m-1", 0)).state == "draining"  # less patient
         await one.become(m_2="ready")
-        await until(lambda: not one.fleet._removals)
+        await until(lambda: not one.fleet._removals.running)
 
 
 async def test_a_removal_goes_on_without_whoever_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
