@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
+from penstock.cli.dashboards import RULES, export_to
+from penstock.cli.settings import file_and_environment
 from penstock.gateway.api.endpoints import ENDPOINTS
 from penstock.settings import Settings, settings_from_mapping
 from tests.deploy.manifests import DEPLOY, Manifest, check, run, tool
+from tests.observability.rule_tests import run_rule_tests
 
 CHART = DEPLOY / "helm" / "penstock"
 SMALLEST: dict[str, Any] = {"workerSecret": {"value": "correct-horse"}, "workers": {"smollm2-135m": {}}}
@@ -20,7 +23,13 @@ EVERYTHING: dict[str, Any] = {
     "image": {"repository": "registry.example.com/penstock", "pullSecrets": [{"name": "pull"}]},
     "workerSecret": {"existingSecret": "theirs"},
     "settings": {"server": {"drain_seconds": 90, "processes": 2}, "classes": {"fast": {"ttft_ms": 500, "itl_ms": 100}}},
-    "gateway": {"autoscaling": {"requestsInFlight": 200}, "cache": {"existingClaim": "models"}, "port": 80},
+    "gateway": {
+        "autoscaling": {"requestsInFlight": 200},
+        "cache": {"existingClaim": "models"},
+        "port": 80,
+        "environment": [{"name": "PENSTOCK_STATE", "valueFrom": {"secretKeyRef": {"name": "redis", "key": "url"}}}],
+        "envFrom": [{"secretRef": {"name": "tokens"}}],
+    },
     "workers": {
         "small": {"model": "smollm2-135m", "aliases": ["default"], "autoscaling": {"streams": 0}},
         "qwen2.5-7b": {
@@ -34,16 +43,16 @@ EVERYTHING: dict[str, Any] = {
             "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
         },
     },
-    "workerDefaults": {"autoscaling": {"enabled": True}},
+    "workerDefaults": {"autoscaling": {"enabled": True}, "envFrom": [{"configMapRef": {"name": "proxy"}}]},
     "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
 }
 
 
-def render(values: dict[str, Any], folder: Path) -> list[Manifest]:
+def render(values: dict[str, Any], folder: Path, release: str = "prod") -> list[Manifest]:
     file = folder / "values.yaml"
     file.write_text(yaml.safe_dump(values))
     run(tool("helm"), "lint", "--strict", str(CHART), "--values", str(file))
-    text = run(tool("helm"), "template", "prod", str(CHART), "--namespace", "ml", "--values", str(file))
+    text = run(tool("helm"), "template", release, str(CHART), "--namespace", "ml", "--values", str(file))
     return [each for each in yaml.safe_load_all(text) if each]
 
 
@@ -151,6 +160,44 @@ def test_a_model_overrides_the_defaults(tmp_path: Path) -> None:
     queries = [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
     assert ["penstock_replica_streams" in query for query in queries] == [False, False]
     assert "Secret" not in {each["kind"] for each in manifests}, "an existing one is used"
+
+
+def test_the_state_comes_from_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL with a password stands in no ConfigMap, and is what `serve` and `keys` in the container read."""
+    manifests = render(EVERYTHING, tmp_path)
+    for pod, container in containers(manifests):
+        names = [each["name"] for each in container["env"]]
+        assert len(set(names)) == len(names)
+        gateway = pod["metadata"]["labels"]["app.kubernetes.io/component"] == "gateway"
+        assert ("PENSTOCK_STATE" in names) == gateway
+        assert container["envFrom"] == (EVERYTHING["gateway"] if gateway else EVERYTHING["workerDefaults"])["envFrom"]
+    (config,) = of_kind(manifests, "ConfigMap").values()
+    file = tmp_path / "settings.yaml"
+    file.write_text(config["data"]["settings.yaml"])
+    url = "redis://:correct-horse@redis.example.com:6379/0"
+    monkeypatch.setenv("PENSTOCK_STATE", url)
+    assert settings_from_mapping(file_and_environment(str(file))).state == url
+
+
+@pytest.mark.parametrize("release", ["prod", "llm"])
+def test_a_gateway_that_is_down_raises_its_alert(release: str, tmp_path: Path) -> None:
+    """By the labels that the ServiceMonitor gives its targets, whatever the release is called."""
+    (monitor,) = of_kind(render(EVERYTHING, tmp_path, release), "ServiceMonitor").values()
+    (endpoint,) = monitor["spec"]["endpoints"]
+    service = f"{release}-gateway"  # which is the job, unless the monitor says otherwise
+    labels = {"job": service, "namespace": "ml", "service": service, "pod": f"{service}-x", "endpoint": "http"}
+    for rule in endpoint["relabelings"]:
+        assert rule["action"] == "replace"
+        labels[rule["targetLabel"]] = rule["replacement"]
+    export_to(tmp_path)
+    series = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    expr = 'count by (pod) (ALERTS{alertname="PenstockDown",alertstate="firing"})'
+    fires = {"labels": f'{{pod="{labels["pod"]}"}}', "value": 1}
+    test = {
+        "input_series": [{"series": f"up{{{series}}}", "values": "0x20"}],
+        "promql_expr_test": [{"expr": expr, "eval_time": "5m", "exp_samples": [fires]}],
+    }
+    run_rule_tests(tmp_path, tmp_path / RULES, [test])
 
 
 @pytest.mark.parametrize(
