@@ -1,106 +1,43 @@
-"""Grafana dashboards as data: each is a page of panels over a Prometheus data source that is chosen in Grafana."""
+"""Grafana dashboards as data."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from penstock.observability.panels import Dashboard, Panel
+from penstock.observability.promql import added, total
 
-COLUMNS = 24  # of Grafana's grid
-WIDTH, HEIGHT = 8, 8  # of a panel
-
-Unit = Literal[
-    "short", "s", "percentunit", "reqps", "tps", "bytes", "Bps", "watt", "celsius", "hertz", "currencyUSD", "ops"
-]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Panel:
-    title: str
-    unit: Unit
-    queries: tuple[tuple[str, str], ...]  # (PromQL, legend)
-    about: str = ""
-    stacked: bool = False
-    threshold: float | None = None  # from here on red
-
-    def json(self, number: int) -> dict[str, Any]:
-        steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
-        if self.threshold is not None:
-            steps.append({"color": "red", "value": self.threshold})
-        per_row = COLUMNS // WIDTH
-        source = {"type": "prometheus", "uid": "${source}"}
-        return {
-            "id": number + 1,
-            "type": "timeseries",
-            "title": self.title,
-            "description": self.about,
-            "datasource": source,
-            "gridPos": {"x": number % per_row * WIDTH, "y": number // per_row * HEIGHT, "w": WIDTH, "h": HEIGHT},
-            "fieldConfig": {
-                "defaults": {
-                    "unit": self.unit,
-                    "min": 0,
-                    "thresholds": {"mode": "absolute", "steps": steps},
-                    "custom": {
-                        "fillOpacity": 30 if self.stacked else 8,
-                        "lineWidth": 1,
-                        "stacking": {"mode": "normal" if self.stacked else "none"},
-                        "thresholdsStyle": {"mode": "off" if self.threshold is None else "dashed"},
-                    },
-                },
-                "overrides": [],
-            },
-            "options": {
-                "legend": {"displayMode": "list", "placement": "bottom"},
-                "tooltip": {"mode": "multi", "sort": "desc"},
-            },
-            "targets": [
-                {
-                    "refId": chr(ord("A") + i),
-                    "expr": query,
-                    "legendFormat": legend,
-                    "datasource": source,
-                    "exemplar": query.startswith("histogram_quantile"),  # a dot for each, which leads to its trace
-                }
-                for i, (query, legend) in enumerate(self.queries)
-            ],
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Dashboard:
-    name: str  # of its file
-    title: str
-    about: str
-    panels: tuple[Panel, ...]
-
-    def json(self) -> dict[str, Any]:
-        return {
-            "uid": f"penstock-{self.name}",
-            "title": f"Penstock: {self.title}",
-            "description": self.about,
-            "tags": ["penstock"],
-            "schemaVersion": 39,
-            "version": 1,
-            "editable": True,
-            "refresh": "10s",
-            "time": {"from": "now-1h", "to": "now"},
-            "templating": {
-                "list": [
-                    {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus", "hide": 0}
-                ]
-            },
-            "links": [{"type": "dashboards", "tags": ["penstock"], "title": "Penstock", "asDropdown": True}],
-            "annotations": {"list": []},
-            "panels": [panel.json(number) for number, panel in enumerate(self.panels)],
-        }
+REPLICA = "model, replica"
+OBJECTIVE = "model, class, objective"
 
 
 def _rate(metric: str, by: str = "model") -> str:
-    return f"sum by ({by}) (rate({metric}[$__rate_interval]))"
+    """Of what gateways count themselves."""
+    return added(f"rate({metric}[$__rate_interval])", by)
 
 
-def _over(part: str, whole: str, by: str = "model") -> str:
-    return f"{_rate(part, by)} / ({_rate(whole, by)} > 0)"
+def _engine_rate(metric: str) -> str:
+    """Of what engines count, and every gateway reports."""
+    return total(f"rate({metric}[$__rate_interval])")
+
+
+def _reading(metric: str, by: str = "model") -> str:
+    """Of what does not add up: the largest, of all gateways and fleets."""
+    return f"max by ({by}) ({metric})"
+
+
+def _of_replicas(metric: str) -> tuple[str, str]:
+    return _reading(metric, REPLICA), "{{model}} {{replica}}"
+
+
+def _of_gpus(metric: str) -> str:
+    return _reading(metric, f"{REPLICA}, gpu")
+
+
+def _over(part: str, whole: str) -> str:
+    return f"{part} / ({whole} > 0)"
+
+
+def _engines_over(part: str, whole: str) -> str:
+    return _over(_engine_rate(f"penstock_engine_{part}_total"), _engine_rate(f"penstock_engine_{whole}_total"))
 
 
 def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
@@ -111,6 +48,16 @@ def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
     )
 
 
+# As penstock_cost_per_million_tokens, of all gateways together.
+CHARGED = (
+    added("penstock_spend_total", "model")
+    + " / ("
+    + added('penstock_tenant_tokens_total{kind=~"input|output"}', "model")
+    + " > 0) * 1e6"
+)
+# Each gateway reckons the whole machine over the tokens that it handled itself.
+MACHINE = "1 / sum(1 / penstock_machine_cost_per_million_tokens)"
+
 OVERVIEW = Dashboard(
     "overview",
     "overview",
@@ -119,7 +66,7 @@ OVERVIEW = Dashboard(
         Panel(
             "Requests by status", "reqps", ((_rate("penstock_requests_total", "status"), "{{status}}"),), stacked=True
         ),
-        Panel("Requests in flight", "short", (("penstock_requests_in_flight", "in flight"),)),
+        Panel("Requests in flight", "short", (("sum(penstock_requests_in_flight)", "in flight"),)),
         Panel("Output tokens", "tps", ((_rate("penstock_output_tokens_total"), "{{model}}"),), stacked=True),
         Panel("Time to first token", "s", _quantiles("penstock_time_to_first_token_seconds")),
         Panel("Inter-token latency", "s", _quantiles("penstock_inter_token_seconds")),
@@ -129,14 +76,20 @@ OVERVIEW = Dashboard(
             (
                 (
                     _over(
-                        'penstock_objectives_total{met="true"}', "penstock_objectives_total", "model, class, objective"
+                        _rate('penstock_objectives_total{met="true"}', OBJECTIVE),
+                        _rate("penstock_objectives_total", OBJECTIVE),
                     ),
-                    "{{class}} {{objective}}",
+                    "{{model}} {{class}} {{objective}}",
                 ),
             ),
         ),
         Panel(
-            "Engine", "short", (("penstock_running_sequences", "running"), ("penstock_waiting_sequences", "waiting"))
+            "Engine",
+            "short",
+            (
+                (total("penstock_running_sequences"), "{{model}} running"),
+                (total("penstock_waiting_sequences"), "{{model}} waiting"),
+            ),
         ),
         Panel(
             "Answers by where they came from",
@@ -144,7 +97,7 @@ OVERVIEW = Dashboard(
             ((_rate("penstock_answer_cache_requests_total", "state"), "{{state}}"),),
             stacked=True,
         ),
-        Panel("Cost per million tokens", "currencyUSD", (("penstock_cost_per_million_tokens", "{{model}}"),)),
+        Panel("Cost per million tokens", "currencyUSD", ((CHARGED, "{{model}}"),)),
     ),
 )
 
@@ -155,12 +108,16 @@ LATENCY = Dashboard(
     (
         Panel("Time to first token", "s", _quantiles("penstock_time_to_first_token_seconds")),
         Panel("Inter-token latency", "s", _quantiles("penstock_inter_token_seconds")),
-        Panel("Objectives", "s", (("penstock_objective_seconds", "{{class}} {{objective}}"),)),
+        Panel(
+            "Objectives",
+            "s",
+            ((_reading("penstock_objective_seconds", OBJECTIVE), "{{model}} {{class}} {{objective}}"),),
+        ),
         Panel(
             "Error budget burn rate, one hour",
             "short",
             (
-                ("penstock:objectives_missed:ratio_rate1h / 0.01", "{{class}} {{objective}}"),
+                ("penstock:objectives_missed:ratio_rate1h / 0.01", "{{model}} {{class}} {{objective}}"),
                 ("penstock:errors:ratio_rate1h / 0.01", "5xx {{model}}"),
             ),
             "1: the budget of 1% lasts exactly as long as its period. An alert fires at 14.4.",
@@ -192,7 +149,7 @@ LATENCY = Dashboard(
             "reqps",
             (
                 (_rate("penstock_refused_total"), "refused {{model}}"),
-                (_rate("penstock_engine_expired_total"), "deadline passed {{model}}"),
+                (_engine_rate("penstock_engine_expired_total"), "deadline passed {{model}}"),
             ),
         ),
     ),
@@ -203,28 +160,28 @@ CAPACITY = Dashboard(
     "capacity",
     "How full the engines are, what their steps hold, and what the caches save.",
     (
-        Panel("KV memory in use", "percentunit", (("penstock_kv_utilisation", "{{model}}"),), threshold=0.95),
+        Panel("KV memory in use", "percentunit", ((_reading("penstock_kv_utilisation"), "{{model}}"),), threshold=0.95),
         Panel(
             "KV fragmentation",
             "percentunit",
-            (("penstock_replica_kv_fragmentation", "{{model}} {{replica}}"),),
+            (_of_replicas("penstock_replica_kv_fragmentation"),),
             "Share of the token slots in held KV blocks that hold no token.",
             threshold=0.4,
         ),
         Panel(
             "Sequences a step",
             "short",
-            ((_over("penstock_engine_batch_sequences_total", "penstock_engine_steps_total"), "{{model}}"),),
+            ((_engines_over("batch_sequences", "steps"), "{{model}}"),),
         ),
         Panel(
             "Tokens a step",
             "short",
-            ((_over("penstock_engine_batch_tokens_total", "penstock_engine_steps_total"), "{{model}}"),),
+            ((_engines_over("batch_tokens", "steps"), "{{model}}"),),
         ),
         Panel(
             "Prefix cache hits",
             "percentunit",
-            ((_over("penstock_engine_cached_tokens_total", "penstock_engine_prompt_tokens_total"), "{{model}}"),),
+            ((_engines_over("cached_tokens", "prompt_tokens"), "{{model}}"),),
         ),
         Panel(
             "Why prompt tokens were computed",
@@ -236,26 +193,31 @@ CAPACITY = Dashboard(
             "Preempted, recomputed",
             "short",
             (
-                (_rate("penstock_engine_preemptions_total"), "preemptions {{model}}"),
-                ("rate(penstock_recomputed_tokens_total[$__rate_interval])", "tokens computed again"),
+                (_engine_rate("penstock_engine_preemptions_total"), "preemptions {{model}}"),
+                ("sum(rate(penstock_recomputed_tokens_total[$__rate_interval]))", "tokens computed again"),
             ),
         ),
         Panel(
             "Memory bandwidth of steps, estimated",
             "Bps",
-            ((_over("penstock_engine_read_bytes_estimate_total", "penstock_engine_step_seconds_total"), "{{model}}"),),
+            ((_engines_over("read_bytes_estimate", "step_seconds"), "{{model}}"),),
             "On CPUs: bytes of weights and KV that steps read, over the time that they took. A decoding engine that is "
             "near what the memory gives cannot be faster.",
         ),
-        Panel("Prefill speed", "tps", (("penstock_prefill_tokens_per_second", "{{model}}"),)),
-        Panel("Predicted decode step", "s", (("penstock_decode_step_seconds", "{{model}}"),)),
+        Panel("Prefill speed", "tps", ((_reading("penstock_prefill_tokens_per_second"), "{{model}}"),)),
+        Panel("Predicted decode step", "s", ((_reading("penstock_decode_step_seconds"), "{{model}}"),)),
         Panel(
             "Error of the step-time model",
             "percentunit",
-            (("penstock_step_time_error", "{{model}}"),),
+            ((_reading("penstock_step_time_error"), "{{model}}"),),
             "Median of |predicted - measured| / measured.",
         ),
-        Panel("Answer cache", "bytes", (("penstock_answer_cache_bytes", "{{tier}}"),)),
+        Panel(
+            "Answer cache",
+            "bytes",
+            ((_reading("penstock_answer_cache_bytes", "tier"), "{{tier}}"),),
+            "Of the gateway that holds most.",
+        ),
     ),
 )
 
@@ -264,28 +226,36 @@ FLEET = Dashboard(
     "fleet",
     "Replicas: which serve, how loaded they are, and how often they were lost.",
     (
-        Panel("Replicas that serve", "short", (("sum by (model) (penstock_replica_up)", "{{model}}"),)),
-        Panel("Streams", "short", (("penstock_replica_streams", "{{model}} {{replica}}"),), stacked=True),
-        Panel("Waiting", "short", (("penstock_replica_waiting", "{{model}} {{replica}}"),)),
-        Panel("KV memory in use", "percentunit", (("penstock_replica_kv_utilisation", "{{model}} {{replica}}"),)),
+        Panel("Replicas that serve", "short", ((total("penstock_replica_up", of_each=REPLICA), "{{model}}"),)),
         Panel(
-            "Restarts and failovers",
+            "Streams",
+            "short",
+            ((added("penstock_replica_streams", REPLICA), "{{model}} {{replica}}"),),
+            "Each gateway counts those that it has sent there.",
+            stacked=True,
+        ),
+        Panel("Waiting", "short", (_of_replicas("penstock_replica_waiting"),)),
+        Panel("KV memory in use", "percentunit", (_of_replicas("penstock_replica_kv_utilisation"),)),
+        Panel(
+            "Losses and failovers",
             "short",
             (
-                ("sum by (model, replica) (increase(penstock_replica_restarts_total[10m]))", "{{replica}} restarted"),
-                ("sum by (model) (increase(penstock_failovers_total[10m]))", "{{model}} failed over"),
+                (_reading("increase(penstock_replica_restarts_total[10m])", REPLICA), "{{model}} {{replica}} lost"),
+                (added("increase(penstock_failovers_total[10m])", "model"), "{{model}} failed over"),
             ),
             "In the last ten minutes.",
         ),
         Panel(
-            "CPU of replicas", "short", (("rate(penstock_replica_cpu_seconds_total[$__rate_interval])", "{{replica}}"),)
+            "CPU of replicas",
+            "short",
+            (_of_replicas("rate(penstock_replica_cpu_seconds_total[$__rate_interval])"),),
         ),
-        Panel("Memory of replicas", "bytes", (("penstock_replica_resident_bytes", "{{replica}}"),)),
-        Panel("Held for a replica", "short", (("penstock_held_requests", "{{model}}"),)),
+        Panel("Memory of replicas", "bytes", (_of_replicas("penstock_replica_resident_bytes"),)),
+        Panel("Held for a replica", "short", ((added("penstock_held_requests", "model"), "{{model}}"),)),
         Panel(
             "Phases of the last start",
             "s",
-            (("penstock_replica_start_seconds", "{{replica}} {{phase}}"),),
+            ((_reading("penstock_replica_start_seconds", f"{REPLICA}, phase"), "{{model}} {{replica}} {{phase}}"),),
             stacked=True,
         ),
     ),
@@ -303,9 +273,14 @@ TENANTS = Dashboard(
         Panel(
             "Spent in the last hour",
             "currencyUSD",
-            (("sum by (tenant) (increase(penstock_spend_total[1h]))", "{{tenant}}"),),
+            ((added("increase(penstock_spend_total[1h])", "tenant"), "{{tenant}}"),),
         ),
-        Panel("Budgets", "percentunit", (("penstock_budget_spent_ratio", "{{tenant}} {{period}}"),), threshold=0.9),
+        Panel(
+            "Budgets",
+            "percentunit",
+            ((_reading("penstock_budget_spent_ratio", "tenant, period"), "{{tenant}} {{period}}"),),
+            threshold=0.9,
+        ),
         Panel(
             "Refused for a limit",
             "reqps",
@@ -315,37 +290,45 @@ TENANTS = Dashboard(
             "Cost per million tokens",
             "currencyUSD",
             (
-                ("penstock_cost_per_million_tokens", "charged, {{model}}"),
-                ("penstock_machine_cost_per_million_tokens", "the machine"),
+                (CHARGED, "charged, {{model}}"),
+                (MACHINE, "the machine"),
             ),
         ),
     ),
 )
 
-_GPU = "{{replica}} GPU {{gpu}}"
+_GPU = "{{model}} {{replica}} GPU {{gpu}}"
 GPU = Dashboard(
     "gpu",
     "GPUs",
     "Use, memory, heat, power and energy per token of the GPUs that replicas run on.",
     (
-        Panel("Utilisation", "percentunit", (("penstock_gpu_utilisation", _GPU),)),
+        Panel("Utilisation", "percentunit", ((_of_gpus("penstock_gpu_utilisation"), _GPU),)),
         Panel(
             "Memory",
             "percentunit",
-            (("penstock_gpu_memory_used_bytes / penstock_gpu_memory_bytes", _GPU),),
+            ((_of_gpus("penstock_gpu_memory_used_bytes / penstock_gpu_memory_bytes"), _GPU),),
             threshold=0.98,
         ),
-        Panel("Temperature", "celsius", (("penstock_gpu_temperature_celsius", _GPU),), threshold=85),
+        Panel("Temperature", "celsius", ((_of_gpus("penstock_gpu_temperature_celsius"), _GPU),), threshold=85),
         Panel(
-            "Power", "watt", (("penstock_gpu_power_watts", _GPU), ("penstock_gpu_power_limit_watts", f"limit {_GPU}"))
+            "Power",
+            "watt",
+            (
+                (_of_gpus("penstock_gpu_power_watts"), _GPU),
+                (_of_gpus("penstock_gpu_power_limit_watts"), f"limit {_GPU}"),
+            ),
         ),
-        Panel("Clock of the SMs", "hertz", (("penstock_gpu_clock_hertz", _GPU),)),
+        Panel("Clock of the SMs", "hertz", ((_of_gpus("penstock_gpu_clock_hertz"), _GPU),)),
         Panel(
             "Energy per output token",
             "short",
             (
                 (
-                    f"{_rate('penstock_gpu_energy_joules_total')} / ({_rate('penstock_output_tokens_total')} > 0)",
+                    _over(
+                        total("rate(penstock_gpu_energy_joules_total[$__rate_interval])", of_each="model, gpu"),
+                        _rate("penstock_output_tokens_total"),
+                    ),
                     "joules {{model}}",
                 ),
             ),
