@@ -99,7 +99,7 @@ class BatchRunner:
         self._job: Job | None = None
         self._renewals = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self.outcomes: Counter[str] = Counter()  # of attempts: completed, failed, retried, dropped
+        self.outcomes = Counter(dict.fromkeys(("completed", "failed", "retried", "dropped"), 0))  # of attempts
         self.waiting = 0  # lines of all batches, as of the last look
 
     @property

@@ -37,10 +37,12 @@ from penstock.gateway.api.requests import RequestEndpoints
 from penstock.gateway.api.responses import Responses
 from penstock.gateway.api.responses_store import ResponseStore
 from penstock.gateway.api.serving import Serving
+from penstock.gateway.api.shadow import OUTCOMES as SHADOWED
 from penstock.gateway.api.shadow import Shadows
 from penstock.gateway.api.siblings import Alone, Siblings
 from penstock.gateway.api.status import StatusEndpoints
 from penstock.gateway.api.text_endpoints import TextEndpoints
+from penstock.gateway.api.trial import OUTCOMES as CASCADED
 from penstock.gateway.api.web import WebEndpoints
 from penstock.gateway.api.websocket import WebSocketEndpoint
 from penstock.gateway.edge import Authenticate, Edge, Route, Routes
@@ -49,7 +51,7 @@ from penstock.gateway.http.traffic import Traffic
 from penstock.gateway.settings import GatewaySettings, JwtConfig
 from penstock.gateway.tenancy.admin import AdminEndpoints
 from penstock.gateway.tenancy.auth import Authenticator, Verifier, public
-from penstock.gateway.tenancy.budgets import Prices, SpendMetrics
+from penstock.gateway.tenancy.budgets import Prices, SpendMetrics, limits_in
 from penstock.gateway.tenancy.limits import Metering, metered
 from penstock.gateway.tenancy.prefixes import Prefixes
 from penstock.gateway.tenancy.tenants import Directory, DirectoryMetrics
@@ -87,12 +89,12 @@ def create_app(
     directory = directory or Directory(settings, MemoryStore())
     metrics.registry.register(DirectoryMetrics(directory))
     origins = Origins(settings.server)
-    spend = SpendMetrics(settings.machine_per_hour)
+    spend = SpendMetrics(settings.machine_per_hour, limits_in(settings))
     metrics.registry.register(spend)
     fixed = {each.name: each.model for each in adapters if each.source == "settings"}
     models = Models([_model(model, settings, spend) for model in served], settings.models, fixed)
     bases = {model.names[0]: model.adapter_base for model in served if model.adapter_base is not None}
-    metrics.registry.register(ObjectiveMetrics({model.name: model.objectives for model in models.all}))
+    _count_from_zero(metrics, models)
     _warn_of_other_models(settings, [name for model in models.all for name in model.names])
     _warn_of_tenants_models(settings, [*models.by_name, *(adapter.name for adapter in adapters)])
     texts = {name: model.text for name, model in models.by_name.items()}
@@ -148,6 +150,19 @@ def _model(given: ServedModel, settings: GatewaySettings, spend: SpendMetrics) -
         Metering(Prices(settings, names[0], stats), spend, names),
         Prefixes(settings.cache, given.tokenizer),
     )
+
+
+def _count_from_zero(metrics: GatewayMetrics, models: Models) -> None:
+    """What can happen is counted before it does."""
+    objectives = ObjectiveMetrics({model.name: model.objectives for model in models.all})
+    metrics.registry.register(objectives)
+    metrics.promised = objectives.promises
+    for name, config in models.routed.values():
+        if config.cascade is not None:
+            metrics.cascades.update(dict.fromkeys(((name, outcome) for outcome in CASCADED), 0))
+        if config.shadow is not None:
+            shadow = models.by_name[config.shadow.model].name
+            metrics.shadows.update(dict.fromkeys(((shadow, outcome) for outcome in SHADOWED), 0))
 
 
 def _text(given: ServedModel, settings: GatewaySettings) -> ModelText:

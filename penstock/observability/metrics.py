@@ -8,10 +8,10 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import add, itemgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from msgspec.structs import astuple
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
 from penstock.core.engine import EngineStats
+from penstock.core.ledger import MissCause, QueueCause
 from penstock.observability.account import Account, Parts
 
 SECONDS = (
@@ -106,6 +107,11 @@ class Histogram:
         family.add_metric(labels, buckets, self.sum)  # type: ignore[arg-type]  # None is as good as no exemplar
 
 
+# Series of these are there before the first event, at 0: Prometheus sees no increase from nothing to the first burst.
+STATUSES = (200, 429, 499, 500, 502, 503, 504, 507)  # of answers
+QUEUE_CAUSES: tuple[str, ...] = get_args(QueueCause)
+MISS_CAUSES: tuple[str, ...] = get_args(MissCause)
+
 E = TypeVar("E", bound=tuple[Any, ...])
 
 
@@ -124,6 +130,9 @@ def exposition(registry: CollectorRegistry, openmetrics: bool) -> bytes:
     return text
 
 
+Promise = tuple[str, str, str]  # model, class, ttft or gap
+
+
 class ClassMetrics:
     """The latencies of one class of requests."""
 
@@ -140,7 +149,7 @@ class ModelMetrics:
     """What the gateway counts of the requests that one model answers."""
 
     def __init__(self) -> None:
-        self.answers: Counter[int] = Counter()  # by status
+        self.answers: Counter[int] = Counter(dict.fromkeys(STATUSES, 0))  # by status
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.output_tokens = 0
@@ -176,9 +185,10 @@ class GatewayMetrics(Collector):
         self.cascades: Counter[tuple[str, str]] = Counter()  # by (virtual model, outcome)
         self.shadows: Counter[tuple[str, str]] = Counter()  # by (model that is shadowed to, outcome)
         self.part_seconds: dict[str, list[float]] = {}  # by class: one sum for each of Parts
-        self.queue_causes: Counter[str] = Counter()  # seconds
-        self.missed_tokens: Counter[str] = Counter()  # by cause
+        self.queue_causes: Counter[str] = Counter(dict.fromkeys(QUEUE_CAUSES, 0))  # seconds
+        self.missed_tokens: Counter[str] = Counter(dict.fromkeys(MISS_CAUSES, 0))  # by cause
         self.objectives: Counter[tuple[str, str, str, bool]] = Counter()  # by (model, class, ttft or gap, met)
+        self.promised: Callable[[], Iterable[Promise]] = tuple  # what is or will be in `objectives`, met and missed
         self.recomputed_tokens = 0
         self.forced_tokens = 0
         self.registry = CollectorRegistry(auto_describe=False)
@@ -273,7 +283,8 @@ class GatewayMetrics(Collector):
             "Promises of finished choices, kept or not",
             labels=["model", "class", "objective", "met"],
         )
-        for (model, name, objective, met), count in sorted(self.objectives.items()):
+        known = {(*promise, met): 0 for promise in self.promised() for met in (False, True)}
+        for (model, name, objective, met), count in sorted((known | self.objectives).items()):
             objectives.add_metric([model, name, objective, "true" if met else "false"], count)
         yield objectives
         yield CounterMetricFamily(

@@ -67,7 +67,7 @@ class Consumer:
         self._generation = 0  # how often the broker was opened
         self._renewals = 0
         self._said_at = -math.inf  # when it was last said that something is away
-        self.outcomes: Counter[str] = Counter()  # answered, repeated, dead, released
+        self.outcomes = Counter(dict.fromkeys(("answered", "repeated", "retried", "dead", "released"), 0))
         self.lag = 0  # messages not acknowledged, as of the last look
 
     @property

@@ -19,6 +19,7 @@ from penstock.gateway.http.request import Request
 from penstock.gateway.settings import BUILT_IN_CLASSES, ClassConfig
 from penstock.gateway.tenancy.tenants import Tenant
 from penstock.observability.logging import log
+from penstock.observability.metrics import Promise
 
 logger = logging.getLogger("penstock.gateway")
 
@@ -117,12 +118,18 @@ class ObjectiveMetrics(Collector):
             "What a class of requests is promised: the longest TTFT, and the longest gap between tokens",
             labels=["model", "class", "objective"],
         )
-        for model, objectives in self._objectives.items():
-            for name, objective in objectives.all().items():
-                for kind, promised in (("ttft", objective.ttft), ("gap", objective.itl)):
-                    if promised is not None:
-                        seconds.add_metric([model, name, kind], promised)
+        for promise, promised in self.promises().items():
+            seconds.add_metric(promise, promised)
         yield seconds
+
+    def promises(self) -> dict[Promise, float]:
+        return {
+            (model, name, kind): promised
+            for model, objectives in self._objectives.items()
+            for name, objective in objectives.all().items()
+            for kind, promised in (("ttft", objective.ttft), ("gap", objective.itl))
+            if promised is not None
+        }
 
 
 def derived(name: str, stats: EngineStats) -> Objective:

@@ -19,6 +19,7 @@ logger = logging.getLogger("penstock.gateway")
 
 MAX_SEQUENCES = 32  # in flight, to all models together
 SECONDS = 120.0  # that one may take
+OUTCOMES = ("completed", "failed", "dropped")
 TENANT = "*shadow*"  # no tenant can have this name, so none loses its turn in the engine for shadows of its requests
 
 Choices = Callable[[], Awaitable[Sequence[Choice]]]

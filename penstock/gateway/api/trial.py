@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from statistics import fmean
-from typing import Literal
+from typing import Literal, get_args
 
 from penstock.core.errors import PenstockError
 from penstock.fleet.cascade import escalates, is_decided
@@ -14,6 +14,7 @@ from penstock.text.stream import TextDelta
 # small: it answered. The large model did where it was skipped (it is not for such requests), unsure (its answer not
 # used), or failed.
 Outcome = Literal["small", "skipped", "unsure", "failed"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 
 
 class Escalated(PenstockError):

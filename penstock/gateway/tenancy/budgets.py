@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 
@@ -16,7 +16,7 @@ from penstock.core.engine import EngineStats
 from penstock.core.errors import InvalidRequest
 from penstock.gateway.errors import require
 from penstock.gateway.settings import GatewaySettings, PriceConfig
-from penstock.state.store import BILLION, UsageKey, UsageRecord
+from penstock.state.store import BILLION, Limit, UsageKey, UsageRecord
 
 MAX_DAYS = 400  # of usage in one answer
 
@@ -67,12 +67,31 @@ class Prices:
         return _FREE if self._per_hour is None else machine_price(self._per_hour, self._stats())
 
 
+_LIMITED_BY: dict[Limit, str] = {
+    "requests": "requests_per_minute",
+    "tokens": "tokens_per_minute",
+    "concurrent": "concurrent",
+    "day": "budget_per_day",
+    "month": "budget_per_month",
+}
+
+
+def limits_in(settings: GatewaySettings) -> Iterator[tuple[str, Limit]]:
+    """Those that refuse requests, of the tenants in the settings; without tenants, of everybody."""
+    for name, tenant in (settings.tenants or {"": settings.tenant_defaults}).items():
+        for limit, field in _LIMITED_BY.items():
+            if getattr(tenant, field) is not None or any(own.get(field) for own in tenant.model_limits.values()):
+                yield name, limit
+
+
 class SpendMetrics(Collector):
     """Of this gateway since its start."""
 
-    def __init__(self, machine_per_hour: float | None) -> None:
+    def __init__(self, machine_per_hour: float | None, limits: Iterable[tuple[str, Limit]] = ()) -> None:
+        """`limits` of tenants, which are counted from 0 on before the first refusal."""
+        self._limits = dict.fromkeys(limits, 0)
         self.used: dict[tuple[str, str], UsageRecord] = {}  # by (tenant, model)
-        self.refused: dict[tuple[str, str], int] = {}  # by (tenant, limit)
+        self.refused: dict[tuple[str, Limit], int] = {}  # by (tenant, limit)
         self._machine_per_hour = machine_per_hour
         self._started = time.monotonic()
 
@@ -80,7 +99,7 @@ class SpendMetrics(Collector):
         known = self.used.get((tenant, model))
         self.used[tenant, model] = used if known is None else known.plus(used)
 
-    def refuse(self, tenant: str, limit: str) -> None:
+    def refuse(self, tenant: str, limit: Limit) -> None:
         self.refused[tenant, limit] = self.refused.get((tenant, limit), 0) + 1
 
     def describe(self) -> list[Metric]:
@@ -109,7 +128,7 @@ class SpendMetrics(Collector):
             ):
                 tokens.add_metric([tenant, model, kind], count)
         refused = CounterMetricFamily("penstock_limited", "Requests refused for a limit", labels=["tenant", "limit"])
-        for (tenant, limit), count in sorted(self.refused.items()):
+        for (tenant, limit), count in sorted((self._limits | self.refused).items()):
             refused.add_metric([tenant, limit], count)
         yield from (spend, tokens, requests, refused)
         yield from self._collect_cost()
