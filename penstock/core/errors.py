@@ -10,6 +10,7 @@ PenstockError
 ├── NotFound                  404  unknown path or model
 ├── Conflict                  409  something that can only be done once at a time is being done
 ├── Overloaded                429  try again after `retry_after` seconds
+│   ├── DeadlineTooShort      429  the request's own prefill takes longer than its deadline leaves
 │   ├── LimitReached          429  a limit of the tenant is used up for now
 │   └── BudgetSpent           429  the tenant's money is used up for the day or month
 ├── DeadlineExceeded          504  the request's own deadline passed; what was done so far is lost
@@ -108,6 +109,14 @@ class Overloaded(PenstockError):
         self.retry_after = retry_after
 
 
+class DeadlineTooShort(Overloaded):
+    """Not for load: an idle engine refuses it too."""
+
+    retryable = False
+    code = "deadline_too_short"
+    param = "deadline_ms"
+
+
 class LimitReached(Overloaded):
     code = "rate_limit_exceeded"
 
@@ -165,6 +174,7 @@ _BETWEEN_PROCESSES: dict[str, type[PenstockError]] = {
         NotFound,
         Conflict,
         Overloaded,
+        DeadlineTooShort,
         DeadlineExceeded,
         Unavailable,
         EngineFailure,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as Collection
 from dataclasses import dataclass
 
-from penstock.core.errors import Overloaded
+from penstock.core.errors import DeadlineTooShort, Overloaded
 from penstock.core.request import Objective
 from penstock.engine.forecast import Arrivals, Backlog, Calibration, needed_share, step_limit
 from penstock.engine.sequence import Sequence
@@ -41,15 +41,18 @@ class Admission:
     def admit(self, sequence: Sequence, objective: Objective, load: Load) -> None:
         """Forecast the first token, and refuse what would miss its objective or its deadline."""
         ttft = math.inf if objective.ttft is None else objective.ttft
-        allowed = min(ttft, sequence.request.deadline or math.inf)
+        deadline = sequence.request.deadline or math.inf
+        allowed = min(ttft, deadline)
         own = self._times.chunk_seconds(sequence.given - sequence.to_compute, sequence.to_compute)
         if own:
             forecast = self._forecast(sequence, own, allowed, load)
-            kept = allowed * (1.0 - self._calibration.margin(objective.name))
-            late = forecast * self._times.slowdown - kept
+            spared = 1.0 - self._calibration.margin(objective.name)
+            late = forecast * self._times.slowdown - allowed * spared
             if late > 0:
-                alone = own if own > kept else 0.0
-                raise Overloaded(_why(sequence, forecast, allowed, alone), retry_after=min(60.0, late))
+                idle = (own + self._times.base_seconds(StepShape())) * self._times.slowdown
+                why = _why(sequence, forecast, allowed, own if idle > allowed * spared else 0.0)
+                kind = DeadlineTooShort if deadline * spared < idle and forecast < math.inf else Overloaded
+                raise kind(why, retry_after=min(60.0, late))
         if ttft < math.inf:
             self._promises.add(ttft, own, load.ranking.now)
 

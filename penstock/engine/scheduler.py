@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from operator import attrgetter
 
 from penstock.core.engine import EngineStats
-from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError
+from penstock.core.errors import DeadlineExceeded, DeadlineTooShort, Overloaded, PenstockError
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, FinishReason, GenerateRequest, failed
 from penstock.engine import bookkeeping as books
@@ -90,9 +90,9 @@ class Scheduler:
         elif objective.ttft is not None or request.deadline is not None:
             try:
                 self._admission.admit(sequence, objective, self._load(sequence, now))
-            except Overloaded:
+            except Overloaded as error:
                 self._tenants.leave(counter)
-                self.counters.refused += 1
+                self.counters.refused += not isinstance(error, DeadlineTooShort)
                 raise
         self._arrivals += 1
         self._sequences[request.id] = sequence

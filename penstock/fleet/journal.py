@@ -97,8 +97,11 @@ class Journal:
 
     def first_to_end(self) -> Overloaded | EngineFailure:
         """Of the reasons why replicas refused it."""
-        known = self.refused.values()
-        return min(known, key=lambda error: error.retry_after if isinstance(error, Overloaded) else inf)
+
+        def after(error: Overloaded | EngineFailure) -> tuple[bool, float]:
+            return not error.retryable, error.retry_after if isinstance(error, Overloaded) else inf
+
+        return min(self.refused.values(), key=after)
 
     def waited(self) -> None:
         """There is a replica for it now, as there was not when it came or when its own was lost."""

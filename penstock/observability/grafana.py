@@ -149,6 +149,7 @@ LATENCY = Dashboard(
             "reqps",
             (
                 (_rate("penstock_refused_total"), "refused {{model}}"),
+                (_rate("penstock_refused_deadlines_total"), "deadline too short {{model}}"),
                 (_engine_rate("penstock_engine_expired_total"), "deadline passed {{model}}"),
             ),
         ),

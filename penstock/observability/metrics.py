@@ -36,6 +36,10 @@ MODEL_COUNTERS = (
     ("cached_tokens", "Those of them served from cache"),
     ("output_tokens", "Tokens sent to clients"),
     ("refused", "Requests that clients saw refused (429): no engine had room for them or could meet their objective"),
+    (
+        "refused_deadlines",
+        "Requests refused (429) for a deadline that their own prefill cannot meet, on an idle engine too",
+    ),
 )
 ENGINE_GAUGES = (
     ("running_sequences", "Sequences in the batch"),
@@ -67,7 +71,7 @@ ENGINE_COUNTERS = (
     (
         "refused",
         "Refusals by replicas, for lack of room or an objective that could not be met; a request that several refuse "
-        "counts at each, also where one more then serves it",
+        "counts at each, also where one more then serves it; without those of refused_deadlines",
     ),
     ("expired", "Requests stopped because their deadline passed"),
 )
@@ -154,6 +158,7 @@ class ModelMetrics:
         self.cached_tokens = 0
         self.output_tokens = 0
         self.refused = 0
+        self.refused_deadlines = 0
         self.classes: dict[str, ClassMetrics] = {}
         self.request_time = Histogram(
             "penstock_request_seconds",

@@ -147,7 +147,8 @@ ALERTS = (
         "PenstockRequestsRefused",
         "sum by (model) (rate(penstock_refused_total[1m])) > 0.05 * sum by (model) (rate(penstock_answers_total[1m]))",
         "Requests to {{ $labels.model }} are refused (429) because their objective could not be kept or too many wait",
-        "Load is above what the objectives leave room for: add replicas, or relax the class's objective.",
+        "Load is above what the objectives leave room for: add replicas. Where the refusals say that waiting does not "
+        "help, prompts are too long for the TTFT objective of their class: relax it.",
     ),
     Alert(
         "PenstockTenantFloods",

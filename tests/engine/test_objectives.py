@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.cost import cost
-from penstock.core.errors import Overloaded
+from penstock.core.errors import DeadlineTooShort, Overloaded
 from penstock.core.ledger import MissCause
 from penstock.core.request import GenerateRequest, Objective, SamplingParams
 from penstock.engine.limits import SchedulerLimits
@@ -164,6 +164,23 @@ def test_an_impossible_promise_is_refused_with_the_time_it_would_take() -> None:
     assert "prefill of 100 tokens takes" in caught.value.message
     forecast = float(caught.value.message.split()[6])
     assert virtual.run([])[patient.id].ttft == pytest.approx(forecast, rel=0.5)
+
+
+def test_a_deadline_that_an_idle_engine_cannot_meet_is_no_load() -> None:
+    """Whoever adds replicas for refusals would add them in vain; a deadline that only load misses is another thing."""
+    virtual, requests = engine(CPU, noise=0), Requests(seed=6)
+    standard = Objective("standard")
+    with pytest.raises(DeadlineTooShort, match="so waiting does not help") as caught:
+        virtual.scheduler.add(requests.make(100, 8, objective=standard, deadline=0.001), virtual.now)
+    assert (caught.value.param, caught.value.retryable) == ("deadline_ms", False)
+    for _ in range(40):
+        virtual.submit(requests.make(400, 200, objective=standard))
+    virtual.run([], until=virtual.now + 1.0)
+    assert virtual.scheduler.counters.refused == 0
+    with pytest.raises(Overloaded) as late:
+        virtual.scheduler.add(requests.make(100, 8, objective=standard, deadline=1.0), virtual.now)
+    assert type(late.value) is Overloaded
+    assert virtual.scheduler.counters.refused == 1
 
 
 def test_a_stream_that_could_not_keep_its_pace_is_told_so() -> None:

@@ -54,7 +54,12 @@ CASES: dict[str, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
     ),
     "PenstockRequestsRefused": (
         [grows(f"penstock_refused_total{MODEL}", 6), *failed(0)],
-        [grows(f"penstock_refused_total{MODEL}", 4), grows(f"penstock_engine_refused_total{MODEL}", 8), *failed(0)],
+        [
+            grows(f"penstock_refused_total{MODEL}", 4),
+            grows(f"penstock_engine_refused_total{MODEL}", 8),
+            grows(f"penstock_refused_deadlines_total{MODEL}", 90),
+            *failed(0),
+        ],
     ),
     "PenstockTenantFloods": (
         [grows(TOKENS % "ann", 90), grows(TOKENS % "bob", 10), stays(f"penstock_waiting_sequences{MODEL}", 20)],
@@ -198,7 +203,7 @@ SHOWN: dict[tuple[str, str], list[tuple[str, float] | None]] = {
     ("overview", "Engine"): [(MODEL, 3), (MODEL, 6)],
     ("overview", "Output tokens"): [(MODEL, 20)],
     ("overview", "Cost per million tokens"): [(MODEL, 8)],
-    ("latency", "Refused and expired"): [None, (MODEL, 1)],
+    ("latency", "Refused and expired"): [None, None, (MODEL, 1)],
     ("capacity", "Preempted, recomputed"): [(MODEL, 1), ("{}", 2)],
     ("capacity", "Tokens a step"): [(MODEL, 10)],
     ("tenants", "Budgets"): [('{tenant="ann",period="day"}', 0.2)],

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from msgspec import UNSET, UnsetType
 
-from penstock.core.errors import EngineFailure, InvalidRequest, Overloaded, Unavailable
+from penstock.core.errors import DeadlineTooShort, EngineFailure, InvalidRequest, Overloaded, Unavailable
 from penstock.core.request import Chunk
 from penstock.gateway.api.cache_control import NAME as CACHE
 from penstock.gateway.api.cache_control import cache_header
@@ -87,7 +87,10 @@ class Generation:
                 except (Escalated, InvalidRequest, Unavailable, Overloaded, EngineFailure) as error:
                     self.discarded = self.trial is not None and not self.response.status
                     if isinstance(error, Overloaded) and not self.discarded:
-                        self.metrics.refused += 1
+                        if isinstance(error, DeadlineTooShort):
+                            self.metrics.refused_deadlines += 1
+                        else:
+                            self.metrics.refused += 1
                         refused = not self._begun()
                     raise
                 finally:

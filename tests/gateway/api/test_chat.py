@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.core.errors import EngineFailure, Overloaded
+from penstock.core.errors import DeadlineTooShort, EngineFailure, Overloaded
 from penstock.core.request import SamplingParams
 from penstock.simulation.scripted_engine import MODEL, hang, logprob_of
 from tests.gateway.conftest import Gateway
@@ -329,6 +329,17 @@ def test_error_before_the_first_token_keeps_its_status(gateway: Gateway, stream:
         gateway.client().chat.completions.create(model=MODEL, messages=HI, stream=stream)
     assert caught.value.response.headers["retry-after"] == "3"
     assert caught.value.body == {"message": "too busy", "type": "rate_limit_error", "param": None, "code": "overloaded"}
+
+
+def test_a_deadline_too_short_for_the_prompt_is_refused_and_counted_apart(gateway: Gateway) -> None:
+    gateway.runs(lambda request: [DeadlineTooShort("waiting does not help", retry_after=0.1)])
+    with gateway.http() as http:
+        refused = http.post("/v1/chat/completions", json={"model": MODEL, "messages": HI, "deadline_ms": 60_000})
+        metrics = http.get("/metrics").text
+    assert (refused.status_code, refused.headers.get("x-should-retry")) == (429, "false"), refused.text
+    assert (refused.json()["error"]["code"], refused.json()["error"]["param"]) == ("deadline_too_short", "deadline_ms")
+    assert f'penstock_refused_total{{model="{MODEL}"}} 0.0' in metrics
+    assert f'penstock_refused_deadlines_total{{model="{MODEL}"}} 1.0' in metrics
 
 
 def test_error_in_mid_stream_is_an_event_and_the_end(gateway: Gateway) -> None:
