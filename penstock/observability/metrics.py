@@ -145,7 +145,9 @@ class ClassMetrics:
             "penstock_time_to_first_token_seconds", "From arrival of a request to its first token", SECONDS
         )
         self.inter_token = Histogram(
-            "penstock_inter_token_seconds", "Between tokens of one choice, after the first", GAP_SECONDS
+            "penstock_inter_token_seconds",
+            "Between tokens of one choice, after the first; of a chunk of several: its gap over their number",
+            GAP_SECONDS,
         )
 
 

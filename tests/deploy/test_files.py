@@ -114,13 +114,18 @@ def test_compose_starts_what_penstock_knows(services: dict[str, Any]) -> None:
     assert all(port.startswith("127.0.0.1:") for service in services.values() for port in service.get("ports", []))
 
 
-def test_prometheus_scrapes_the_gateway(services: dict[str, Any]) -> None:
+def test_prometheus_scrapes_the_gateway(services: dict[str, Any], tmp_path: Path) -> None:
     (job,) = yaml.safe_load((COMPOSE / "prometheus.yaml").read_text())["scrape_configs"]
     (target,) = job["dns_sd_configs"]
     assert target["names"] == ["gateway"]
+    mounted = {volume.split(":")[-2]: volume for volume in services["prometheus"]["volumes"]}
+    assert mounted[job["authorization"]["credentials_file"]].startswith("${PENSTOCK_ADMIN_KEY_FILE:-/dev/null}:")
     assert target["port"] == Settings().server.port
     if shutil.which("promtool"):
-        run("promtool", "check", "config", str(COMPOSE / "prometheus.yaml"))
+        here = tmp_path / "prometheus.yaml"  # where there is such a file
+        text = (COMPOSE / "prometheus.yaml").read_text()
+        here.write_text(text.replace(job["authorization"]["credentials_file"], "/dev/null"))
+        run("promtool", "check", "config", str(here))
 
 
 # -- Ray ---------------------------------------------------------------------------------------------------------------
@@ -179,6 +184,20 @@ def test_the_unit_starts_what_penstock_knows_and_lets_it_drain() -> None:
         program, *arguments = command.split()
         assert program == "/opt/penstock/bin/penstock"
         parse(arguments)
+
+
+def test_keys_are_made_where_the_unit_looks_for_them() -> None:
+    """The command in the docs: as the unit's user, with its state folder and its variables."""
+    (command,) = re.findall(r"^systemd-run (.+?)\n```", (ROOT / "docs" / "deployment.md").read_text(), re.M | re.S)
+    options, program, arguments = command.replace("\\\n", "").partition(" /opt/penstock/bin/penstock ")
+    assert program
+    parse(arguments.split())
+    service = unit(DEPLOY / "systemd" / "penstock.service")["Service"]
+    given = dict(each.split("=", 1) for each in re.findall(r"-p (\S+)", options))
+    assert given == {name: service[name] for name in given}
+    assert {"DynamicUser", "User", "StateDirectory", "EnvironmentFile"} <= set(given)
+    (variable,) = re.findall(r"-E (\S+)", options)
+    assert variable.replace("/var/lib", "%S") in service["Environment"].split()
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:

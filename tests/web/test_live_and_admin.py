@@ -109,6 +109,7 @@ def test_the_live_page_under_load(tab: Tab, running: Running) -> None:
     expect(tenants).to_contain_text("4")
     patient = page.get_by_label("Latencies by class").get_by_role("row").filter(has_text="patient")
     expect(patient).to_contain_text("within")
+    expect(page.get_by_role("region", name="Latencies by class")).to_contain_text("the objective counts the whole gap")
     late = page.get_by_label("Late, failed and refused")
     expect(late.get_by_role("button")).to_have_count(4)
     expect(late).to_contain_text("429: the first token is forecast")

@@ -79,7 +79,7 @@ class LivePage {
       panel("Requests", [key(["waiting", "no token yet"], ["queued", "queued"], ["prefill", "prefill chunks"], ["decode", "decode"], ["stalled", "stalled"]), this.laneNote], this.lanes),
       h("div", { class: "grid" },
         panel("First tokens", h("small", null, "red: missed its objective; click for its ledger"), this.points),
-        panel("Latencies by class", h("small", null, "over the span shown"), this.classes),
+        panel("Latencies by class", h("small", null, "over the span shown; ITL by token: of a chunk of several, its gap over their number, where the objective counts the whole gap"), this.classes),
         panel("Step composition", key(["decode", "decode"], ["prefill", "prefill"]), this.steps),
         panel("KV blocks", this.kvNote, this.kv),
         panel("Late, failed and refused", h("small", null, "latest first"), this.late),
