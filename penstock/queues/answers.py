@@ -1,6 +1,7 @@
-"""What requests from a queue have been answered with, by their ids, and the tokens of those that are running.
+"""What requests from queues have been answered with, by queue and id, and the tokens of those that are running.
 
 A request that is delivered again, since nobody acknowledged it or since it was sent twice, finds its answer here.
+Consumers of other queues and tenants use the same file: an id begins with what it is unique in.
 """
 
 from __future__ import annotations

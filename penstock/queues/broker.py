@@ -17,6 +17,12 @@ class Broker(Protocol):
     """Every call raises Unavailable where the broker cannot be reached. After `open` has been called again, messages of
     the connection before are delivered again, to this consumer or to another one."""
 
+    @property
+    def incarnation(self) -> str:
+        """Of the queue, as of `open`: another one since it was emptied or made anew, and the same for all consumers. ""
+        where the broker cannot tell."""
+        ...
+
     async def open(self) -> None: ...
 
     async def close(self) -> None: ...

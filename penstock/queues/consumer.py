@@ -155,7 +155,7 @@ class Consumer:
         except InvalidRequest as error:
             await self._bury(message, error.code or "invalid_message", error.message)
             return
-        id = f"{config.requests}/{request.custom_id}"
+        id = f"{config.scope}{self._broker.incarnation}/{request.custom_id}"
         while id in self._ids:  # it was sent twice, or delivered again over a new connection
             await asyncio.wait([self._ids[id]])
         self._ids[id] = asyncio.get_running_loop().create_future()
@@ -177,7 +177,7 @@ class Consumer:
         if known.begun >= MAX_LOSSES:
             await self._bury(message, "given_up", f"{known.begun} processes ended while they worked on its next token")
             return
-        running.id, running.journal = id, LineJournal(seed_of(id), known.journal)
+        running.id, running.journal = id, LineJournal(seed_of(self._config.requests, request.custom_id), known.journal)
         answer = await self._attempts(request, body, running.journal)
         running.id = ""  # from here on it is finished, not given back
         kept = msgspec.json.encode([each.decode() for each in answer])

@@ -32,6 +32,7 @@ class Kafka:
         self._consumer: Any = None
         self._producer: Any = None
         self._partitions: dict[int, Offsets] = {}
+        self.incarnation = ""
 
     async def open(self) -> None:
         await self._do(self._open, self._receiving)
@@ -52,7 +53,7 @@ class Kafka:
             }
         )
         self._consumer.subscribe([self._config.requests], on_revoke=self._forget)
-        self._producer.list_topics(timeout=10)
+        self.incarnation = self._producer.list_topics(timeout=10).cluster_id or ""
 
     def _forget(self, *revoked: object) -> None:
         self._partitions = {}

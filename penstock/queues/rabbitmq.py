@@ -20,6 +20,8 @@ _POLLS = 5  # of an empty queue, in one `receive`
 
 
 class RabbitMQ:
+    incarnation = ""  # a queue here has no more than its name
+
     def __init__(self, config: ConsumeConfig) -> None:
         self._config = config
         self._connection: Any = None

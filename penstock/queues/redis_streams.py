@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
 from penstock.batches.records import new_id
 from penstock.core.errors import Unavailable
@@ -21,6 +21,19 @@ from penstock.queues.settings import ConsumeConfig
 CONNECTIONS = 32
 _CLAIMS = 3  # looks for messages of silent consumers, for each lease
 
+# KEYS: the stream, and where its incarnation is kept. ARGV: the group, and the incarnation if it is a new one: the
+# group is not there after the stream was deleted, the key is not after a flush. Returns the incarnation.
+_OPEN = """
+local made = redis.pcall('XGROUP', 'CREATE', KEYS[1], ARGV[1], '0', 'MKSTREAM')
+if made.err then
+    if not string.find(made.err, 'BUSYGROUP', 1, true) then return made end
+    local known = redis.call('GET', KEYS[2])
+    if known then return known end
+end
+redis.call('SET', KEYS[2], ARGV[2])
+return ARGV[2]
+"""
+
 
 class RedisStreams:
     def __init__(self, config: ConsumeConfig) -> None:
@@ -29,10 +42,12 @@ class RedisStreams:
         self._consumer = new_id("penstock-")
         self._redis: Any = None
         self._claim_at = 0.0
+        self.incarnation = ""
         self._cursor = b"0-0"  # up to where silent consumers' messages have been looked for
 
     async def open(self) -> None:
         await self.close()
+        requests, group = self._config.requests, self._config.group
         pool = BlockingConnectionPool.from_url(
             self._config.url,
             max_connections=CONNECTIONS,
@@ -42,11 +57,8 @@ class RedisStreams:
         )
         self._redis = Redis.from_pool(pool)
         with _failures():
-            try:
-                await self._redis.xgroup_create(self._config.requests, self._config.group, id="0", mkstream=True)
-            except ResponseError as error:
-                if not str(error).startswith("BUSYGROUP"):  # there is one already
-                    raise
+            keys = (requests, f"{requests}:penstock:{group}")
+            self.incarnation = (await self._redis.eval(_OPEN, len(keys), *keys, group, new_id(""))).decode()
 
     async def close(self) -> None:
         if self._redis is not None:

@@ -69,9 +69,10 @@ def read_request(payload: bytes, endpoints: Collection[str], *, stream: bool) ->
     return request, _encode(body)
 
 
-def seed_of(id: str) -> int:
-    """The same for every consumer, so that a request which begins anew elsewhere samples the same tokens."""
-    return int.from_bytes(hashlib.sha256(id.encode()).digest()[:8], "little") >> 1
+def seed_of(queue: str, id: str) -> int:
+    """The same for every consumer, by whatever address it knows the broker, so that a request which begins anew
+    elsewhere samples the same tokens."""
+    return int.from_bytes(hashlib.sha256(f"{queue}/{id}".encode()).digest()[:8], "little") >> 1
 
 
 def whole_answer(id: str, answer: Answered) -> bytes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from penstock.core.settings import check
 
@@ -18,6 +19,7 @@ _KINDS: dict[str, Kind] = {
     "amqps": "rabbitmq",
     "kafka": "kafka",
 }
+_PORTS = {"redis": 6379, "rediss": 6379, "unix": 0, "amqp": 5672, "amqps": 5671, "kafka": 9092}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +50,27 @@ class ConsumeConfig:
     @property
     def kind(self) -> Kind:
         return _KINDS[urlsplit(self.url).scheme]
+
+    @property
+    def scope(self) -> str:
+        """Within which a custom_id names one request: broker, queue, group and tenant. Without the password."""
+        group = "" if self.kind == "rabbitmq" else self.group  # whose consumers share a queue in any case
+        return json.dumps([self.kind, *_place(self.kind, self.url), self.requests, group, self.tenant or ""])
+
+
+def _place(kind: Kind, url: str) -> tuple[str, str]:
+    """The address of a broker, and which of its databases or virtual hosts."""
+    parts = urlsplit(url)
+    hosts = parts.netloc.rpartition("@")[2].lower().split(",")
+    address = ",".join(sorted(host if _has_port(host) else f"{host}:{_PORTS[parts.scheme]}" for host in hosts))
+    if kind == "kafka":
+        return address, ""
+    path = unquote(parts.path)
+    if kind == "rabbitmq":
+        return address, path.removeprefix("/") or "/"
+    database = parse_qs(parts.query).get("db", ["0" if parts.scheme == "unix" else path.strip("/") or "0"])[0]
+    return (path if parts.scheme == "unix" else address), database
+
+
+def _has_port(host: str) -> bool:
+    return host.rpartition(":")[2].isdigit()

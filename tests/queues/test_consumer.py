@@ -7,15 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+import redis
+
 from penstock.batches.settings import BatchesConfig
 from penstock.core.request import GenerateRequest, SamplingParams
-from penstock.gateway.settings import ServerConfig
+from penstock.gateway.settings import ServerConfig, TenantConfig
 from penstock.queues.settings import ConsumeConfig
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MODEL, hang
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.conftest import serving
 from tests.queues.conftest import SECONDS, Queue
+from tests.redis_server import RedisServer
 
 CHAT = "/v1/chat/completions"
 
@@ -85,3 +89,42 @@ def test_answers_in_chunks(queue: Queue, tokenizer: Tokenizer, tmp_path: Path) -
     assert len({(each["custom_id"], each["attempt"]) for each in found}) == 1
     text = "".join(part["delta"].get("content") or "" for each in found for part in each["chunk"]["choices"])
     assert text == "Hello there, friend!"
+
+
+def test_ids_are_of_one_tenant_and_broker(redis_url: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Two databases of a Redis, with requests of the same names and ids, and one folder that remembers answers."""
+    databases = [Queue(redis_url), Queue(redis_url.removesuffix("/0") + "/1")]
+    databases[1].config = replace(databases[0].config, url=databases[1].config.url)
+    try:
+        for queue, tenant, answer in zip(databases, ("acme", "other"), ("for acme", "for other"), strict=True):
+            given = settings(tmp_path, replace(queue.config, tenant=tenant))
+            given = replace(given, tenants={"acme": TenantConfig(), "other": TenantConfig()})
+            queue.send(asked("1"))
+            with serving(tokenizer, given) as gateway:
+                gateway.answers(answer)
+                (found,) = queue.take(1)
+                assert found["response"]["body"]["choices"][0]["message"]["content"] == answer
+    finally:
+        for queue in databases:
+            queue.close()
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+def test_a_queue_that_was_made_anew_has_new_requests(flushes: bool, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    server = RedisServer()
+    queue, after = Queue(server.url), Queue(server.url)
+    after.config = queue.config
+    try:
+        with serving(tokenizer, settings(tmp_path, queue.config)), redis.Redis.from_url(server.url) as client:
+            queue.send(asked("1"))
+            queue.take(1)
+            if flushes:
+                client.flushall()
+            else:
+                client.delete(queue.config.requests, queue.config.results)
+            after.send(asked("1"))
+            assert after.take(1)[0]["response"]["status_code"] == 200
+    finally:
+        queue.close()
+        after.close()
+        server.stop()
