@@ -11,6 +11,7 @@ from penstock.batches.records import Answered
 from penstock.core.errors import InvalidRequest
 
 MAX_ID = 512  # characters
+STREAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")  # endpoints that have the field `stream`
 _DONE = b"[DONE]"
 
 
@@ -65,8 +66,9 @@ def read_request(payload: bytes, endpoints: Collection[str], *, stream: bool) ->
     if bytes(request.body.get("background", b"")) not in (b"", b"false", b"null"):
         problem = "background must be left out: the answer goes to the queue, and is not fetched later"
         raise InvalidRequest(problem, param="background")
-    body = {**request.body, "stream": msgspec.Raw(b"true" if stream else b"false")}
-    return request, _encode(body)
+    if request.url in STREAMED:
+        request.body["stream"] = msgspec.Raw(b"true" if stream else b"false")
+    return request, _encode(request.body)
 
 
 def seed_of(queue: str, id: str) -> int:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import redis
 
 from penstock.batches.settings import BatchesConfig
+from penstock.checkpoint.source import BUILT_IN_ENCODER, resolve
 from penstock.core.request import GenerateRequest, SamplingParams
+from penstock.engine.settings import EngineConfig
+from penstock.gateway.api.batches import BATCHED
+from penstock.gateway.api.models import ServedModel
 from penstock.gateway.settings import ServerConfig, TenantConfig
+from penstock.kernels.native import bindings
 from penstock.queues.settings import ConsumeConfig
+from penstock.runner.startup import start
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MODEL, hang
-from penstock.text.tokenizer import Tokenizer
+from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from tests.gateway.api.test_embeddings import InProcess
 from tests.gateway.conftest import serving
 from tests.queues.conftest import SECONDS, Queue
 from tests.redis_server import RedisServer
@@ -89,6 +96,34 @@ def test_answers_in_chunks(queue: Queue, tokenizer: Tokenizer, tmp_path: Path) -
     assert len({(each["custom_id"], each["attempt"]) for each in found}) == 1
     text = "".join(part["delta"].get("content") or "" for each in found for part in each["chunk"]["choices"])
     assert text == "Hello there, friend!"
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"model": MODEL, "prompt": "Hi"},
+    "/v1/embeddings": {"model": "encoder", "input": ["a", "b"]},
+    "/v1/responses": {"model": MODEL, "input": "Hi"},
+}
+
+
+@pytest.mark.skipif(not bindings.available(), reason=str(bindings.unavailable_reason()))
+def test_every_endpoint_that_a_request_may_name(redis_url: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert set(BODIES) == set(BATCHED)
+    engine = InProcess(*start(BUILT_IN_ENCODER, EngineConfig(device="cpu", dtype="float32")))
+    encoder = ServedModel(["encoder"], load_tokenizer(resolve(BUILT_IN_ENCODER)), engine)
+    kinds: tuple[Literal["whole", "chunks"], ...] = ("whole", "chunks")
+    for answers in kinds:
+        queue = Queue(redis_url)
+        queue.config = replace(queue.config, answers=answers)
+        queue.send(*({"custom_id": url, "url": url, "body": body} for url, body in BODIES.items()))
+        with serving(tokenizer, settings(tmp_path, queue.config), beside=[encoder]):
+            found = queue.take(len(BODIES))
+            while {each["custom_id"] for each in found} != set(BODIES):
+                found = queue.take(len(found) + 1)
+        statuses = {each["custom_id"]: each["response"]["status_code"] for each in found if "response" in each}
+        assert statuses == dict.fromkeys(BODIES if answers == "whole" else ["/v1/embeddings"], 200)
+        queue.close()
+    engine.close()
 
 
 def test_ids_are_of_one_tenant_and_broker(redis_url: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
