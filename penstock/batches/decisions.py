@@ -16,6 +16,7 @@ MAX_ATTEMPTS = 5  # that fail by the engine's fault; then the line is a dead let
 MAX_LOSSES = 20  # leases without a new token that ended with the death of their process: a line may be what kills it
 FIRST_AT_ONCE = 8  # requests that a process works on before the first of them has come to an end
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0  # seconds before another attempt
+MAX_WAIT = 600.0  # seconds before another attempt where Retry-After says more: a budget may be raised meanwhile
 
 MAX_BACKLOG = 0.5  # seconds of prefill that an engine has before it, beyond which it is given no more
 EFFICIENT = 4.0  # streams add so many times a step's fixed cost to it: then further ones make it hardly more efficient
@@ -32,19 +33,22 @@ class Retry:
     counts: bool
 
 
-def after_failure(status: int, retryable: bool, attempts: int, jitter: float, retry_after: float = 0.0) -> Retry | None:
+def after_failure(
+    status: int, retryable: bool, attempts: int, jitter: float, retry_after: float = 0.0, patience: float = 0.0
+) -> Retry | None:
     """What follows an attempt that ended with this HTTP status. None: it is the line's answer.
 
     A full engine or a spent limit says nothing of the line, so it waits however often; what fails in the engine may be
-    the line's own fault. `jitter` is between 0 and 1.
+    the line's own fault. A spent budget is waited for as well, if it is there again within `patience`, in seconds.
+    `jitter` is between 0 and 1.
     """
-    if not retryable:
+    if not retryable and not (status == 429 and 0 < retry_after <= patience):
         return None
     innocent = status in (429, 503)
     if not innocent and attempts + 1 >= MAX_ATTEMPTS:
         return None
     delay = min(MAX_DELAY, FIRST_DELAY * 2 ** min(attempts, 6)) * (0.5 + jitter / 2)
-    return Retry(max(delay, min(retry_after, MAX_DELAY)), counts=not innocent)
+    return Retry(max(delay, min(retry_after, MAX_WAIT)), counts=not innocent)
 
 
 def room(stats: EngineStats, running: int, most: int) -> int:

@@ -99,6 +99,7 @@ class Line(NamedTuple):
     attempts: int  # that failed
     losses: int  # leases without a new token that ended with the death of whoever had them
     journal: bytes  # tokens of earlier attempts, see `journal.py`
+    expires_at: float  # when the completion window of its batch is over
 
 
 class Answered(NamedTuple):

@@ -183,6 +183,7 @@ class RedisBatches:
                         int(attempts),
                         int(losses),
                         journal or b"",
+                        batch.expires_at,
                     )
                 )
         return found

@@ -205,8 +205,8 @@ class BatchRunner:
         done = False
         try:
             attempt = await self._attempt(line, journal)
-            status = attempt.answer.status
-            retry = after_failure(status, attempt.retryable, line.attempts, random.random(), attempt.retry_after)
+            status, wait, left = attempt.answer.status, attempt.retry_after, line.expires_at - time.time()
+            retry = after_failure(status, attempt.retryable, line.attempts, random.random(), wait, left)
             if retry is None:
                 done = True
                 await self._keep(line, attempt.answer)

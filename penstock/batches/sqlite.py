@@ -287,7 +287,10 @@ class SqliteBatches(SqliteFile):
             (self.owner, now + LEASE_SECONDS, batch.id, batch.id, now, *models, count),
         ).fetchall()
         return [
-            Line(batch.id, number, name, batch.tenant, batch.endpoint, model, start, size, batch.input_file_id, *rest)
+            Line(
+                *(batch.id, number, name, batch.tenant, batch.endpoint, model, start, size, batch.input_file_id),
+                *(*rest, batch.expires_at),
+            )
             for number, name, model, start, size, *rest in sorted(rows)
         ]
 

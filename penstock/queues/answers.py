@@ -62,5 +62,9 @@ class AnswerStore(SqliteFile):
     async def published(self, id: str) -> None:
         await self.do(lambda: self.db.execute("UPDATE messages SET published = 1 WHERE id = ?", (id,)))
 
+    async def drop(self, id: str) -> None:
+        """Whoever sends it again gets another answer."""
+        await self.do(lambda: self.db.execute("DELETE FROM messages WHERE id = ?", (id,)))
+
     async def forget(self, before: float) -> None:
         await self.do(lambda: self.db.execute("DELETE FROM messages WHERE at < ?", (before,)))

@@ -2,7 +2,7 @@
 
 The order is: keep the answer, publish it, note that it is published, acknowledge the request. Whatever is killed in
 between, the request is delivered again and finds how far it had come. So an answer may be published twice, with the
-same id and text, and none is lost.
+same id and text, and none is lost. Refusals and failures are forgotten in the end: their requests may be sent again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ from penstock.batches.runner import Answers, Asked
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.queues.answers import AnswerStore
 from penstock.queues.broker import Broker, Message
-from penstock.queues.requests import QueueRequest, chunk_answers, dead_letter, read_request, seed_of, whole_answer
+from penstock.queues.requests import (
+    QueueRequest,
+    chunk_answers,
+    dead_letter,
+    read_request,
+    seed_of,
+    was_computed,
+    whole_answer,
+)
 from penstock.queues.settings import ConsumeConfig
 
 logger = logging.getLogger("penstock.queues")
@@ -36,6 +44,7 @@ T = TypeVar("T")
 
 FULL_SECONDS = 0.1  # before another look, when there is no room
 RETRY_SECONDS = 1.0  # before what failed is tried again
+PATIENCE_SECONDS = 86_400.0  # for a budget that is spent: as long as one for a day may take
 MAX_RETRY_SECONDS = 30.0  # between attempts to reach a broker that is away, each twice as late as the one before
 SAY_SECONDS = 30.0  # between warnings that something is away
 LAG_SECONDS = 5.0
@@ -167,12 +176,13 @@ class Consumer:
     async def _answer_once(self, running: _Running, id: str, request: QueueRequest, body: bytes) -> None:
         message = running.message
         known = await self._insist(lambda: self._store.begin(id))
-        if known.published:
-            self.outcomes["repeated"] += 1
-            await self._acknowledge(message)
-            return
         if known.answer is not None:
-            await self._finish(message, id, request.custom_id, msgspec.json.decode(known.answer, type=list[str]))
+            kept = msgspec.json.decode(known.answer, type=list[str])
+            if known.published:
+                self.outcomes["repeated"] += 1
+                await self._end(message, id, kept)
+            else:
+                await self._finish(message, id, request.custom_id, kept)
             return
         if known.begun >= MAX_LOSSES:
             await self._bury(message, "given_up", f"{known.begun} processes ended while they worked on its next token")
@@ -180,8 +190,8 @@ class Consumer:
         running.id, running.journal = id, LineJournal(seed_of(self._config.requests, request.custom_id), known.journal)
         answer = await self._attempts(request, body, running.journal)
         running.id = ""  # from here on it is finished, not given back
-        kept = msgspec.json.encode([each.decode() for each in answer])
-        await self._insist(lambda: self._store.keep(id, kept))
+        packed = msgspec.json.encode([each.decode() for each in answer])
+        await self._insist(lambda: self._store.keep(id, packed))
         self.outcomes["answered"] += 1
         rest = answer[-1:] if self._config.answers == "chunks" else answer
         await self._finish(message, id, request.custom_id, [each.decode() for each in rest])
@@ -190,7 +200,11 @@ class Consumer:
         payloads = [each.encode() for each in answer]
         await self._insist(lambda: self._broker.publish(self._config.results, custom_id, payloads))
         await self._insist(lambda: self._store.published(id))
-        await self._acknowledge(message)
+        await self._end(message, id, answer)
+
+    async def _end(self, message: Message, id: str, answer: list[str]) -> None:
+        if await self._acknowledge(message) and not was_computed(answer):
+            await self._insist(lambda: self._store.drop(id))
 
     async def _attempts(self, request: QueueRequest, body: bytes, journal: LineJournal) -> list[bytes]:
         """The messages that are the answer. Chunks are published as they come, all but the last."""
@@ -202,7 +216,7 @@ class Consumer:
                 Asked(self._config.tenant or "", request.url, body, journal, on_events)
             )
             status, wait = attempt.answer.status, attempt.retry_after
-            retry = after_failure(status, attempt.retryable, failures, random.random(), wait)
+            retry = after_failure(status, attempt.retryable, failures, random.random(), wait, PATIENCE_SECONDS)
             if retry is None:
                 streamed = chunks.made and status < 400
                 return chunks.made if streamed else [whole_answer(request.custom_id, attempt.answer)]
@@ -218,12 +232,14 @@ class Consumer:
         await self._insist(lambda: self._broker.publish(self._config.dead_letters, code, [letter]))
         await self._acknowledge(message)
 
-    async def _acknowledge(self, message: Message) -> None:
+    async def _acknowledge(self, message: Message) -> bool:
         """If the connection was lost it is delivered again, and its id is known."""
         try:
             await self._broker.acknowledge(message)
         except PenstockError as error:
             logger.warning("a request could not be acknowledged and is delivered again: %s", error.message)
+            return False
+        return True
 
     async def _release(self, running: _Running) -> None:
         self.outcomes["released"] += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -79,6 +79,23 @@ def seed_of(queue: str, id: str) -> int:
 
 def whole_answer(id: str, answer: Answered) -> bytes:
     return _encode(WholeAnswer(id, Response(answer.status, answer.request_id, msgspec.Raw(answer.body))))
+
+
+class _Status(msgspec.Struct):
+    status_code: int
+
+
+class _Outcome(msgspec.Struct):
+    response: _Status | None = None  # None: it is a chunk
+
+
+_outcome = msgspec.json.Decoder(_Outcome)
+
+
+def was_computed(answer: Sequence[str]) -> bool:
+    """Whether an answer is one, and not the refusal or failure of a request that may be sent again."""
+    response = _outcome.decode(answer[0]).response
+    return response is None or response.status_code < 300
 
 
 def dead_letter(code: str, message: str, payload: bytes) -> bytes:

@@ -8,6 +8,7 @@ from penstock.batches.decisions import (
     MAX_ATTEMPTS,
     MAX_DELAY,
     MAX_LOSSES,
+    MAX_WAIT,
     RENEW_SECONDS,
     after_failure,
     at_once,
@@ -33,6 +34,15 @@ def test_a_full_engine_is_not_the_fault_of_the_line() -> None:
         assert retry is not None
         assert not retry.counts
         assert 7.0 <= retry.delay <= MAX_DELAY
+
+
+def test_a_spent_budget_is_waited_for_while_there_is_time() -> None:
+    for attempts in (0, 1000):
+        retry = after_failure(429, False, attempts, 0.0, retry_after=40_000.0, patience=50_000.0)
+        assert retry is not None
+        assert not retry.counts
+        assert MAX_DELAY < retry.delay <= MAX_WAIT  # it may be raised meanwhile
+    assert after_failure(429, False, 0, 0.0, retry_after=40_000.0, patience=30_000.0) is None
 
 
 def test_what_fails_in_the_engine_is_tried_again_ever_later_and_then_given_up() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from penstock.core.request import GenerateRequest, SamplingParams
 from penstock.engine.settings import EngineConfig
 from penstock.gateway.api.batches import BATCHED
 from penstock.gateway.api.models import ServedModel
-from penstock.gateway.settings import ServerConfig, TenantConfig
+from penstock.gateway.settings import PriceConfig, ServerConfig, TenantConfig
 from penstock.kernels.native import bindings
 from penstock.queues.settings import ConsumeConfig
 from penstock.runner.startup import start
@@ -124,6 +125,45 @@ def test_every_endpoint_that_a_request_may_name(redis_url: str, tokenizer: Token
         assert statuses == dict.fromkeys(BODIES if answers == "whole" else ["/v1/embeddings"], 200)
         queue.close()
     engine.close()
+
+
+def limited(folder: Path, consume: ConsumeConfig, **tenant: float) -> Settings:
+    given = settings(folder, replace(consume, tenant="poor"))
+    prices = {MODEL: PriceConfig(input=1.0, output=1.0)}
+    return replace(given, tenants={"poor": TenantConfig(**tenant)}, prices=prices)  # type: ignore[arg-type]
+
+
+def test_requests_wait_for_a_spent_budget(
+    redis_url: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are given back by a server that stops meanwhile, and answered when there is money."""
+    monkeypatch.setattr("penstock.batches.decisions.FIRST_DELAY", 0.01)
+    monkeypatch.setattr("penstock.batches.decisions.MAX_WAIT", 0.01)
+    queue = Queue(redis_url)
+    queue.send(*(asked(f"r{n}") for n in range(3)))
+    with serving(tokenizer, limited(tmp_path, queue.config, budget_per_day=1e-9)) as gateway, gateway.http() as http:
+        deadline, key = time.monotonic() + SECONDS, {"authorization": f"Bearer {gateway.key('')}"}
+        while 'messages_total{outcome="retried"' not in (text := http.get("/metrics", headers=key).text):
+            assert time.monotonic() < deadline, text
+        assert 'outcome="answered"' not in text
+    with serving(tokenizer, limited(tmp_path, queue.config, budget_per_day=1000.0)):
+        found = queue.take(3)
+    assert {each["custom_id"]: each["response"]["status_code"] for each in found} == {f"r{n}": 200 for n in range(3)}
+    queue.close()
+
+
+def test_what_was_refused_may_be_sent_again(
+    queue: Queue, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.queues.consumer.PATIENCE_SECONDS", 0.0)
+    queue.send(asked("r"), asked("r"))
+    with serving(tokenizer, limited(tmp_path, queue.config, budget_per_month=1e-9)):
+        assert [each["response"]["status_code"] for each in queue.take(2)] == [429, 429]
+    queue.send(asked("r"))
+    with serving(tokenizer, limited(tmp_path, queue.config, budget_per_month=1000.0)):
+        found = queue.take(3)
+        while found[-1]["response"]["status_code"] != 200:  # the server had not come to acknowledge the last one
+            found = queue.take(len(found) + 1)
 
 
 def test_ids_are_of_one_tenant_and_broker(redis_url: str, tokenizer: Tokenizer, tmp_path: Path) -> None:

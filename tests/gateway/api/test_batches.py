@@ -25,7 +25,7 @@ from penstock.batches.settings import BatchesConfig
 from penstock.cli.main import main
 from penstock.core.errors import EngineFailure, Failure, InvalidRequest
 from penstock.core.request import GenerateRequest, SamplingParams
-from penstock.gateway.settings import ServerConfig, TenantConfig
+from penstock.gateway.settings import PriceConfig, ServerConfig, TenantConfig
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MODEL, Action, hang
 from penstock.text.tokenizer import Tokenizer
@@ -218,6 +218,26 @@ def test_a_server_that_is_started_again_goes_on(tokenizer: Tokenizer, kept: Sett
     whole = [token for tokens in spoken for token in tokens]  # type: ignore[union-attr]
     assert body["choices"][0]["message"]["content"] == tokenizer.decode(whole)
     assert body["usage"]["completion_tokens"] == len(whole) + 1
+
+
+def test_lines_wait_for_a_spent_budget(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """There is a new one before the completion window is over."""
+    settings = replace(
+        settings_in(tmp_path),
+        tenants={"poor": TenantConfig(budget_per_day=1e-9)},
+        prices={MODEL: PriceConfig(input=1.0, output=1.0)},
+    )
+    with serving(tokenizer, settings) as gateway, gateway.http() as http:
+        client = gateway.client(gateway.key("poor"))
+        batch = submitted(client, jsonl(line("a"), line("b")))
+        deadline, key = time.monotonic() + SECONDS, {"authorization": f"Bearer {gateway.key('')}"}
+        while 'penstock_batch_lines_total{outcome="retried"} 2.0' not in http.get("/metrics", headers=key).text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        found = client.batches.retrieve(batch.id)
+        assert found.status == "in_progress"
+        assert found.request_counts is not None
+        assert found.request_counts.failed == 0
 
 
 def test_cancelled_batches_keep_what_is_answered(gateway: Gateway) -> None:
