@@ -11,6 +11,7 @@ WAIT_SECONDS = 0.5  # `receive` returns after this, with or without messages
 class Message(NamedTuple):
     payload: bytes
     tag: Any  # the broker's own name of this delivery
+    source: str = ""  # where people find it in the broker
 
 
 class Broker(Protocol):

@@ -228,7 +228,7 @@ class Consumer:
 
     async def _bury(self, message: Message, code: str, why: str) -> None:
         self.outcomes["dead"] += 1
-        letter = dead_letter(code, why, message.payload)
+        letter = dead_letter(code, why, message.payload, message.source)
         await self._insist(lambda: self._broker.publish(self._config.dead_letters, code, [letter]))
         await self._acknowledge(message)
 

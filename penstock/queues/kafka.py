@@ -81,7 +81,8 @@ class Kafka:
         for found in await self._do(receive, self._receiving):
             offsets = self._partitions.setdefault(found.partition(), Offsets())
             offsets.begin(found.offset())
-            messages.append(Message(found.value() or b"", (found.partition(), found.offset(), offsets)))
+            source = f"{found.topic()}/{found.partition()}/{found.offset()}"
+            messages.append(Message(found.value() or b"", (found.partition(), found.offset(), offsets), source))
         return messages
 
     async def publish(self, queue: str, id: str, payloads: Sequence[bytes]) -> None:

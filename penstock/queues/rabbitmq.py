@@ -57,7 +57,7 @@ class RabbitMQ:
         with _failures():
             for _ in range(_POLLS):
                 while len(found) < most and (message := await self._queue.get(fail=False)) is not None:
-                    found.append(Message(message.body, message))
+                    found.append(Message(message.body, message, message.message_id or ""))
                 if found:
                     break
                 await asyncio.sleep(WAIT_SECONDS / _POLLS)

@@ -6,6 +6,7 @@ What a consumer of the group has read belongs to it until it is silent for `leas
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -120,7 +121,12 @@ class RedisStreams:
 
 
 def _message(tag: bytes, fields: dict[bytes, bytes] | None) -> Message:
-    return Message((fields or {}).get(b"data", b""), tag)
+    """What has no field `data` is no request, and its dead letter holds all that it has."""
+    known = fields or {}
+    if (payload := known.get(b"data")) is None:
+        payload = json.dumps({name.decode(errors="replace"): v.decode(errors="replace") for name, v in known.items()})
+        payload = payload.encode()
+    return Message(payload, tag, tag.decode())
 
 
 @contextlib.contextmanager

@@ -47,6 +47,7 @@ class DeadLetter(msgspec.Struct):
     code: str
     message: str
     payload: str
+    source: str  # Redis: the id in the stream; RabbitMQ: the message_id; Kafka: topic/partition/offset
 
 
 _decoder = msgspec.json.Decoder(QueueRequest)
@@ -98,8 +99,8 @@ def was_computed(answer: Sequence[str]) -> bool:
     return response is None or response.status_code < 300
 
 
-def dead_letter(code: str, message: str, payload: bytes) -> bytes:
-    return _encode(DeadLetter(code, message, payload.decode("utf-8", "replace")))
+def dead_letter(code: str, message: str, payload: bytes, source: str) -> bytes:
+    return _encode(DeadLetter(code, message, payload.decode("utf-8", "replace"), source))
 
 
 def chunk_answers(id: str, attempt: str, index: int, events: bytes) -> list[bytes]:

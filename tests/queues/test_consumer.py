@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from dataclasses import replace
@@ -97,6 +98,17 @@ def test_answers_in_chunks(queue: Queue, tokenizer: Tokenizer, tmp_path: Path) -
     assert len({(each["custom_id"], each["attempt"]) for each in found}) == 1
     text = "".join(part["delta"].get("content") or "" for each in found for part in each["chunk"]["choices"])
     assert text == "Hello there, friend!"
+
+
+def test_a_message_without_data_is_kept(redis_url: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    queue = Queue(redis_url)
+    with redis.Redis.from_url(redis_url) as client:
+        id = client.xadd(queue.config.requests, {"payload": "{}", "custom_id": "x"})
+    with serving(tokenizer, settings(tmp_path, queue.config)):
+        (letter,) = queue.take(1, queue.config.dead_letters)
+    assert json.loads(letter["payload"]) == {"payload": "{}", "custom_id": "x"}
+    assert letter["source"] == id.decode()
+    queue.close()
 
 
 BODIES: dict[str, dict[str, Any]] = {
