@@ -19,11 +19,12 @@ START_SECONDS = 120
 
 
 class RabbitServer:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, max_message_size: int = 2**27) -> None:
         if not BINARY.exists():
             pytest.skip("rabbitmq-server is not installed; on Debian and Ubuntu: apt-get install rabbitmq-server")
         self.port = free_port()
         (folder / "plugins").write_text("[].")
+        (folder / "rabbitmq.conf").write_text(f"max_message_size = {max_message_size}\n")
         self._environment = {
             **os.environ,
             "HOME": str(folder),
@@ -34,6 +35,7 @@ class RabbitServer:
             "RABBITMQ_MNESIA_BASE": str(folder / "data"),
             "RABBITMQ_LOG_BASE": str(folder / "log"),
             "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
+            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq.conf"),
             "ERL_EPMD_PORT": str(free_port()),
             "ERL_EPMD_RELAXED_COMMAND_CHECK": "1",  # it may be ended while it believes that the node is there
         }

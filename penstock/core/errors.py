@@ -18,6 +18,7 @@ PenstockError
 ├── Unavailable               503  no worker can serve now (starting, draining, died)
 ├── StorageFull               507  there is no room on disk for what was sent or is to be kept
 ├── EngineFailure             500  a step failed; the request was lost, others go on
+├── MessageTooLarge           500  a message broker does not take an answer of this size
 ├── InvalidLogits             500  the model computed no numbers for this request, as it would on any replica
 └── StartupError              --   settings, checkpoint or memory do not allow serving at all
 
@@ -155,6 +156,10 @@ class EngineFailure(PenstockError):
     status = 500
     kind = "server_error"
     retryable = True
+
+
+class MessageTooLarge(PenstockError):
+    code = "answer_too_large"
 
 
 class InvalidLogits(PenstockError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from penstock.core.errors import MessageTooLarge
+
 WAIT_SECONDS = 0.5  # `receive` returns after this, with or without messages
 
 
@@ -12,6 +14,12 @@ class Message(NamedTuple):
     payload: bytes
     tag: Any  # the broker's own name of this delivery
     source: str = ""  # where people find it in the broker
+
+
+def too_large(payload: bytes, queue: str) -> MessageTooLarge:
+    return MessageTooLarge(
+        f"the answer has {len(payload)} bytes, and the broker of {queue} takes no message of that size: ask for less"
+    )
 
 
 class Broker(Protocol):
@@ -31,7 +39,7 @@ class Broker(Protocol):
     async def receive(self, most: int) -> Sequence[Message]: ...
 
     async def publish(self, queue: str, id: str, payloads: Sequence[bytes]) -> None:
-        """Returns once the broker has them."""
+        """Returns once the broker has them. Raises MessageTooLarge where it will never take one of them."""
         ...
 
     async def acknowledge(self, message: Message) -> None:

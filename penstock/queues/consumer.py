@@ -23,8 +23,8 @@ import msgspec
 from penstock.batches.decisions import MAX_LOSSES, after_failure, at_once, renewal_seconds
 from penstock.batches.journal import LineJournal
 from penstock.batches.records import new_id
-from penstock.batches.runner import Answers, Asked
-from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.batches.runner import Answers, Asked, failure
+from penstock.core.errors import InvalidRequest, MessageTooLarge, PenstockError
 from penstock.queues.answers import AnswerStore
 from penstock.queues.broker import Broker, Message
 from penstock.queues.requests import (
@@ -107,6 +107,8 @@ class Consumer:
             generation = self._generation
             try:
                 return await work()
+            except MessageTooLarge:
+                raise
             except PenstockError as error:
                 if self._closing:
                     raise asyncio.CancelledError from error
@@ -190,17 +192,29 @@ class Consumer:
         running.id, running.journal = id, LineJournal(seed_of(self._config.requests, request.custom_id), known.journal)
         answer = await self._attempts(request, body, running.journal)
         running.id = ""  # from here on it is finished, not given back
-        packed = msgspec.json.encode([each.decode() for each in answer])
-        await self._insist(lambda: self._store.keep(id, packed))
+        await self._keep(id, [each.decode() for each in answer])
         self.outcomes["answered"] += 1
         rest = answer[-1:] if self._config.answers == "chunks" else answer
         await self._finish(message, id, request.custom_id, [each.decode() for each in rest])
 
     async def _finish(self, message: Message, id: str, custom_id: str, answer: list[str]) -> None:
-        payloads = [each.encode() for each in answer]
-        await self._insist(lambda: self._broker.publish(self._config.results, custom_id, payloads))
+        try:
+            await self._publish(custom_id, answer)
+        except MessageTooLarge as error:
+            logger.warning("request %s of the queue: %s", custom_id, error.message)
+            answer = [whole_answer(custom_id, failure(error).answer).decode()]
+            await self._keep(id, answer)
+            await self._publish(custom_id, answer)
         await self._insist(lambda: self._store.published(id))
         await self._end(message, id, answer)
+
+    async def _publish(self, custom_id: str, answer: list[str]) -> None:
+        payloads = [each.encode() for each in answer]
+        await self._insist(lambda: self._broker.publish(self._config.results, custom_id, payloads))
+
+    async def _keep(self, id: str, answer: list[str]) -> None:
+        packed = msgspec.json.encode(answer)
+        await self._insist(lambda: self._store.keep(id, packed))
 
     async def _end(self, message: Message, id: str, answer: list[str]) -> None:
         if await self._acknowledge(message) and not was_computed(answer):
@@ -228,9 +242,21 @@ class Consumer:
 
     async def _bury(self, message: Message, code: str, why: str) -> None:
         self.outcomes["dead"] += 1
-        letter = dead_letter(code, why, message.payload, message.source)
-        await self._insist(lambda: self._broker.publish(self._config.dead_letters, code, [letter]))
+        size = len(message.payload)
+        while not await self._send_letter(dead_letter(code, why, message.payload, message.source, size), code):
+            if not size:
+                logger.error("message %s of the queue is dead and its letter is lost: %s", message.source, why)
+                break
+            size //= 2
         await self._acknowledge(message)
+
+    async def _send_letter(self, letter: bytes, code: str) -> bool:
+        """Whether the broker takes a message of that size."""
+        try:
+            await self._insist(lambda: self._broker.publish(self._config.dead_letters, code, [letter]))
+        except MessageTooLarge:
+            return False
+        return True
 
     async def _acknowledge(self, message: Message) -> bool:
         """If the connection was lost it is delivered again, and its id is known."""

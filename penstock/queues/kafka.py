@@ -12,7 +12,7 @@ import confluent_kafka
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from penstock.core.errors import Unavailable
-from penstock.queues.broker import WAIT_SECONDS, Message
+from penstock.queues.broker import WAIT_SECONDS, Message, too_large
 from penstock.queues.offsets import Offsets
 from penstock.queues.settings import ConsumeConfig
 
@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 DELIVERY_SECONDS = 30.0  # for the cluster to say that it has a message
 _HOUR_MS = 3_600_000
+_TOO_LARGE = (KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.RECORD_LIST_TOO_LARGE)  # for this client, topic or broker
 
 
 class Kafka:
@@ -99,7 +100,13 @@ class Kafka:
             if failed or left:
                 raise KafkaException(failed[0] if failed else f"{left} messages were not taken")
 
-        await self._do(publish)
+        try:
+            await self._do(publish)
+        except Unavailable as error:
+            why = error.__cause__.args[0] if isinstance(error.__cause__, KafkaException) else None
+            if isinstance(why, KafkaError) and why.code() in _TOO_LARGE:
+                raise too_large(max(payloads, key=len), queue) from error
+            raise
 
     async def acknowledge(self, message: Message) -> None:
         partition, offset, offsets = message.tag

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import aio_pika
-from aio_pika.exceptions import AMQPError, ChannelNotFoundEntity
+from aio_pika.exceptions import AMQPError, ChannelNotFoundEntity, ChannelPreconditionFailed
 
 from penstock.core.errors import Unavailable
-from penstock.queues.broker import WAIT_SECONDS, Message
+from penstock.queues.broker import WAIT_SECONDS, Message, too_large
 from penstock.queues.settings import ConsumeConfig
 
 CONFIRM_SECONDS = 30.0  # for the broker to say that it has a message
@@ -26,6 +26,9 @@ class RabbitMQ:
         self._config = config
         self._connection: Any = None
         self._channel: Any = None
+        self._publishing: Any = (
+            None  # another channel: what is too large closes it, and all that is not acknowledged on it
+        )
         self._queue: Any = None
 
     async def open(self) -> None:
@@ -34,7 +37,8 @@ class RabbitMQ:
             self._connection = await aio_pika.connect(self._config.url, timeout=10, heartbeat=HEARTBEAT_SECONDS)
             for name in (self._config.results, self._config.dead_letters, self._config.requests):
                 await self._declare(name)
-            self._channel = await self._connection.channel(publisher_confirms=True, on_return_raises=True)
+            self._channel = await self._connection.channel()
+            self._publishing = None
             self._queue = await self._channel.get_queue(self._config.requests)
 
     async def _declare(self, name: str) -> None:
@@ -66,6 +70,9 @@ class RabbitMQ:
     async def publish(self, queue: str, id: str, payloads: Sequence[bytes]) -> None:
         with _failures():
             for payload in payloads:
+                if self._publishing is None or self._publishing.is_closed:
+                    opened = self._connection.channel(publisher_confirms=True, on_return_raises=True)
+                    self._publishing = await opened
                 message = aio_pika.Message(
                     payload,
                     content_type="application/json",
@@ -73,7 +80,13 @@ class RabbitMQ:
                     message_id=id,
                     correlation_id=id,
                 )
-                await self._channel.default_exchange.publish(message, queue, timeout=CONFIRM_SECONDS)
+                exchange = self._publishing.default_exchange
+                try:
+                    await exchange.publish(message, queue, timeout=CONFIRM_SECONDS)
+                except ChannelPreconditionFailed as error:
+                    if "larger than" not in str(error):
+                        raise
+                    raise too_large(payload, queue) from error
 
     async def acknowledge(self, message: Message) -> None:
         with _failures():

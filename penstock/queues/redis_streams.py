@@ -12,15 +12,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from redis.asyncio import BlockingConnectionPool, Redis
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 
 from penstock.batches.records import new_id
 from penstock.core.errors import Unavailable
-from penstock.queues.broker import WAIT_SECONDS, Message
+from penstock.queues.broker import WAIT_SECONDS, Message, too_large
 from penstock.queues.settings import ConsumeConfig
 
 CONNECTIONS = 32
 _CLAIMS = 3  # looks for messages of silent consumers, for each lease
+
+DEFAULT_LARGEST = 512 * 2**20  # bytes of a field, of Redis as it comes
 
 # KEYS: the stream, and where its incarnation is kept. ARGV: the group, and the incarnation if it is a new one: the
 # group is not there after the stream was deleted, the key is not after a flush. Returns the incarnation.
@@ -44,6 +46,7 @@ class RedisStreams:
         self._redis: Any = None
         self._claim_at = 0.0
         self.incarnation = ""
+        self._largest = DEFAULT_LARGEST
         self._cursor = b"0-0"  # up to where silent consumers' messages have been looked for
 
     async def open(self) -> None:
@@ -60,6 +63,9 @@ class RedisStreams:
         with _failures():
             keys = (requests, f"{requests}:penstock:{group}")
             self.incarnation = (await self._redis.eval(_OPEN, len(keys), *keys, group, new_id(""))).decode()
+            with contextlib.suppress(ResponseError):  # not everybody may ask
+                limit = "proto-max-bulk-len"
+                self._largest = int((await self._redis.config_get(limit)).get(limit, DEFAULT_LARGEST))
 
     async def close(self) -> None:
         if self._redis is not None:
@@ -84,6 +90,9 @@ class RedisStreams:
         return [_message(*entry) for _, entries in found for entry in entries]
 
     async def publish(self, queue: str, id: str, payloads: Sequence[bytes]) -> None:
+        """Redis closes the connection over a field that is too large, so it must not be sent."""
+        if payloads and len(largest := max(payloads, key=len)) > self._largest:
+            raise too_large(largest, queue)
         with _failures():
             async with self._redis.pipeline(transaction=True) as pipeline:
                 for payload in payloads:

@@ -47,6 +47,7 @@ class DeadLetter(msgspec.Struct):
     code: str
     message: str
     payload: str
+    payload_bytes: int  # of the whole payload: a broker may have no room for it in a letter
     source: str  # Redis: the id in the stream; RabbitMQ: the message_id; Kafka: topic/partition/offset
 
 
@@ -99,8 +100,11 @@ def was_computed(answer: Sequence[str]) -> bool:
     return response is None or response.status_code < 300
 
 
-def dead_letter(code: str, message: str, payload: bytes, source: str) -> bytes:
-    return _encode(DeadLetter(code, message, payload.decode("utf-8", "replace"), source))
+def dead_letter(code: str, message: str, payload: bytes, source: str, most: int) -> bytes:
+    """`most`: bytes of the payload."""
+    if most < len(payload):
+        message = f"{message}; the payload is cut: here are its first {most} bytes"
+    return _encode(DeadLetter(code, message, payload[:most].decode("utf-8", "replace"), len(payload), source))
 
 
 def chunk_answers(id: str, attempt: str, index: int, events: bytes) -> list[bytes]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import redis
 
 from penstock.batches.records import new_id
 from penstock.queues.broker import Broker
@@ -19,6 +20,8 @@ from penstock.text.tokenizer import Tokenizer
 from tests.gateway.scripted_server import load_built_in_tokenizer
 from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
+
+LARGEST = {"redis": 2**20, "rabbitmq": 1_000_000, "kafka": 1_000_000}  # bytes of a message; Kafka's: of the client
 
 SECONDS = 60.0  # a busy machine may take for what takes a moment
 
@@ -31,13 +34,15 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def redis_url() -> Iterator[str]:
     server = RedisServer()
+    with redis.Redis.from_url(server.url) as client:
+        client.config_set("proto-max-bulk-len", LARGEST["redis"])
     yield server.url
     server.stop()
 
 
 @pytest.fixture(scope="session")
 def rabbitmq_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = RabbitServer(tmp_path_factory.mktemp("rabbitmq"))
+    server = RabbitServer(tmp_path_factory.mktemp("rabbitmq"), LARGEST["rabbitmq"])
     yield server.url
     server.stop()
 

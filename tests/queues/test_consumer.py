@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,14 +13,20 @@ from typing import Any, Literal
 import pytest
 import redis
 
+from penstock.batches.records import Answered
+from penstock.batches.runner import Asked, Attempt
 from penstock.batches.settings import BatchesConfig
 from penstock.checkpoint.source import BUILT_IN_ENCODER, resolve
+from penstock.core.errors import PenstockError
 from penstock.core.request import GenerateRequest, SamplingParams
 from penstock.engine.settings import EngineConfig
 from penstock.gateway.api.batches import BATCHED
 from penstock.gateway.api.models import ServedModel
 from penstock.gateway.settings import PriceConfig, ServerConfig, TenantConfig
 from penstock.kernels.native import bindings
+from penstock.queues.answers import AnswerStore
+from penstock.queues.consumer import Consumer
+from penstock.queues.open import make_broker
 from penstock.queues.settings import ConsumeConfig
 from penstock.runner.startup import start
 from penstock.settings import Settings
@@ -27,7 +34,7 @@ from penstock.simulation.scripted_engine import MODEL, hang
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from tests.gateway.api.test_embeddings import InProcess
 from tests.gateway.conftest import serving
-from tests.queues.conftest import SECONDS, Queue
+from tests.queues.conftest import LARGEST, SECONDS, Queue
 from tests.redis_server import RedisServer
 
 CHAT = "/v1/chat/completions"
@@ -109,6 +116,58 @@ def test_a_message_without_data_is_kept(redis_url: str, tokenizer: Tokenizer, tm
     assert json.loads(letter["payload"]) == {"payload": "{}", "custom_id": "x"}
     assert letter["source"] == id.decode()
     queue.close()
+
+
+def test_a_dead_letter_is_cut_to_what_the_broker_takes(queue: Queue, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    poison = b'"' * 700_000  # each of which takes two bytes in the letter
+    queue.send(poison, asked("next"))
+    with serving(tokenizer, settings(tmp_path, queue.config)):
+        (letter,) = queue.take(1, queue.config.dead_letters)
+        assert queue.take(1)[0]["custom_id"] == "next"
+    assert poison.decode().startswith(letter["payload"])
+    assert letter["payload_bytes"] == len(poison)
+    assert f"here are its first {len(letter['payload'])} bytes" in letter["message"]
+
+
+class Says:
+    """Answers with so many bytes."""
+
+    draining = False
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    async def answer(self, asked: Asked) -> Attempt:
+        return Attempt(Answered(200, "request", b'"' + b"x" * self.size + b'"'))
+
+    async def models(self, tenant: str) -> Sequence[str]:
+        return [MODEL]
+
+    async def groups(self) -> Sequence[Sequence[str]]:
+        return [[MODEL]]
+
+    def refusal(self, model: str) -> PenstockError | None:
+        return None
+
+    def room(self, group: Sequence[str], running: int, most: int) -> int:
+        return most - running
+
+
+def test_an_answer_that_the_broker_does_not_take_is_said(queue: Queue, tmp_path: Path) -> None:
+    """Others go on, and the request may be sent again."""
+    store, answers = AnswerStore(tmp_path), Says(max(LARGEST.values()))
+    consumer = Consumer(queue.config, make_broker(queue.config), store, answers, [CHAT])
+    queue.run(store.open)
+    queue.run(consumer.open)
+    queue.send(asked("large"))
+    response = queue.take(1)[0]["response"]
+    assert (response["status_code"], response["body"]["error"]["code"]) == (500, "answer_too_large")
+    answers.size = 10
+    queue.send(asked("large"), asked("other"))
+    found = {each["custom_id"]: each["response"]["body"] for each in queue.take(3)[1:]}
+    assert found == {"large": "x" * 10, "other": "x" * 10}
+    queue.run(consumer.close)
+    queue.run(store.close)
 
 
 BODIES: dict[str, dict[str, Any]] = {
