@@ -21,6 +21,14 @@ from penstock.queues.settings import ConsumeConfig
 
 CONNECTIONS = 32
 _CLAIMS = 3  # looks for messages of silent consumers, for each lease
+MOST_COUNTED = 10_000  # messages that were not delivered, where Redis cannot say how many there are
+_COUNTED_AT_ONCE = 100  # Redis copies their payloads meanwhile
+
+# KEYS: the stream. ARGV: the id after which to count, and how many at most. Returns how many, and the last id.
+_COUNT = """
+local found = redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])
+return {#found, #found > 0 and found[#found][1] or ARGV[1]}
+"""
 
 DEFAULT_LARGEST = 512 * 2**20  # bytes of a field, of Redis as it comes
 
@@ -125,8 +133,21 @@ class RedisStreams:
         with _failures():
             for group in await self._redis.xinfo_groups(self._config.requests):
                 if group["name"] == self._config.group.encode():
-                    return int(group["pending"]) + int(group.get("lag") or 0)
+                    behind = group.get("lag")
+                    if behind is None:
+                        behind = await self._count_after(group["last-delivered-id"])
+                    return int(group["pending"]) + int(behind)
         return 0
+
+    async def _count_after(self, id: bytes) -> int:
+        """Redis does not know how many messages have not been delivered once one of them was deleted."""
+        count = 0
+        while count < MOST_COUNTED:
+            found, id = await self._redis.eval(_COUNT, 1, self._config.requests, id, _COUNTED_AT_ONCE)
+            count += found
+            if found < _COUNTED_AT_ONCE:
+                break
+        return count
 
 
 def _message(tag: bytes, fields: dict[bytes, bytes] | None) -> Message:

@@ -170,6 +170,23 @@ def test_an_answer_that_the_broker_does_not_take_is_said(queue: Queue, tmp_path:
     queue.run(store.close)
 
 
+def test_lag_counts_what_is_left_after_some_was_deleted(redis_url: str) -> None:
+    queue = Queue(redis_url)
+    queue.config = replace(queue.config, group="counting")
+    broker = make_broker(queue.config)
+    queue.run(broker.open)
+    with redis.Redis.from_url(redis_url) as client:
+        ids = [client.xadd(queue.config.requests, {"data": "{}"}) for _ in range(250)]
+        client.xdel(queue.config.requests, ids[200])
+    assert queue.run(broker.lag) == 249
+    (message,) = queue.run(lambda: broker.receive(1))
+    assert queue.run(broker.lag) == 249  # it is not acknowledged
+    queue.run(lambda: broker.acknowledge(message))
+    assert queue.run(broker.lag) == 248
+    queue.run(broker.close)
+    queue.close()
+
+
 BODIES: dict[str, dict[str, Any]] = {
     CHAT: {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]},
     "/v1/completions": {"model": MODEL, "prompt": "Hi"},
