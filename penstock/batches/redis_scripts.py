@@ -65,6 +65,13 @@ local function wait_again(id, number, not_before)
     redis.call('ZADD', pending(id, redis.call('HGET', line(id, number), 'model')), not_before, number)
 end
 local function is_mine(id, number, owner) return redis.call('HGET', line(id, number), 'owner') == owner end
+local function is_free(id, number)  -- also for whoever had it until its lease ended: that one still works on it
+    local model = redis.call('HGET', line(id, number), 'model')
+    return status(id) == 'in_progress' and model and redis.call('ZSCORE', pending(id, model), number)
+end
+local function wait_no_more(id, number)
+    redis.call('ZREM', pending(id, redis.call('HGET', line(id, number), 'model')), number)
+end
 """
 )
 
@@ -203,15 +210,20 @@ return found
 """
 )
 # ARGV: owner, when the leases end, then for each line its batch, number, whether it has a new journal, and that.
-# Returns for each whether its lease was still there.
+# Returns for each whether it has its lease, be it anew.
 RENEW = (
     _COMMON
     + """
 local kept = {}
 for at = 3, #ARGV, 4 do
     local id, number = ARGV[at], ARGV[at + 1]
-    if is_mine(id, number, ARGV[1]) then
+    local mine = is_mine(id, number, ARGV[1])
+    if mine or is_free(id, number) then
         redis.call('ZADD', leased(id), ARGV[2], number)
+        if not mine then
+            redis.call('HSET', line(id, number), 'owner', ARGV[1])
+            wait_no_more(id, number)
+        end
         if ARGV[at + 2] == '1' then redis.call('HSET', line(id, number), 'journal', ARGV[at + 3], 'losses', 0) end
         kept[#kept + 1] = 1
     else
@@ -227,10 +239,12 @@ ANSWER = (
     + """
 local id, number = ARGV[2], ARGV[3]
 local now = status(id)
-if not is_mine(id, number, ARGV[1]) or not (now == 'in_progress' or now == 'cancelling') then return 0 end
+local mine = is_mine(id, number, ARGV[1]) and (now == 'in_progress' or now == 'cancelling')
+if not mine and not is_free(id, number) then return 0 end
 redis.call('HSET', line(id, number), 'status', ARGV[5], 'request_id', ARGV[6], 'body', ARGV[7])
 redis.call('HDEL', line(id, number), 'owner', 'journal')
 redis.call('ZREM', leased(id), number)
+wait_no_more(id, number)
 redis.call('HINCRBY', batch(id), ARGV[4], 1)
 return 1
 """

@@ -95,6 +95,7 @@ class BatchRunner:
         self._max_line_bytes = max_line_bytes
         self._wake = asyncio.Event()
         self._running: dict[tuple[str, int], tuple[Line, LineJournal, asyncio.Task[None]]] = {}
+        self._given_back: set[tuple[str, int]] = set()  # lines that still run, to their end
         self._unkept: set[Line] = set()  # lines whose answers there was no room for
         self._job: Job | None = None
         self._renewals = 0
@@ -177,9 +178,12 @@ class BatchRunner:
         if room <= 0:
             return
         for line in await self._take(self._store.lease(group, room, time.time()), self._return):
+            key = line.batch, line.number
+            if key in self._running and key not in self._given_back:
+                continue  # its lease ended while the store was away, and what runs goes on with the new one
             journal = LineJournal(line.seed, line.journal)
-            task = asyncio.create_task(self._run(line, journal))
-            self._running[line.batch, line.number] = line, journal, task
+            self._given_back.discard(key)
+            self._running[key] = line, journal, asyncio.create_task(self._run(line, journal))
 
     async def _take(self, asked: Awaitable[T], give_back: Callable[[T], Awaitable[None]]) -> T:
         """What the store hands out. Cancelled before it is here, it goes back at once: its lease would keep it from
@@ -218,7 +222,10 @@ class BatchRunner:
                 await self._give_back(line, journal, time.time(), counts=False)
             raise
         finally:
-            del self._running[line.batch, line.number]
+            key = line.batch, line.number
+            if self._running[key][2] is asyncio.current_task():  # else it was given back, and leased and begun again
+                del self._running[key]
+                self._given_back.discard(key)
             self._wake.set()
 
     async def _attempt(self, line: Line, journal: LineJournal) -> Attempt:
@@ -253,6 +260,7 @@ class BatchRunner:
     async def _give_back(self, line: Line, journal: LineJournal, not_before: float, *, counts: bool) -> None:
         """If that fails, the lease ends by itself. The journal goes along even if it was packed before, since that may
         have been cancelled before it was kept."""
+        self._given_back.add((line.batch, line.number))
         try:
             await self._store.release(line, not_before, counts=counts, journal=journal.packed())
         except PenstockError as error:

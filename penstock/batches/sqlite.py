@@ -51,6 +51,11 @@ CREATE INDEX IF NOT EXISTS lines_pending ON lines (batch, not_before, number) WH
 CREATE INDEX IF NOT EXISTS lines_leased ON lines (batch, owner) WHERE state = {LEASED};
 """
 _MINE = f"WHERE batch = ? AND number = ? AND state = {LEASED} AND owner = ?"
+_RUNNING = "EXISTS (SELECT 1 FROM batches WHERE id = batch AND status = 'in_progress')"
+# Also what is nobody's since its lease has ended: whoever had it still works on it.
+_MINE_OR_FREE = (
+    f"WHERE batch = ? AND number = ? AND (state = {LEASED} AND owner = ? OR state = {PENDING} AND {_RUNNING})"
+)
 _LOST = f"state = {PENDING}, owner = NULL, losses = losses + 1"
 
 
@@ -299,9 +304,10 @@ class SqliteBatches(SqliteFile):
             lost = set()
             for line, journal in lines:
                 kept = self.db.execute(
-                    "UPDATE lines SET lease_until = ?1, journal = COALESCE(?2, journal), "
-                    f"losses = CASE WHEN ?2 IS NULL THEN losses ELSE 0 END {_MINE}",
-                    (now + LEASE_SECONDS, journal, line.batch, line.number, self.owner),
+                    f"UPDATE lines SET state = {LEASED}, lease_until = ?1, journal = COALESCE(?2, journal), "
+                    "owner = ?3, "
+                    f"losses = CASE WHEN ?2 IS NULL THEN losses ELSE 0 END {_MINE_OR_FREE}",
+                    (now + LEASE_SECONDS, journal, self.owner, line.batch, line.number, self.owner),
                 ).rowcount
                 if not kept:
                     lost.add((line.batch, line.number))
@@ -314,7 +320,7 @@ class SqliteBatches(SqliteFile):
             state, count = (FAILED, "failed") if failed else (COMPLETED, "completed")
             taken = self.db.execute(
                 f"UPDATE lines SET state = {state}, owner = NULL, journal = NULL, status = ?, request_id = ?, body = ? "
-                + _MINE
+                + _MINE_OR_FREE
                 + " AND EXISTS (SELECT 1 FROM batches WHERE id = batch AND status IN ('in_progress', 'cancelling'))",
                 (answer.status, answer.request_id, answer.body, line.batch, line.number, self.owner),
             ).rowcount

@@ -100,12 +100,13 @@ class BatchStore(Protocol):
         ...
 
     async def renew(self, lines: Sequence[Kept], now: float) -> set[tuple[str, int]]:
-        """Keep these leases and journals; whoever has a new journal has come on, and has no losses. Returns the lines
-        whose lease was lost."""
+        """Keep these leases and journals; whoever has a new journal has come on, and has no losses. A lease that has
+        ended begins anew if nobody else has the line. Returns the lines whose lease was lost."""
         ...
 
     async def answer(self, line: Line, answer: Answered, *, failed: bool) -> bool:
-        """Acknowledge a line with its answer. False: the lease was lost, and the answer is dropped."""
+        """Acknowledge a line with its answer. False: another process has the line by now, or has answered it, and the
+        answer is dropped."""
         ...
 
     async def release(self, line: Line, not_before: float, *, counts: bool, journal: bytes | None) -> None:

@@ -164,6 +164,45 @@ async def test_only_deaths_without_a_new_token_count_against_a_line(place: Place
     assert losses == [0, 1, 2, 1]
 
 
+@pytest.mark.parametrize("renews", [True, False])
+async def test_who_was_cut_off_goes_on_if_nobody_else_has_the_line(
+    renews: bool, place: Place, store: BatchStore
+) -> None:
+    batch = await queued(place, store, 1)
+    now = time.time()
+    (line,) = await store.lease([MODEL], 1, now)
+    other = place.process()
+    await other.open()
+    later = now + LEASE_SECONDS + 1
+    await other.advance(later)  # which frees the line
+    if renews:
+        assert not await store.renew([Kept(line, b"tokens")], later)
+        assert await other.lease([MODEL], 1, later) == []
+    assert await store.answer(line, answer_to(line), failed=False)
+    assert await other.lease([MODEL], 1, later) == []
+    found = await other.batch("", batch.id)
+    assert found is not None
+    assert found.completed == 1
+    await other.close()
+
+
+async def test_who_was_cut_off_leaves_a_line_that_another_has(place: Place, store: BatchStore) -> None:
+    await queued(place, store, 1)
+    now = time.time()
+    (line,) = await store.lease([MODEL], 1, now)
+    other = place.process()
+    await other.open()
+    later = now + LEASE_SECONDS + 1
+    await other.advance(later)
+    (taken,) = await other.lease([MODEL], 1, later)
+    assert await store.renew([Kept(line, None)], later) == {(line.batch, line.number)}
+    assert not await store.answer(line, answer_to(line), failed=False)
+    assert await other.answer(taken, answer_to(line), failed=False)
+    assert not await store.answer(line, answer_to(line), failed=False)
+    assert await store.renew([Kept(line, None)], later) == {(line.batch, line.number)}
+    await other.close()
+
+
 async def test_lines_of_other_models_and_lines_that_wait_are_left(place: Place, store: BatchStore) -> None:
     now = time.time()
     await queued(place, store, 2)

@@ -13,11 +13,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import redis
 
+from penstock.batches.decisions import LEASE_SECONDS
+from penstock.batches.redis_queue import RedisQueue
+from penstock.batches.redis_scripts import ADVANCE, PREFIX
 from penstock.batches.settings import BatchesConfig
 from penstock.core.request import GenerateRequest
 from penstock.settings import Settings
-from penstock.simulation.scripted_engine import Action, hang
+from penstock.simulation.scripted_engine import MODEL, Action, hang
 from penstock.text.tokenizer import Tokenizer
 from tests.gateway.api.test_batches import SECONDS, ended, jsonl, line, lines_of, submitted
 from tests.gateway.conftest import Gateway, serving
@@ -146,6 +150,34 @@ def test_a_redis_that_hangs_is_said_soon_and_batches_go_on(tokenizer: Tokenizer,
         assert {status for status, _ in answers} == {503}
         assert max(seconds for _, seconds in answers) < 6, "2 seconds, and some for a slow machine"
         assert len(lines_of(gateway.client(), ended(gateway.client(), batch.id).output_file_id)) == 20
+
+
+def test_a_lease_that_ended_begins_no_line_again(
+    tokenizer: Tokenizer, own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when Redis was away for longer than a lease: its gateway still runs the line."""
+    taken, goes_on = threading.Semaphore(0), threading.Event()
+
+    async def until_told() -> None:
+        taken.release()
+        assert await asyncio.to_thread(goes_on.wait, SECONDS)
+
+    with serving(tokenizer, Settings(state=own_redis.url)) as gateway:
+        answer = gateway.engine.script
+        gateway.runs(lambda request: [until_told, *answer(request)])
+        batch = submitted(gateway.client(), jsonl(line("a")))
+        assert taken.acquire(timeout=SECONDS)
+        with redis.Redis.from_url(own_redis.url) as client:
+            key, leased = f"{PREFIX}pending:{batch.id}:{MODEL}", f"{PREFIX}leased:{batch.id}"
+            RedisQueue(own_redis.url).run(ADVANCE, time.time() + LEASE_SECONDS + 1)
+            deadline = time.monotonic() + SECONDS
+            while client.zcard(key) or not client.zcard(leased):  # until it is leased again
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+        goes_on.set()
+        assert len(lines_of(gateway.client(), ended(gateway.client(), batch.id).output_file_id)) == 1
+        assert len(gateway.engine.requests) == 1
+    assert "KeyError" not in caplog.text
 
 
 def test_a_batch_outlasts_a_restart_of_redis(
