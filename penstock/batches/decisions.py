@@ -18,6 +18,9 @@ FIRST_AT_ONCE = 8  # requests that a process works on before the first of them h
 FIRST_DELAY, MAX_DELAY = 1.0, 60.0  # seconds before another attempt
 MAX_WAIT = 600.0  # seconds before another attempt where Retry-After says more: a budget may be raised meanwhile
 
+SERVED_SECONDS = 120.0  # for which models count as served that a process has announced
+ANNOUNCE_SECONDS = 20.0
+
 MAX_BACKLOG = 0.5  # seconds of prefill that an engine has before it, beyond which it is given no more
 EFFICIENT = 4.0  # streams add so many times a step's fixed cost to it: then further ones make it hardly more efficient
 

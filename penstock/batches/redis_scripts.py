@@ -5,6 +5,7 @@
     expiring                    sorted set of file ids, by the time when they expire
     batch:{id}                  hash: record, status, ending, completed, failed, input; owner and lease_until of its job
     batches:{tenant}            sorted set of its batch ids, numbered as they came
+    served                      sorted set of models that gateways serve, the names of each as JSON, by until when
     active                      sorted set of batches that are not over or have lines left, numbered as they came
     line:{batch}:{number}       hash of one line: where it is in the input, attempts, owner, journal, and its answer
     order:{batch}               list of its lines' numbers, as in the input

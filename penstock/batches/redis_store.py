@@ -7,6 +7,7 @@ are free after `LEASE_SECONDS`. `redis_scripts.py` says what is kept under which
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.batches import redis_scripts as scripts
-from penstock.batches.decisions import LEASE_SECONDS, cancelled, check_limits, in_use, next_status
+from penstock.batches.decisions import LEASE_SECONDS, SERVED_SECONDS, cancelled, check_limits, in_use, next_status
 from penstock.batches.records import Answered, Batch, FileLimits, Job, Line, Page, StoredFile, new_id, record_of
 from penstock.batches.redis_queue import CLIENT_SECONDS, WORK_SECONDS, RedisQueue, batch_from, failures, file_fields
 from penstock.batches.redis_scripts import NUMBER, PREFIX
@@ -159,6 +160,19 @@ class RedisBatches:
 
     async def end_job(self, job: Job, retry_at: float) -> None:
         await self._work.run(scripts.LEASE_JOB, job.batch.id, self.owner, retry_at)
+
+    async def announce(self, models: Sequence[Sequence[str]], now: float) -> list[list[str]]:
+        key = f"{PREFIX}served"
+
+        def work(queue: RedisQueue) -> list[list[str]]:
+            with failures(), queue.redis.pipeline() as pipeline:
+                pipeline.zremrangebyscore(key, "-inf", now)
+                for names in models:
+                    pipeline.zadd(key, {json.dumps(list(names)): now + SERVED_SECONDS})
+                pipeline.zrange(key, 0, -1)
+                return [json.loads(names) for names in pipeline.execute()[-1]]
+
+        return await self._work.call(work)
 
     # ------------------------------------------------------------ lines
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, TypeVarTuple
 
 import msgspec
 
-from penstock.batches.decisions import MAX_LOSSES, after_failure, at_once, renewal_seconds
+from penstock.batches.decisions import ANNOUNCE_SECONDS, MAX_LOSSES, after_failure, at_once, renewal_seconds
 from penstock.batches.journal import LineJournal
 from penstock.batches.place import Batches
 from penstock.batches.records import Answered, Job, Line
@@ -64,8 +64,12 @@ class Answers(Protocol):
 
     async def answer(self, asked: Asked) -> Attempt: ...
 
-    async def models(self, tenant: str) -> Sequence[str]:
-        """Names of models and adapters that a tenant may use."""
+    async def served(self) -> Sequence[Sequence[str]]:
+        """The models and adapters of this server, each with all of its names."""
+        ...
+
+    def models(self, tenant: str, served: Sequence[Sequence[str]]) -> Sequence[str]:
+        """Which of the names of those that are served, here or elsewhere, a tenant may use."""
         ...
 
     async def groups(self) -> Sequence[Sequence[str]]:
@@ -112,7 +116,7 @@ class BatchRunner:
         self._wake.set()
 
     def start(self) -> None:
-        for work in (self._lease_lines, self._renew, self._sweep):
+        for work in (self._announce, self._lease_lines, self._renew, self._sweep):
             self._spawn(self._for_ever(work))
 
     async def close(self) -> None:
@@ -278,17 +282,28 @@ class BatchRunner:
             if lost in self._running:
                 self._running[lost][2].cancel()
 
+    async def _announce(self) -> None:
+        """Whoever validates a batch knows then that its lines can be answered here."""
+        await self._store.announce(await self._answers.served(), time.time())
+        await asyncio.sleep(ANNOUNCE_SECONDS)
+
     # ------------------------------------------------------------ whole batches
 
     async def _work_on(self, job: Job) -> None:
         """In a process of its own, see `work.py`."""
+        try:
+            served = await self._store.announce(await self._answers.served(), time.time())
+        except PenstockError as error:
+            self._job = None  # its lease ends
+            logger.warning("%s waits: %s", job.batch.id, error.message)
+            return
         given = Assignment(
             job.kind,
             str(self._place.folder),
             self._place.redis,
             self._store.owner,
             job.batch.id,
-            list(await self._answers.models(job.batch.tenant)),
+            list(self._answers.models(job.batch.tenant, served)),
             self._config.max_lines,
             self._max_line_bytes,
             int(self._config.keep_days * 86400),

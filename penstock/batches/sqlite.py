@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import json
 import sqlite3
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from penstock.batches.decisions import LEASE_SECONDS, cancelled, check_limits, in_use, next_status
+from penstock.batches.decisions import LEASE_SECONDS, SERVED_SECONDS, cancelled, check_limits, in_use, next_status
 from penstock.batches.records import (
     Answered,
     Batch,
@@ -46,6 +47,7 @@ CREATE TABLE IF NOT EXISTS lines (batch TEXT, number INTEGER, custom_id TEXT NOT
     attempts INTEGER NOT NULL DEFAULT 0, losses INTEGER NOT NULL DEFAULT 0, not_before REAL NOT NULL DEFAULT 0,
     owner TEXT, lease_until REAL, journal BLOB, status INTEGER, request_id TEXT, body BLOB,
     PRIMARY KEY (batch, number)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS served (names TEXT PRIMARY KEY, until REAL NOT NULL);
 CREATE UNIQUE INDEX IF NOT EXISTS lines_named ON lines (batch, custom_id);
 CREATE INDEX IF NOT EXISTS lines_pending ON lines (batch, not_before, number) WHERE state = {PENDING};
 CREATE INDEX IF NOT EXISTS lines_leased ON lines (batch, owner) WHERE state = {LEASED};
@@ -268,6 +270,17 @@ class SqliteBatches(SqliteFile):
                 (retry_at, job.batch.id, self.owner),
             )
         )
+
+    async def announce(self, models: Sequence[Sequence[str]], now: float) -> list[list[str]]:
+        def work() -> list[list[str]]:
+            self.db.execute("DELETE FROM served WHERE until <= ?", (now,))
+            self.db.executemany(
+                "INSERT OR REPLACE INTO served (names, until) VALUES (?, ?)",
+                [(json.dumps(list(names)), now + SERVED_SECONDS) for names in models],
+            )
+            return [json.loads(names) for (names,) in self.db.execute("SELECT names FROM served").fetchall()]
+
+        return await self.do(work)
 
     # ------------------------------------------------------------ lines
 

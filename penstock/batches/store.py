@@ -93,6 +93,10 @@ class BatchStore(Protocol):
         """Nobody works on it any more. If it was not done, it is not to be claimed again before then."""
         ...
 
+    async def announce(self, models: Sequence[Sequence[str]], now: float) -> list[list[str]]:
+        """This process serves them: each model with all of its names. Returns those that any process serves."""
+        ...
+
     # ------------------------------------------------------------ lines
 
     async def lease(self, models: Collection[str], count: int, now: float) -> list[Line]:

@@ -39,7 +39,7 @@ class Assignment(msgspec.Struct):
     redis: str | None  # the URL of the Redis that has both instead
     owner: str  # the gateway process that has the lease
     batch: str
-    models: list[str]  # that its tenant may use
+    models: list[str]  # that its tenant may use, here or at other gateways
     max_lines: int
     max_line_bytes: int
     keep_seconds: int  # of the files that are made

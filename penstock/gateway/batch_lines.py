@@ -27,10 +27,18 @@ class LineAnswers:
     def draining(self) -> bool:
         return self._edge.traffic.draining
 
-    async def models(self, tenant: str) -> Sequence[str]:
+    async def served(self) -> Sequence[Sequence[str]]:
+        models, adapters = self._edge.serving.models, self._edge.serving.adapters
+        await adapters.refresh()
+        return [*models.groups, *([adapter.name] for adapter in adapters.all())]
+
+    def models(self, tenant: str, served: Sequence[Sequence[str]]) -> Sequence[str]:
+        """Those of other gateways by the same rule as `Models.names`."""
         found = self._tenant(tenant)
-        await self._edge.serving.adapters.refresh()
-        return [] if found is None else self._edge.serving.names(found)
+        if found is None:
+            return []
+        allowed = found.models
+        return [name for names in served if allowed is None or not set(allowed).isdisjoint(names) for name in names]
 
     async def groups(self) -> Sequence[Sequence[str]]:
         """Virtual models are with the one that stands in for them, adapters with the one that they change, also those

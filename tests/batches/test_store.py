@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.batches.decisions import LEASE_SECONDS
+from penstock.batches.decisions import LEASE_SECONDS, SERVED_SECONDS
 from penstock.batches.files import write_lines
 from penstock.batches.records import Answered, Batch, FileLimits, Line, Page, StoredFile, new_id
 from penstock.batches.redis_contents import CHUNK_BYTES
@@ -162,6 +162,16 @@ async def test_only_deaths_without_a_new_token_count_against_a_line(place: Place
         now += LEASE_SECONDS + 1
         await store.advance(now)
     assert losses == [0, 1, 2, 1]
+
+
+async def test_processes_know_what_others_serve(place: Place, store: BatchStore) -> None:
+    now = time.time()
+    other = place.process()
+    await other.open()
+    assert await store.announce([["a", "alias"]], now) == [["a", "alias"]]
+    assert sorted(await other.announce([["b"], ["c"]], now + 60)) == [["a", "alias"], ["b"], ["c"]]
+    assert sorted(await other.announce([["b"]], now + SERVED_SECONDS + 1)) == [["b"], ["c"]]
+    await other.close()
 
 
 @pytest.mark.parametrize("renews", [True, False])

@@ -140,7 +140,10 @@ class Says:
     async def answer(self, asked: Asked) -> Attempt:
         return Attempt(Answered(200, "request", b'"' + b"x" * self.size + b'"'))
 
-    async def models(self, tenant: str) -> Sequence[str]:
+    async def served(self) -> Sequence[Sequence[str]]:
+        return [[MODEL]]
+
+    def models(self, tenant: str, served: Sequence[Sequence[str]]) -> Sequence[str]:
         return [MODEL]
 
     async def groups(self) -> Sequence[Sequence[str]]:

@@ -94,7 +94,7 @@ class Models:
         self.by_name: dict[str, Model] = {}
         self.routed: dict[str, Entry] = {}  # by all their names, those whose requests also go to other models
         self.wildcards: list[tuple[str, str]] = []  # aliases with a *, each with the name of its model
-        self._groups: list[tuple[str, ...]] = []  # the names of one model each
+        self.groups: list[tuple[str, ...]] = []  # the names of one model each
         for model in models:
             self._add(model.names, model)
         for name, config in (configs or {}).items():
@@ -114,14 +114,14 @@ class Models:
             if name in self.by_name:
                 raise StartupError(f"two models are served as {name!r}", param="served_model_name")
             self.by_name[name] = model
-        self._groups.append(plain)
+        self.groups.append(plain)
 
     def names(self, tenant: Tenant) -> Sequence[str]:
         """The names a tenant may use. Those of one model mean the same, so one that is allowed allows the others."""
         allowed = tenant.models
         if allowed is None:
             return self._names
-        return [name for names in self._groups if not set(allowed).isdisjoint(names) for name in names]
+        return [name for names in self.groups if not set(allowed).isdisjoint(names) for name in names]
 
     def find(self, tenant: Tenant, name: str) -> Model:
         """The model that a tenant calls by this name. For a virtual one stands the model that most of its requests, or

@@ -20,6 +20,7 @@ from penstock.batches.redis_queue import RedisQueue
 from penstock.batches.redis_scripts import ADVANCE, PREFIX
 from penstock.batches.settings import BatchesConfig
 from penstock.core.request import GenerateRequest
+from penstock.gateway.settings import TenantConfig
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MODEL, Action, hang
 from penstock.text.tokenizer import Tokenizer
@@ -77,6 +78,37 @@ def test_gateways_share_files_batches_and_lines(gateways: tuple[Gateway, Gateway
     here.files.delete(file.id)
     with pytest.raises(openai.NotFoundError):
         there.files.content(file.id)
+
+
+def test_lines_wait_for_the_gateway_that_has_their_model(tokenizer: Tokenizer, own_redis: RedisServer) -> None:
+    """Whichever validates the batch, and though none has all of its models."""
+    settings = Settings(
+        state=own_redis.url,
+        tenants={"all": TenantConfig(), "some": TenantConfig(models=("alias",)), "none": TenantConfig(models=("x",))},
+    )
+    with (
+        serving(tokenizer, settings, names=("first",)) as first,
+        serving(tokenizer, settings, names=("second", "alias")) as second,
+        redis.Redis.from_url(own_redis.url) as client,
+    ):
+        deadline = time.monotonic() + SECONDS
+        while client.zcard(f"{PREFIX}served") < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        keys = {tenant: first.key(tenant) for tenant in settings.tenants}
+        mixed = [line("a", model="first"), line("b", model="second"), line("c", model="alias")]
+        for gateway in (first, second, first, second):
+            for tenant, lines, status in (
+                ("all", mixed, "completed"),
+                ("some", mixed[1:], "completed"),
+                ("none", mixed[1:], "failed"),
+            ):
+                asking = gateway.client(keys[tenant])
+                batch = ended(asking, submitted(asking, jsonl(*lines)).id)
+                assert batch.status == status, batch
+                assert status == "failed" or set(lines_of(asking, batch.output_file_id)) == {
+                    each["custom_id"] for each in lines
+                }
 
 
 def test_a_batch_is_cancelled_at_any_gateway(gateways: tuple[Gateway, Gateway]) -> None:
