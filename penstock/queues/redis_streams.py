@@ -153,10 +153,10 @@ class RedisStreams:
 def _message(tag: bytes, fields: dict[bytes, bytes] | None) -> Message:
     """What has no field `data` is no request, and its dead letter holds all that it has."""
     known = fields or {}
-    if (payload := known.get(b"data")) is None:
-        payload = json.dumps({name.decode(errors="replace"): v.decode(errors="replace") for name, v in known.items()})
-        payload = payload.encode()
-    return Message(payload, tag, tag.decode())
+    if b"data" in known:
+        return Message(known[b"data"], tag, tag.decode())
+    readable = {name.decode(errors="replace"): value.decode(errors="replace") for name, value in known.items()}
+    return Message(json.dumps(readable).encode(), tag, tag.decode())
 
 
 @contextlib.contextmanager
