@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -16,6 +17,8 @@ from penstock.core.errors import Forbidden, NotFound, Overloaded, PenstockError
 from penstock.gateway.edge import Edge
 from penstock.gateway.http.local import LocalResponse, local_request
 from penstock.gateway.tenancy.tenants import Directory, Tenant
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class LineAnswers:
@@ -61,7 +64,8 @@ class LineAnswers:
         tenant = self._tenant(asked.tenant)
         if tenant is None:
             return failure(Forbidden("the tenant of this request is gone", code="unknown_tenant"))
-        request = local_request(asked.endpoint, asked.body)
+        body = _not_stored(asked.body) if asked.endpoint == "/v1/responses" else asked.body
+        request = local_request(asked.endpoint, body)
         request.background, request.journal = True, asked.journal
         response = LocalResponse(request, asked.on_events)
         await self._edge.answer(request, response, tenant)
@@ -73,6 +77,18 @@ class LineAnswers:
 
     def _tenant(self, name: str) -> Tenant | None:
         return self._directory.tenants.get(name) if name else self._directory.public
+
+
+def _not_stored(body: bytes) -> bytes:
+    """Unless it says so: who has many responses computed has them in a file or queue, and there is room to store so few
+    that they would displace the tenant's conversations."""
+    try:
+        fields = _fields.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body  # the endpoint says what is wrong with it
+    if bytes(fields.get("store", b"null")) != b"null":
+        return body
+    return msgspec.json.encode({**fields, "store": False})
 
 
 class BatchMetrics(Collector):

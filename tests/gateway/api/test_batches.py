@@ -240,6 +240,26 @@ def test_lines_wait_for_a_spent_budget(tokenizer: Tokenizer, tmp_path: Path) -> 
         assert found.request_counts.failed == 0
 
 
+def test_responses_of_lines_are_stored_if_they_say_so(gateway: Gateway) -> None:
+    client = gateway.client()
+    asked: dict[str, dict[str, Any]] = {
+        "default": {},
+        "null": {"store": None},
+        "no": {"store": False},
+        "yes": {"store": True},
+    }
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/responses", "body": {"model": MODEL, "input": "Hi", **fields}}
+        for name, fields in asked.items()
+    ]
+    batch = ended(client, submitted(client, jsonl(*lines), endpoint="/v1/responses").id)
+    answers = {name: each["response"]["body"] for name, each in lines_of(client, batch.output_file_id).items()}
+    assert {name: answer["store"] for name, answer in answers.items()} == {name: name == "yes" for name in asked}
+    assert client.responses.retrieve(answers["yes"]["id"]).output_text == "Hello there, friend!"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answers["default"]["id"])
+
+
 def test_cancelled_batches_keep_what_is_answered(gateway: Gateway) -> None:
     answer = gateway.engine.script
     first: list[str] = []
