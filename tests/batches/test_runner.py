@@ -23,7 +23,10 @@ class Answers:
     async def answer(self, asked: Asked) -> Attempt:
         raise AssertionError("no line gets as far")
 
-    async def models(self, tenant: str) -> Sequence[str]:
+    async def served(self) -> Sequence[Sequence[str]]:
+        return [[MODEL]]
+
+    def models(self, tenant: str, served: Sequence[Sequence[str]]) -> Sequence[str]:
         return [MODEL]
 
     async def groups(self) -> Sequence[Sequence[str]]:
