@@ -8,10 +8,12 @@ from dataclasses import dataclass
 
 from penstock.core.errors import DeadlineTooShort, Overloaded
 from penstock.core.request import Objective
+from penstock.engine.bookkeeping import Counts
 from penstock.engine.forecast import Arrivals, Backlog, Calibration, needed_share, step_limit
+from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
-from penstock.engine.urgency import Behind, Ranking
+from penstock.engine.urgency import Behind, Ranking, WaitingQueue
 
 _LEADER_SHARE = 0.7  # of the ITL objective that decoding may take up for streams of a tenant that leads
 
@@ -28,15 +30,39 @@ class Load:
     free_at: float  # when the steps under way will have ended
 
 
+def load_beside(
+    sequence: Sequence,
+    waiting: WaitingQueue,
+    running: Collection[Sequence],
+    ranking: Ranking,
+    pacing: Pacing,
+    free_at: float,
+) -> Load:
+    """Among what this one arrives."""
+    first, behind = waiting.split(sequence, ranking)
+    prompts = [*first, *(s for s in running if s.known - s.computed > s.sampling)]
+    decodes = decode_shape(s for s in running if not s.background)
+    return Load(ranking, prompts, behind, decodes, pacing.longest_step(running, decodes), free_at)
+
+
 class Admission:
-    def __init__(self, times: StepTimes) -> None:
+    def __init__(self, times: StepTimes, counts: Counts) -> None:
         self._times = times
+        self._counts = counts
         self._promises = Arrivals()
         self._calibration = Calibration()
 
     def tightest_ttft(self, now: float) -> float:
         """The shortest time to first token promised of late."""
         return self._promises.tightest(now)
+
+    def check_queue(self, waiting: WaitingQueue, most: int) -> None:
+        """Raises Overloaded where as many wait already, with the time that it takes to prefill all of them."""
+        count = len(waiting)
+        if count >= most:
+            self._counts.refused += 1
+            seconds = Behind(0.0, count, waiting.tokens).seconds(self._times)
+            raise Overloaded(f"{count} requests are waiting already", retry_after=max(1.0, seconds))
 
     def admit(self, sequence: Sequence, objective: Objective, load: Load) -> None:
         """Forecast the first token, and refuse what would miss its objective or its deadline."""
@@ -52,6 +78,7 @@ class Admission:
                 idle = (own + self._times.base_seconds(StepShape())) * self._times.slowdown
                 why = _why(sequence, forecast, allowed, own if idle > allowed * spared else 0.0)
                 kind = DeadlineTooShort if deadline * spared < idle and forecast < math.inf else Overloaded
+                self._counts.refused += kind is Overloaded  # the other one has nothing to do with load
                 raise kind(why, retry_after=min(60.0, late))
         if ttft < math.inf:
             self._promises.add(ttft, own, load.ranking.now)

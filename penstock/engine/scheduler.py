@@ -13,11 +13,11 @@ from dataclasses import asdict, replace
 from operator import attrgetter
 
 from penstock.core.engine import EngineStats
-from penstock.core.errors import DeadlineExceeded, DeadlineTooShort, Overloaded, PenstockError
+from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, FinishReason, GenerateRequest, failed
 from penstock.engine import bookkeeping as books
-from penstock.engine.admission import Admission, Load, remaining_seconds
+from penstock.engine.admission import Admission, load_beside, remaining_seconds
 from penstock.engine.arrival import NOTHING, Prepared, objective_of, sequence_of
 from penstock.engine.background import Background
 from penstock.engine.deadlines import Deadlines
@@ -30,15 +30,7 @@ from penstock.engine.planned_step import Choice, PlannedStep, StepsInFlight
 from penstock.engine.sequence import Sequence
 from penstock.engine.speculation import NO_DRAFTS, Drafts, Speculation, decode
 from penstock.engine.step_time import StepTimes
-from penstock.engine.urgency import (
-    PROMOTED_SHARE,
-    Behind,
-    Ranking,
-    WaitingQueue,
-    comes_later,
-    demote_if_late,
-    patience,
-)
+from penstock.engine.urgency import Promotions, Ranking, WaitingQueue, comes_later, demote_if_late, patience
 
 _ORDER = attrgetter("order")
 _ALLOWANCE = 1024  # cost that a tenant may be ahead by, unless a step is smaller
@@ -58,9 +50,9 @@ class Scheduler:
         self.counters = books.Counts()
         self._sequences: dict[str, Sequence] = {}
         self._arrivals = 0
-        self._promoted = 0  # of the sequences
+        self._promotions = Promotions(limits.max_seqs)
         self._tenants = TenantCounters(min(_ALLOWANCE, limits.max_step_tokens))
-        self._admission = Admission(self.times)
+        self._admission = Admission(self.times, self.counters)
         self._pacing = Pacing(limits, self.times)
         self._background = Background(self.times)
         self._clock = books.QueueClock()
@@ -74,11 +66,8 @@ class Scheduler:
     def add(self, request: GenerateRequest, now: float, prepared: Prepared = NOTHING) -> None:
         """Raises Overloaded for work whose objective cannot be met, and when too much is waiting already."""
         limits = self.limits
-        if len(self.waiting) >= limits.max_waiting and not request.resumed:
-            self.counters.refused += 1
-            count = len(self.waiting)
-            seconds = Behind(now, count, self.waiting.tokens).seconds(self.times)  # to prefill all of them
-            raise Overloaded(f"{count} requests are waiting already", retry_after=max(1.0, seconds))
+        if not request.resumed:
+            self._admission.check_queue(self.waiting, limits.max_waiting)
         objective = objective_of(request, limits)
         counter = self._tenants.enter("" if limits.fcfs else request.tenant, request.weight)
         sequence = sequence_of(request, self._arrivals, counter, limits, now, prepared)
@@ -88,11 +77,12 @@ class Scheduler:
         if request.resumed:  # somebody has waited for its next token since before it came here
             sequence.due, sequence.promised = now, False
         elif objective.ttft is not None or request.deadline is not None:
+            ranking, free_at = self._ranking(now), self.in_flight.free_at(now)
+            load = load_beside(sequence, self.waiting, self.running, ranking, self._pacing, free_at)
             try:
-                self._admission.admit(sequence, objective, self._load(sequence, now))
-            except Overloaded as error:
+                self._admission.admit(sequence, objective, load)
+            except Overloaded:
                 self._tenants.leave(counter)
-                self.counters.refused += not isinstance(error, DeadlineTooShort)
                 raise
         self._arrivals += 1
         self._sequences[request.id] = sequence
@@ -103,14 +93,6 @@ class Scheduler:
         self.counters.prompt_tokens += sequence.prompt_len
         if request.deadline is not None:
             self._deadlines.add(sequence, now + request.deadline)
-
-    def _load(self, sequence: Sequence, now: float) -> Load:
-        """Among what this one arrives."""
-        waiting, behind = self.waiting.split(sequence, ranking := self._ranking(now))
-        prompts = [*waiting, *(s for s in self.running if s.known - s.computed > s.sampling)]
-        decodes = decode_shape(s for s in self.running if not s.background)
-        longest = self._pacing.longest_step(self.running, decodes)
-        return Load(ranking, prompts, behind, decodes, longest, self.in_flight.free_at(now))
 
     def end(self, request_id: str, reason: FinishReason, error: PenstockError, now: float) -> Chunk | None:
         """Stop working for a request. Returns its last chunk; None if it has ended already."""
@@ -159,8 +141,7 @@ class Scheduler:
     def _ranking(self, now: float) -> Ranking:
         classes = [self.waiting.best_class, self.running[0].order[:2] if self.running else None]
         best = min((c for c in classes if c is not None), default=(0, 0))
-        most = max(1, int(PROMOTED_SHARE * self.limits.max_seqs))
-        return Ranking(now, self._tenants.leads(), best, promoting=self._promoted < most)
+        return Ranking(now, self._tenants.leads(), best, promoting=self._promotions.has_room)
 
     def _expire(self, now: float) -> None:
         for sequence in self._deadlines.passed(now):
@@ -266,9 +247,7 @@ class Scheduler:
         now = ranking.now
         self.waiting.remove(sequence)
         self._clock.leave(sequence, now)
-        if ranking.promotes(sequence):
-            sequence.order, sequence.promoted = (*ranking.best_class, sequence.order[2]), True
-            self._promoted += 1
+        if self._promotions.begins(sequence, ranking):
             ranking = self._ranking(now)
         insort(self.running, sequence, key=_ORDER)
         cached = len(hits) * self.limits.block_size
@@ -373,9 +352,8 @@ class Scheduler:
         """These steps were lost and cache contents with them: their sequences end, all others start over. Where there
         is none, planning one failed and would fail again: all end."""
         self.in_flight.clear()
-        lost = list({s: None for planned in steps for s in planned.sequences if s.finished is None})
-        lost = lost if steps else list(self._sequences.values())
-        chunks = [self._fail(sequence, "error", error, now) for sequence in lost]
+        lost = [s for planned in steps for s in planned.sequences] if steps else [*self._sequences.values()]
+        chunks = [self._fail(s, "error", error, now) for s in lost if s.finished is None]
         for sequence in list(self.running):
             self._preempt(sequence)
         self._placement.forget()
@@ -387,7 +365,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> Ledger:
         sequence.finished = reason
         del self._sequences[sequence.request.id]
-        self._promoted -= sequence.promoted
+        self._promotions.ended(sequence)
         self._tenants.leave(sequence.counter)
         self._background.ended(sequence)
         if self.speculation is not None:

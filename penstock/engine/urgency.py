@@ -60,6 +60,28 @@ class Ranking:
         return sorted(found, key=attrgetter("computed"))
 
 
+class Promotions:
+    """Of the requests there are."""
+
+    def __init__(self, max_seqs: int) -> None:
+        self._most = max(1, int(PROMOTED_SHARE * max_seqs))
+        self._count = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self._count < self._most
+
+    def begins(self, sequence: Sequence, ranking: Ranking) -> bool:
+        """Returns whether it is promoted by that: then there is another ranking from now on."""
+        if promoted := ranking.promotes(sequence):
+            sequence.order, sequence.promoted = (*ranking.best_class, sequence.order[2]), True
+            self._count += 1
+        return promoted
+
+    def ended(self, sequence: Sequence) -> None:
+        self._count -= sequence.promoted
+
+
 def is_worse(sequence: Sequence, rank: int, priority: int, counter: TenantCounter) -> bool:
     """Of a worse class or, of the same tenant, of a worse priority: no tenant says how urgent the work of others is."""
     own, own_priority, _ = sequence.order
