@@ -13,7 +13,7 @@ from penstock.engine.forecast import Arrivals, Backlog, Calibration, needed_shar
 from penstock.engine.pacing import Pacing, decode_shape
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
-from penstock.engine.urgency import Behind, Ranking, WaitingQueue
+from penstock.engine.urgency import Behind, Ranking, WaitingQueue, remaining_seconds
 
 _LEADER_SHARE = 0.7  # of the ITL objective that decoding may take up for streams of a tenant that leads
 
@@ -87,6 +87,7 @@ class Admission:
         """Seconds to the first token if everything goes at full speed. The ledger keeps what is expected to happen."""
         times, ranking = self._times, load.ranking
         now, mine = ranking.now, ranking.of(sequence)
+        lead = mine[1]
         before = after = 0.0
         joining, context = 0, 0  # streams that begin before its own, and the tokens they bring along
         work = [(sequence.due, own)]
@@ -105,7 +106,7 @@ class Admission:
             after += seconds
         decodes = load.decodes
         decode = times.base_seconds(StepShape(decodes.decodes + joining // 2, decodes.context + context // 2))
-        longest = sequence.itl * _LEADER_SHARE if mine[2] else times.plan_within(sequence.itl)
+        longest = sequence.itl * _LEADER_SHARE if lead else times.plan_within(sequence.itl)
         if decode > longest:
             return math.inf
         longest = min(load.longest_step, times.plan_within(sequence.itl))
@@ -137,9 +138,3 @@ def _why(sequence: Sequence, forecast: float, allowed: float, alone: float) -> s
     if alone:
         why += f"; prefill of {sequence.to_compute} tokens takes {alone:.2g} s by itself, so waiting does not help"
     return why
-
-
-def remaining_seconds(sequence: Sequence, times: StepTimes) -> float:
-    """Of prefill, not counting what was in the cache on arrival."""
-    start = max(sequence.computed, sequence.given - sequence.to_compute)
-    return times.chunk_seconds(start, sequence.known - start)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from penstock.engine.admission import remaining_seconds
 from penstock.engine.forecast import needed_share, step_limit
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.sequence import Sequence
 from penstock.engine.step_time import StepShape, StepTimes
-from penstock.engine.urgency import WaitingQueue
+from penstock.engine.urgency import WaitingQueue, remaining_seconds
 
 # Scoring a prompt takes logits at every position; this many at a time bounds the memory of tokens times vocabulary.
 _SCORED_TOKENS = 256

@@ -17,7 +17,7 @@ from penstock.core.errors import DeadlineExceeded, Overloaded, PenstockError
 from penstock.core.ledger import Ledger
 from penstock.core.request import Chunk, FinishReason, GenerateRequest, failed
 from penstock.engine import bookkeeping as books
-from penstock.engine.admission import Admission, load_beside, remaining_seconds
+from penstock.engine.admission import Admission, load_beside
 from penstock.engine.arrival import NOTHING, Prepared, objective_of, sequence_of
 from penstock.engine.background import Background
 from penstock.engine.deadlines import Deadlines
@@ -73,7 +73,7 @@ class Scheduler:
         sequence = sequence_of(request, self._arrivals, counter, limits, now, prepared)
         if not limits.fcfs:
             sequence.to_compute -= len(self._placement.cached_blocks(sequence)) * limits.block_size
-            sequence.due += objective.ttft or patience(remaining_seconds(sequence, self.times))
+            sequence.due += objective.ttft or patience(sequence, self.times)
         if request.resumed:  # somebody has waited for its next token since before it came here
             sequence.due, sequence.promised = now, False
         elif objective.ttft is not None or request.deadline is not None:

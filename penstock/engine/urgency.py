@@ -109,10 +109,16 @@ def demote_if_late(sequence: Sequence, now: float, times: StepTimes) -> bool:
     return True
 
 
-def patience(prefill_seconds: float) -> float:
+def patience(sequence: Sequence, times: StepTimes) -> float:
     """Seconds until a first token is due that nobody was promised: in proportion to the work, so that a short prompt
     overtakes a long one, and the long one, whose due time comes too, is slowed down by a bounded factor."""
-    return max(LEAST_PATIENCE, SLOWDOWN * prefill_seconds)
+    return max(LEAST_PATIENCE, SLOWDOWN * remaining_seconds(sequence, times))
+
+
+def remaining_seconds(sequence: Sequence, times: StepTimes) -> float:
+    """Of prefill, not counting what was in the cache on arrival."""
+    start = max(sequence.computed, sequence.given - sequence.to_compute)
+    return times.chunk_seconds(start, sequence.known - start)
 
 
 class WaitingQueue:
