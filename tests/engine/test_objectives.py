@@ -265,20 +265,6 @@ def test_nothing_waits_for_ever() -> None:
     assert 1.0 < answers[batch.id].ttft < 60
 
 
-def test_who_leads_leaves_room_for_the_streams_of_others() -> None:
-    virtual = engine(CPU, noise=0.0)
-    requests, start = Requests(seed=13), virtual.now
-    paced = Objective("paced", ttft=9.0, itl=0.02)  # 21 streams take three quarters of that
-    streams = [(start, requests.make(20, 600, tenant="a")) for _ in range(20)]
-    streams.append((start, requests.make(20, 600, tenant="b")))
-    more = {name: requests.make(20, 5, tenant=name, objective=paced) for name in ("a", "b")}
-    answers = virtual.run([*streams, *((start + 4.0, request) for request in more.values())])
-    refused = answers[more["a"].id].refused
-    assert refused is not None
-    assert "inter-token latency" in refused.message
-    assert answers[more["b"].id].refused is None
-
-
 def test_late_batches_neither_displace_each_other_nor_keep_readers_waiting() -> None:
     virtual = VirtualEngine(Scheduler(replace(CPU, max_seqs=8)), cpu_step_seconds, runs_ahead=False)
     requests = Requests(seed=10)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import nullcontext
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.errors import Overloaded
 from penstock.core.request import GenerateRequest, Objective, SamplingParams
+from penstock.engine.admission import Admission, Load
 from penstock.engine.arrival import sequence_of
+from penstock.engine.bookkeeping import Counts
 from penstock.engine.fairness import TenantCounter
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.sequence import Sequence
+from penstock.engine.step_time import StepShape, StepTimes
 from penstock.engine.urgency import AGING_SECONDS, Behind, Ranking, WaitingQueue, comes_later
+from penstock.simulation.virtual_engine import cpu_step_seconds
 
 LIMITS = SchedulerLimits(
     num_blocks=64, block_size=16, max_seqs=8, max_step_tokens=64, max_model_len=512, vocab_size=100
@@ -81,3 +88,20 @@ def test_one_of_two_gives_way(
         assert comes_later(one, other) == (one.order > other.order)
     else:
         assert comes_later(other, one), "tenants do not decide how urgent the work of others is"
+
+
+def test_who_leads_leaves_room_for_the_streams_of_others() -> None:
+    times, itl = StepTimes(), 0.1
+    for count in range(1, 300):
+        for shape in (StepShape(count, 100 * count), StepShape(count, 100 * count).with_chunk(0, count)):
+            times.observe(shape, cpu_step_seconds(shape))
+    shapes = (StepShape(count, 100 * count) for count in range(10_000))
+    busy = next(s for s in shapes if 0.7 * itl < times.base_seconds(s) < times.plan_within(itl))
+    objective = Objective("paced", ttft=60.0, itl=itl)
+    for lead in (0, 1):
+        request = GenerateRequest(str(lead), [1] * 20, SamplingParams(), objective=objective)
+        sequence = sequence_of(request, lead, TENANTS[0], LIMITS, 0.0)
+        sequence.due = 60.0
+        ranking = Ranking(0.0, {TENANTS[0]: lead}, (0, 0))
+        with pytest.raises(Overloaded, match="inter-token latency") if lead else nullcontext():
+            Admission(times, Counts()).admit(sequence, objective, Load(ranking, [], [], busy, 0.08, 0.0))
