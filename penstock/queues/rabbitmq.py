@@ -26,9 +26,8 @@ class RabbitMQ:
         self._config = config
         self._connection: Any = None
         self._channel: Any = None
-        self._publishing: Any = (
-            None  # another channel: what is too large closes it, and all that is not acknowledged on it
-        )
+        # Another channel: what is too large closes it, and with it all that is not acknowledged there.
+        self._publishing: Any = None
         self._queue: Any = None
 
     async def open(self) -> None:
