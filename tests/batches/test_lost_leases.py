@@ -66,6 +66,6 @@ async def test_a_line_that_is_leased_again_while_it_runs_is_not_begun_again(tmp_
     tasks = [task for _, _, task in runner._running.values()]
     answers.goes_on.set()
     await asyncio.gather(*tasks)
-    assert (answers.count, runner.running, runner.outcomes) == (2, 0, {"completed": 2})
+    assert (answers.count, runner.running, +runner.outcomes) == (2, 0, {"completed": 2})
     await runner.close()
     await store.close()
