@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,9 @@ os.environ["TRITON_INTERPRET"] = "1"
 # must not depend on who ran what before.
 _cache = tempfile.TemporaryDirectory(prefix="penstock-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
+
+# Under nohup, SIGHUP is ignored by whatever is started from here, too: servers would go on ignoring it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # How long an example takes says something about the machine, and examples are the same in every run.
 settings.register_profile("anywhere", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

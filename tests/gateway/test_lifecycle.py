@@ -221,15 +221,6 @@ def wait_until_draining(url: str) -> None:
 STREAM = {"model": MODEL, "messages": HI, "stream": True, "max_tokens": 3}
 
 
-@pytest.fixture
-def terminal() -> Iterator[None]:
-    """A server that is started with SIGHUP ignored, as by nohup, goes on ignoring it: these tests may be, too."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGHUP, signal.SIGHUP]])
 def test_signals_let_streams_finish_and_refuse_new_requests(signals: list[signal.Signals]) -> None:
     with (
