@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.batches.decisions import LEASE_SECONDS
@@ -13,16 +12,15 @@ from penstock.batches.place import Batches
 from penstock.batches.records import Answered
 from penstock.batches.runner import Asked, Attempt, BatchRunner
 from penstock.batches.settings import BatchesConfig
-from penstock.core.errors import PenstockError
+from tests.batches.answering import ServesOne
 from tests.batches.places import MODEL, Folder, queued
 
 
-class Waits:
+class Waits(ServesOne):
     """Answers once it is told to."""
 
-    draining = False
-
     def __init__(self) -> None:
+        super().__init__(MODEL)
         self.asked = asyncio.Semaphore(0)
         self.goes_on = asyncio.Event()
         self.count = 0
@@ -32,21 +30,6 @@ class Waits:
         self.asked.release()
         await self.goes_on.wait()
         return Attempt(Answered(200, "", b"{}"))
-
-    async def served(self) -> Sequence[Sequence[str]]:
-        return [[MODEL]]
-
-    def models(self, tenant: str, served: Sequence[Sequence[str]]) -> Sequence[str]:
-        return [MODEL]
-
-    async def groups(self) -> Sequence[Sequence[str]]:
-        return [[MODEL]]
-
-    def refusal(self, model: str) -> PenstockError | None:
-        return None
-
-    def room(self, group: Sequence[str], running: int, most: int) -> int:
-        return most - running
 
 
 async def test_a_line_that_is_leased_again_while_it_runs_is_not_begun_again(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,30 +13,13 @@ from penstock.batches.place import Batches
 from penstock.batches.runner import Asked, Attempt, BatchRunner
 from penstock.batches.settings import BatchesConfig
 from penstock.batches.store import BatchStore
-from penstock.core.errors import PenstockError
+from tests.batches.answering import ServesOne
 from tests.batches.places import MODEL, Place, batch_of, queued
 
 
-class Answers:
-    draining = False
-
+class Answers(ServesOne):
     async def answer(self, asked: Asked) -> Attempt:
         raise AssertionError("no line gets as far")
-
-    async def served(self) -> Sequence[Sequence[str]]:
-        return [[MODEL]]
-
-    def models(self, tenant: str, served: Sequence[Sequence[str]]) -> Sequence[str]:
-        return [MODEL]
-
-    async def groups(self) -> Sequence[Sequence[str]]:
-        return [[MODEL]]
-
-    def refusal(self, model: str) -> PenstockError | None:
-        return None
-
-    def room(self, group: Sequence[str], running: int, most: int) -> int:
-        return 5
 
 
 @pytest.fixture
@@ -59,7 +42,7 @@ async def end_before_it_hears(place: Place, store: BatchStore, operation: str, m
         await heard.wait()
         return found
 
-    runner = BatchRunner(Batches(store, place.contents, place.contents, BatchesConfig(), None), Answers(), 2**20)
+    runner = BatchRunner(Batches(store, place.contents, place.contents, BatchesConfig(), None), Answers(MODEL), 2**20)
     with monkeypatch.context() as patch:
         patch.setattr(store, operation, heard_late)
         runner.start()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,6 @@ from penstock.batches.records import Answered
 from penstock.batches.runner import Asked, Attempt
 from penstock.batches.settings import BatchesConfig
 from penstock.checkpoint.source import BUILT_IN_ENCODER, resolve
-from penstock.core.errors import PenstockError
 from penstock.core.request import GenerateRequest, SamplingParams
 from penstock.engine.settings import EngineConfig
 from penstock.gateway.api.batches import BATCHED
@@ -32,6 +31,7 @@ from penstock.runner.startup import start
 from penstock.settings import Settings
 from penstock.simulation.scripted_engine import MODEL, hang
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
+from tests.batches.answering import ServesOne
 from tests.gateway.api.test_embeddings import InProcess
 from tests.gateway.conftest import serving
 from tests.queues.conftest import LARGEST, SECONDS, Queue
@@ -129,31 +129,15 @@ def test_a_dead_letter_is_cut_to_what_the_broker_takes(queue: Queue, tokenizer: 
     assert f"here are its first {len(letter['payload'])} bytes" in letter["message"]
 
 
-class Says:
+class Says(ServesOne):
     """Answers with so many bytes."""
 
-    draining = False
-
     def __init__(self, size: int) -> None:
+        super().__init__(MODEL)
         self.size = size
 
     async def answer(self, asked: Asked) -> Attempt:
         return Attempt(Answered(200, "request", b'"' + b"x" * self.size + b'"'))
-
-    async def served(self) -> Sequence[Sequence[str]]:
-        return [[MODEL]]
-
-    def models(self, tenant: str, served: Sequence[Sequence[str]]) -> Sequence[str]:
-        return [MODEL]
-
-    async def groups(self) -> Sequence[Sequence[str]]:
-        return [[MODEL]]
-
-    def refusal(self, model: str) -> PenstockError | None:
-        return None
-
-    def room(self, group: Sequence[str], running: int, most: int) -> int:
-        return most - running
 
 
 def test_an_answer_that_the_broker_does_not_take_is_said(queue: Queue, tmp_path: Path) -> None:
@@ -224,6 +208,12 @@ def limited(folder: Path, consume: ConsumeConfig, **tenant: float) -> Settings:
     return replace(given, tenants={"poor": TenantConfig(**tenant)}, prices=prices)  # type: ignore[arg-type]
 
 
+def counted(metrics: str, outcome: str) -> float:
+    """Of the one queue."""
+    (count,) = re.findall(rf'penstock_queue_messages_total{{outcome="{outcome}",.*}} (\S+)', metrics)
+    return float(count)
+
+
 def test_requests_wait_for_a_spent_budget(
     redis_url: str, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,9 +224,9 @@ def test_requests_wait_for_a_spent_budget(
     queue.send(*(asked(f"r{n}") for n in range(3)))
     with serving(tokenizer, limited(tmp_path, queue.config, budget_per_day=1e-9)) as gateway, gateway.http() as http:
         deadline, key = time.monotonic() + SECONDS, {"authorization": f"Bearer {gateway.key('')}"}
-        while 'messages_total{outcome="retried"' not in (text := http.get("/metrics", headers=key).text):
+        while not counted(text := http.get("/metrics", headers=key).text, "retried"):
             assert time.monotonic() < deadline, text
-        assert 'outcome="answered"' not in text
+        assert not counted(text, "answered")
     with serving(tokenizer, limited(tmp_path, queue.config, budget_per_day=1000.0)):
         found = queue.take(3)
     assert {each["custom_id"]: each["response"]["status_code"] for each in found} == {f"r{n}": 200 for n in range(3)}
