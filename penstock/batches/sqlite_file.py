@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,13 +15,23 @@ from penstock.core.errors import StartupError, StorageFull, Unavailable
 
 T = TypeVar("T")
 
+BUSY_SECONDS = 20.0  # for others that write to the file
+
 
 def connect(path: Path, schema: str) -> sqlite3.Connection:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
-    db = sqlite3.connect(path, timeout=20, isolation_level=None, check_same_thread=False)
-    db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + schema)
-    return db
+    db = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    until = time.monotonic() + BUSY_SECONDS
+    while True:  # SQLite does not wait for another process that makes the same file a WAL at this moment
+        try:
+            db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + schema)
+            return db
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                db.close()
+                raise
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager
