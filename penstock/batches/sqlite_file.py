@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 from penstock.core.errors import StartupError, StorageFull, Unavailable
+from penstock.core.sqlite_wal import open_wal
 
 T = TypeVar("T")
 
@@ -19,19 +19,7 @@ BUSY_SECONDS = 20.0  # for others that write to the file
 
 
 def connect(path: Path, schema: str) -> sqlite3.Connection:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch(mode=0o600)
-    db = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
-    until = time.monotonic() + BUSY_SECONDS
-    while True:  # SQLite does not wait for another process that makes the same file a WAL at this moment
-        try:
-            db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + schema)
-            return db
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
-                db.close()
-                raise
-        time.sleep(0.01)
+    return open_wal(path, schema, BUSY_SECONDS, isolation_level=None, check_same_thread=False)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.core.errors import StartupError, Unavailable
+from penstock.core.sqlite_wal import open_wal
 from penstock.state.memory import MemoryStore
 from penstock.state.store import Keep, UsageKey, UsageRecord
 
@@ -90,10 +91,7 @@ class SqliteStore(MemoryStore):
         self._syncing = asyncio.create_task(self._keep_syncing())
 
     def _connect(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch(mode=0o600)
-        self._db = sqlite3.connect(self.path, timeout=5)
-        self._db.executescript("PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;" + SCHEMA)
+        self._db = open_wal(self.path, SCHEMA, busy_seconds=5)
 
     async def close(self) -> None:
         if self._syncing is not None:
