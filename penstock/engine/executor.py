@@ -26,6 +26,7 @@ TokenMask: TypeAlias = npt.NDArray[np.int32]
 
 SAMPLED = -1  # in Step.tokens: the token this row sampled last, which only the device knows yet
 NOT_A_NUMBER = -2  # in StepResult.tokens, in place of a token: no logit is a number, as after an overflow
+UNDECIDED = -3  # likewise, of a checked sequence: only its mask tells which token it is
 
 
 NO_ADAPTER = -1  # in RowSetup.adapter
@@ -81,7 +82,9 @@ class Step:
     samples: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)  # all sequences' tokens, one after the other; may be SAMPLED
     constrained: list[int] = field(default_factory=list)  # sequences that may sample once `constrain` says what
-    checked: list[int] = field(default_factory=list)  # that sample one token each, and may have to do it again
+    # That sample one token each without a mask: the one that they would sample with any mask that allows it, or
+    # UNDECIDED. They may have to sample again.
+    checked: list[int] = field(default_factory=list)
     adapters: list[tuple[int, AdapterWeights]] = field(default_factory=list)  # (slot, what it holds from now on)
     setups: list[RowSetup] = field(default_factory=list)
     forced: list[tuple[int, list[int]]] = field(default_factory=list)  # (row, output tokens that nobody sampled)

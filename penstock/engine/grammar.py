@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import GenerateRequest, Grammar, SamplingParams
-from penstock.engine.executor import NOT_A_NUMBER, StepResult, TokenMask
+from penstock.engine.executor import NOT_A_NUMBER, UNDECIDED, StepResult, TokenMask
 
 if TYPE_CHECKING:
     from penstock.engine.planned_step import PlannedStep
@@ -35,6 +35,11 @@ class Matcher(Protocol):
     @property
     def error(self) -> str:
         """Why the output cannot go on; empty while it can."""
+        ...
+
+    @property
+    def has_slow_masks(self) -> bool:
+        """Whether masks of its grammar have taken so long that no step should wait for one."""
         ...
 
     def take_forced(self) -> list[int]:
@@ -89,9 +94,9 @@ class Constraint:
     """The grammar of one sequence."""
 
     matcher: Matcher
-    # Whether a token that is sampled without a mask, and that the mask allows, is the one that is sampled with it: the
-    # best one wins, with noise (Gumbel-max) or without, whatever the others are.
-    races: bool = False
+    races: bool = False  # whether its tokens may be sampled without a mask: `Step.checked`
+    truncates: bool = False  # then some of them are undecided
+    refused: bool = False  # its last sample was: the next one has a mask
     jumps: bool = True  # False: forced tokens are sampled one by one, because their logits are asked for
     ahead: list[int] = field(default_factory=list)  # forced tokens that the matcher has and the sequence has not yet
     unsent: list[int] = field(default_factory=list)  # forced before the first sampled token, which is sent with them
@@ -102,6 +107,7 @@ class Constraint:
 
     def follow(self, tokens: Iterable[int]) -> None:
         """These were sampled, or came with the request."""
+        self.refused = False
         for token in tokens:
             if not self.ahead:
                 self.ahead = self.matcher.follow(token)
@@ -117,6 +123,13 @@ class Constraint:
             return False
         self.ahead = [token, *forced]
         return True
+
+    def samples_unmasked(self, runs_ahead: bool) -> bool:
+        """Whether its next sample is to be a checked one. Where steps run one by one a refused token costs little, but
+        one that is undecided has been sampled for nothing. Where they run ahead, either costs two steps."""
+        if not self.races or self.refused or self.only is not None:
+            return False
+        return self.matcher.has_slow_masks or not (runs_ahead or self.truncates)
 
     def jump(self, most: int) -> list[int]:
         """Forced tokens to append now, at most so many."""
@@ -140,7 +153,13 @@ def constraint_of(request: GenerateRequest, matcher: Matcher, stop_ids: Containe
     """Of a request that arrives, with what is forced before its first sample. One token at least is sampled."""
     params = request.params
     scores = params.logprobs is not None or params.prompt_logprobs is not None
-    found = Constraint(matcher, races=not scores and _races(params), jumps=not scores, ahead=matcher.take_forced())
+    found = Constraint(
+        matcher,
+        races=not scores and _races(params),
+        truncates=not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0),
+        jumps=not scores,
+        ahead=matcher.take_forced(),
+    )
     found.follow(request.output)
     room = max_len - len(request.prompt) - len(request.output) - 1
     stop = next((at for at, token in enumerate(found.ahead) if token in stop_ids), room)
@@ -149,11 +168,10 @@ def constraint_of(request: GenerateRequest, matcher: Matcher, stop_ids: Containe
 
 
 def _races(params: SamplingParams) -> bool:
-    """See `Constraint.races`. Top-k, top-p and min-p are taken of what the mask leaves. What changes logits is left out
+    """The best token wins, with noise (Gumbel-max) or without, whatever the others are. What changes logits is left out
     because it would change them twice."""
-    truncates = not params.greedy and (params.top_k or params.top_p < 1 or params.min_p > 0)
     penalises = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-    return not (truncates or penalises or params.logit_bias or params.min_tokens)
+    return not (penalises or params.logit_bias or params.min_tokens)
 
 
 def follow(sequence: EngineSequence, constraint: Constraint, sampled: list[int]) -> bool:
@@ -189,6 +207,20 @@ def allowed_draft(constraint: Constraint, draft: list[int]) -> list[int]:
     return draft
 
 
+def refused(planned: PlannedStep, result: StepResult) -> dict[int, EngineSequence]:
+    """Of the checked sequences of a step, by index, those whose grammars refuse what they sampled, or have to decide
+    it. The others have taken it."""
+    found: dict[int, EngineSequence] = {}
+    for index in planned.step.checked:
+        sequence, [token] = planned.sequences[index], result.tokens[index]
+        constraint = sequence.constraint
+        if sequence.finished is not None or constraint is None or constraint.void or token == NOT_A_NUMBER:
+            continue
+        if token == UNDECIDED or not constraint.take(token):
+            found[index] = sequence
+    return found
+
+
 class Masks:
     """Which tokens the constrained sequences of a launched step may sample. Every step overwrites the one before."""
 
@@ -217,17 +249,9 @@ class Masks:
         return rows, self._fill(asked, rows)
 
     def of_refused(
-        self, planned: PlannedStep, result: StepResult
+        self, refused: dict[int, EngineSequence]
     ) -> tuple[dict[int, TokenMask], list[tuple[str, PenstockError]]]:
-        """The same for the checked sequences whose grammars refuse what they sampled; the others have taken it."""
-        refused: dict[int, EngineSequence] = {}  # by index
-        for index in planned.step.checked:
-            sequence = planned.sequences[index]
-            token = result.tokens[index][0]
-            if sequence.finished is not None or (constraint := sequence.constraint) is None or token == NOT_A_NUMBER:
-                continue
-            if not constraint.take(token):
-                refused[index] = sequence
+        """The same for what `refused` has found, by index."""
         rows = self._rows(len(refused))
         return dict(zip(refused, rows, strict=True)), self._fill(dict(enumerate(refused.values())), rows)
 

@@ -18,7 +18,7 @@ from penstock.core.errors import EngineFailure, InvalidRequest, PenstockError, U
 from penstock.core.request import Chunk, FinishReason, GenerateRequest
 from penstock.engine.arrival import Prepared, constrained
 from penstock.engine.executor import Adapters, Executor, StepResult, TokenMask
-from penstock.engine.grammar import Grammars, Masks
+from penstock.engine.grammar import Grammars, Masks, refused
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
@@ -143,8 +143,7 @@ class EngineLoop:
                 planned = self._scheduler.schedule(self._clock(), choice, drafts)
                 chunks += self._scheduler.take_notices()
             if planned is not None:
-                if not self._executor.runs_ahead:
-                    planned.check_samples()
+                planned.check_samples(self._executor.runs_ahead)
                 self._in_flight = (planned, self._executor.launch(planned.step))
             if not self._executor.runs_ahead:
                 chunks += self._constrain()
@@ -199,14 +198,18 @@ class EngineLoop:
         return self._fail(failures)
 
     def _check(self, planned: PlannedStep, handle: Any, result: StepResult) -> list[Chunk]:
-        """Let the sequences that sampled without a mask sample again where their grammars refuse the token. Returns the
-        last chunks of requests whose grammars cannot go on."""
-        if not planned.step.checked or self._masks is None:
+        """Let the sequences that sampled without a mask sample again where their grammars refuse the token; where the
+        next step has read it already, they are left without one. Returns the last chunks of requests whose grammars
+        cannot go on."""
+        if not planned.step.checked or self._masks is None or not (again := refused(planned, result)):
             return []
-        masks, failures = self._masks.of_refused(planned, result)
-        if masks:
-            for index, token in zip(masks, self._executor.resample(handle, masks), strict=True):
-                result.tokens[index] = [token]
+        if self._executor.runs_ahead:
+            for index in again:
+                result.tokens[index] = []
+            return []
+        masks, failures = self._masks.of_refused(again)
+        for index, token in zip(masks, self._executor.resample(handle, masks), strict=True):
+            result.tokens[index] = [token]
         return self._fail(failures)
 
     def _fail(self, failures: list[tuple[str, PenstockError]]) -> list[Chunk]:

@@ -108,17 +108,15 @@ class PlannedStep:
                     step.forced.append((sequence.row, constraint.uncounted))
                     constraint.uncounted = []
 
-    def check_samples(self) -> None:
-        """Where the step is over before the next one is planned: those that can sample without a mask do, and are
-        looked at afterwards."""
+    def check_samples(self, runs_ahead: bool) -> None:
+        """Those that had better sample without a mask do, and are looked at afterwards."""
         step, sequences = self.step, self.sequences
-        step.checked = [i for i in step.constrained if i not in self.drafts and _can_be_checked(sequences[i])]
-        step.constrained = [i for i in step.constrained if i not in step.checked]
-
-
-def _can_be_checked(sequence: Sequence) -> bool:
-    constraint = sequence.constraint
-    return constraint is not None and constraint.races and constraint.only is None
+        for i in step.constrained:
+            constraint = sequences[i].constraint
+            if i not in self.drafts and constraint is not None and constraint.samples_unmasked(runs_ahead):
+                step.checked.append(i)
+        if step.checked:
+            step.constrained = [i for i in step.constrained if i not in step.checked]
 
 
 class StepsInFlight:

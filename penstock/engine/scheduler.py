@@ -295,6 +295,8 @@ class Scheduler:
             samples = all_samples[index]
             if samples and (constraint := sequence.constraint) is not None and constraint.void:
                 constraint.void -= 1
+            elif samples and not result.tokens[index]:
+                sequence.sample_again()
             elif samples:
                 chunks.append(self._append(sequence, samples, result, index, now))
             elif not sequence.sampling and step.starts[index] + step.counts[index] == sequence.given:

@@ -69,6 +69,17 @@ class Sequence:
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
 
+    def sample_again(self) -> None:
+        """What it sampled was refused by its grammar: the last token is computed once more, to sample after it with a
+        mask. A step that goes on from the refused token is void."""
+        assert self.constraint is not None
+        self.pending -= 1
+        self.constraint.refused = True
+        self.constraint.void, self.constraint.void_token = self.pending, self.tokens[-1]
+        self.pending = 0
+        if self.row >= 0:
+            self.computed = len(self.tokens) - 1
+
     def may_end_with(self, token: int) -> bool:
         """Whether `cut` may end it at this token, the last one that it has."""
         return token in self.stop_ids or token == NOT_A_NUMBER or len(self.tokens) >= self.max_len

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,7 +25,7 @@ from penstock.core.errors import InvalidRequest, PenstockError
 from penstock.core.request import Grammar
 from penstock.engine.limits import SchedulerLimits
 from penstock.grammar.limits import new_matcher, on_deep_stack
-from penstock.grammar.matcher import LLGuidanceMatcher, one_line
+from penstock.grammar.matcher import LLGuidanceMatcher, MaskTimes, one_line
 from penstock.grammar.sources import llguidance_source
 from penstock.grammar.trial import Trials
 from penstock.grammar.vocabulary import UnreadableTokenizer, Vocabulary, read_vocabulary, without
@@ -37,6 +39,12 @@ MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is ab
 
 class _Refused(Exception):
     """Why a grammar cannot be enforced, to be read behind the name of its field."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    prototype: Any  # llguidance.LLMatcher at the beginning of an output, to copy
+    times: MaskTimes = field(default_factory=MaskTimes)
 
 
 class LLGuidance:
@@ -57,9 +65,9 @@ class LLGuidance:
         self._vocabulary: Vocabulary | None = None
         self._unreadable = ""  # why there will never be one
         self._warned = False
-        self._compiled: OrderedDict[tuple[str, str], Any] = OrderedDict()  # least recently used first
+        self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()  # least recently used first
         self._bytes = 0
-        self._compiling: dict[tuple[str, str], Future[Any]] = {}
+        self._compiling: dict[tuple[str, str], Future[_Compiled]] = {}
 
     def prepare(self) -> None:
         """Read the vocabulary. llguidance holds the GIL for half a second, or longer: running streams would stall."""
@@ -82,12 +90,13 @@ class LLGuidance:
         return (grammar.kind, grammar.source) in self._compiled
 
     def compile(self, grammar: Grammar) -> None:
-        self._prototype(grammar)
+        self._compiled_of(grammar)
 
     def matcher(self, grammar: Grammar, ignored: Collection[int] = ()) -> LLGuidanceMatcher:
         last_resort = [token for token in self._eos_ids if token in ignored]
-        state = self._prototype(grammar).deep_copy()
-        return LLGuidanceMatcher(state, grammar.after, self._eos_ids, grammar.param, last_resort)
+        compiled = self._compiled_of(grammar)
+        state = compiled.prototype.deep_copy()
+        return LLGuidanceMatcher(state, grammar.after, self._eos_ids, grammar.param, last_resort, compiled.times)
 
     def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> list[int]:
         """One by one: 32 masks take 0.15 to 0.45 ms, and four to sixteen threads of llguidance's 0.4 to 1.3 ms."""
@@ -98,16 +107,17 @@ class LLGuidance:
             if matcher.free:
                 masks[row] = vocabulary.free
                 continue
-            state = matcher.state
+            state, began = matcher.state, time.perf_counter()
             state.unsafe_compute_mask_ptr(address + row * size, size)
+            matcher.times.observe(time.perf_counter() - began)
             if state.is_error():
                 failed.append(row)
             elif matcher.last_resort and (left := without(matcher.last_resort, masks[row])).any():
                 masks[row] = left
         return failed
 
-    def _prototype(self, grammar: Grammar) -> Any:
-        """A matcher at the beginning of an output, to copy. Several that ask for a new grammar at once, as the choices
+    def _compiled_of(self, grammar: Grammar) -> _Compiled:
+        """Several that ask for a new grammar at once, as the choices
         of a request do, have it compiled once, and share the error if it is none."""
         key = grammar.kind, grammar.source
         while True:
@@ -127,10 +137,10 @@ class LLGuidance:
             except CancelledError:  # whoever was compiling it was interrupted
                 continue
 
-    def _compile(self, grammar: Grammar, outcome: Future[Any]) -> None:
+    def _compile(self, grammar: Grammar, outcome: Future[_Compiled]) -> None:
         key = grammar.kind, grammar.source
         try:
-            made = on_deep_stack(partial(self._make, grammar))
+            made = _Compiled(on_deep_stack(partial(self._make, grammar)))
             with self._lock:
                 self._keep(key, made)
             outcome.set_result(made)
@@ -147,7 +157,7 @@ class LLGuidance:
             with self._lock:
                 del self._compiling[key]
 
-    def _keep(self, key: tuple[str, str], made: Any) -> None:
+    def _keep(self, key: tuple[str, str], made: _Compiled) -> None:
         self._compiled[key] = made
         self._bytes += len(key[1])
         while len(self._compiled) > MAX_COMPILED or self._bytes > MAX_COMPILED_BYTES:

@@ -18,10 +18,28 @@ _OVERLAP = (
 )
 
 
+SLOW_SECONDS = 50e-6  # half a millisecond for ten of them, where a step may take one
+_SHARE = 1 / 16  # of a mean that the last mask has
+
+
+class MaskTimes:
+    """How long masks of a grammar have taken of late: those of strings that are about to reach a `maxLength`, or that
+    match a pattern, a thousand times as long as others. One that takes long for once, since the system had given the
+    core to someone else, makes no difference."""
+
+    __slots__ = ("mean",)
+
+    def __init__(self) -> None:
+        self.mean = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.mean += _SHARE * (min(seconds, 10 * SLOW_SECONDS) - self.mean)
+
+
 class LLGuidanceMatcher:
     """Until the output has the tokens of `after`, one after the other, it is free and only must not end."""
 
-    __slots__ = ("_after", "_ends", "_param", "_seen", "ended", "free", "last_resort", "state")
+    __slots__ = ("_after", "_ends", "_param", "_seen", "ended", "free", "last_resort", "state", "times")
 
     def __init__(
         self,
@@ -30,13 +48,15 @@ class LLGuidanceMatcher:
         ends: Container[int],
         param: str,
         last_resort: Sequence[int] = (),
+        times: MaskTimes | None = None,
     ) -> None:
         """`ends`: tokens that end an output. `param`: the field of the request that errors name. `last_resort`: which
-        of `ends` may come only where nothing else may."""
+        of `ends` may come only where nothing else may. `times`: of its grammar."""
         self.state = state  # llguidance.LLMatcher
         self.free = bool(after)
         self.ended = not after and bool(state.is_stopped())
         self.last_resort = last_resort
+        self.times = times or MaskTimes()
         self._after = after
         self._ends = ends
         self._param = param
@@ -45,6 +65,10 @@ class LLGuidanceMatcher:
     @property
     def error(self) -> str:
         return one_line(self.state.get_error()) if self.state.is_error() else ""
+
+    @property
+    def has_slow_masks(self) -> bool:
+        return self.times.mean > SLOW_SECONDS and not self.free
 
     def consume(self, tokens: list[int]) -> None:
         """The output went on with these. Raises InvalidRequest where the grammar does not allow them, or comes to a
@@ -86,7 +110,8 @@ class LLGuidanceMatcher:
         return self.take_forced()
 
     def copy(self) -> LLGuidanceMatcher:
-        made = LLGuidanceMatcher(self.state.deep_copy(), self._after, self._ends, self._param, self.last_resort)
+        state = self.state.deep_copy()
+        made = LLGuidanceMatcher(state, self._after, self._ends, self._param, self.last_resort, self.times)
         made.free, made.ended, made._seen = self.free, self.ended, self._seen
         return made
 

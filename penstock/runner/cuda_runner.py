@@ -206,8 +206,16 @@ class CudaRunner:
         tokens = np.array(step.tokens, dtype=np.int32) if max(step.tokens) != SAMPLED else None
         if stacked and tokens is not None:  # the persistent kernel reads it there
             self._state.last_token_R[step.rows[0]] = step.tokens[0]
-        staged, masked = flight.slot.inputs, step.constrained
-        self._inputs.send(staged, rows, contexts, tokens=tokens, masked=masked, shared=shared, length=length)
+        self._inputs.send(
+            flight.slot.inputs,
+            rows,
+            contexts,
+            tokens=tokens,
+            masked=step.constrained,
+            checked=step.checked,
+            shared=shared,
+            length=length,
+        )
         self._graphs[kind].replay()
 
     @torch.inference_mode()
@@ -302,14 +310,18 @@ class CudaRunner:
     # -- what a step reads -------------------------------------------------------------------------------------------
 
     def _send_entries(self, step: Step, flight: StepInFlight, batch: Batch, drafted: bool) -> None:
-        constrained = set(step.constrained)
-        masked = [entry for entry, sequence in enumerate(flight.sampled) if sequence in constrained]
+        masked, checked = (
+            [entry for entry, sequence in enumerate(flight.sampled) if sequence in which]
+            for which in (set(step.constrained), set(step.checked))
+        )
         tokens = sequences = None
         if drafted:
             tokens, sequences = batch.tokens_T[batch.last_N], batch.sampled_N.astype(np.int32)
             flight.drafts = tokens.tolist()
         entries = batch.rows_N, batch.next_positions_N
-        self._inputs.send(flight.slot.inputs, *entries, tokens=tokens, sequences=sequences, masked=masked)
+        self._inputs.send(
+            flight.slot.inputs, *entries, tokens=tokens, sequences=sequences, masked=masked, checked=checked
+        )
 
     # -- capture -----------------------------------------------------------------------------------------------------
 

@@ -9,11 +9,12 @@ import numpy.typing as npt
 import torch
 
 from penstock.core.request import TokenLogprob
-from penstock.engine.executor import AdapterWeights, Step, StepResult, TokenMask, masks_by_sequence
+from penstock.engine.executor import UNDECIDED, AdapterWeights, Step, StepResult, TokenMask, masks_by_sequence
 from penstock.runner import scoring
 from penstock.runner.batch import Batch, Ints, build_batch
 from penstock.runner.forward import Forward
 from penstock.runner.row_state import TorchRows
+from penstock.runner.rows import Needs
 from penstock.runner.sampler import sample
 from penstock.runner.scoring import scored_rows as scored_rows
 from penstock.runner.torch_adapters import TorchAdapters
@@ -90,6 +91,9 @@ class ModelRunner:
             more = samples_S[going] > depth
             drafted = batch.tokens_T[logit_rows[at[more]] + 1]
             going = going[more][drafted == tokens[more]]
+        for index in step.checked:
+            if self._state.needs[step.rows[index]] & Needs.FILTER:
+                result.tokens[index] = [UNDECIDED]
         first = int(ends_S[-1])
         for index, rows, following in scored:
             width = self._state.params(step.rows[index]).prompt_logprobs or 0

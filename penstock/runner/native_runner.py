@@ -8,7 +8,16 @@ from threading import Lock
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
-from penstock.engine.executor import SAMPLED, AdapterWeights, HostMemory, Step, StepResult, TokenMask, by_sequence
+from penstock.engine.executor import (
+    SAMPLED,
+    UNDECIDED,
+    AdapterWeights,
+    HostMemory,
+    Step,
+    StepResult,
+    TokenMask,
+    by_sequence,
+)
 from penstock.kernels.native.adapters import NativeAdapter
 from penstock.kernels.native.bindings import device_name
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep
@@ -84,11 +93,15 @@ class NativeRunner:
             self._packed_adapter(adapter).use(slot)
         ends = zip(accumulate(step.counts), step.samples, strict=True)
         wanted = [at for end, samples in ends for at in range(end - samples, end)]
-        sampling, targets, scores = len(wanted), [], not state.scored.isdisjoint(step.rows)
+        sampling, targets, scores = len(wanted), list[int](), not state.scored.isdisjoint(step.rows)
         runs = [samples for samples in step.samples if samples]
         prompts = [(i, rows.tolist(), ids.tolist()) for i, rows, ids in scored_prompts(state, step)] if scores else []
+        if prompts or step.checked:
+            targets, firsts = [SAMPLED] * sampling, list(accumulate(step.samples, initial=0))
+            for index in step.checked:
+                targets[firsts[index]] = UNDECIDED
         if prompts:
-            targets = [*repeat(SAMPLED, sampling), *chain.from_iterable(ids for _, _, ids in prompts)]
+            targets += chain.from_iterable(ids for _, _, ids in prompts)
             wanted += chain.from_iterable(rows for _, rows, _ in prompts)
             runs += repeat(1, len(wanted) - sampling)
         masks, self._masks = {} if self._masks is None else _by_sample(step, self._masks), None

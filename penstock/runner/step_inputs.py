@@ -11,6 +11,7 @@ import torch
 from penstock.engine.executor import SAMPLED, Step
 from penstock.kernels.triton.drafts import Drafts
 from penstock.kernels.triton.prefix import SharedPrefix
+from penstock.kernels.triton.sampling_row import CHECKED, NO_MASK
 from penstock.runner.batch import Ints
 from penstock.runner.device_stream import DeviceStream, Pinned
 from penstock.runner.transfer import to_device
@@ -45,14 +46,16 @@ class StepInputs:
         self.size = 6 * most + 1
         self._buffer = torch.zeros(self.size, dtype=torch.int32, device=device)
         entries = self._buffer[: 6 * most].view(6, most)
-        self.of_sampling = entries[:3]  # rows, positions of the tokens to sample, which mask applies (-1: none)
+        self.of_sampling = entries[
+            :3
+        ]  # rows, positions of the tokens to sample, which mask applies, or NO_MASK, CHECKED
         self.rows_S, self.contexts_S, _, self._shared_S, tokens_S, firsts_S = entries
         self.drafts = Drafts(tokens_S, firsts_S)
         self._prefix_table = torch.zeros(tables_RM.shape[1], dtype=torch.int32, device=device)
         self._padding = np.zeros(self.size, dtype=np.int32)
         rows, _, masks, _, tokens, firsts = self._padding[: 6 * most].reshape(6, most)
         self._numbers = np.arange(most, dtype=np.int32)
-        rows[:], masks[:], tokens[:], firsts[:] = self._spare, -1, SAMPLED, self._numbers
+        rows[:], masks[:], tokens[:], firsts[:] = self._spare, NO_MASK, SAMPLED, self._numbers
         self._nothing = Pinned((self.size,), torch.int32, device)
         self._nothing.values[:] = self._padding
 
@@ -82,6 +85,7 @@ class StepInputs:
         tokens: Ints | None = None,
         sequences: Ints | None = None,
         masked: list[int] | None = None,
+        checked: list[int] | None = None,
         shared: Ints | None = None,
         length: int = 0,
     ) -> None:
@@ -90,7 +94,8 @@ class StepInputs:
 
         `tokens` are those that the entries sample after, unless all are SAMPLED; `sequences` says which one each entry
         is of, where a sequence may have several. `masked`: which of them are going to have a mask, in the order of the
-        masks. `shared`: how many tokens of each are in the prefix of `length` tokens that some have in common.
+        masks. `checked`: which sample without the mask that they would need (`Step.checked`). `shared`: how many tokens
+        of each are in the prefix of `length` tokens that some have in common.
         """
         size, used, values = self._most, len(rows), staged.values
         values[:] = self._padding
@@ -100,6 +105,8 @@ class StepInputs:
         if masked:
             of_mask, numbers = entries[2], self._numbers[: len(masked)]
             of_mask[slice(used) if len(masked) == used else masked] = numbers
+        if checked:
+            entries[2][checked] = CHECKED
         if shared is not None:
             entries[3, :used] = shared
             self._prefix_table.copy_(self._tables_RM[int(rows[np.argmax(shared)])])

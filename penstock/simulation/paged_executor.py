@@ -19,7 +19,16 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from penstock.engine.executor import NO_ADAPTER, SAMPLED, RowSetup, Step, StepResult, TokenMask, masks_by_sequence
+from penstock.engine.executor import (
+    NO_ADAPTER,
+    SAMPLED,
+    UNDECIDED,
+    RowSetup,
+    Step,
+    StepResult,
+    TokenMask,
+    masks_by_sequence,
+)
 
 VOCAB = 50
 EOS = 7
@@ -71,6 +80,7 @@ class PagedExecutor:
         self._setups: dict[int, RowSetup] = {}
         self._last: dict[int, int] = {}
         self._outputs: dict[int, list[int]] = {}  # of each row, as a device that counts them for penalties knows them
+        self._sampled_unmasked: set[int] = set()  # rows, which so may count tokens that were refused
         self._launched = Step()
         self.fail_next = False
 
@@ -88,6 +98,7 @@ class PagedExecutor:
             self._setups[setup.row] = setup
             self._tables[setup.row] = {}
             self._outputs[setup.row] = list(setup.tokens[setup.prompt_len :])
+            self._sampled_unmasked.discard(setup.row)
         for row, tokens in step.forced:
             self._outputs[row] += tokens
         for row, index, blocks in step.blocks:
@@ -103,7 +114,13 @@ class PagedExecutor:
                 self._slots[slot] = self._last[row] if token == SAMPLED else token, self._adapter(row)
             offset += count
         self._launched, waiting = step, set(step.constrained)
-        return StepResult([[] if i in waiting else self._sample(i) for i in range(len(step.rows))])
+        result = StepResult([[] if i in waiting else self._sample(i) for i in range(len(step.rows))])
+        for index in step.checked:
+            if result.tokens[index][0] % 5 == 0:
+                result.tokens[index] = [UNDECIDED]
+            if self.runs_ahead:
+                self._sampled_unmasked.add(step.rows[index])
+        return result
 
     def _sample(self, index: int, mask: TokenMask | None = None) -> list[int]:
         """After each of the last `samples` tokens, as long as the token that follows is the one that was sampled."""
@@ -119,7 +136,8 @@ class PagedExecutor:
             forbidden = setup.stop_ids if early else ()
             allowed = range(VOCAB) if mask is None else _tokens_of(np.atleast_2d(mask)[depth])
             token = next_token(context[:length], setup.prompt_len, seed, forbidden, allowed)
-            assert self._outputs[row] == context[setup.prompt_len : length], "penalties would count other tokens"
+            counted = self._outputs[row] == context[setup.prompt_len : length] or row in self._sampled_unmasked
+            assert counted, "penalties would count other tokens"
             self._outputs[row].append(token)
             sampled.append(token)
             self._last[row] = token

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from penstock.bench.adapters import adapter_of
 from penstock.bench.schemas import compact, record
@@ -36,6 +38,7 @@ from penstock.engine.loop import EngineLoop
 from penstock.engine.planned_step import PlannedStep
 from penstock.engine.scheduler import Scheduler
 from penstock.engine.speculation import Drafter
+from penstock.grammar.matcher import LLGuidanceMatcher
 from penstock.text.stream import TextStream
 from penstock.text.tokenizer import Tokenizer
 from penstock.text.tool_calls import hermes
@@ -57,6 +60,7 @@ SHIP = record(
     }
 )
 CALL = hermes.grammar([Function("ship", SHIP)], literal, one=False).only_calls(literal, one=False)
+LOG = record({name: {"type": "string", "maxLength": 9} for name in ("ship", "captain", "cargo", "came from")})
 BASE: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
 BATCH = Objective("batch", rank=1)
 PAGE = Path(__file__).parents[2] / "docs" / "crossings.md"
@@ -83,6 +87,11 @@ FEATURES = (
     Feature("logit bias", "some tokens more, others less likely", {"logit_bias": {28: -20.0, 260: 4.0, 34: 3.0}}),
     Feature(
         "min tokens", "stop tokens, but not among the first eight", {"min_tokens": 8, "stop_token_ids": (28, 30, 260)}
+    ),
+    Feature(
+        "slow masks",
+        "tokens are sampled without a mask, as its grammar is slow, and again where they are refused",
+        {"grammar": Grammar("json_schema", compact(LOG))},
     ),
     Feature("grammar", "JSON for a schema", {"grammar": Grammar("json_schema", compact(SHIP))}),
     Feature("tools", "a forced call", {"grammar": Grammar("lark", CALL)}),
@@ -126,6 +135,7 @@ class Outcome:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached: int = 0
     sat_out: int = 0  # steps without it, though it has a row
+    unmasked: int = 0  # tokens that it sampled without the mask of its grammar
     ledger: Ledger | None = None
 
 
@@ -156,7 +166,7 @@ class Bench:
         """What comes out with both features, and what should."""
         names = {first, second}
         shaping, scoring = dict(self.base), dict[str, Any]()
-        for name in names:
+        for name in (first, second):  # of several grammars the last one counts
             (shaping if BY_NAME[name].shapes else scoring).update(BY_NAME[name].params)
         fields = {name: value for feature in names for name, value in BY_NAME[feature].fields.items()}
         plain = self.alone(shaping, 1 + ("n" in names), **fields)
@@ -204,6 +214,14 @@ class _Run:
             return planned
 
         self._scheduler.schedule = schedule  # type: ignore[method-assign, assignment]
+        complete = self._scheduler.complete
+
+        def counted(planned: PlannedStep, *args: Any) -> list[Chunk]:
+            for index in planned.step.checked:
+                self._outcomes[planned.sequences[index].request.id].unmasked += 1
+            return complete(planned, *args)
+
+        self._scheduler.complete = counted  # type: ignore[method-assign, assignment]
 
     def cross(self, names: set[str], plain: list[Outcome]) -> list[Outcome]:
         bench = self._bench
@@ -224,8 +242,10 @@ class _Run:
         if "early exit" in names:
             assert bench.early_exit is not None
             self._scheduler.speculation = tried_whenever_possible(bench.early_exit, 5)
+        slow = patch.object(LLGuidanceMatcher, "has_slow_masks", True) if "slow masks" in names else nullcontext()
         try:
-            return self.finish(requests, crowded=True, aborted="abort" in names)
+            with slow:
+                return self.finish(requests, crowded=True, aborted="abort" in names)
         finally:
             bench.executor.runs_ahead = before
 
@@ -305,6 +325,10 @@ def check_parts(first: str, second: str, found: Sequence[Outcome]) -> None:
             assert ledger.accepted_tokens
             if not names & {"grammar", "tools", "reasoning"}:  # these reject wrong tokens before they are computed
                 assert ledger.accepted_tokens < ledger.drafted_tokens
+        # What changes logits or shows them needs every mask; of drafted tokens all have theirs.
+        masked = {"penalties", "logit bias", "min tokens", "logprobs", "prompt logprobs", "speculation", "early exit"}
+        if "slow masks" in names and not names & masked:
+            assert outcome.unmasked
         if "logprobs" in names:
             resumed = len(outcome.tokens) // 2 if "resumption" in names else 0
             scored = [score.token_id for score in outcome.logprobs]  # but for tokens that lie in the stop string

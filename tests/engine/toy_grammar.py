@@ -33,6 +33,10 @@ class ToyMatcher:
         return "three tokens are enough" if self.hopeless and len(self.taken) == 3 else ""
 
     @property
+    def has_slow_masks(self) -> bool:
+        return len(self.taken) % 4 > 0
+
+    @property
     def ended(self) -> bool:
         return not self.ahead and len(self.taken) >= self.length
 

@@ -11,7 +11,7 @@ import torch
 
 from penstock.core.errors import EngineFailure
 from penstock.core.request import Grammar, SamplingParams
-from penstock.engine.executor import Executor, RowSetup, Step, TokenMask
+from penstock.engine.executor import UNDECIDED, Executor, RowSetup, Step, TokenMask
 from penstock.kernels.attention_reference import ReferenceAttention
 from penstock.kernels.native import bindings
 from penstock.runner.forward import TorchForward
@@ -22,7 +22,7 @@ from penstock.runner.row_state import TorchRows
 from tests.kernels.native.random_models import VOCAB, build, reference
 from tests.runner.test_fused_forward import load
 
-ROWS, SMALL_VOCAB = 6, 64
+ROWS, SMALL_VOCAB = 10, 64
 CPU = torch.device("cpu")
 GRAMMAR = Grammar("regex", "x")
 PARAMS = [
@@ -32,6 +32,10 @@ PARAMS = [
     SamplingParams(temperature=3, grammar=GRAMMAR),
     SamplingParams(temperature=0),
     SamplingParams(temperature=0.7, grammar=GRAMMAR),
+    SamplingParams(temperature=1.5, top_k=5, grammar=GRAMMAR),
+    SamplingParams(temperature=0.7, top_p=0.6, grammar=GRAMMAR),
+    SamplingParams(temperature=1, min_p=0.2, grammar=GRAMMAR),
+    SamplingParams(temperature=0.8, top_k=12, top_p=0.8, min_p=0.05, grammar=GRAMMAR),
 ]
 needs_native = pytest.mark.skipif(not bindings.available(), reason=str(bindings.unavailable_reason()))
 
@@ -50,7 +54,7 @@ def plain_torch(folder: Path) -> tuple[Executor, int]:
 
 def prompts(draw: np.random.Generator, vocab: int) -> Step:
     """The second one computes a piece of its prompt that samples nothing."""
-    step = Step(samples=[1, 0, 1, 1, 1, 1])
+    step = Step(samples=[1, 0, 1, 1, 1, 1, 1, 1, 1, 1])
     for row, params in enumerate(PARAMS):
         tokens = draw.integers(0, vocab, int(draw.integers(2, 20))).tolist()
         step.rows.append(row)
@@ -62,13 +66,17 @@ def prompts(draw: np.random.Generator, vocab: int) -> Step:
     return step
 
 
+def allows(mask: TokenMask, token: int) -> bool:
+    return bool(mask[token // 32] >> token % 32 & 1)
+
+
 @pytest.mark.parametrize("make", [pytest.param(native, marks=needs_native), plain_torch])
 def test_the_same_tokens_as_with_masks(make: Callable[[Path], tuple[Executor, int]], tmp_path: Path) -> None:
     executor, vocab = make(tmp_path)
-    refusals = 0
+    refusals, undecided = 0, 0
     for seed in range(12):
         draw = np.random.default_rng(seed)
-        step, grammars = prompts(draw, vocab), [0, 3, 5]
+        step, grammars = prompts(draw, vocab), [0, 3, 5, 6, 7, 8, 9]
         words = -(-vocab // 32)
         masks: dict[int, TokenMask] = {}
         for index in grammars:
@@ -80,13 +88,17 @@ def test_the_same_tokens_as_with_masks(make: Callable[[Path], tuple[Executor, in
         expected = executor.collect(handle).tokens
         step.constrained, step.checked = [], grammars
         found = executor.collect(handle := executor.launch(step)).tokens
-        refused = {i: masks[i] for i in grammars if not masks[i][found[i][0] // 32] >> found[i][0] % 32 & 1}
+        unknown = [i for i in grammars if found[i] == [UNDECIDED]]
+        refused = {i: masks[i] for i in grammars if i in unknown or not allows(masks[i], found[i][0])}
         if refused:
             for index, token in zip(refused, executor.resample(handle, refused), strict=True):
                 found[index] = [token]
         assert found == expected
-        refusals += len(refused)
+        refusals += len(refused) - len(unknown)
+        undecided += len(unknown)
+        assert set(unknown) <= {6, 7, 8, 9}, "the others sample among all tokens"
     assert refusals > 5
+    assert undecided > 5
 
 
 @needs_native

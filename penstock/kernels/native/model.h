@@ -48,7 +48,7 @@ struct Step {
     // [num_runs]: lengths of runs of logit rows. The rows of a run follow one another in a sequence and are sampled in
     // order, until a token is sampled that is not the one that follows in the step (a draft); the rest are not sampled.
     const int32_t* runs;
-    const int32_t* targets;                  // [num_logits]: SAMPLED, or a token that is to be scored; null: SAMPLED
+    const int32_t* targets;                  // [num_logits]: SAMPLED, UNDECIDED or a token to score; null: SAMPLED
     const int32_t* const* masks;             // [num_logits]: one bit per token that may be sampled, or null; or null
     const int32_t* tables;                   // [num_rows, table_width]
     int32_t* last_tokens;                    // [num_rows]: set to what is sampled after a sequence's last token

@@ -91,7 +91,9 @@ class NativeStep:
     # Lengths of runs of logit rows. Those of a run follow one another in a sequence and are sampled in order, until a
     # token is sampled that is not the one that follows in the step (a draft). (): each row is sampled by itself.
     runs: Sequence[int] = ()
-    targets: Sequence[int] = ()  # an entry per logit row: a token to score, or -1 to sample one; (): all are sampled
+    # An entry per logit row: a token to score, -1 to sample one, or -3 to sample one before its mask is known, for
+    # `resample`, which gives -3 where only the mask tells. (): all are -1.
+    targets: Sequence[int] = ()
     masks: Mapping[int, Ints] = field(default_factory=dict)  # by logit row: one bit per token that may be sampled
     layers: int = 0  # so many from the first on are computed, then the final norm and the head; 0: all
     keeps_logits: bool = False  # whether `resample` may be called afterwards

@@ -68,14 +68,17 @@ struct Row {
         return from_ordered(int32_t(high));
     }
 
+    // The smallest logit that min-p keeps.
+    float min_p_limit(const RowParams& p) const {
+        if (!(p.min_p > 0)) return -INFINITY;
+        const double limit = peak + p.temperature * std::log(p.min_p);
+        const float nearest = float(limit);
+        return nearest < limit ? std::nextafter(nearest, INFINITY) : nearest;
+    }
+
     int32_t draw(const RowParams& p, int position) const {
         if (!(peak > -INFINITY)) return 0;
-        float floor = -INFINITY;  // what is drawn is above it
-        if (p.min_p > 0) {
-            const double limit = peak + p.temperature * std::log(p.min_p);
-            const float nearest = float(limit);
-            floor = nearest < limit ? nearest : next_below(nearest);
-        }
+        float floor = p.min_p > 0 ? next_below(min_p_limit(p)) : -INFINITY;  // what is drawn is above it
         // With both, top-p is taken of what top-k leaves, renormalised.
         const float below_top_k = p.top_k > 0 && p.top_k < n ? next_below(kth_largest(p.top_k)) : -INFINITY;
         floor = std::max(floor, below_top_k);
@@ -90,6 +93,25 @@ struct Row {
             if (!(found.above_high >= enough)) return token;
             floor = logit;
         }
+    }
+
+    // The same before a mask is known: the token that it will be with any mask that allows this token, or UNDECIDED. The
+    // best of all tokens is the best of those that a mask leaves. What top-k and min-p keep they also keep of fewer tokens;
+    // top-p does for certain if it would with all smaller ones masked.
+    int32_t draw_before_mask(const RowParams& p, int position) const {
+        if (!(peak > -INFINITY)) return 0;
+        const int32_t token =
+            kernels.draw(logits, maxima, n, -INFINITY, float(p.temperature), uint64_t(p.seed), uint32_t(position));
+        const float logit = logits[token];
+        if (logit >= peak) return token;
+        if (logit < min_p_limit(p)) return UNDECIDED;
+        if (p.top_k > 0 && kernels.count_above(logits, maxima, n, logit, p.top_k) >= p.top_k) return UNDECIDED;
+        if (p.top_p < 1) {
+            constexpr double ROUNDING = 1e-4;  // far more than that of the sums
+            const double above = masses(logit, logit, p.temperature).above_low * (1 + ROUNDING);
+            if (!(above < p.top_p * (above + std::exp((logit - peak) / p.temperature)))) return UNDECIDED;
+        }
+        return token;
     }
 
     // The most probable tokens; returns what is to be subtracted from a logit to make it a log-probability.
@@ -165,7 +187,7 @@ void SamplingRow::count(int32_t token) {
 
 int32_t Model::sample_row(const Choice& choice, SamplingRow& row, int thread) {
     const int n = spec_.vocab, blocks = (n + SAMPLING_BLOCK - 1) / SAMPLING_BLOCK;
-    const bool samples = choice.target == SAMPLED, random = samples && row.params().temperature > 0;
+    const bool samples = choice.target < 0, random = samples && row.params().temperature > 0;
     const bool changes = samples && (choice.mask || row.changes_logits(choice.position));
     const int alternatives = samples ? row.params().logprobs : row.params().prompt_logprobs;
     int32_t token = samples ? choice.argmax : choice.target;
@@ -185,10 +207,13 @@ int32_t Model::sample_row(const Choice& choice, SamplingRow& row, int thread) {
         const double margin = random ? NEGLIGIBLE * row.params().temperature : 0;
         if (choice.mask) kernels_->mask_logits(logits, n, choice.mask, maxima.data(), float(margin + 1));  // or equals are lost
     }
-    if (random)
-        token = Row(*kernels_, logits, n, maxima).draw(row.params(), choice.position);
-    else if (changes)
+    if (random) {
+        const Row drawn(*kernels_, logits, n, maxima);
+        token = choice.target == UNDECIDED ? drawn.draw_before_mask(row.params(), choice.position)
+                                           : drawn.draw(row.params(), choice.position);
+    } else if (changes)
         token = Row(*kernels_, logits, n, maxima).argmax();
+    if (token == UNDECIDED) return token;
     if (samples) row.count(token);
     if (alternatives >= 0) choice.score->logprob = choice.logits[token] - total;
     return token;

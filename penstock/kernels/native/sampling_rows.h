@@ -9,6 +9,9 @@ namespace penstock {
 constexpr int MAX_LOGPROBS = 20;
 constexpr int32_t SAMPLED = -1;
 constexpr int32_t NOT_A_NUMBER = -2;  // in place of a sampled token: no logit is a number
+// As a target: sample before a mask is known, for which the row may be sampled again. In place of the token: only the mask
+// tells which one that is.
+constexpr int32_t UNDECIDED = -3;
 
 // The C ABI's view of a row's parameters; mirrored field by field in bindings.py. Arrays belong to the caller.
 struct RowParams {

@@ -9,6 +9,7 @@ import triton.language as tl
 from penstock.kernels.triton.sampling_row import (
     ADJUST,
     ALTERNATIVES,
+    CHECKED,
     FILTER,
     LOGPROBS,
     LOWEST,
@@ -20,6 +21,7 @@ from penstock.kernels.triton.sampling_row import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    UNDECIDED,
     WORDS,
     noise,
     noise_of,
@@ -30,6 +32,8 @@ from penstock.kernels.triton.sampling_row import (
 )  # fmt: skip
 
 _FEW_SPANS = tl.constexpr(8)  # tokens are listed for min-p if at most one of so many spans reaches it
+_CHECKED = tl.constexpr(CHECKED)
+_ROUNDED = tl.constexpr(1.0001)  # by less than this factor masses are off that are added in another order
 
 
 @triton.jit
@@ -255,9 +259,36 @@ def _choose_kept(
 
 
 @triton.jit
+def _choose_before_mask(
+    scores, tokens, peaks, values, words, vocab, SPANS: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr
+):
+    """The token that it will be with any mask that allows it, or UNDECIDED. The best of all tokens is the best of
+    those that a mask leaves. What top-k and min-p keep they also keep of fewer tokens; top-p does for certain if it
+    would with all smaller ones masked."""
+    temperature, top_k = read_float(words, TEMPERATURE), tl.load(words + TOP_K)
+    top_p, min_p = read_float(words, TOP_P), read_float(words, MIN_P)
+    inverse, peak = 1.0 / temperature, tl.max(peaks, 0)
+    _, token = _best(scores, tokens)
+    token = tl.minimum(token, vocab - 1)
+    x = tl.load(values + token)
+    lanes = tl.arange(0, TILE)
+    count, mass = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.float32)
+    for base in range(0, vocab, TILE):
+        at = base + lanes
+        y = tl.load(values + at, mask=at < vocab, other=float("-inf"))
+        count += (y > x).to(tl.int32)
+        mass += tl.where(y > x, tl.exp((y - peak) * inverse), 0.0)
+    above = tl.sum(mass, 0) * _ROUNDED
+    kept = (top_k == 0) | (tl.sum(count, 0) < top_k)
+    kept &= (top_p >= 1) | (above < top_p * (above + tl.exp((x - peak) * inverse)))
+    kept &= (min_p <= 0) | (ordered(x) >= ordered(peak + temperature * tl.log(min_p)))
+    return tl.where(kept | (x >= peak), token, UNDECIDED)
+
+
+@triton.jit
 def choose_kernel(
     out, last_tokens, own_logprobs, top_logprobs, top_tokens, listed, spans_listed, adjusted, span_scores, span_tokens,
-    span_peaks, masses, raw_span_peaks, raw_masses, logits, rows, positions, row_params, seen, vocab, stride,
+    span_peaks, masses, raw_span_peaks, raw_masses, logits, rows, positions, mask_of, row_params, seen, vocab, stride,
     num_chunks,
     SPANS: tl.constexpr, SPAN: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr, SPANS_AT_ONCE: tl.constexpr,
     LISTED_AT_ONCE: tl.constexpr, MOST_ALTERNATIVES: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
@@ -281,18 +312,21 @@ def choose_kernel(
     scores = tl.load(span_scores + at, mask=real, other=float("-inf"))
     tokens = tl.load(span_tokens + at, mask=real, other=NO_TOKEN)
     if needs & FILTER:
-        token = _choose_kept(
-            scores, tokens, tl.load(span_peaks + at, mask=real, other=float("-inf")),
-            tl.load(masses + chunk_at, mask=real_chunk, other=0.0), values, words,
-            tl.load(positions + index).to(tl.uint32), listed + index * vocab, spans_listed + index * num_spans, vocab,
-            num_spans, SPANS, SPAN, CHUNKS, TILE, SPANS_AT_ONCE, LISTED_AT_ONCE,
-        )  # fmt: skip
+        peaks = tl.load(span_peaks + at, mask=real, other=float("-inf"))
+        if tl.load(mask_of + index) == _CHECKED:
+            token = _choose_before_mask(scores, tokens, peaks, values, words, vocab, SPANS, SPAN, TILE)
+        else:
+            token = _choose_kept(
+                scores, tokens, peaks, tl.load(masses + chunk_at, mask=real_chunk, other=0.0), values, words,
+                tl.load(positions + index).to(tl.uint32), listed + index * vocab, spans_listed + index * num_spans,
+                vocab, num_spans, SPANS, SPAN, CHUNKS, TILE, SPANS_AT_ONCE, LISTED_AT_ONCE,
+            )  # fmt: skip
     else:
         _, token = _best(scores, tokens)
     token = tl.minimum(token, vocab - 1)
     tl.store(out + index, token.to(tl.int64))
     if not DRAFTS:  # else only some of the tokens stand for good
-        tl.store(last_tokens + row, token.to(tl.int64))
+        tl.store(last_tokens + row, tl.maximum(token, 0).to(tl.int64))  # some token where there is none
         if needs & PENALTIES:
             known = tl.load(seen + row * vocab + token).to(tl.int32)
             more = tl.where((known & MOST_COUNTED) < MOST_COUNTED, known + 1, known)

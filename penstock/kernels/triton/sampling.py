@@ -146,7 +146,7 @@ class SamplingInputs:
     logits: torch.Tensor  # float32 [S, V]
     rows: torch.Tensor  # int32 [S]
     positions: torch.Tensor  # int32 [S]: where the sampled token will stand
-    mask_of: torch.Tensor  # int32 [S]: which of the masks; -1: any token
+    mask_of: torch.Tensor  # int32 [S]: which of the masks; NO_MASK or CHECKED: any token
     masks: torch.Tensor  # int32 [S, W]: a bit for each token that the grammar allows
     drafts: Drafts | None = None  # then an entry of this is a token, and several may be of one sequence
 
@@ -210,7 +210,8 @@ def sample(inputs: SamplingInputs, rows: SamplingRows, out: Sampled, scratch: Sa
     )  # fmt: skip
     choose_kernel[(S,)](
         out.tokens, rows.last_tokens, out.logprobs, out.top_logprobs, out.top_tokens, scratch.listed,
-        scratch.span_tokens[1], scratch.adjusted, *spans, *raw, *of_rows, rows.params, rows.seen, V, stride, chunks,
+        scratch.span_tokens[1], scratch.adjusted, *spans, *raw, *of_rows, inputs.mask_of, rows.params, rows.seen, V,
+        stride, chunks,
         SPANS=padded * (_CHUNK // _SPAN), CHUNKS=padded, TILE=_TILE, SPANS_AT_ONCE=_SPANS_AT_ONCE,
         LISTED_AT_ONCE=_LISTED_AT_ONCE, MOST_ALTERNATIVES=MOST_ALTERNATIVES, num_warps=16, **common,
     )  # fmt: skip

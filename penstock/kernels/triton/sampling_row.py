@@ -36,7 +36,8 @@ GRAMMAR = tl.constexpr(128)
 ADJUST = tl.constexpr(4 + 8 + 16 + 128)  # whatever changes logits before temperature does
 
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
-NOT_A_NUMBER = tl.constexpr(-2)  # in place of a token, as in engine/executor.py
+NOT_A_NUMBER, UNDECIDED = tl.constexpr(-2), tl.constexpr(-3)  # in place of a token, as in engine/executor.py
+NO_MASK, CHECKED = -1, -2  # in place of the number of a mask: any token; any, of a sequence that has a grammar
 LOWEST = tl.constexpr(-2147483648)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from penstock.core.errors import EngineFailure, StartupError
 from penstock.core.request import SamplingParams
-from penstock.engine.executor import RowSetup, Step
+from penstock.engine.executor import UNDECIDED, RowSetup, Step
 from penstock.kernels.native import bindings
 from penstock.kernels.native.model import NativeModel, NativeRows, NativeStep, SampledLogits
 from penstock.kernels.native.sampling import NativeSampling
@@ -193,6 +193,49 @@ def test_the_reference_draws_the_same(
         sampling = NativeSampling(1, VOCAB)
         sampling.set(0, params, seed=seed, prompt_len=PROMPT_LEN, tokens=tokens, stop_ids=STOP_IDS)
         assert model.sample(logits[None].copy(), sampling, SampledLogits([0], [position], masks=masks)) == [expected]
+
+
+truncations = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.01, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 0, 1, 2, 40, VOCAB]),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 1.0)),
+    min_p=st.one_of(st.just(0.0), st.floats(1e-6, 1.0)),
+)
+
+
+@settings(max_examples=300)
+@given(
+    params=truncations,
+    seed=st.integers(0, 2**63 - 1),
+    scale=st.sampled_from([0.0, 1.0, 3.0, 10.0, 80.0]),
+    rounding=st.sampled_from([0.0, 0.0, 0.5]),
+)
+def test_what_is_sampled_before_the_mask_is_what_any_mask_leaves_that_allows_it(
+    models: list[NativeModel], params: SamplingParams, seed: int, scale: float, rounding: float
+) -> None:
+    logits, rng = make_logits(seed % 1000, scale, rounding), np.random.default_rng(seed)
+    for model in models:
+        sampling = NativeSampling(1, VOCAB)
+        sampling.set(0, params, seed=seed, prompt_len=PROMPT_LEN, tokens=(), stop_ids=())
+        [token] = model.sample(logits[None].copy(), sampling, SampledLogits([0], [9], targets=[UNDECIDED]))
+        if token == UNDECIDED:
+            continue
+        own, anything = logits[token], rng.random(VOCAB)
+        for mask in (logits > own, logits >= own, logits < own, logits <= own, logits == own, anything < 0.5):
+            mask[token] = True
+            masked = SampledLogits([0], [9], masks={0: packed(mask)})
+            assert model.sample(logits[None].copy(), sampling, masked) == [token]
+
+
+def test_few_samples_wait_for_their_mask(isa: str) -> None:
+    params = [SamplingParams(temperature=0.2, top_p=0.9), SamplingParams(temperature=0.6, top_k=20, top_p=0.95)] * 100
+    sampling, rows = NativeSampling(len(params), VOCAB), list(range(len(params)))
+    for row, own in enumerate(params):
+        sampling.set(row, own, seed=row, prompt_len=PROMPT_LEN, tokens=(), stop_ids=())
+    logits = np.random.default_rng(4).standard_normal((len(params), VOCAB), dtype=np.float32) * 4
+    found = make_model().sample(logits, sampling, SampledLogits(rows, [9] * len(rows), targets=[UNDECIDED] * len(rows)))
+    assert 0 < found.count(UNDECIDED) < 0.2 * len(params)
 
 
 def test_output_counts_wherever_it_came_from(isa: str) -> None:
