@@ -9,9 +9,10 @@
 `valid`: batches of 32 constrained requests beside 8 free ones, in a KV cache too small for them, so that sequences are
 preempted, with prompts that share prefixes. Outputs that ended by themselves must be valid; those cut off by
 `max_tokens` are counted apart. `speed`: `text` is free, `string` is as long but inside a JSON string, where nothing is
-forced, `json` is an invoice, most of which is forced, and `mixture` has instances of all schemas, in another order for
-each sequence. `suite`: instances that the suite calls invalid must be refused; valid ones may be, where the grammar has
-one way to write a thing (the order of properties, 1 and not 1.0).
+forced, `contact` short texts with a `maxLength`, whose masks are slow, `json` is an invoice, most of which is forced,
+and `mixture` has instances of all schemas, in another order for each sequence. `suite`: instances that the suite calls
+invalid must be refused; valid ones may be, where the grammar has one way to write a thing (the order of properties, 1
+and not 1.0).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import LLM, SamplingParams
-from penstock.bench.schemas import INVOICE, SCHEMAS, mixture
+from penstock.bench.schemas import CONTACT, INVOICE, SCHEMAS, mixture
 from penstock.checkpoint.source import DEFAULT_MODEL, resolve
 from penstock.core.errors import InvalidRequest
 from penstock.core.request import Grammar
@@ -146,6 +147,7 @@ def speed(rounds: int, sequences: int, sampling: dict[str, float]) -> None:
     kinds = {
         "text": [SamplingParams(**common, max_tokens=48)] * requests,
         "string": [SamplingParams(**common, max_tokens=48, grammar=string)] * requests,
+        "contact": [SamplingParams(**common, max_tokens=200, grammar=grammar(CONTACT))] * requests,
         "json": [SamplingParams(**common, max_tokens=200, grammar=invoice)] * requests,
         "mixture": [SamplingParams(**common, max_tokens=200, grammar=own) for own in 4 * mixtures],
     }

@@ -2,15 +2,18 @@
 
     python benchmarks/structured_http.py --model qwen3-0.6b [--streams 32] [--rounds 5] [--seconds 3]
 
-`text` is free, `string` the inside of a JSON string, `minimum` that of one with a `minLength`, whose masks take the
-longest, `invoice` JSON most of which is forced, and `mixture` instances of all our schemas, in another order for each
-stream. All at temperature 1. Ratios are medians of those within a round.
+`text` is free, `string` the inside of a JSON string, `minimum` that of one with a `minLength`, `contact` short texts
+with a `maxLength`, whose masks take the longest, `beside` free text of one half of the streams where those of the other
+half are contacts, `invoice` JSON most of which is forced, and `mixture` instances of all our schemas, in another order
+for each stream. All at temperature 1. Ratios are medians of those within a round; ITL is the 99th percentile of the
+times between two events of a stream, of free text alone for `beside`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import re
 import statistics
@@ -22,7 +25,7 @@ from pathlib import Path
 from profiled_server import served
 
 from penstock.bench.architectures import ARCHITECTURES
-from penstock.bench.schemas import INVOICE, Schema, mixture
+from penstock.bench.schemas import CONTACT, INVOICE, Schema, mixture
 from penstock.client.http import HttpClient
 
 OUTPUT = 256  # tokens of each answer, at the most
@@ -30,6 +33,8 @@ KINDS: dict[str, Callable[[int], Schema | None]] = {  # by the number of a strea
     "text": lambda stream: None,
     "string": lambda stream: {"type": "string"},
     "minimum": lambda stream: {"type": "string", "minLength": 4000},
+    "contact": lambda stream: CONTACT,
+    "beside": lambda stream: CONTACT if stream % 2 else None,
     "invoice": lambda stream: INVOICE,
     "mixture": mixture,
 }
@@ -41,6 +46,8 @@ class Load:
     def __init__(self, http: HttpClient, model: str, kind: str, prompt: int) -> None:
         self._http, self._model, self._kind, self._prompt = http, model, kind, prompt
         self.tokens = 0
+        self.gaps: list[float] = []  # seconds between events
+        self.measuring = False
 
     async def keep_busy(self, stream: int) -> None:
         schema = KINDS[self._kind](stream)
@@ -56,22 +63,26 @@ class Load:
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True},
                 **extra,
             }
-            counted = 0
+            counted, last = 0, math.nan
             async with self._http.stream("POST", "/v1/completions", body) as response:
                 if response.status != 200:
                     raise RuntimeError(await response.read_error())
                 async for event in response.events():
                     if found := re.search(r'"completion_tokens":(\d+)', event):
-                        self.tokens += int(found[1]) - counted
-                        counted = int(found[1])
+                        now, more, counted = time.monotonic(), int(found[1]) - counted, int(found[1])
+                        if self._kind != "beside" or schema is None:
+                            self.tokens += more
+                            if self.measuring and not math.isnan(last):
+                                self.gaps.append(now - last)
+                        last = now
 
 
-async def measured_rate(http: HttpClient, args: argparse.Namespace, kind: str) -> float:
-    """Output tokens a second, once all streams decode."""
+async def measured(http: HttpClient, args: argparse.Namespace, kind: str) -> tuple[float, float]:
+    """Output tokens a second, once all streams decode, and the ITL."""
     load = Load(http, args.model, kind, args.prompt)
     streams = [asyncio.create_task(load.keep_busy(stream)) for stream in range(args.streams)]
     await asyncio.sleep(args.seconds / 2)
-    began, before = time.monotonic(), load.tokens
+    began, before, load.measuring = time.monotonic(), load.tokens, True
     await asyncio.sleep(args.seconds)
     found = (load.tokens - before) / (time.monotonic() - began)
     for stream in streams:
@@ -79,22 +90,25 @@ async def measured_rate(http: HttpClient, args: argparse.Namespace, kind: str) -
     for failure in await asyncio.gather(*streams, return_exceptions=True):
         if isinstance(failure, Exception):
             raise failure
-    return found
+    return found, sorted(load.gaps)[int(0.99 * len(load.gaps))]
 
 
 async def measure(url: str, args: argparse.Namespace) -> None:
     rates: dict[str, list[float]] = {kind: [] for kind in KINDS if kind in ("text", *args.kinds)}
+    itls: dict[str, list[float]] = {kind: [] for kind in rates}
     async with HttpClient(url, timeout=600) as http:
         for number in range(args.rounds + 1):
             for kind in rates:
-                found = await measured_rate(http, args, kind)
+                found, itl = await measured(http, args, kind)
                 print(kind, round(found), file=sys.stderr, flush=True)
                 if number:  # the first round is a warm-up
                     rates[kind].append(found)
+                    itls[kind].append(itl)
     for kind, own in rates.items():
         ratios = [rate / free for rate, free in zip(own, rates["text"], strict=True)]
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-        print(f"{kind}: {statistics.median(own):,.0f} tok/s, {statistics.median(ratios):.3f} of text ({spread})")
+        rate, ratio, itl = statistics.median(own), statistics.median(ratios), statistics.median(itls[kind])
+        print(f"{kind}: {rate:,.0f} tok/s, {ratio:.3f} of text ({spread}), ITL p99 {itl * 1e3:.1f} ms")
 
 
 def main() -> None:

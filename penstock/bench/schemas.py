@@ -38,6 +38,14 @@ INVOICE = record(
     }
 )
 
+# Short texts of limited length, whose masks are the slow ones.
+CONTACT = record(
+    {
+        name: {"type": "string", "maxLength": most}
+        for name, most in {"name": 24, "street": 40, "city": 24, "company": 32, "postcode": 10, "remark": 80}.items()
+    }
+)
+
 _TREE = {
     "$ref": "#/$defs/node",
     "$defs": {"node": record({"value": SMALL, "children": array({"$ref": "#/$defs/node"}, 0, 2)})},

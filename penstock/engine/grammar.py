@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from penstock.engine.sequence import Sequence as EngineSequence
 
 
+# A token that is sampled without a mask saves that mask if it stands. If it is refused, it was sampled for nothing, and
+# where steps run ahead the sequence was in two steps for nothing: its share of them in a batch of dozens. How many
+# stand is taken from the last ones; where they are too few, it is tried again after some tens of tokens.
+_SLOW_SECONDS = 50e-6
+_AGAIN_SECONDS, _STEPS_SECONDS = 50e-6, 200e-6
+_KEPT_SHARE, _RECOVERY = 1 / 8, 1 / 256
+
+
 class Matcher(Protocol):
     """Where one output is in its grammar. Used by one thread at a time."""
 
@@ -38,8 +46,8 @@ class Matcher(Protocol):
         ...
 
     @property
-    def has_slow_masks(self) -> bool:
-        """Whether masks of its grammar have taken so long that no step should wait for one."""
+    def mask_seconds(self) -> float:
+        """What a mask of its grammar takes, as others have of late."""
         ...
 
     def take_forced(self) -> list[int]:
@@ -97,6 +105,7 @@ class Constraint:
     races: bool = False  # whether its tokens may be sampled without a mask: `Step.checked`
     truncates: bool = False  # then some of them are undecided
     refused: bool = False  # its last sample was: the next one has a mask
+    kept: float = 1.0  # share of the tokens sampled without a mask that were not refused, of late
     jumps: bool = True  # False: forced tokens are sampled one by one, because their logits are asked for
     ahead: list[int] = field(default_factory=list)  # forced tokens that the matcher has and the sequence has not yet
     unsent: list[int] = field(default_factory=list)  # forced before the first sampled token, which is sent with them
@@ -116,20 +125,29 @@ class Constraint:
             else:
                 raise InvalidRequest("output does not match the grammar", param="output")
 
-    def take(self, token: int) -> bool:
-        """Whether a token may follow that was sampled without a mask. If so, it is expected by `follow` next."""
-        forced = self.matcher.take(token)
+    def samples_unmasked(self, runs_ahead: bool) -> bool:
+        """Whether its next sample is to be a checked one."""
+        if not self.races or self.refused or self.only is not None:
+            return False
+        if not (runs_ahead or self.truncates):
+            return True
+        seconds = self.matcher.mask_seconds
+        if seconds < _SLOW_SECONDS:
+            return False
+        price = _STEPS_SECONDS if runs_ahead else _AGAIN_SECONDS
+        if self.kept * seconds > (1 - self.kept) * price:
+            return True
+        self.kept += _RECOVERY * (1 - self.kept)
+        return False
+
+    def sampled_unmasked(self, token: int) -> bool:
+        """Whether this token, sampled without a mask, stands. If so, it is expected by `follow` next."""
+        forced = None if token == UNDECIDED else self.matcher.take(token)
+        self.kept += _KEPT_SHARE * ((forced is not None) - self.kept)
         if forced is None:
             return False
         self.ahead = [token, *forced]
         return True
-
-    def samples_unmasked(self, runs_ahead: bool) -> bool:
-        """Whether its next sample is to be a checked one. Where steps run one by one a refused token costs little, but
-        one that is undecided has been sampled for nothing. Where they run ahead, either costs two steps."""
-        if not self.races or self.refused or self.only is not None:
-            return False
-        return self.matcher.has_slow_masks or not (runs_ahead or self.truncates)
 
     def jump(self, most: int) -> list[int]:
         """Forced tokens to append now, at most so many."""
@@ -216,7 +234,7 @@ def refused(planned: PlannedStep, result: StepResult) -> dict[int, EngineSequenc
         constraint = sequence.constraint
         if sequence.finished is not None or constraint is None or constraint.void or token == NOT_A_NUMBER:
             continue
-        if token == UNDECIDED or not constraint.take(token):
+        if not constraint.sampled_unmasked(token):
             found[index] = sequence
     return found
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from penstock.checkpoint.source import resolve
 from penstock.core.errors import InvalidRequest, PenstockError
+from penstock.core.machine import usable_cpus
 from penstock.core.request import Grammar
 from penstock.engine.limits import SchedulerLimits
 from penstock.grammar.limits import new_matcher, on_deep_stack
@@ -33,6 +34,10 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
 
+MOST_THREADS = 8
+# Masks that take longer are worth waking threads for, and further prototypes of their grammar, if these do not.
+SLOW_SECONDS = 100e-6
+SHORT_SECONDS = 5e-3
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is about proportional
 
@@ -41,10 +46,16 @@ class _Refused(Exception):
     """Why a grammar cannot be enforced, to be read behind the name of its field."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Compiled:
-    prototype: Any  # llguidance.LLMatcher at the beginning of an output, to copy
+    """A grammar. Copies of one prototype take turns, for they share a lexer, so a grammar whose masks take long has
+    several of them."""
+
+    source: str  # as llguidance reads it
+    prototypes: list[Any]  # llguidance.LLMatcher, at the beginning of an output
+    seconds: float  # that compiling took
     times: MaskTimes = field(default_factory=MaskTimes)
+    copies: int = 0  # that were made
 
 
 class LLGuidance:
@@ -68,6 +79,8 @@ class LLGuidance:
         self._compiled: OrderedDict[tuple[str, str], _Compiled] = OrderedDict()  # least recently used first
         self._bytes = 0
         self._compiling: dict[tuple[str, str], Future[_Compiled]] = {}
+        self._threads = min(MOST_THREADS, usable_cpus())  # for slow masks
+        self._executor: Any = None  # llguidance.LLExecutor, once there are some
 
     def prepare(self) -> None:
         """Read the vocabulary. llguidance holds the GIL for half a second, or longer: running streams would stall."""
@@ -95,26 +108,51 @@ class LLGuidance:
     def matcher(self, grammar: Grammar, ignored: Collection[int] = ()) -> LLGuidanceMatcher:
         last_resort = [token for token in self._eos_ids if token in ignored]
         compiled = self._compiled_of(grammar)
-        state = compiled.prototype.deep_copy()
+        prototypes = compiled.prototypes
+        is_slow = compiled.times.mean > SLOW_SECONDS and compiled.seconds < SHORT_SECONDS
+        if is_slow and len(prototypes) < self._threads:
+            prototypes.append(on_deep_stack(partial(new_matcher, self._ready().tokens, compiled.source)))
+        compiled.copies += 1
+        state = prototypes[compiled.copies % len(prototypes)].deep_copy()
         return LLGuidanceMatcher(state, grammar.after, self._eos_ids, grammar.param, last_resort, compiled.times)
 
     def fill(self, matchers: Mapping[int, Any], masks: npt.NDArray[np.int32]) -> list[int]:
-        """One by one: 32 masks take 0.15 to 0.45 ms, and four to sixteen threads of llguidance's 0.4 to 1.3 ms."""
+        """Slow ones on several threads, all others one by one: 32 of these take 0.15 to 0.45 ms, and 0.4 to 1.3 ms on
+        four to sixteen threads."""
         vocabulary = self._ready()
+        slow = {row: own for row, own in matchers.items() if own.mask_seconds > SLOW_SECONDS}
+        if len(slow) > 1:
+            self._fill_in_parallel(slow, masks)
+        else:
+            slow = {}
         failed: list[int] = []
         address, size = masks.ctypes.data, masks.strides[0]
         for row, matcher in matchers.items():
             if matcher.free:
                 masks[row] = vocabulary.free
                 continue
-            state, began = matcher.state, time.perf_counter()
-            state.unsafe_compute_mask_ptr(address + row * size, size)
-            matcher.times.observe(time.perf_counter() - began)
+            state = matcher.state
+            if row not in slow:
+                began = time.perf_counter()
+                state.unsafe_compute_mask_ptr(address + row * size, size)
+                matcher.times.observe(time.perf_counter() - began)
             if state.is_error():
                 failed.append(row)
             elif matcher.last_resort and (left := without(matcher.last_resort, masks[row])).any():
                 masks[row] = left
         return failed
+
+    def _fill_in_parallel(self, matchers: Mapping[int, LLGuidanceMatcher], masks: npt.NDArray[np.int32]) -> None:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(self._threads)
+        work = [(matcher.state, row) for row, matcher in matchers.items()]
+        began = time.perf_counter()
+        self._executor.unsafe_compute_mask_ptr(work, masks.ctypes.data, masks.strides[0], len(masks))
+        seconds = time.perf_counter() - began
+        for matcher in matchers.values():
+            matcher.times.observe(seconds * min(self._threads, len(work)) / len(work))
 
     def _compiled_of(self, grammar: Grammar) -> _Compiled:
         """Several that ask for a new grammar at once, as the choices
@@ -140,7 +178,7 @@ class LLGuidance:
     def _compile(self, grammar: Grammar, outcome: Future[_Compiled]) -> None:
         key = grammar.kind, grammar.source
         try:
-            made = _Compiled(on_deep_stack(partial(self._make, grammar)))
+            made = on_deep_stack(partial(self._make, grammar))
             with self._lock:
                 self._keep(key, made)
             outcome.set_result(made)
@@ -164,7 +202,7 @@ class LLGuidance:
             (_, source), _ = self._compiled.popitem(last=False)
             self._bytes -= len(source)
 
-    def _make(self, grammar: Grammar) -> Any:
+    def _make(self, grammar: Grammar) -> _Compiled:
         try:
             tokens = self._ready().tokens
             as_taken = llguidance_source if self._trials is None else self._trials.try_out
@@ -173,7 +211,9 @@ class LLGuidance:
             raise _Refused(" needs llguidance: pip install 'penstock[serve]'") from None
         except ValueError as error:
             raise _Refused(f": {error}") from None
+        began = time.perf_counter()
         matcher = new_matcher(tokens, source)
+        seconds = time.perf_counter() - began
         if matcher.is_error():
             raise _Refused(f" cannot be enforced: {one_line(matcher.get_error())}")
         if warnings := matcher.get_grammar_warnings():
@@ -182,7 +222,7 @@ class LLGuidance:
             LLGuidanceMatcher(matcher.deep_copy(), (), self._eos_ids, grammar.param).take_forced()
         except InvalidRequest as error:
             raise _Refused(f" cannot be enforced: {error}") from None
-        return matcher
+        return _Compiled(source, [matcher], seconds)
 
     def _ready(self) -> Vocabulary:
         with self._loading:

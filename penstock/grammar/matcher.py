@@ -18,14 +18,15 @@ _OVERLAP = (
 )
 
 
-SLOW_SECONDS = 50e-6  # half a millisecond for ten of them, where a step may take one
 _SHARE = 1 / 16  # of a mean that the last mask has
+# What one mask counts for at most, as a multiple of the mean and of the least mean: the system may have given the core
+# to someone else.
+_MOST, _LEAST_SECONDS = 10, 50e-6
 
 
 class MaskTimes:
-    """How long masks of a grammar have taken of late: those of strings that are about to reach a `maxLength`, or that
-    match a pattern, a thousand times as long as others. One that takes long for once, since the system had given the
-    core to someone else, makes no difference."""
+    """How long masks of a grammar take of late: mostly some microseconds, but a thousand times as long in strings that
+    come near their `maxLength` or match a pattern."""
 
     __slots__ = ("mean",)
 
@@ -33,7 +34,7 @@ class MaskTimes:
         self.mean = 0.0
 
     def observe(self, seconds: float) -> None:
-        self.mean += _SHARE * (min(seconds, 10 * SLOW_SECONDS) - self.mean)
+        self.mean += _SHARE * (min(seconds, _MOST * max(self.mean, _LEAST_SECONDS)) - self.mean)
 
 
 class LLGuidanceMatcher:
@@ -67,8 +68,8 @@ class LLGuidanceMatcher:
         return one_line(self.state.get_error()) if self.state.is_error() else ""
 
     @property
-    def has_slow_masks(self) -> bool:
-        return self.times.mean > SLOW_SECONDS and not self.free
+    def mask_seconds(self) -> float:
+        return 0.0 if self.free else self.times.mean
 
     def consume(self, tokens: list[int]) -> None:
         """The output went on with these. Raises InvalidRequest where the grammar does not allow them, or comes to a

@@ -242,7 +242,7 @@ class _Run:
         if "early exit" in names:
             assert bench.early_exit is not None
             self._scheduler.speculation = tried_whenever_possible(bench.early_exit, 5)
-        slow = patch.object(LLGuidanceMatcher, "has_slow_masks", True) if "slow masks" in names else nullcontext()
+        slow = patch.object(LLGuidanceMatcher, "mask_seconds", 1.0) if "slow masks" in names else nullcontext()
         try:
             with slow:
                 return self.finish(requests, crowded=True, aborted="abort" in names)

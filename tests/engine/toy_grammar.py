@@ -33,8 +33,8 @@ class ToyMatcher:
         return "three tokens are enough" if self.hopeless and len(self.taken) == 3 else ""
 
     @property
-    def has_slow_masks(self) -> bool:
-        return len(self.taken) % 4 > 0
+    def mask_seconds(self) -> float:
+        return float(len(self.taken) % 4)
 
     @property
     def ended(self) -> bool:

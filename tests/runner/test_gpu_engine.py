@@ -1,16 +1,17 @@
-"""The whole engine over the GPU's runner against plain torch without drafts: adapters, drafts, sampling, log
-probabilities, prefix hits and preemption, all in one batch."""
+"""The whole engine over the GPU's runner against plain torch without drafts: adapters, drafts, sampling, grammars with
+masks and with slow ones, log probabilities, prefix hits and preemption, all in one batch."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from penstock.core.request import Adapter, Chunk, GenerateRequest, SamplingParams, TokenLogprob
-from penstock.engine.executor import AdapterWeights, LoadedExecutor
+from penstock.core.request import Adapter, Chunk, GenerateRequest, Grammar, SamplingParams, TokenLogprob
+from penstock.engine.executor import AdapterWeights, LoadedExecutor, Step
 from penstock.engine.limits import SchedulerLimits
 from penstock.engine.loop import EngineLoop
 from penstock.engine.scheduler import Scheduler
@@ -20,8 +21,10 @@ from penstock.runner import cuda_runner, mixed_steps
 from penstock.runner.forward import TorchForward
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.row_state import TorchRows
+from penstock.runner.steps_in_flight import StepInFlight
 from penstock.runner.torch_adapters import adapters_of
 from tests.engine.guessing import tried_whenever_possible
+from tests.engine.toy_grammar import ToyGrammars
 from tests.runner.emulated_cuda import CPU, emulated_runner
 from tests.runner.test_adapted_steps import some_adapter
 from tests.runner.test_fused_forward import load
@@ -39,6 +42,9 @@ LIMITS = SchedulerLimits(
 ADAPTERS = [Adapter(digest, "") for digest in ("a", "b", "c")]
 GREEDY = SamplingParams(temperature=0, max_tokens=OUTPUT)
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.9, frequency_penalty=0.3, logprobs=1, max_tokens=OUTPUT)
+GRAMMAR = Grammar("regex", "30")
+MATCHING = SamplingParams(temperature=0, grammar=GRAMMAR, max_tokens=2 * OUTPUT)
+SAMPLED_MATCHING = SamplingParams(temperature=0.8, top_p=0.9, top_k=30, grammar=GRAMMAR, max_tokens=2 * OUTPUT)
 
 
 class HeldAdapters:
@@ -80,9 +86,9 @@ class KnowingDrafter:
 
 def some_requests(draw: np.random.Generator) -> list[GenerateRequest]:
     shared = draw.integers(1, 64, 26).tolist()
-    prompts = [[*shared, 5], [*shared, 9, 9], [*shared[:20], 3], shared[3:12], [*shared, 5]]
-    adapters = [None, ADAPTERS[0], ADAPTERS[1], ADAPTERS[2], ADAPTERS[0]]
-    asked = [GREEDY, SAMPLED, GREEDY, SAMPLED, GREEDY]
+    prompts = [[*shared, 5], [*shared, 9, 9], [*shared[:20], 3], shared[3:12], [*shared, 5], shared[2:9], shared[5:20]]
+    adapters = [None, ADAPTERS[0], ADAPTERS[1], ADAPTERS[2], ADAPTERS[0], None, ADAPTERS[0]]
+    asked = [GREEDY, SAMPLED, GREEDY, SAMPLED, GREEDY, MATCHING, SAMPLED_MATCHING]
     return [
         GenerateRequest(str(i), prompt, params, seed=i, adapter=adapter)
         for i, (prompt, params, adapter) in enumerate(zip(prompts, asked, adapters, strict=True))
@@ -107,7 +113,7 @@ def run(
     if drafter is not None:
         # Deep enough that sequences wait for a draft; a clock that stands, for load must not decide who is asked.
         scheduler.speculation = tried_whenever_possible(drafter, 8)
-    loop = EngineLoop(scheduler, executor, take, None, HeldAdapters(weights))
+    loop = EngineLoop(scheduler, executor, take, ToyGrammars(), HeldAdapters(weights))
     for request in requests:
         loop.submit(request)
     while loop.step():
@@ -136,6 +142,14 @@ def test_same_output_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         model, config, monkeypatch, max_seqs=SEQS, num_blocks=NUM_BLOCKS, block_size=BLOCK, max_step_tokens=48,
         adapter_rank=16,
     )  # fmt: skip
+    unmasked = Counter[str]()  # sequences that sample before their masks, in steps with drafts and without
+    launch = runner.launch
+
+    def counted(step: Step) -> StepInFlight:
+        unmasked["with drafts" if max(step.samples) > 1 else "without"] += len(step.checked)
+        return launch(step)
+
+    monkeypatch.setattr(runner, "launch", counted)
     found, scores, scheduler = run(runner, weights, requests, KnowingDrafter(expected))
     assert found == expected
     for request_id, true in expected_scores.items():
@@ -146,3 +160,4 @@ def test_same_output_as_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert stats.preemptions > 0
     assert stats.accepted_tokens > 0
     assert stats.drafted_tokens > stats.accepted_tokens
+    assert all(unmasked[kind] for kind in ("with drafts", "without")), unmasked

@@ -8,7 +8,7 @@ import torch
 
 import tests.triton_interpreter  # noqa: F401  isort: skip
 
-from penstock.engine.executor import NOT_A_NUMBER
+from penstock.engine.executor import NOT_A_NUMBER, UNDECIDED
 from penstock.kernels.sampling_reference import philox4x32, sample_reference
 from penstock.kernels.triton import sampling_row
 from penstock.kernels.triton.sampling import (
@@ -19,7 +19,7 @@ from penstock.kernels.triton.sampling import (
     sample,
     sampling_scratch,
 )
-from penstock.kernels.triton.sampling_row import ROW
+from penstock.kernels.triton.sampling_row import CHECKED, NO_MASK, ROW
 from penstock.runner.rows import Needs
 
 VOCAB = 4999  # three chunks, the last one ragged
@@ -44,11 +44,18 @@ def test_kernels_know_the_bits_of_needs() -> None:
             assert getattr(sampling_row, str(need.name)).value == need.value
     changing = Needs.BIAS | Needs.PENALTIES | Needs.MIN_TOKENS | Needs.GRAMMAR
     assert changing.value == sampling_row.ADJUST.value
-    assert sampling_row.NOT_A_NUMBER.value == NOT_A_NUMBER
+    assert (sampling_row.NOT_A_NUMBER.value, sampling_row.UNDECIDED.value) == (NOT_A_NUMBER, UNDECIDED)
 
 
-def run(logits: torch.Tensor, params: np.ndarray, greedy: int = -1) -> Sampled:
-    """All rows at one position, without tables or masks."""
+def run(
+    logits: torch.Tensor,
+    params: np.ndarray,
+    greedy: int = -1,
+    *,
+    masks: torch.Tensor | None = None,
+    mask: int = NO_MASK,
+) -> Sampled:
+    """All rows at one position, without tables; with the masks of [rows, V], or else all with this one."""
     count = len(params)
     rows = SamplingRows(
         params=torch.from_numpy(params.view(np.int32).reshape(count, -1)),
@@ -57,7 +64,11 @@ def run(logits: torch.Tensor, params: np.ndarray, greedy: int = -1) -> Sampled:
         stops=torch.zeros((count, WORDS), dtype=torch.int32),
         last_tokens=torch.full((count,), -1),
     )
-    numbers, none = torch.arange(count, dtype=torch.int32), torch.full((count,), -1, dtype=torch.int32)
+    numbers = torch.arange(count, dtype=torch.int32)
+    bits = np.zeros((count, 32 * WORDS), np.uint8)
+    bits[:, :VOCAB] = 1 if masks is None else masks.numpy()
+    words = torch.from_numpy(np.packbits(bits, axis=-1, bitorder="little").view(np.int32))
+    mask_of = torch.full((count,), mask, dtype=torch.int32) if masks is None else numbers
     positions = torch.full((count,), POSITION, dtype=torch.int32)
     out = Sampled(
         tokens=torch.full((count,), greedy),
@@ -65,9 +76,11 @@ def run(logits: torch.Tensor, params: np.ndarray, greedy: int = -1) -> Sampled:
         top_logprobs=torch.zeros((count, MOST_ALTERNATIVES)),
         top_tokens=torch.zeros((count, MOST_ALTERNATIVES), dtype=torch.int32),
     )
-    inputs = SamplingInputs(logits, numbers, positions, none, torch.zeros((1, WORDS), dtype=torch.int32))
+    inputs = SamplingInputs(logits, numbers, positions, mask_of, words)
     sample(inputs, rows, out, sampling_scratch(count, VOCAB, logits.device))
-    assert rows.last_tokens.tolist() == out.tokens.clamp(min=-1).tolist()
+    decided = out.tokens != UNDECIDED
+    assert rows.last_tokens[decided].tolist() == out.tokens[decided].clamp(min=-1).tolist()
+    assert (rows.last_tokens[~decided] >= 0).all(), "the next step reads some token"
     return out
 
 
@@ -126,6 +139,22 @@ def test_top_p_reaches_far_below_the_maximum() -> None:
     expected = [sample_reference(logits[i], i + 24, POSITION, 1.0, 0, 0.98, 0.0) for i in range(8)]
     assert run(logits, params).tokens.tolist() == expected
     assert set(expected) != {5}
+
+
+@pytest.mark.parametrize("scale", [0.01, 3.0, 12.0])
+def test_what_is_sampled_before_the_mask_is_what_any_mask_leaves_that_allows_it(scale: float) -> None:
+    params = asked(*CASES[1:], (0.6, 20, 0.95, 0.0), (0.2, 0, 0.9, 0.0))
+    params["needs"] |= Needs.GRAMMAR.value
+    logits = torch.randn(len(params), VOCAB, generator=torch.Generator().manual_seed(9)) * scale
+    tokens = run(logits, params, mask=CHECKED).tokens
+    decided = tokens != UNDECIDED
+    if scale == 12.0:
+        assert decided.sum() > 0.7 * len(params)
+    own = logits.gather(1, tokens.clamp(min=0)[:, None])
+    anything = torch.rand(logits.shape, generator=torch.Generator().manual_seed(3)) < 0.5
+    for masks in (logits > own, logits >= own, logits < own, logits <= own, logits == own, anything):
+        masks.scatter_(1, tokens.clamp(min=0)[:, None], True)
+        assert run(logits, params, masks=masks).tokens[decided].tolist() == tokens[decided].tolist()
 
 
 def test_rows_that_ask_for_nothing_keep_their_token() -> None:
