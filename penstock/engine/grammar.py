@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # A token that is sampled without a mask saves that mask if it stands. If it is refused, it was sampled for nothing, and
 # where steps run ahead the sequence was in two steps for nothing: its share of them in a batch of dozens. How many
 # stand is taken from the last ones; where they are too few, it is tried again after some tens of tokens.
-_SLOW_SECONDS = 50e-6
+_SLOW_SECONDS = 200e-6  # of masks that steps do not wait for
 _AGAIN_SECONDS, _STEPS_SECONDS = 50e-6, 200e-6
 _KEPT_SHARE, _RECOVERY = 1 / 8, 1 / 256
 
@@ -127,13 +127,13 @@ class Constraint:
 
     def samples_unmasked(self, runs_ahead: bool) -> bool:
         """Whether its next sample is to be a checked one."""
+        costs_nothing = not (runs_ahead or self.truncates)
+        if not costs_nothing and (seconds := self.matcher.mask_seconds) < _SLOW_SECONDS:
+            return False
         if not self.races or self.refused or self.only is not None:
             return False
-        if not (runs_ahead or self.truncates):
+        if costs_nothing:
             return True
-        seconds = self.matcher.mask_seconds
-        if seconds < _SLOW_SECONDS:
-            return False
         price = _STEPS_SECONDS if runs_ahead else _AGAIN_SECONDS
         if self.kept * seconds > (1 - self.kept) * price:
             return True

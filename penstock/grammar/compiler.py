@@ -35,9 +35,11 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 log = logging.getLogger(__name__)
 
 MOST_THREADS = 8
-# Masks that take longer are worth waking threads for, and further prototypes of their grammar, if these do not.
-SLOW_SECONDS = 100e-6
+# Masks that take so long are computed on several threads where together they are worth waking them, and from several
+# prototypes where compiling one does not take longer.
+SLOW_SECONDS, WAKING_SECONDS = 200e-6, 1e-3
 SHORT_SECONDS = 5e-3
+FAST_SECONDS = 50e-6  # masks that take less are not even counted where all others have
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 * 2**20  # of their sources, to which what is built is about proportional
 
@@ -120,22 +122,25 @@ class LLGuidance:
         """Slow ones on several threads, all others one by one: 32 of these take 0.15 to 0.45 ms, and 0.4 to 1.3 ms on
         four to sixteen threads."""
         vocabulary = self._ready()
-        slow = {row: own for row, own in matchers.items() if own.mask_seconds > SLOW_SECONDS}
-        if len(slow) > 1:
+        slow = {row: own for row, own in matchers.items() if own.times.mean > SLOW_SECONDS and not own.free}
+        if len(slow) > 1 and sum(own.times.mean for own in slow.values()) > WAKING_SECONDS:
             self._fill_in_parallel(slow, masks)
         else:
             slow = {}
         failed: list[int] = []
         address, size = masks.ctypes.data, masks.strides[0]
+        began = time.perf_counter()
         for row, matcher in matchers.items():
             if matcher.free:
                 masks[row] = vocabulary.free
                 continue
             state = matcher.state
             if row not in slow:
-                began = time.perf_counter()
                 state.unsafe_compute_mask_ptr(address + row * size, size)
-                matcher.times.observe(time.perf_counter() - began)
+                ended = time.perf_counter()
+                if ended - began > FAST_SECONDS or matcher.times.mean:
+                    matcher.times.observe(ended - began)
+                began = ended
             if state.is_error():
                 failed.append(row)
             elif matcher.last_resort and (left := without(matcher.last_resort, masks[row])).any():

@@ -22,6 +22,7 @@ _SHARE = 1 / 16  # of a mean that the last mask has
 # What one mask counts for at most, as a multiple of the mean and of the least mean: the system may have given the core
 # to someone else.
 _MOST, _LEAST_SECONDS = 10, 50e-6
+_NOTHING = 5e-6
 
 
 class MaskTimes:
@@ -34,7 +35,8 @@ class MaskTimes:
         self.mean = 0.0
 
     def observe(self, seconds: float) -> None:
-        self.mean += _SHARE * (min(seconds, _MOST * max(self.mean, _LEAST_SECONDS)) - self.mean)
+        mean = self.mean + _SHARE * (min(seconds, _MOST * max(self.mean, _LEAST_SECONDS)) - self.mean)
+        self.mean = mean if mean > _NOTHING else 0.0
 
 
 class LLGuidanceMatcher:
