@@ -178,13 +178,13 @@ def _from_json(raw: _Fields, generation_config: Path) -> ModelConfig:
     if architecture not in SUPPORTED:
         raise StartupError(f"{raw.path}: architecture {named} is not supported; supported: {SUPPORTED}")
     raw.refuse("hidden_act", ("silu", "swish"))
-    raw.refuse("partial_rotary_factor", (1.0,))
+    raw.refuse("is_causal", (True,))
     if raw.get("quantization_config"):
         method = raw.values["quantization_config"].get("quant_method", "some method")
         raise StartupError(f"{raw.path}: weights quantised by {method} are not supported; use the original checkpoint")
     heads = raw.count("num_attention_heads")
     bias = bool(raw.get("attention_bias", False))
-    rope = _Fields(raw.path, raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    rope = _json_rope(raw)
     scaling, max_position = _json_scaling(rope, raw.count("max_position_embeddings"))
     generation = _read_json(generation_config) if generation_config.is_file() else {}
     return ModelConfig(
@@ -239,6 +239,17 @@ def _ids(*values: int | list[int] | None) -> tuple[int, ...]:
     """Each may be one id, several or none; repeats are dropped and the order kept."""
     lists = [value if isinstance(value, list) else [value] for value in values if value is not None]
     return tuple(dict.fromkeys(id for ids in lists for id in ids))
+
+
+def _json_rope(raw: _Fields) -> _Fields:
+    """`rope_scaling` that was added to a file with the newer `rope_parameters` replaces all of these but theta."""
+    parameters, scaling = raw.get("rope_parameters", {}), raw.get("rope_scaling", {})
+    rope = _Fields(raw.path, {"rope_theta": parameters.get("rope_theta"), **scaling} if scaling else parameters)
+    raw.refuse("partial_rotary_factor", (1.0,))
+    rope.refuse("partial_rotary_factor", (1.0,))
+    if layers := [kind for kind, own in rope.values.items() if isinstance(own, dict)]:
+        raise StartupError(f"{raw.path}: rope parameters for {layers[0]} alone are not supported")
+    return rope
 
 
 def _json_scaling(rope: _Fields, max_position: int) -> tuple[RopeScaling | None, int]:
@@ -327,6 +338,7 @@ def _from_gguf(file: GGUFFile) -> ModelConfig:
     head_dim = raw.count("attention.key_length", raw.count("embedding_length") // heads)
     raw.refuse("rope.dimension_count", (head_dim,))
     raw.refuse("attention.value_length", (head_dim,))
+    raw.refuse("attention.causal", (True,))
     moe = _gguf_moe(raw, layers) if raw.get("expert_count") else None
     sizes: Counter[str] = Counter()
     for tensor in file.tensors.values():
@@ -373,14 +385,16 @@ def _gguf_moe(raw: _Fields, layers: int) -> MoEConfig:
 def _gguf_scaling(raw: _Fields, file: GGUFFile) -> RopeScaling | None:
     if "rope_freqs.weight" in file.tensors:
         return FrequencyFactors(tuple(file.read("rope_freqs.weight").tolist()))
-    kind = raw.get("rope.scaling.type", "none")
+    factor = raw.get("rope.scaling.factor", raw.get("rope.scale_linear"))  # what the first files called it
+    kind = raw.get("rope.scaling.type", "none" if factor is None else "linear")
     if kind == "none":
         return None
     if kind == "linear":
-        return LinearScaling(raw.number("rope.scaling.factor"))
+        return LinearScaling(raw.number("rope.scaling.factor", factor))
     if kind == "yarn":
         original = raw.count("rope.scaling.original_context_length")
-        yarn = _yarn(_Fields(raw.path, {}), raw.number("rope.scaling.factor"), original)
+        betas = {name: raw.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        yarn = _yarn(_Fields(raw.path, betas), raw.number("rope.scaling.factor"), original)
         # llama.cpp multiplies where transformers replaces.
         return replace(yarn, attention_factor=yarn.attention_factor * raw.number("rope.scaling.attn_factor", 1.0))
     raise StartupError(f"{raw.path}: rope scaling {kind!r} is not supported; supported: linear, yarn")

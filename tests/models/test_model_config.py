@@ -62,6 +62,49 @@ def test_both_spellings_of_rope_and_dtype(read: Read) -> None:
     assert read(rope_scaling={"type": "linear", "factor": 2}).rope_scaling == LinearScaling(2.0)
 
 
+def test_scaling_that_was_added_to_a_file_with_the_newer_spelling_holds(read: Read) -> None:
+    """As the README of Qwen3 says to add YaRN, to what transformers 5 has written."""
+    new = {"rope_type": "default", "rope_theta": 1e6}
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    added = read(rope_parameters=new, rope_scaling=yarn)
+    assert added == read(rope_theta=1e6, rope_scaling=yarn)
+    assert isinstance(added.rope_scaling, YarnScaling)
+    assert read(rope_parameters=new, rope_scaling=None) == read(rope_theta=1e6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "scaling"),
+    [
+        ({}, None),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.factor": 4.0}, LinearScaling(4.0)),
+        ({"rope.scale_linear": 4.0}, LinearScaling(4.0)),
+    ],
+)
+def test_gguf_scales_linearly_where_it_names_a_factor_alone(
+    fields: dict[str, Any], scaling: LinearScaling | None
+) -> None:
+    file = GGUFFile(resolve(BUILT_IN).path)
+    file.metadata |= {f"llama.{name}": value for name, value in fields.items()}
+    assert _from_gguf(file).rope_scaling == scaling
+
+
+def test_gguf_says_where_yarn_begins_and_ends() -> None:
+    file = GGUFFile(resolve(BUILT_IN).path)
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 8.0}
+    file.metadata |= {f"llama.rope.scaling.{name}": value for name, value in yarn.items()}
+    scaling = _from_gguf(file).rope_scaling
+    assert isinstance(scaling, YarnScaling)
+    assert (scaling.beta_fast, scaling.beta_slow) == (8.0, 1.0)
+
+
+def test_gguf_without_causal_attention_is_refused() -> None:
+    file = GGUFFile(resolve(BUILT_IN).path)
+    file.metadata["llama.attention.causal"] = False
+    with pytest.raises(StartupError, match=r"attention\.causal False is not supported"):
+        _from_gguf(file)
+
+
 def test_yarn_extends_the_context(read: Read) -> None:
     config = read(rope_scaling={"type": "yarn", "factor": 4.0})
     assert isinstance(config.rope_scaling, YarnScaling)
@@ -161,6 +204,9 @@ def test_the_generation_config_says_where_to_exit_early(read: Read) -> None:
         ({"num_key_value_heads": 3}, "8 attention heads cannot share 3"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "for full_attention alone"),
+        ({"is_causal": False}, "is_causal False is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised by gptq"),
     ],
 )
