@@ -35,13 +35,16 @@ def gguf_end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def tokenizer_end_id(folder: Path) -> int | None:
-    """The `eos_token` of a folder's tokenizer_config.json, if that says which token it is: a chat model's ends its
-    turns, where config.json may still name the one that ended the documents of the base model."""
+    """The `eos_token` of a folder's tokenizer_config.json, if its files say which token that is: a chat model's ends
+    its turns, where config.json may still name the one that ended the documents of the base model."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_bytes())
         end = config["eos_token"]
         text = end["content"] if isinstance(end, dict) else end
-        added = config["added_tokens_decoder"].items()
-        return next((int(id) for id, token in added if token["content"] == text), None)
+        added = config.get("added_tokens_decoder")
+        if added is None:  # transformers 5 leaves them to tokenizer.json
+            tokens = json.loads((folder / "tokenizer.json").read_bytes())["added_tokens"]
+            added = {token["id"]: token for token in tokens}
+        return next((int(id) for id, token in added.items() if token["content"] == text), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # whoever reads the tokenizer itself says what is wrong

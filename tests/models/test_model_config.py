@@ -171,6 +171,9 @@ def test_the_engine_ends_answers_where_the_tokenizer_does(read: Read, tmp_path: 
     config = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": {"7": {"content": "<|im_end|>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert read(eos_token_id=2).eos_ids == (2, 7)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))  # as transformers 5 does
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": 7, "content": "<|im_end|>"}]}))
+    assert read(eos_token_id=2).eos_ids == (2, 7)
     for broken in ("{", "[]", '{"eos_token": "x"}', '{"eos_token": 7, "added_tokens_decoder": {"a": {}}}'):
         (tmp_path / "tokenizer_config.json").write_text(broken)
         assert read(eos_token_id=2).eos_ids == (2,)
