@@ -279,10 +279,12 @@ def _from_folder(folder: Path) -> Tokenizer:
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     backend.add_special_tokens([AddedToken(t, normalized=False) for t in known.values() if t not in special])
     bos_id, eos_id = (backend.token_to_id(known[name]) if name in known else None for name in ("bos", "eos"))
-    if "add_bos_token" in config or "add_eos_token" in config:  # otherwise tokenizer.json itself says what to add
-        _frame(
-            backend, bos_id if config.get("add_bos_token") else None, eos_id if config.get("add_eos_token") else None
-        )
+    adds_bos, adds_eos = config.get("add_bos_token"), config.get("add_eos_token")
+    if adds_bos is not None or adds_eos is not None:  # of one that is not named tokenizer.json says whether to add it
+        before, behind = _framing(backend) or ([], [])
+        adds_bos = bos_id in before if adds_bos is None else adds_bos
+        adds_eos = eos_id in behind if adds_eos is None else adds_eos
+        _frame(backend, bos_id if adds_bos else None, eos_id if adds_eos else None)
     return Tokenizer(backend, bos_id=bos_id, eos_ids=_end_ids(folder, eos_id), chat_template=_template(folder, config))
 
 

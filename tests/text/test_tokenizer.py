@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from penstock.checkpoint.source import Checkpoint
 from penstock.core.errors import InvalidRequest, StartupError
@@ -233,6 +235,20 @@ def test_a_folders_special_tokens(reference: Any, tmp_path: Path) -> None:
     assert loaded.encode("a")[0] == 1
     assert loaded.encode("a", add_special_tokens=False)[0] != 1
     assert loaded.decode(loaded.encode("Hello you")) == " you"  # what the config calls special is skipped
+
+
+@pytest.mark.parametrize("stated", [{}, {"add_eos_token": False}, {"add_bos_token": None}])
+def test_a_folder_that_says_nothing_of_bos_adds_what_tokenizer_json_adds(
+    reference: Any, tmp_path: Path, stated: dict[str, Any]
+) -> None:
+    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    checkpoint = folder_with(reference, tmp_path, {"tokenizer_config.json": {**names, **stated}})
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(checkpoint).encode("a")[0] == 1
 
 
 def test_truncation_left_in_tokenizer_json_does_not_cut_prompts(reference: Any, tmp_path: Path) -> None:
