@@ -20,7 +20,6 @@ from penstock.gateway.api.messages import (
     ChatMessage,
     FunctionDelta,
     FunctionText,
-    Message,
     MessageToolCall,
     ToolCallDelta,
 )
@@ -49,6 +48,7 @@ from penstock.text.tool_calls.parser import CallDelta
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MAX_SPELLING = 6  # bytes of JSON that one byte of text may take, as \u0041
+END_OF_TEXT = "\uf8ff\ufdd0"  # characters for private use, and for none
 ROOM_FOR_OPTIONS = 2**20  # bytes of a body beside its text, such as white space
 
 
@@ -120,33 +120,45 @@ def _render(text: ModelText, body: ChatRequest | TokenizeRequest, tools: list[di
     )
     add_prompt = not continued if body.add_generation_prompt is None else body.add_generation_prompt
     tokenizer = text.tokenizer
-    rendered = text.template.render(
-        msgspec.to_builtins(messages),
-        tools=tools,
-        add_generation_prompt=add_prompt,
-        bos_token=tokenizer.bos_token,
-        eos_token=tokenizer.eos_token,
-        **variables,
-    )
-    return _cut_after_last_message(rendered, messages[-1]) if continued else rendered
+
+    def render(said: list[dict[str, Any]]) -> str:
+        return text.template.render(
+            said,
+            tools=tools,
+            add_generation_prompt=add_prompt,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+            **variables,
+        )
+
+    said = msgspec.to_builtins(messages)
+    return _cut_after_last_message(said, render) if continued else render(said)
 
 
-def _cut_after_last_message(rendered: str, last: Message) -> str:
+def _cut_after_last_message(said: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> str:
     """Without what the template puts after a finished message, so that the model goes on writing it."""
-    text = last.content if isinstance(last.content, str) else ""
+    marked, _, behind = render([*said[:-1], _with_end(said[-1])]).rpartition(END_OF_TEXT)
+    if not marked:
+        raise InvalidRequest(
+            "continue_final_message cannot find the last message in what the chat template made of it",
+            param="continue_final_message",
+        )
+    return marked if render(said) == marked + behind else marked.rstrip()  # the mark kept it from stripping
+
+
+def _with_end(message: dict[str, Any]) -> dict[str, Any]:
+    """With a mark where its text ends."""
+    content = message.get("content")
+    parts = [{"text": content}] if isinstance(content, str) else content or []
     require(
-        last.role == "assistant" and bool(text.strip()),
+        message["role"] == "assistant" and any((part.get("text") or "").strip() for part in parts),
         "continue_final_message",
         "needs a last message of the assistant with text",
     )
-    for wording in (text, text.strip()):  # templates often strip
-        start = rendered.rfind(wording)
-        if start >= 0:
-            return rendered[: start + len(wording)]
-    raise InvalidRequest(
-        "continue_final_message cannot find the last message in what the chat template made of it",
-        param="continue_final_message",
-    )
+    if isinstance(content, str):
+        return {**message, "content": content + END_OF_TEXT}
+    last = {**parts[-1], "text": (parts[-1].get("text") or "") + END_OF_TEXT}
+    return {**message, "content": [*parts[:-1], last]}
 
 
 class ChatAnswer(ChunkedAnswer[ChatRequest]):

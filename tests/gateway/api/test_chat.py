@@ -12,7 +12,9 @@ import pytest
 from penstock.core.errors import DeadlineTooShort, EngineFailure, Overloaded
 from penstock.core.request import SamplingParams
 from penstock.simulation.scripted_engine import MODEL, hang, logprob_of
-from tests.gateway.conftest import Gateway
+from penstock.text.tokenizer import Tokenizer
+from tests.families import family
+from tests.gateway.conftest import Gateway, serving
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 WEATHER: Any = {
@@ -103,13 +105,29 @@ def test_what_the_assistant_refused_with_is_what_it_said(gateway: Gateway) -> No
         assert "<|im_start|>assistant\nI will not.<|im_end|>" in text
 
 
-def test_continue_final_message_leaves_it_open(gateway: Gateway) -> None:
-    messages = [*HI, {"role": "assistant", "content": "The answer is"}]
+@pytest.mark.parametrize(
+    "begun",
+    ["The answer is", "The answer is ", "<", "|", "im", "assistant", [{"type": "text", "text": "The"}]],
+)
+def test_continue_final_message_leaves_it_open(gateway: Gateway, begun: Any) -> None:
+    """Also where its text stands in what the template puts after a message."""
+    messages = [*HI, {"role": "assistant", "content": begun}]
     gateway.client().chat.completions.create(
         model=MODEL, messages=messages, extra_body={"continue_final_message": True}
     )
     text = gateway.tokenizer.decode(gateway.engine.requests[0].prompt, skip_special_tokens=False)
-    assert text.endswith("<|im_start|>assistant\nThe answer is")
+    assert text.endswith(f"<|im_start|>assistant\n{begun if isinstance(begun, str) else 'The'}")
+
+
+def test_a_message_to_continue_ends_as_the_template_ends_it(tokenizer: Tokenizer) -> None:
+    strips = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}[end]{% endfor %}"
+    with serving(family(tokenizer, "hermes", strips)) as gateway:
+        gateway.client().chat.completions.create(
+            model=MODEL,
+            messages=[*HI, {"role": "assistant", "content": "e "}],
+            extra_body={"continue_final_message": True},
+        )
+        assert gateway.tokenizer.decode(gateway.engine.requests[0].prompt).endswith("[assistant]e")
 
 
 def test_stream_is_role_then_deltas_then_finish(gateway: Gateway) -> None:
