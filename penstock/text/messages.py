@@ -41,8 +41,8 @@ def normalize(messages: list[Message], *, keep_parts: bool, keep_developer: bool
             result.setdefault("reasoning_content", reasoning)
         if role == "developer" and not keep_developer:  # what newer clients call the system message
             result["role"] = "system"
-        if message.get("tool_calls"):
-            result["tool_calls"] = _tool_calls(message["tool_calls"], f"{where}.tool_calls")
+        if calls := result.pop("tool_calls", None):  # templates ask whether there is a list, not whether it is empty
+            result["tool_calls"] = _tool_calls(calls, f"{where}.tool_calls")
         normalized.append(result)
     return normalized
 

@@ -107,6 +107,14 @@ def test_arguments_that_are_no_object_come_back_as_they_were_written(tokenizer: 
     assert f"arguments: {arguments}" in as_text
 
 
+def test_no_calls_are_as_no_list_of_them() -> None:
+    """Templates of Llama and Mistral ask for the list alone. Some servers send an empty one, which clients repeat."""
+    asks = """{% for m in messages %}{% if 'tool_calls' in m or m.tool_calls is defined %}[TOOL_CALLS][
+    {%- else %}{{ m.content }}{% endif %}{% endfor %}{{ tools }}"""
+    said = [USER, {"role": "assistant", "content": "hello", "tool_calls": []}]
+    assert ChatTemplate(asks).render(said).startswith("hihello")
+
+
 def test_tools_reach_a_model_whose_template_has_none(tokenizer: Tokenizer) -> None:
     history: list[dict[str, Any]] = [
         {"role": "system", "content": "be brief"},
